@@ -1,0 +1,40 @@
+# `make` alone lists what there is. Every target makes the virtual environment that it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types layers check second-venv clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(INSTALLED) ## the virtual environment in .venv, with everything installed
+
+demo: $(INSTALLED) ## the main job: one model on two unequal devices (emulated where they are missing)
+	$(BIN)/python train.py hardware=nvidia_arc strategy=ddp
+
+test: $(INSTALLED) ## all tests
+	$(BIN)/python -m pytest -q
+
+lint: $(INSTALLED) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED) ## mypy, strict
+	$(BIN)/mypy
+
+layers: $(INSTALLED) ## imports go down only
+	$(BIN)/lint-imports
+
+check: test lint types layers ## what CI runs
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,86 @@
+"""Every test leaves the machine as it found it: processes, environment, shared memory, folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support import Run, Train, start_run
+
+SHARED_MEMORY = Path("/dev/shm")
+SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+"""Processes of Python's own that serve the whole test session and end with it."""
+SET_BY_IMPORTS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch's compiler
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn
+    "KMP_INIT_AT_FORK",
+}
+"""Variables that other libraries set when they are first imported."""
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    folder, files = Path.cwd(), set(Path.cwd().iterdir())
+    shared = _shared_memory()
+    processes = _children()
+    yield
+    left = _children() - processes
+    _, alive = psutil.wait_procs(left, timeout=10)  # ended children are reaped, slow ones get their chance
+    for process in alive:
+        process.kill()
+    assert not alive, f"processes left behind: {alive}"
+    assert Path.cwd() == folder
+    assert set(folder.iterdir()) - files <= {folder / "outputs"}, "files left in the working folder"
+    left = {name for name in _shared_memory() - shared if not _of_another_process(name)}
+    assert not left, f"shared memory left behind: {left}"
+    changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
+    changed -= SET_BY_IMPORTS
+    assert not changed, f"environment changed: {changed}"
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
+def _children() -> set[psutil.Process]:
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        # A fork of the server has the server's own command line, and the server as its parent.
+        if any(server in command for server in SERVERS) and process.ppid() == os.getpid():
+            continue
+        if process.status() != psutil.STATUS_ZOMBIE:
+            found.add(process)
+    return found
+
+
+def _of_another_process(name: str) -> bool:
+    """Whether a segment carries the id of a process that lives and is none of ours."""
+    numbers = [int(number) for number in re.findall(r"\d+", name)]
+    ours = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+    return any(number not in ours and psutil.pid_exists(number) for number in numbers if number > 1)
+
+
+def _shared_memory() -> set[str]:
+    return {entry.name for entry in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Run `train.py` with the given overrides, in a new folder each time (or in `folder`)."""
+    number = 0
+
+    def start(*overrides: str, folder: Path | None = None) -> Run:
+        nonlocal number
+        number += 1
+        return start_run(folder or tmp_path / f"run_{number}", overrides)
+
+    return start

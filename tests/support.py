@@ -1,0 +1,78 @@
+"""Real runs for tests: the launcher in this process, ranks forked from a server that has imported torch."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from hetexp.app import compose_config, run
+from hetexp.plan.planner import Request
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    folder: Path
+    summary: dict[str, Any]
+    screen: str
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["train/loss"] for row in self.metrics if "train/loss" in row]
+
+    def parameters(self, step: int | None = None) -> dict[str, torch.Tensor]:
+        """The model's tensors at a step, by default the last one saved."""
+        folders = sorted((self.folder / "checkpoints").iterdir())
+        chosen = (
+            folders[-1] if step is None else next(f for f in folders if int(f.name.split("_")[1]) == step)
+        )
+        return load_file(chosen / "model.safetensors")
+
+
+Train = Callable[..., Run]
+
+
+def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
+    """Run `train.py` with these overrides in this process; ranks are forked, threads and trackers off."""
+    screen = io.StringIO()
+    quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none"]
+    cfg = compose_config([*quick, *overrides])
+    console = Console(file=screen, width=160)
+    try:
+        summary = run(cfg, Request(run_dir, Path.cwd(), overrides=overrides), console)
+    except Exception as error:
+        error.screen = screen.getvalue()  # type: ignore[attr-defined]
+        raise
+    return Run(run_dir, summary, screen.getvalue())
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Return ‖Δθ‖₂ / ‖θ‖₂ over all parameters."""
+    assert a.keys() == b.keys()
+    delta = sum(float((a[k].double() - b[k].double()).pow(2).sum()) for k in a)
+    size = sum(float(b[k].double().pow(2).sum()) for k in b)
+    return float((delta / size) ** 0.5)
+
+
+def worst(one: Run, reference: Run, steps: int) -> tuple[float, float]:
+    """Return the largest relative difference of the loss and of the parameters over all steps.
+
+    Both runs log every step and save a checkpoint at each.
+    """
+    assert len(one.losses) == len(reference.losses) == steps
+    loss = max(abs(a - b) / abs(b) for a, b in zip(one.losses, reference.losses, strict=True))
+    numbers = range(1, steps + 1)
+    return loss, max(difference(one.parameters(k), reference.parameters(k)) for k in numbers)
