@@ -1,0 +1,330 @@
+"""The typed configuration. Hydra composes it, `read_config` checks it: every problem at once, by key.
+
+Choices of one section live in a pydantic model below. Sections that name a class by `_target_`
+(`strategy`, `balancing`, `model`, `data`, `optimizer`, `logger`) are checked against that class's own
+signature by `hetexp.core.instantiate`, so that a person's class needs no schema of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
+
+from hetexp.core.errors import ConfigError, did_you_mean, must_be
+
+VENDORS = ("nvidia", "intel", "amd", "apple")
+COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
+"""Sections built by `_target_`."""
+
+Vendor = Literal["nvidia", "intel", "amd", "apple"]
+Component = dict[str, Any]
+
+
+class Section(BaseModel):
+    """A part of the configuration: no unknown keys, no silent conversions, no infinities, read-only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class DeviceEntry(Section):
+    """One line of `hardware.devices`: a device by name, or every card of a vendor."""
+
+    device: str | None = None
+    """`auto`, `cpu`, `cpu:1`, `cuda:0` or `emulated:<card>`; a plain string in the list means this key."""
+    vendor: Vendor | None = None
+    """Every card of this vendor in the machine."""
+    emulate_as: str | None = None
+    """Card that stands in where none of this vendor is found (see `hardware.missing`)."""
+    count: PositiveInt | None = None
+    """How many: ranks on the CPU, emulated cards, or at most this many of the vendor's cards."""
+    python: str | None = None
+    """Interpreter that drives this device; by default the one that runs the launcher."""
+
+
+class HardwareConfig(Section):
+    """Which devices take part."""
+
+    devices: Annotated[list[DeviceEntry], Field(min_length=1)]
+    missing: Literal["auto", "emulate", "error", "drop"] = "auto"
+    """What to do when a vendor of the mix is absent: `auto` emulates only if all of them are."""
+    threads_per_rank: PositiveInt | None = None
+    """CPU threads of each rank; by default the cores are shared by the ranks that compute on them."""
+    time_scale: PositiveFloat | None = None
+    """Emulated seconds take this many real ones; by default the smallest that this machine can keep."""
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
+        """`cpu` means `[cpu]`, and a string in the list means `{device: …}`."""
+        entries = [value] if isinstance(value, (str, dict)) else value
+        if not isinstance(entries, list):
+            return entries
+        return [{"device": entry} if isinstance(entry, str) else entry for entry in entries]
+
+
+class EarlyStoppingConfig(Section):
+    """When all ranks stop together before the last step."""
+
+    patience: PositiveInt | None = None
+    """Evaluations without improvement before all ranks stop together; `null` never stops early."""
+    metric: Literal["loss", "accuracy"] = "loss"
+    min_delta: NonNegativeFloat = 0.0
+
+
+class TrainerConfig(Section):
+    """The training itself, the same whatever the devices."""
+
+    global_batch_size: PositiveInt
+    """Samples of one optimizer step, over all ranks."""
+    max_steps: PositiveInt | None = None
+    max_epochs: PositiveInt | None = None
+    accumulate: PositiveInt = 1
+    """Microbatches that each rank splits its local batch into."""
+    microbatch_size: PositiveInt | None = None
+    """Most samples of one forward pass, instead of `accumulate`; ranks then differ in their number."""
+    clip_norm: PositiveFloat | None = None
+    precision: Literal["float32", "float64"] = "float32"
+    loss: str = "cross_entropy"
+    """`cross_entropy`, `mse`, or the dotted path of a loss class (see `hetexp.training.loss`)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate over the optimizer steps of the whole run, after `warmup_steps`."""
+    warmup_steps: NonNegativeInt = 0
+    eval_every: NonNegativeInt = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    checkpoint_every: NonNegativeInt = 0
+    """Steps between checkpoints; 0 writes one at the end only."""
+    log_every: PositiveInt = 10
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    drop_last: bool = False
+    num_workers: NonNegativeInt = 0
+    """Data loader processes a rank."""
+    fast_dev_run: NonNegativeInt = 0
+    """Train and evaluate this many batches (`true` = 1) and write no checkpoint."""
+    overfit_batches: NonNegativeInt = 0
+    """Use only the first so many global batches, in the same order every epoch."""
+    seed: NonNegativeInt = 0
+
+    @field_validator("fast_dev_run", mode="before")
+    @classmethod
+    def _true_is_one(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, bool) else value
+
+
+class CommConfig(Section):
+    """How ranks exchange gradients."""
+
+    backend: Literal["auto", "gloo", "native"] = "auto"
+    """`native` is the vendor's own library (NCCL); `auto` takes it where all devices are one vendor's."""
+    timeout_seconds: PositiveFloat = 300.0
+    """Longest wait in a collective."""
+
+
+class LaunchConfig(Section):
+    """How ranks are started and ended."""
+
+    start_method: Literal["subprocess", "forkserver"] = "subprocess"
+    """`forkserver` forks ranks from a process that has imported torch: quick, one interpreter only."""
+    timeout_seconds: PositiveFloat = 120.0
+    """Longest wait for all ranks to have started and agreed."""
+    grace_seconds: PositiveFloat = 3.0
+    """Time that ranks get to end by themselves before they are killed."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the store; 0 takes a free one."""
+
+
+class DebugConfig(Section):
+    """Switches for finding out, not for training."""
+
+    normalizer: Literal["global", "per_rank"] = "global"
+    """`per_rank` divides by each rank's own count, as plain DDP does: wrong on unequal shares, to compare."""
+    detect_anomaly: bool = False
+
+
+class Config(Section):
+    """A whole run, as `conf/config.yaml` composes it."""
+
+    hardware: HardwareConfig
+    strategy: Component
+    balancing: Component
+    model: Component
+    data: Component
+    optimizer: Component
+    logger: Component
+    trainer: TrainerConfig
+    comm: CommConfig = CommConfig()
+    launch: LaunchConfig = LaunchConfig()
+    debug: DebugConfig = DebugConfig()
+    resume: str | None = None
+    """Checkpoint folder, or run folder whose newest checkpoint is meant."""
+    name: str | None = None
+    """Name of the run for people; by default made from the overrides."""
+
+
+def read_config(raw: dict[str, Any]) -> Config:
+    """Return the typed configuration.
+
+    Args:
+        raw: resolved plain types, as `OmegaConf.to_container(cfg, resolve=True)` gives.
+
+    Raises:
+        ConfigError: every wrong key, type and value, and every clash between two of them.
+    """
+    config, problems = check_config(raw)
+    if config is None or problems:
+        raise ConfigError(problems)
+    return config
+
+
+def check_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
+    """Return the typed configuration (`None` where it cannot be built) and all problems found."""
+    try:
+        # Strict JSON mode: a list may become a tuple, but neither "8" nor true becomes a number.
+        config = Config.model_validate_json(json.dumps(raw), strict=True)
+    except ValidationError as error:
+        return None, explain(error, raw)
+    return config, _clashes(config)
+
+
+def _clashes(config: Config) -> list[str]:
+    """Values that are fine alone and wrong together."""
+    trainer = config.trainer
+    problems = []
+    if trainer.max_steps is None and trainer.max_epochs is None and not trainer.fast_dev_run:
+        problems.append("`trainer.max_steps` or `trainer.max_epochs` must be given, but both are null.")
+    if trainer.microbatch_size is not None and trainer.accumulate > 1:
+        problems.append(
+            must_be(
+                "trainer.accumulate",
+                "1 where `trainer.microbatch_size` is set",
+                trainer.accumulate,
+                "Both cut the local batch: keep one of them.",
+            )
+        )
+    if trainer.max_steps is not None and trainer.warmup_steps > trainer.max_steps:
+        problems.append(
+            must_be(
+                "trainer.warmup_steps",
+                f"at most `trainer.max_steps` ({trainer.max_steps})",
+                trainer.warmup_steps,
+            )
+        )
+    if trainer.early_stopping.patience is not None and trainer.eval_every == 0:
+        problems.append(
+            must_be("trainer.eval_every", "above 0 where `trainer.early_stopping.patience` is set", 0)
+        )
+    if trainer.early_stopping.metric == "accuracy" and trainer.loss == "mse":
+        problems.append(
+            must_be("trainer.early_stopping.metric", "loss where `trainer.loss` is mse", "accuracy")
+        )
+    for position, entry in enumerate(config.hardware.devices):
+        if entry.device is not None and entry.emulate_as is not None:
+            problems.append(
+                must_be(
+                    f"hardware.devices[{position}].emulate_as",
+                    "absent beside `device`",
+                    entry.emulate_as,
+                    f"A card is emulated by name: 'emulated:{entry.emulate_as}'.",
+                )
+            )
+        if (entry.device is None) == (entry.vendor is None):
+            problems.append(
+                f"`hardware.devices[{position}]` must name either `device` or `vendor`, but names "
+                f"{'neither' if entry.device is None else 'both'} instead."
+            )
+    return problems
+
+
+_WORDS = {"array": "list", "object": "mapping", "boolean": "boolean (true or false)"}
+"""JSON's words and ours."""
+
+
+def explain(
+    error: ValidationError, raw: Any, prefix: str = "", schema: type[BaseModel] | None = Config
+) -> list[str]:
+    """Turn a pydantic error into sentences of the project's own grammar, one a problem.
+
+    Args:
+        raw: the value that was checked.
+        prefix: key of that value.
+        schema: model that it was checked against, to suggest keys from; `None` suggests nothing.
+    """
+    problems: list[str] = []
+    seen: set[str] = set()
+    for item in error.errors(include_url=False):
+        key = dotted(prefix, _without_branches(item["loc"], raw, item["type"]))
+        kind, value = item["type"], item["input"]
+        if key in seen:  # a union reports each of its branches; one sentence is enough for a person
+            continue
+        seen.add(key)
+        if kind == "extra_forbidden":
+            known = _known_keys(schema, item["loc"])
+            owner = key.rpartition(".")[0]
+            where = f"`{owner}`" if owner else "the configuration"
+            problems.append(
+                f"`{key}` is not a key of {where} (its value is {value!r})."
+                + did_you_mean(str(item["loc"][-1]), known)
+            )
+        elif kind == "missing":
+            problems.append(f"`{key}` must be given, but is missing.")
+        elif kind == "too_short":
+            problems.append(must_be(key, "a list with at least one entry", value))
+        else:
+            accepted = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            accepted = _WORDS.get(accepted, accepted)
+            article = "a " if item["msg"].startswith("Input should be a valid") else ""
+            article = "an " if article and accepted[0] in "aeiou" else article
+            problems.append(must_be(key, article + accepted, value))
+    return problems
+
+
+def _without_branches(location: tuple[int | str, ...], raw: Any, kind: str) -> tuple[int | str, ...]:
+    """Leave out the names of union branches, which pydantic puts between the keys that a person wrote."""
+    kept: list[int | str] = []
+    value = raw
+    for position, part in enumerate(location):
+        absent = kind == "missing" and position == len(location) - 1
+        if isinstance(value, dict) and (part in value or absent):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        elif isinstance(part, int):  # below a short form (`cpu` for `[{device: cpu}]`)
+            value = raw if isinstance(value, str) else None
+        else:
+            continue
+        kept.append(part)
+    return tuple(kept)
+
+
+def dotted(prefix: str, location: tuple[int | str, ...]) -> str:
+    """Join a pydantic location to a Hydra key: `hardware.devices[0].count`."""
+    key = prefix
+    for part in location:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif part:
+            key += f".{part}" if key else str(part)
+    return key
+
+
+def _known_keys(schema: type[BaseModel] | None, location: tuple[int | str, ...]) -> list[str]:
+    """Keys that the section at `location` accepts, its last part being the unknown one."""
+    model: Any = schema
+    for part in location[:-1]:
+        if isinstance(part, int) or model is None:
+            continue
+        annotation = model.model_fields[part].annotation
+        inner = [a for a in getattr(annotation, "__args__", ()) if hasattr(a, "model_fields")]
+        model = inner[0] if inner else annotation
+    return list(model.model_fields) if model is not None else []

@@ -1,0 +1,168 @@
+"""The one place where `_target_` becomes an object, and where its arguments are checked beforehand."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pkgutil
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from hetexp.core.config import explain
+from hetexp.core.errors import ConfigError, did_you_mean
+
+_RESERVED = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
+
+
+def instantiate(node: Mapping[str, Any], /, **extra: Any) -> Any:
+    """Build the object that `node` describes by Hydra's `instantiate`, lists and dicts as plain types.
+
+    Args:
+        node: a mapping with `_target_`; nested nodes are built too.
+        extra: arguments added to, or put in place of, those of the node.
+
+    Raises:
+        ConfigError: the class refused its arguments with one.
+    """
+    import hydra.utils
+    from hydra.errors import InstantiationException
+
+    try:
+        return hydra.utils.instantiate(dict(node), _convert_="all", **extra)
+    except InstantiationException as error:
+        # Hydra wraps what a constructor raises; ours are meant for the person and pass unchanged.
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise
+
+
+def locate(target: str) -> Any:
+    """Return the class or function of a dotted path.
+
+    Raises:
+        Exception: whatever importing its module raises, `ImportError` or `AttributeError` for a wrong path.
+    """
+    if ":" in target:  # resolve_name's other form, which Hydra does not read
+        raise ImportError("a dotted path has no colon")
+    return pkgutil.resolve_name(target)
+
+
+def parameters(target: str) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a target by name; empty where it has no Python signature."""
+    try:
+        return dict(inspect.signature(locate(target)).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def check_component(key: str, node: Any) -> list[str]:
+    """Check a `_target_` node against its class's signature without building it.
+
+    Types are checked where the signature has annotations, limits where these carry them
+    (`pydantic.PositiveInt`, `Annotated[float, Field(le=1)]`, …). A class that has a static method
+    `check(**arguments) -> list[str]` judges by it what no single argument shows.
+
+    Args:
+        key: Hydra key of the node, for the messages.
+        node: plain mapping.
+
+    Returns:
+        One sentence a problem; empty when the node can be built.
+    """
+    if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
+        return [f"`{key}._target_` must be the dotted path of a class, but is missing."]
+    target = node["_target_"]
+    try:
+        located = locate(target)
+    except Exception as error:  # an import runs any code and so raises anything
+        return [
+            f"`{key}._target_` must be an importable class, but is '{target}' instead ({_first_line(error)})."
+        ]
+    if not callable(located):
+        return [f"`{key}._target_` must be a class or function, but is '{target}' instead."]
+    return _check_arguments(key, node, located)
+
+
+def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., Any]) -> list[str]:
+    try:
+        signature = inspect.signature(located)
+    except (TypeError, ValueError):  # builtins without one: the constructor itself will judge
+        return []
+    hints = _hints(located)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    named = {
+        name: p
+        for name, p in signature.parameters.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    arguments = {name: value for name, value in node.items() if name not in _RESERVED}
+    problems: list[str] = []
+    for name, value in arguments.items():
+        nested = list(_nodes(f"{key}.{name}", value))
+        if nested:  # what they will build is not known yet
+            problems += [problem for inner, node_ in nested for problem in check_component(inner, node_)]
+        elif name in named:
+            if value != named[name].default:
+                problems += _check_value(f"{key}.{name}", value, hints.get(name, Any))
+        elif not accepts_any:
+            problems.append(
+                f"`{key}.{name}` is not an argument of {node['_target_']} (its value is {value!r})."
+                + did_you_mean(name, named)
+            )
+    if not node.get("_partial_"):
+        problems += [
+            f"`{key}.{name}` must be given, but is missing."
+            for name, p in named.items()
+            if p.default is p.empty and name not in arguments
+        ]
+    judge = inspect.getattr_static(located, "check", None)
+    if not problems and isinstance(judge, staticmethod):
+        problems += judge.__func__(**arguments)
+    return problems
+
+
+def _nodes(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the outermost `_target_` nodes in a value, each with its key."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield key, value
+            return
+        for name, item in value.items():
+            yield from _nodes(f"{key}.{name}", item)
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            yield from _nodes(f"{key}[{position}]", item)
+
+
+def _check_value(key: str, value: Any, annotation: Any) -> list[str]:
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError as error:
+        if error.code != "type-adapter-config-unused":
+            return []  # an annotation that pydantic cannot read judges nothing
+        adapter = TypeAdapter(annotation)
+    except Exception:  # forward references and exotic types: the constructor itself will judge
+        return []
+    try:
+        adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        return explain(error, value, key, schema=None)
+    except (TypeError, ValueError):  # a value that JSON cannot hold was not typed by a person
+        return []
+    return []
+
+
+def _hints(located: Callable[..., Any]) -> dict[str, Any]:
+    function = located.__init__ if inspect.isclass(located) else located
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except Exception:  # a name that only a type checker can see
+        return {}
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,80 @@
+"""The plan: everything a worker needs to know, resolved once, written once, read by every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetexp.core.device import DeviceSpec
+from hetexp.core.files import write_json
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Chosen devices, their shares and the resolved configuration, with the reasons."""
+
+    run_id: str
+    run_dir: str
+    """Absolute path of the run folder."""
+    name: str
+    """Name for people."""
+    group: str | None
+    """The sweep that the run belongs to."""
+    config: dict[str, Any]
+    """The resolved configuration as plain types (`hetexp.core.config.Config` reads it)."""
+    devices: tuple[DeviceSpec, ...]
+    """One a rank, in rank order."""
+    strategy: str
+    shares: tuple[float, ...]
+    """Fraction of each global batch a rank takes; sums to 1."""
+    local_batch_sizes: tuple[int, ...]
+    """The shares of a full global batch in samples."""
+    collective_backend: str
+    """`gloo` or `nccl`."""
+    threads: tuple[int, ...]
+    """CPU threads a rank's torch may use."""
+    choices: dict[str, str] = field(default_factory=dict)
+    """Which option of each Hydra group made this plan, for names and tags."""
+    overrides: tuple[str, ...] = ()
+    """What the person typed, for the run's name."""
+    reasons: tuple[str, ...] = ()
+    """Why it looks like this, one sentence each."""
+    store_host: str = "127.0.0.1"
+    store_port: int = 0
+    working_dir: str = ""
+    """Folder the person started from; relative paths in the configuration mean this one."""
+    import_paths: tuple[str, ...] = ()
+    """Folders that workers append to `sys.path`, so that a person's own modules are found."""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def emulated(self) -> bool:
+        """True if any device is emulated: then no number of this run is hardware's."""
+        return any(device.emulated for device in self.devices)
+
+    @property
+    def config_hash(self) -> str:
+        """Short hash of the configuration; ranks compare it before they train."""
+        text = json.dumps(self.config, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def write(self, path: Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        write_json(path, asdict(self) | {"world_size": self.world_size, "emulated": self.emulated})
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Read what `write` wrote."""
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw.pop("world_size")
+        raw.pop("emulated")
+        raw["devices"] = tuple(DeviceSpec(**device) for device in raw["devices"])
+        for name in ("shares", "local_batch_sizes", "threads", "overrides", "reasons", "import_paths"):
+            raw[name] = tuple(raw[name])
+        return cls(**raw)

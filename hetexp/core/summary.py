@@ -1,0 +1,86 @@
+"""`summary.json`: one flat record a run, the same fields whatever happened."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import hetexp
+from hetexp.core.plan import Plan
+
+SCHEMA = 1
+LOST_TO = ("imbalance", "communication", "rounding", "data", "other")
+
+
+def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
+    """Return a summary in which everything that only a run can tell is null.
+
+    Args:
+        status: `completed`, `failed` or `interrupted`.
+    """
+    config = plan.config
+    return {
+        "schema": SCHEMA,
+        "run_id": plan.run_id,
+        "status": status,
+        "error": None,
+        "emulated": plan.emulated,
+        "time_scale": None,
+        "link_emulated": False,
+        "valid": None,
+        "invalid_reason": None,
+        "hardware": plan.choices.get("hardware"),
+        "strategy": plan.strategy,
+        "balancing": plan.choices.get("balancing"),
+        "fallback": None,
+        "model": plan.choices.get("model"),
+        "data": plan.choices.get("data"),
+        "seed": config["trainer"]["seed"],
+        "world_size": plan.world_size,
+        "global_batch": config["trainer"]["global_batch_size"],
+        "steps": None,
+        "samples": None,
+        "wall_s": None,
+        "samples_per_s": None,
+        "solo_samples_per_s": None,
+        "ceiling": None,
+        "efficiency": None,
+        "lost_to": dict.fromkeys(LOST_TO),
+        "predicted_step_s": None,
+        "measured_step_s": None,
+        "comm": {
+            "backend": plan.collective_backend,
+            "wire_dtype": config["trainer"]["precision"],
+            "bytes_per_step": None,
+            "exposed_s": None,
+        },
+        "devices": [_device(plan, rank) for rank in range(plan.world_size)],
+        "failures": [],
+        "final": {"train_loss": None, "eval": None},
+        "checkpoint": None,
+        "versions": {"hetexp": hetexp.__version__, "python": platform.python_version()},
+    }
+
+
+def _device(plan: Plan, rank: int) -> dict[str, Any]:
+    device = plan.devices[rank]
+    return {
+        "id": device.id,
+        "backend": device.backend,
+        "vendor": device.vendor,
+        "name": device.name,
+        "emulated": device.emulated,
+        "python": None,
+        "torch": None,
+        "driver": device.driver,
+        "share": plan.shares[rank],
+        "local_batch": plan.local_batch_sizes[rank],
+        "micro_batch": None,
+        "precision": plan.config["trainer"]["precision"],
+        "samples_per_s": None,
+        "solo_samples_per_s": None,
+        "idle_s": None,
+        "peak_memory": None,
+        "energy_j": None,
+        "steps": None,
+    }

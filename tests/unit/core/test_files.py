@@ -1,0 +1,85 @@
+"""Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetexp.core.files import fsync_dir, write_json, write_text
+
+
+def test_json_is_readable_and_the_only_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": [1, None, "ü"]})
+    write_json(path, {"b": 2})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"b": 2}
+    assert path.read_text(encoding="utf-8").endswith("}\n")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_value_that_json_cannot_hold_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_json(path, {"step": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"step": 2, "bad": object()})
+    assert json.loads(path.read_text()) == {"step": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    path = tmp_path / "state.json"
+    write_json(path, {"step": 1})
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(OSError, match="No space left"):
+            write_json(path, {"step": 2})
+    assert json.loads(path.read_text()) == {"step": 1}
+
+
+def test_a_process_that_dies_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_json(path, {"step": 1})
+    program = (
+        "import os, sys; from pathlib import Path; from hetexp.core.files import write_json\n"
+        "os.replace = lambda *_: os._exit(9)\n"
+        "write_json(Path(sys.argv[1]), {'step': 2})\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
+    assert ended.returncode == 9
+    assert json.loads(path.read_text()) == {"step": 1}
+    # What the dead process left is in nobody's way.
+    write_text(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_text_is_synced_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        order.append("fsync")
+        fsync(descriptor)
+
+    def noted_replace(source: Path, target: Path) -> None:
+        order.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    write_text(tmp_path / "file", "x")
+    assert order == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+
+
+def test_a_folder_that_cannot_be_opened_is_passed_over(tmp_path: Path) -> None:
+    fsync_dir(tmp_path / "missing")

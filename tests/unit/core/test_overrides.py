@@ -1,0 +1,211 @@
+"""What a person types is judged against the real configuration, every mistake at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from hetexp.app import CONFIG_NAME, check_command_line, conf_dir, register_resolvers
+from hetexp.core.overrides import Overrides
+
+Type = Callable[..., Overrides]
+
+
+@pytest.fixture(scope="module")
+def loader() -> Iterator[Any]:
+    register_resolvers()
+    hydra = Hydra.create_main_hydra2("hetexp", create_config_search_path(str(conf_dir())))
+    yield hydra.config_loader
+    GlobalHydra.instance().clear()
+
+
+@pytest.fixture
+def typed(loader: Any) -> Type:
+    """Judge the words of a command line."""
+
+    def judge(*words: str, sweep: bool = False) -> Overrides:
+        return Overrides(loader, CONFIG_NAME, words, sweep)
+
+    return judge
+
+
+def value(overrides: Overrides, key: str) -> Any:
+    return OmegaConf.select(overrides.compose(), key)
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "composed"),
+    [
+        ("trainer.max_steps=5", "trainer.max_steps", 5),
+        ("model=mlp", "model.hidden_sizes", [64, 64]),
+        ("hardware.devices=[cpu,cpu]", "hardware.devices", ["cpu", "cpu"]),
+        ("name='a=b'", "name", "a=b"),
+        ("trainer.clip_norm=null", "trainer.clip_norm", None),
+        ("+trainer.extra=1", "trainer.extra", 1),
+        ("++trainer.max_steps=7", "trainer.max_steps", 7),
+        ("~trainer.loss", "trainer.loss", None),
+        ("hydra.run.dir=/tmp/x", "hydra.run.dir", "/tmp/x"),
+        ("balancing=manual", "balancing._target_", "hetexp.balancing.manual.Manual"),
+        ("debug=fast", "trainer.fast_dev_run", 2),
+    ],
+)
+def test_what_is_right_has_no_problem(typed: Type, word: str, key: str, composed: Any) -> None:
+    overrides = typed(word)
+    assert overrides.problems == []
+    assert value(overrides, key) == composed
+
+
+def test_deleted_keys_are_gone(typed: Type) -> None:
+    overrides = typed("~trainer.loss")
+    assert "loss" not in overrides.compose().trainer
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (
+            "strategy=dpp",
+            ["`strategy` must be one of ", "ddp", "but is 'dpp' instead.", "Did you mean `ddp`?"],
+        ),
+        (
+            "trainer.max_stps=5",
+            [
+                "`trainer.max_stps` is not a key of the configuration (its value is 5).",
+                "Did you mean `max_steps`?",
+            ],
+        ),
+        ("strateggy=ddp", ["`strateggy` is not a key of the configuration", "Did you mean `strategy`?"]),
+        ("trainer.max_steps.deep=1", ["`trainer.max_steps.deep` is not a key of the configuration"]),
+        ("hardware.devices.9=cpu", ["`hardware.devices.9` is not a key"]),
+        (
+            "resume=/runs/epoch=9.ckpt",
+            [
+                "`resume` must be given as key=value that Hydra can read",
+                "but is 'resume=/runs/epoch=9.ckpt' instead.",
+                "quotes",
+            ],
+        ),
+        ("trainer.max_steps", ["`trainer.max_steps` must be given as key=value"]),
+        ("name=[a", ["`name` must be given as key=value that Hydra can read, but is 'name=[a' instead."]),
+        (
+            "balancing.weights=1,2",
+            [
+                "`balancing.weights` must be one value without --multirun, but is '1,2' instead.",
+                "'balancing.weights=[…]'",
+                "-m",
+            ],
+        ),
+        ("model=mlp,gpt", ["`model` must be one value without --multirun, but is 'mlp,gpt' instead."]),
+        ("trainer.seed=range(3)", ["`trainer.seed` must be one value without --multirun"]),
+    ],
+)
+def test_what_is_wrong_is_told(typed: Type, word: str, told: list[str]) -> None:
+    overrides = typed(word)
+    assert len(overrides.problems) == 1, overrides.problems
+    for part in told:
+        assert part in overrides.problems[0]
+
+
+def test_every_mistake_is_told_and_the_rest_is_composed(typed: Type) -> None:
+    overrides = typed(
+        "strategy=dpp", "trainer.max_stps=5", "name=[a", "model=mlp", "trainer.seed=3", "data=digts"
+    )
+    assert [problem.split("`")[1] for problem in overrides.problems] == [
+        "strategy",
+        "name",
+        "data",
+        "trainer.max_stps",
+    ]
+    composed = overrides.compose()
+    assert composed.trainer.seed == 3
+    assert composed.model._target_ == "hetexp.model.mlp.MLP"
+    assert composed.strategy._target_ == "hetexp.strategy.ddp.DDP"
+
+
+def test_keys_are_those_of_the_chosen_option(typed: Type) -> None:
+    assert typed("model=mlp", "model.dropout=0.1").problems == []
+    assert typed("model.dropout=0.1", "model=mlp").problems == []  # the order does not count
+    assert len(typed("model.dropout=0.1").problems) == 1  # the default model has none
+    assert len(typed("model=mlp", "model.widths=[1]").problems) == 1
+
+
+@pytest.mark.parametrize("word", ["+trainer.seed=5", "~trainer.nope", "+model=mlp"])
+def test_what_only_hydra_can_refuse_is_refused_when_composing(typed: Type, word: str) -> None:
+    overrides = typed(word)
+    assert overrides.problems == []
+    with pytest.raises(HydraException):
+        overrides.compose()
+
+
+def test_a_key_that_an_earlier_word_adds_is_known(typed: Type) -> None:
+    overrides = typed("+trainer.extra={a: 1}", "trainer.extra.a=2")
+    assert overrides.problems == []
+    assert value(overrides, "trainer.extra.a") == 2
+
+
+def test_a_key_below_a_value_that_an_earlier_word_set_is_known(typed: Type) -> None:
+    overrides = typed("hardware.devices=[{device: cpu, count: 1}]", "hardware.devices.0.count=2")
+    assert overrides.problems == []
+    assert value(overrides, "hardware.devices.0.count") == 2
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model=mlp,gpt",
+        "model=choice(mlp,gpt)",
+        "balancing.weights=[3,1],[1,1]",
+        "trainer.seed=range(3)",
+        "trainer.seed=1,2,3",
+        "model=glob(*)",
+        "model=glob([m*,g*])",
+        "optimizer.lr=interval(0,1)",
+        "trainer.seed=shuffle(1,2)",
+    ],
+)
+def test_sweeps_are_right_with_multirun(typed: Type, word: str) -> None:
+    words = [word] if not word.startswith("balancing") else ["balancing=manual", word]
+    assert typed(*words, sweep=True).problems == []
+    assert any("without --multirun" in problem for problem in typed(*words).problems)
+
+
+def test_each_choice_of_a_sweep_is_judged(typed: Type) -> None:
+    found = typed("model=mlp,mpl,nett", sweep=True).problems
+    assert len(found) == 2
+    assert "'mpl'" in found[0]
+    assert "'nett'" in found[1]
+
+
+def test_a_sweep_over_an_unknown_key_is_told(typed: Type) -> None:
+    assert len(typed("trainer.sed=1,2", sweep=True).problems) == 1
+
+
+def test_sweeps_do_not_keep_the_rest_from_being_composed(typed: Type) -> None:
+    composed = typed("model=mlp,gpt", "trainer.seed=1,2", "trainer.max_steps=4", sweep=True).compose()
+    assert composed.trainer.max_steps == 4
+    assert composed.trainer.seed == 0
+
+
+def test_no_words_no_problems(typed: Type) -> None:
+    overrides = typed()
+    assert overrides.problems == []
+    assert overrides.compose().trainer.global_batch_size == 64
+
+
+@pytest.mark.parametrize("refused", ["~trainer.nope", "+trainer.seed=5"])
+def test_what_hydra_refuses_does_not_hide_the_rest(refused: str) -> None:
+    GlobalHydra.instance().clear()  # the loader of the other tests
+    arguments = get_args_parser().parse_args([refused, "trainer.max_stps=5", "model=mpl"])
+    found = "\n".join(check_command_line(arguments))
+    for part in (refused[1:].partition("=")[0], "trainer.max_stps", "'mpl'"):
+        assert part in found
