@@ -1,0 +1,69 @@
+"""What a data source is, and how the configuration becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hetexp.core.errors import ConfigError
+from hetexp.core.instantiate import instantiate
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+
+class DataSource(Protocol):
+    """Training and evaluation data of a run, the same on every rank."""
+
+    train: Dataset[Any]
+    """Map-style: `len` and `__getitem__`, which gives `(input, target)` as tensors of one sample."""
+    evaluation: Dataset[Any] | None
+    """Like `train`; `None` where there is nothing to evaluate on."""
+    facts: Mapping[str, Any]
+    """Model arguments that the data decides, such as `{"input_shape": [1, 8, 8], "num_classes": 10}`."""
+
+
+@dataclass
+class _Parts:
+    """A data source put together from what a person's own class offers."""
+
+    train: Dataset[Any]
+    evaluation: Dataset[Any] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build_data(node: Mapping[str, Any]) -> DataSource:
+    """Build the data source that the `data` section describes.
+
+    A plain map-style dataset is training data without evaluation; its `facts` are used where it has any.
+
+    Args:
+        node: the section, with `_target_`.
+
+    Raises:
+        ConfigError: what was built is neither a data source nor a map-style dataset.
+    """
+    built = instantiate(node)
+    facts = getattr(built, "facts", {})
+    # Many published datasets have a flag named `train`: only data under that name makes a source.
+    if _is_map_style(getattr(built, "train", None)):
+        evaluation = getattr(built, "evaluation", None)
+        if evaluation is not None and not _is_map_style(evaluation):
+            raise ConfigError(_wrong_kind("map-style evaluation data or none", evaluation))
+        return _Parts(built.train, evaluation, facts)
+    if _is_map_style(built):
+        return _Parts(built, None, facts)
+    accepted = "a data source or a map-style dataset (`__len__` and `__getitem__`)"
+    raise ConfigError(_wrong_kind(accepted, built))
+
+
+def _is_map_style(value: Any) -> bool:
+    # Asked of the class, which is where Python looks `len()` and `[]` up.
+    sized = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
+    return sized and not isinstance(value, (str, bytes, Mapping))
+
+
+def _wrong_kind(accepted: str, value: Any) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"`data._target_` must build {accepted}, but builds a {kind} instead."

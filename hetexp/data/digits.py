@@ -1,0 +1,67 @@
+"""Handwritten digits that scikit-learn ships: real images, no download."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from hetexp.core.errors import ConfigError, must_be
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+NUM_IMAGES = 1797
+NUM_CLASSES = 10
+
+
+class Digits:
+    """The 1,797 images of 8x8 pixels of the UCI digits test set (`sklearn.datasets.load_digits`).
+
+    A sample is (image, class): float32 [1, 8, 8] in [0, 1], and int64 [].
+
+    Args:
+        test_fraction: part of the images that is kept for evaluation, the same of each class.
+        seed: decides which ones.
+
+    Raises:
+        ConfigError: a part would be too small to hold every class.
+    """
+
+    train: Dataset[Any]
+    evaluation: Dataset[Any] | None
+    facts: Mapping[str, Any]
+
+    def __init__(
+        self,
+        test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2,
+        seed: Annotated[int, Field(ge=0, lt=2**32)] = 0,
+    ) -> None:
+        if problems := self.check(test_fraction=test_fraction):
+            raise ConfigError(problems)
+        import torch
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+        from torch.utils.data import TensorDataset
+
+        images, classes = load_digits(return_X_y=True)
+        pixels = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+        labels = torch.tensor(classes, dtype=torch.int64)
+        train, test = train_test_split(
+            range(len(images)), test_size=test_fraction, random_state=seed, stratify=classes
+        )
+        self.train = TensorDataset(pixels[train], labels[train])
+        self.evaluation = TensorDataset(pixels[test], labels[test])
+        self.facts = {"input_shape": [1, 8, 8], "num_classes": NUM_CLASSES}
+
+    @staticmethod
+    def check(test_fraction: float = 0.2, **_: Any) -> list[str]:
+        """Return what is wrong with the arguments, one sentence a problem."""
+        num_test = math.ceil(NUM_IMAGES * test_fraction)
+        if min(num_test, NUM_IMAGES - num_test) >= NUM_CLASSES:
+            return []
+        accepted = f"such that both parts of the {NUM_IMAGES} images hold all {NUM_CLASSES} classes"
+        fix = f"It keeps {num_test} for evaluation."
+        return [must_be("data.test_fraction", accepted, test_fraction, fix)]

@@ -1,0 +1,122 @@
+"""Which samples a step uses: a function of the seed and of the samples used so far, of nothing else.
+
+Step k of a run uses the same samples in the same order whatever the devices, their shares or their number.
+Ranks cut their own part out of the global batch that every one of them computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetexp.core.errors import ConfigError, must_be
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Place in the data, counted in samples so that it outlives a change of the batch size or of the ranks.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    epoch: int = 0
+    """Epochs completed."""
+    offset: int = 0
+    """Samples of this epoch already used."""
+
+    def __post_init__(self) -> None:
+        if self.epoch < 0 or self.offset < 0:
+            raise ValueError(f"a position in the data must not be negative, but is {self}")
+
+    def to_dict(self) -> dict[str, int]:
+        """Return plain types for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, int]) -> Position:
+        """Read what `to_dict` returned."""
+        return cls(epoch=int(raw["epoch"]), offset=int(raw["offset"]))
+
+
+class GlobalSampler:
+    """Cuts each epoch's own random order of the training samples into global batches.
+
+    Args:
+        num_samples: size of the training data.
+        global_batch_size: samples of one optimizer step, over all ranks.
+        seed: the order of an epoch follows from this and the number of the epoch.
+        drop_last: leave out what is left of an epoch when it no longer fills a batch.
+        overfit_batches: where above 0, every epoch is the first so many batches of epoch 0, in that order.
+
+    Raises:
+        ConfigError: there are no samples, or fewer than one batch with `drop_last`.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        seed: int,
+        drop_last: bool = False,
+        overfit_batches: int = 0,
+    ) -> None:
+        if num_samples < 1:
+            raise ConfigError(f"`data` must hold at least one training sample, but holds {num_samples}.")
+        if drop_last and num_samples < global_batch_size:
+            accepted = f"at most the {num_samples} training samples where `trainer.drop_last` is true"
+            raise ConfigError(must_be("trainer.global_batch_size", accepted, global_batch_size))
+        self.num_samples = num_samples
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.drop_last = drop_last
+        self._same_order = overfit_batches > 0
+        used = overfit_batches * global_batch_size if overfit_batches else num_samples
+        self._epoch_size = min(num_samples, used)
+        self._cached: tuple[int, Indices] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch that is used from its beginning."""
+        full, left = divmod(self._epoch_size, self.global_batch_size)
+        return full if self.drop_last or not left else full + 1
+
+    def batch(self, position: Position) -> tuple[Indices, Position]:
+        """Return the sample indices [batch] of the step that starts at `position`, and where the next starts.
+
+        The last batch of an epoch may be short; after it comes offset 0 of the next epoch. A position that
+        was reached with another batch size goes on at its sample, and one at or past the end of its epoch
+        goes on with the next epoch.
+        """
+        here = self._settle(position)
+        end = min(here.offset + self.global_batch_size, self._epoch_size)
+        # A copy: who changes a batch must not change the cached order.
+        indices = self._order(0 if self._same_order else here.epoch)[here.offset : end].copy()
+        return indices, self._settle(Position(here.epoch, end))
+
+    def fingerprint(self) -> str:
+        """Return a short hash of epoch 0's order, which ranks compare before they train."""
+        return hashlib.sha256(self._order(0).astype("<i8").tobytes()).hexdigest()[:16]
+
+    def _settle(self, position: Position) -> Position:
+        """Move a position with no batch left in its epoch to the start of the next."""
+        needed = self.global_batch_size if self.drop_last else 1
+        if position.offset + needed > self._epoch_size:
+            return Position(position.epoch + 1, 0)
+        return position
+
+    def _order(self, epoch: int) -> Indices:
+        if self._cached is None or self._cached[0] != epoch:
+            # Ranks may run different NumPy versions. NumPy keeps the raw stream of a bit generator for good,
+            # but not what `Generator.permutation` makes of it: hence random sort keys.
+            source = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
+            order = np.argsort(source.random_raw(self.num_samples), kind="stable").astype(np.int64)
+            self._cached = (epoch, order)
+        return self._cached[1]

@@ -1,0 +1,1 @@
+"""Models that ship with hetexp, and how a model is built from its configuration."""

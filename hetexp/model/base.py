@@ -1,0 +1,40 @@
+"""How the configuration and the data's facts become a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hetexp.core.errors import ConfigError
+from hetexp.core.instantiate import instantiate, parameters
+
+
+def build_model(node: Mapping[str, Any], facts: Mapping[str, Any]) -> nn.Module:
+    """Build the model that the `model` section describes.
+
+    Arguments of the model's signature that the section leaves out or null are taken from `facts`.
+
+    Args:
+        node: the section, with `_target_`.
+        facts: arguments that the data decides (see `hetexp.data.base.DataSource.facts`).
+
+    Raises:
+        ConfigError: the model refuses its arguments, or is no `torch.nn.Module`.
+    """
+    wanted = parameters(node["_target_"])
+    decided = {name: value for name, value in facts.items() if name in wanted and node.get(name) is None}
+    built = instantiate(node, **decided)
+    if not isinstance(built, nn.Module):
+        kind = type(built)
+        raise ConfigError(
+            "`model._target_` must build a torch.nn.Module, "
+            f"but builds a {kind.__module__}.{kind.__qualname__} instead."
+        )
+    return built
+
+
+def unknown(key: str) -> str:
+    """Return the sentence for an argument that neither the configuration nor the data gives."""
+    return f"`model.{key}` must be given where the data does not tell it, but is null instead."

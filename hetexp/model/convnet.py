@@ -1,0 +1,102 @@
+"""A small residual convolutional network.
+
+It normalises by groups, not over the batch: what a sample's output is does not depend on the samples beside
+it, and so not on how the batch is shared among devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from hetexp.core.errors import ConfigError, must_be
+from hetexp.model.base import unknown
+
+
+class ConvNet(nn.Module):
+    """Stages of 3x3 convolutions, each but the first at half the height and width; then a channel's maximum.
+
+    Args:
+        widths: channels of each stage.
+        blocks_per_width: residual blocks of a stage, after the convolution that changes the width.
+        groups: groups of channels that are normalised together; must divide every width.
+        input_shape: [channels, height, width] of one image; `None` leaves it to the data.
+        num_classes: outputs; `None` leaves it to the data.
+
+    Raises:
+        ConfigError: `groups` does not divide the widths, the shape is not that of an image, or the shape or
+            the number of classes is not known.
+    """
+
+    def __init__(
+        self,
+        widths: Annotated[Sequence[PositiveInt], Field(min_length=1)] = (32, 64),
+        blocks_per_width: PositiveInt = 1,
+        groups: PositiveInt = 8,
+        input_shape: Annotated[Sequence[PositiveInt], Field(min_length=1)] | None = None,
+        num_classes: PositiveInt | None = None,
+    ) -> None:
+        super().__init__()
+        problems = self.check(widths=widths, groups=groups, input_shape=input_shape)
+        given = {"input_shape": input_shape, "num_classes": num_classes}
+        problems += [unknown(key) for key, value in given.items() if value is None]
+        if problems or input_shape is None or num_classes is None:
+            raise ConfigError(problems)
+        layers: list[nn.Module] = []
+        channels = input_shape[0]
+        for stage, width in enumerate(widths):
+            layers.append(_convolution(channels, width, groups, stride=2 if stage else 1))
+            layers += [_Residual(width, groups) for _ in range(blocks_per_width)]
+            channels = width
+        layers += [_Maximum(), nn.Linear(channels, num_classes)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits [batch, num_classes] of images [batch, channels, height, width]."""
+        logits: Tensor = self.layers(images)
+        return logits
+
+    @staticmethod
+    def check(
+        widths: Sequence[int] = (32, 64), groups: int = 8, input_shape: Sequence[int] | None = None, **_: Any
+    ) -> list[str]:
+        """Return which arguments do not fit together, one sentence a problem."""
+        problems = []
+        if any(width % groups for width in widths):
+            accepted = f"a divisor of every number in `model.widths` ({list(widths)})"
+            problems.append(must_be("model.groups", accepted, groups))
+        if input_shape is not None and len(input_shape) != 3:
+            problems.append(must_be("model.input_shape", "[channels, height, width]", list(input_shape)))
+        return problems
+
+
+class _Residual(nn.Module):
+    """Adds a convolution of the input to the input."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.branch = _convolution(width, width, groups)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = images + self.branch(images)
+        return out
+
+
+class _Maximum(nn.Module):
+    """Largest value of each channel: [batch, channels, height, width] to [batch, channels].
+
+    On small images it learns faster than the mean; `amax` has a deterministic gradient on every device, which
+    torch's adaptive pooling has not.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.amax(dim=(2, 3))
+
+
+def _convolution(inputs: int, outputs: int, groups: int, stride: int = 1) -> nn.Sequential:
+    # No bias: the normalisation that follows has one.
+    convolution = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+    return nn.Sequential(convolution, nn.GroupNorm(groups, outputs), nn.ReLU())

@@ -1,0 +1,62 @@
+"""A multilayer perceptron."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from hetexp.core.errors import ConfigError
+from hetexp.model.base import unknown
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+
+
+class MLP(nn.Module):
+    """Fully connected layers over a flattened input.
+
+    Args:
+        hidden_sizes: width of each hidden layer; an empty list makes a linear model.
+        input_shape: shape of one input; `None` leaves it to the data.
+        num_classes: outputs; `None` leaves it to the data.
+        dropout: chance to drop a hidden value while training.
+        activation: after each hidden layer.
+
+    Raises:
+        ConfigError: `input_shape` or `num_classes` is not known.
+    """
+
+    def __init__(
+        self,
+        hidden_sizes: Sequence[PositiveInt] = (64, 64),
+        input_shape: Annotated[Sequence[PositiveInt], Field(min_length=1)] | None = None,
+        num_classes: PositiveInt | None = None,
+        dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+        activation: Literal["relu", "gelu", "silu", "tanh"] = "relu",
+    ) -> None:
+        super().__init__()
+        if input_shape is None or num_classes is None:
+            given = {"input_shape": input_shape, "num_classes": num_classes}
+            raise ConfigError([unknown(key) for key, value in given.items() if value is None])
+        layers: list[nn.Module] = [nn.Flatten()]
+        width = math.prod(input_shape)
+        for size in hidden_sizes:
+            layers += [nn.Linear(width, size), ACTIVATIONS[activation]()]
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+            width = size
+        layers.append(nn.Linear(width, num_classes))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return logits [batch, num_classes] of inputs [batch, *input_shape]."""
+        logits: Tensor = self.layers(inputs)
+        return logits

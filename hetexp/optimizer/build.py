@@ -1,0 +1,99 @@
+"""Builds the optimizer and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from hetexp.core.errors import ConfigError
+from hetexp.core.instantiate import instantiate
+
+ScheduleKind = Literal["constant", "linear", "cosine"]
+
+
+def build_optimizer(node: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer that the `optimizer` section describes.
+
+    It gets the parameters that require a gradient, tied ones once.
+
+    Args:
+        node: the section; `_partial_` is taken for granted.
+        model: already on its device.
+
+    Raises:
+        ConfigError: the optimizer refuses its arguments, is no `torch.optim.Optimizer`, or has nothing to
+            train.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError("`model` must have a parameter that requires a gradient, but has none.")
+    return _build(node, trainable)
+
+
+def check_optimizer(node: Mapping[str, Any]) -> list[str]:
+    """Return what the optimizer refuses of its arguments, such as a negative `lr`.
+
+    It is called without parameters: torch judges the arguments first and misses the parameters last, before
+    it would import its compiler, which takes the launcher longer than everything else it checks.
+    """
+    try:
+        _build(node, [])
+    except ConfigError as error:
+        return [problem for problem in error.problems if "empty parameter list" not in problem]
+    return []
+
+
+def _build(node: Mapping[str, Any], trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
+    make = instantiate({**node, "_partial_": True})
+    try:
+        built = make(trainable)
+    except (ValueError, TypeError, RuntimeError) as error:  # torch refuses arguments with all three
+        raise ConfigError(f"`optimizer`: {error}") from error
+    if not isinstance(built, torch.optim.Optimizer):
+        kind = type(built)
+        raise ConfigError(
+            "`optimizer._target_` must build a torch.optim.Optimizer, "
+            f"but builds a {kind.__module__}.{kind.__qualname__} instead."
+        )
+    return built
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, kind: ScheduleKind, warmup_steps: int, total_steps: int
+) -> LambdaLR:
+    """Return the scheduler, to be stepped once after each optimizer step; see `schedule_factor`."""
+    return LambdaLR(optimizer, lambda step: schedule_factor(step, kind, warmup_steps, total_steps))
+
+
+def restart_schedule(schedule: LambdaLR, step: int) -> None:
+    """Put a new schedule where a run stands that has taken `step` optimizer steps."""
+    schedule.last_epoch = step
+    rates = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    for group, base, factor in rates:
+        group["lr"] = base * factor(step)
+
+
+def schedule_factor(step: int, kind: ScheduleKind, warmup_steps: int, total_steps: int) -> float:
+    """Return what the learning rate is multiplied by at an optimizer step, a number from 0 to 1.
+
+    It depends on the step alone, so that a resumed run needs nothing but its number.
+
+    Args:
+        step: optimizer steps already taken.
+        kind: after the warm-up stay at 1, or fall to 0 at `total_steps` in a line or half a cosine wave.
+        warmup_steps: steps that rise in a line; the first is already above 0, and step `warmup_steps` has 1.
+        total_steps: optimizer steps of the whole run.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if kind == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,224 @@
+"""A rank's microbatches: together with the other ranks' they are the global batch, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from hetexp.core.split import Split, apportion
+from hetexp.data.loader import LocalBatch, chop, cut, local_batches
+from hetexp.data.sampler import GlobalSampler, Position
+
+SIZES = st.integers(1, 30)
+WEIGHTS = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=4).filter(any)
+
+
+class Numbers(Dataset[Any]):
+    """Sample i is `(i, 10 × i)`; remembers what was asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append(index)
+        return torch.tensor(index), torch.tensor(10 * index)
+
+
+def steps_of(
+    sampler: GlobalSampler,
+    weights: Sequence[float],
+    rank: int,
+    num_steps: int,
+    start: Position | None = None,
+    dataset: Numbers | None = None,
+    **options: Any,
+) -> list[LocalBatch]:
+    def split(count: int) -> Split:
+        return apportion(count, weights)
+
+    dataset = dataset or Numbers(sampler.num_samples)
+    return list(local_batches(dataset, sampler, start or Position(), num_steps, split, rank, **options))
+
+
+def numbers(batch: LocalBatch) -> list[int]:
+    return [int(number) for inputs, _ in batch.microbatches for number in inputs]
+
+
+def global_batches(sampler: GlobalSampler, num_steps: int, start: Position | None = None) -> list[list[int]]:
+    batches, position = [], start or Position()
+    for _ in range(num_steps):
+        indices, position = sampler.batch(position)
+        batches.append(indices.tolist())
+    return batches
+
+
+# ---------------------------------------------------------------- cut and chop
+
+
+@settings(deadline=None)
+@given(count=st.integers(0, 300), accumulate=st.integers(1, 20), size=st.none() | st.integers(1, 40))
+def test_pieces_are_even_and_add_up(count: int, accumulate: int, size: int | None) -> None:
+    sizes = cut(count, accumulate, size)
+    assert sum(sizes) == count
+    assert all(piece > 0 for piece in sizes)
+    assert not sizes or max(sizes) - min(sizes) <= 1
+    if size is None:
+        assert len(sizes) == min(accumulate, count)
+    else:
+        assert max(sizes, default=0) <= size
+        assert len(sizes) == -(-count // size)
+
+
+@pytest.mark.parametrize(
+    ("count", "accumulate", "size", "sizes"),
+    [
+        (0, 1, None, []),
+        (0, 4, None, []),
+        (0, 1, 8, []),
+        (8, 1, None, [8]),
+        (8, 3, None, [3, 3, 2]),
+        (2, 4, None, [1, 1]),
+        (9, 1, 4, [3, 3, 3]),
+        (8, 1, 4, [4, 4]),
+        (3, 1, 4, [3]),
+    ],
+)
+def test_known_cuts(count: int, accumulate: int, size: int | None, sizes: list[int]) -> None:
+    assert cut(count, accumulate, size) == sizes
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 9), max_size=8))
+def test_chop_keeps_order_and_sizes(sizes: list[int]) -> None:
+    items = list(range(100, 100 + sum(sizes)))
+    pieces = list(chop(items, sizes))
+    assert [len(piece) for piece in pieces] == sizes
+    assert [item for piece in pieces for item in piece] == items
+
+
+# ---------------------------------------------------------------- local_batches
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    num_samples=SIZES,
+    batch_size=SIZES,
+    weights=WEIGHTS,
+    accumulate=st.integers(1, 3),
+    drop_last=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_ranks_parts_are_the_global_batch_in_order(
+    num_samples: int, batch_size: int, weights: list[float], accumulate: int, drop_last: bool, seed: int
+) -> None:
+    sampler = GlobalSampler(num_samples, batch_size, seed, drop_last and num_samples >= batch_size)
+    num_steps = 2 * sampler.steps_per_epoch + 1
+    ranks = [
+        steps_of(sampler, weights, rank, num_steps, accumulate=accumulate) for rank in range(len(weights))
+    ]
+    expected = global_batches(sampler, num_steps)
+    for step, whole in enumerate(expected):
+        parts = [rank[step] for rank in ranks]
+        assert [number for part in parts for number in numbers(part)] == whole
+        assert {part.global_samples for part in parts} == {len(whole)}
+        assert sum(part.local_samples for part in parts) == len(whole)
+        assert len({part.position for part in parts}) == 1
+        for part, weight in zip(parts, weights, strict=True):
+            assert part.local_samples == len(numbers(part))
+            assert weight > 0 or part.microbatches == []
+    for rank in ranks:
+        assert len(rank) == num_steps
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [17.0, 4.0], [0.0, 1.0], [0.8, 0.15, 0.05]])
+def test_different_splits_see_the_same_samples(weights: list[float]) -> None:
+    sampler = GlobalSampler(25, 8, seed=3)
+    ranks = [steps_of(sampler, weights, rank, 4) for rank in range(len(weights))]
+    epoch = [sorted(number for rank in ranks for number in numbers(rank[step])) for step in range(4)]
+    assert epoch == [sorted(batch) for batch in global_batches(sampler, 4)]
+    assert sorted(number for batch in epoch for number in batch) == list(range(25))
+
+
+def test_an_empty_share_has_no_microbatch_and_stays_in_step() -> None:
+    sampler = GlobalSampler(11, 8, seed=0)
+    rank = steps_of(sampler, [0.8, 0.15, 0.05], 2, 4)
+    assert [batch.local_samples for batch in rank] == [0, 0, 0, 0]
+    assert [batch.microbatches for batch in rank] == [[]] * 4
+    assert [batch.global_samples for batch in rank] == [8, 3, 8, 3]
+    assert [batch.position for batch in rank] == [
+        Position(0, 8),
+        Position(1, 0),
+        Position(1, 8),
+        Position(2, 0),
+    ]
+
+
+def test_a_share_that_is_empty_now_and_then() -> None:
+    sampler = GlobalSampler(9, 8, seed=0)  # 8 and 1 samples
+    first, second = (steps_of(sampler, [1.0, 1.0], rank, 4) for rank in range(2))
+    assert [batch.local_samples for batch in first] == [4, 1, 4, 1]
+    assert [batch.local_samples for batch in second] == [4, 0, 4, 0]
+    assert [len(batch.microbatches) for batch in second] == [1, 0, 1, 0]
+
+
+def test_microbatches_hold_inputs_and_targets() -> None:
+    sampler = GlobalSampler(8, 8, seed=1)
+    (batch,) = steps_of(sampler, [3.0, 1.0], 0, 1, accumulate=4)
+    assert [len(inputs) for inputs, _ in batch.microbatches] == [2, 2, 1, 1]
+    for inputs, targets in batch.microbatches:
+        assert torch.equal(targets, 10 * inputs)
+
+
+def test_microbatch_size_is_a_limit_on_every_rank() -> None:
+    sampler = GlobalSampler(16, 16, seed=1)
+    for rank, pieces in ((0, [4, 4, 4]), (1, [4])):
+        (batch,) = steps_of(sampler, [3.0, 1.0], rank, 1, microbatch_size=4)
+        assert [len(inputs) for inputs, _ in batch.microbatches] == pieces
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 7])
+def test_a_run_goes_on_at_its_position(step: int) -> None:
+    sampler = GlobalSampler(25, 8, seed=5)
+    whole = steps_of(sampler, [2.0, 1.0], 1, 10)
+    again = steps_of(GlobalSampler(25, 8, seed=5), [2.0, 1.0], 1, 10 - step, start=whole[step - 1].position)
+    assert [numbers(batch) for batch in again] == [numbers(batch) for batch in whole[step:]]
+    assert [batch.position for batch in again] == [batch.position for batch in whole[step:]]
+
+
+def test_a_run_goes_on_with_another_split() -> None:
+    sampler = GlobalSampler(25, 8, seed=5)
+    position = steps_of(sampler, [1.0], 0, 2)[-1].position
+    ranks = [steps_of(sampler, [1.0, 3.0], rank, 5, start=position) for rank in range(2)]
+    rest = [[number for rank in ranks for number in numbers(rank[step])] for step in range(5)]
+    assert rest == global_batches(sampler, 7)[2:]
+
+
+def test_a_rank_loads_no_sample_but_its_own() -> None:
+    sampler = GlobalSampler(12, 6, seed=2)
+    dataset = Numbers(12)
+    batches = steps_of(sampler, [2.0, 1.0], 1, 2, dataset=dataset)
+    assert dataset.asked == [number for batch in batches for number in numbers(batch)]
+    assert len(dataset.asked) == 4
+
+
+def test_no_steps_no_batches() -> None:
+    dataset = Numbers(4)
+    assert steps_of(GlobalSampler(4, 2, seed=0), [1.0], 0, 0, dataset=dataset) == []
+    assert dataset.asked == []
+
+
+def test_loading_goes_no_further_than_the_step() -> None:
+    sampler, dataset = GlobalSampler(12, 4, seed=2), Numbers(12)
+    batches = local_batches(dataset, sampler, Position(), 3, lambda n: Split((n,)), 0, num_workers=0)
+    next(batches)
+    assert len(dataset.asked) == 4
