@@ -1,0 +1,216 @@
+"""How a checkpoint folder appears whole, and how it is found and verified.
+
+`<run>/checkpoints/step_00000100/` holds data files and `manifest.json`, which names each with its size and
+SHA-256. A folder counts once its manifest is there: it is written last, into a hidden folder beside, which
+is then renamed. Wherever a save is killed, the older checkpoint or the new one is found whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hetexp.core.errors import CheckpointError, ConfigError, must_be
+from hetexp.core.files import fsync_dir, write_json
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Version of the layout; a reader refuses a newer one."""
+
+ACCEPTED = "a checkpoint folder (…/checkpoints/step_00000100) or a run folder with checkpoints"
+
+_STEP_FOLDER = re.compile(r"step_(\d+)")
+_HIDDEN_FOLDER = re.compile(r"\.(step_\d+)\.\d+\.(new|old)")
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a step's folder; names sort as their steps do."""
+    return f"step_{step:08d}"
+
+
+@contextmanager
+def write_folder(parent: Path, step: int) -> Iterator[Path]:
+    """Give a hidden folder to write files into; it gets its manifest and its name when the block ends.
+
+    An older checkpoint of the same step is replaced, and stays in place if anything fails. What an earlier
+    save left when it was killed is completed or removed.
+
+    Raises:
+        CheckpointError: the folder cannot be written (no space, no permission).
+    """
+    final = parent / folder_name(step)
+    temporary = parent / f".{final.name}.{os.getpid()}.new"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        _tidy(parent)
+        temporary.mkdir()
+        yield temporary
+        _seal(temporary, step)
+        _replace(temporary, final)
+    except OSError as error:
+        raise CheckpointError(f"The checkpoint '{final}' could not be written: {error}.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # renamed away unless something failed
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint folder that `path` means: itself, or the newest complete one of a run folder.
+
+    Raises:
+        ConfigError: `path` is neither.
+        CheckpointError: it is, but holds no complete checkpoint.
+    """
+    return search_checkpoint(path)[0]
+
+
+def search_checkpoint(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Like `find_checkpoint`, with a sentence for each newer folder that was passed over as incomplete."""
+    _refuse_other_paths(path)
+    if _is_checkpoint_folder(path):
+        if problem := _incompleteness(path):
+            raise CheckpointError(must_be("resume", "a complete checkpoint", str(path), f"It {problem}."))
+        return path, ()
+    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    skipped: list[str] = []
+    for candidate in _newest_first(parent):
+        problem = _incompleteness(candidate)
+        if problem is None:
+            return candidate, tuple(skipped)
+        skipped.append(f"'{candidate}' was skipped: it {problem}.")
+    raise CheckpointError(
+        " ".join([must_be("resume", "a folder with a complete checkpoint", str(path)), *skipped])
+    )
+
+
+def verify(folder: Path) -> None:
+    """Check that every file of a checkpoint is there and has the size and SHA-256 of the manifest.
+
+    Raises:
+        CheckpointError: not a folder, incomplete, or a file differs; the message names the file.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(must_be("resume", "a checkpoint folder", str(folder)))
+    if problem := _incompleteness(folder):
+        raise CheckpointError(must_be("resume", "a complete checkpoint", str(folder), f"It {problem}."))
+    for name, entry in _read_manifest(folder)["files"].items():
+        if _sha256(folder / name) != entry["sha256"]:
+            raise CheckpointError(
+                f"`resume` must name an undamaged checkpoint, but the checksum of '{folder / name}' differs "
+                "from its manifest: the file was changed after it was saved. Resume from another checkpoint."
+            )
+
+
+def _seal(folder: Path, step: int) -> None:
+    files = {}
+    for path in sorted(folder.iterdir()):
+        _fsync_file(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Rename `temporary` to `final`, from where an older folder first steps aside: no rename replaces it."""
+    old = final.with_name(f".{final.name}.{os.getpid()}.old")
+    replaces = final.exists()
+    if replaces:
+        os.replace(final, old)
+    try:
+        os.replace(temporary, final)
+    except OSError:
+        if replaces:
+            os.replace(old, final)
+        raise
+    fsync_dir(final.parent)
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _tidy(parent: Path) -> None:
+    """Complete or remove the hidden folders of saves that were killed; one process saves into a run."""
+    for hidden in _hidden(parent):
+        final = parent / hidden.name.split(".")[1]
+        if _incompleteness(hidden) is None and not final.exists():
+            os.replace(hidden, final)
+        else:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _hidden(parent: Path) -> list[Path]:
+    """Hidden folders, the new before the old of the same step."""
+    return sorted(path for path in parent.iterdir() if _HIDDEN_FOLDER.fullmatch(path.name) and path.is_dir())
+
+
+def _newest_first(parent: Path) -> list[Path]:
+    """Folders by falling step. A hidden one stands in where a kill came between the two renames of a save."""
+    folders = [path for path in parent.iterdir() if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+    names = {path.name for path in folders}
+    for hidden in _hidden(parent):
+        if hidden.name.split(".")[1] not in names and _incompleteness(hidden) is None:
+            folders.append(hidden)
+            names.add(hidden.name.split(".")[1])
+    return sorted(folders, key=lambda path: int(path.name.lstrip(".").split(".")[0][5:]), reverse=True)
+
+
+def _is_checkpoint_folder(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or _STEP_FOLDER.fullmatch(path.name) is not None
+
+
+def _refuse_other_paths(path: Path) -> None:
+    if path.is_dir():
+        if _is_checkpoint_folder(path) or (path / "checkpoints").is_dir() or _newest_first(path):
+            return
+        raise ConfigError(must_be("resume", ACCEPTED, str(path), "This folder holds no checkpoints."))
+    if not path.exists():
+        raise ConfigError(must_be("resume", ACCEPTED, str(path), "There is nothing at this path."))
+    fix = "hetexp reads no pickles and no single files: export the weights to safetensors first."
+    raise ConfigError(must_be("resume", ACCEPTED, str(path), fix))
+
+
+def _incompleteness(folder: Path) -> str | None:
+    """Return what makes a folder no complete checkpoint, by names and sizes only; None if it is one."""
+    if not (folder / MANIFEST).is_file():
+        return f"has no {MANIFEST}: its save did not end"
+    try:
+        manifest = _read_manifest(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"has a {MANIFEST} that cannot be read ({error!r})"
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"lacks {name}"
+        if path.stat().st_size != entry["bytes"]:
+            return f"has {path.stat().st_size} bytes of {name} instead of {entry['bytes']}"
+    return None
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest after checking its form, so that what uses it may index it."""
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if int(manifest["format"]) > FORMAT:
+        raise ValueError(f"format {manifest['format']} is newer than this hetexp reads")
+    for name, entry in manifest["files"].items():
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no plain file name")
+        if not isinstance(entry["bytes"], int) or not isinstance(entry["sha256"], str):
+            raise ValueError(f"the entry of {name!r} is no size and checksum")
+    return dict(manifest)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()  # in blocks, since hashlib.file_digest came with Python 3.11
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _fsync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

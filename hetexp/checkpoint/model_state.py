@@ -1,0 +1,146 @@
+"""A model's state as named tensors: wrappers left out of the names, tied tensors once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetexp.core.errors import CheckpointError
+
+_PRECISIONS = (torch.float32, torch.float64)
+"""What `trainer.precision` can ask for."""
+
+
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """Return, for each name of `state_dict()` and of the parameters, the name without wrappers.
+
+    `DistributedDataParallel` and `DataParallel` put `module.` in front, `torch.compile` puts `_orig_mod.`
+    wherever a compiled module stands; a checkpoint must not tell how it was trained.
+    """
+    wrappers = {
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if "_orig_mod" in module._modules
+        or isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+    }
+    names = [*model.state_dict(), *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+    return {name: _without_wrappers(name, wrappers) for name in names}
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by plain name; a tied one comes under each of its names, in the model's order."""
+    names = plain_names(model)
+    return {names[name]: p for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def pack_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors by plain name, tied ones once, and the left-out names with the name kept for each.
+
+    The second value is what `safetensors.torch.save_model` keeps as metadata, so that library's
+    `load_model` reads our files.
+
+    Raises:
+        CheckpointError: the model keeps state that is no tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    left_out: dict[str, str] = {}
+    kept: dict[tuple[Any, ...], str] = {}
+    state = _tensors(model)
+    for name in sorted(state):
+        tensor = state[name]
+        same = kept.setdefault(_identity(tensor, name), name)
+        if same == name:
+            tensors[name] = tensor
+        else:
+            left_out[name] = same
+    return tensors, left_out
+
+
+def match_model(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors for `model.load_state_dict`, by the model's own names, without changing the model.
+
+    Args:
+        tensors: as `pack_model` gave them, by plain name.
+        model: of the same architecture, wrapped or not.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ; the first few are named.
+    """
+    state = _tensors(model)
+    full: dict[str, Tensor] = {}
+    by_identity: dict[tuple[Any, ...], Tensor] = {}
+    extra = [name for name in tensors if name not in state]
+    for name, tensor in tensors.items():
+        if name in state and by_identity.setdefault(_identity(state[name], name), tensor) is not tensor:
+            extra.append(f"{name} apart from the tensor that the model ties it to")
+    for name, target in state.items():
+        found = tensors.get(name, by_identity.get(_identity(target, name)))
+        if found is not None:
+            full[name] = found
+    if missing := [name for name in state if name not in full]:
+        raise CheckpointError(_mismatch("all tensors of the model", "lacks", missing))
+    if extra:
+        raise CheckpointError(_mismatch("no tensor that the model does not have", "holds", extra))
+    if shapes := [
+        f"{name} {tuple(full[name].shape)} for {tuple(state[name].shape)}"
+        for name in state
+        if full[name].shape != state[name].shape
+    ]:
+        raise CheckpointError(_mismatch("tensors of the model's shapes", "holds", shapes))
+    _check_dtypes(full, state)
+    names = plain_names(model)
+    return {own: full[names[own]] for own in model.state_dict()}
+
+
+def _check_dtypes(full: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    differing = [name for name in state if full[name].dtype != state[name].dtype]
+    if not differing:
+        return
+    saved, wanted = full[differing[0]].dtype, state[differing[0]].dtype
+    if saved in _PRECISIONS and wanted in _PRECISIONS:
+        raise CheckpointError(
+            f"`trainer.precision` must be '{_short(saved)}' to resume this checkpoint, but is "
+            f"'{_short(wanted)}' instead ({_few(differing)})."
+        )
+    dtypes = [f"{name} {_short(full[name].dtype)} for {_short(state[name].dtype)}" for name in differing]
+    raise CheckpointError(_mismatch("tensors of the model's dtypes", "holds", dtypes))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    names = plain_names(model)
+    tensors = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"The model's '{name}' must be a tensor to be saved, but is {type(value).__name__}."
+            )
+        tensors[names[name]] = value
+    return tensors
+
+
+def _identity(tensor: Tensor, name: str) -> tuple[Any, ...]:
+    """Equal for two names of the same memory seen the same way; tensors without memory are never the same."""
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return (name,)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _without_wrappers(name: str, wrappers: set[str]) -> str:
+    parts = name.split(".")
+    return ".".join(part for i, part in enumerate(parts) if ".".join(parts[:i]) not in wrappers)
+
+
+def _mismatch(accepted: str, verb: str, items: list[str]) -> str:
+    return f"`resume` must name a checkpoint with {accepted}, but it {verb} {_few(items)}."
+
+
+def _few(items: list[str]) -> str:
+    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return ", ".join(items[:3]) + more
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

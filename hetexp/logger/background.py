@@ -1,0 +1,51 @@
+"""Calls made in order on a thread of their own, so that none of them can hold up or end the training."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class BackgroundCalls:
+    """Runs calls one after the other on one daemon thread.
+
+    Args:
+        name: of the thread.
+        on_error: told of everything that a call raises, on that thread.
+    """
+
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], object], threading.Event] | None] = (
+            queue.SimpleQueue()
+        )
+        self._on_error = on_error
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that have not begun, roughly."""
+        return self._calls.qsize()
+
+    def submit(self, call: Callable[[], object]) -> threading.Event:
+        """Queue a call and return at once; the event is set when it has returned or raised."""
+        done = threading.Event()
+        self._calls.put((call, done))
+        return done
+
+    def close(self, timeout_seconds: float) -> bool:
+        """End the thread after the queued calls; False if it has not ended within the time."""
+        self._calls.put(None)
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (entry := self._calls.get()) is not None:
+            call, done = entry
+            try:
+                call()
+            except BaseException as error:  # a library that calls sys.exit must not end this thread
+                self._on_error(error)
+            finally:
+                done.set()

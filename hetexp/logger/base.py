@@ -1,0 +1,73 @@
+"""What a tracker is told, and the interface it is told through."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What names a run in a tracker."""
+
+    run_id: str
+    run_dir: Path
+    """Folder of the run; a tracker keeps its files below it."""
+    name: str
+    group: str | None
+    """Runs of one sweep share it."""
+    job_type: str
+    tags: tuple[str, ...]
+    config: dict[str, Any]
+    """The resolved configuration as plain types."""
+
+
+class Logger(ABC):
+    """A tracker. Only rank 0 calls it; no method raises for the tracker's own trouble."""
+
+    @abstractmethod
+    def start(self, run: RunInfo) -> None:
+        """Open the run."""
+
+    @abstractmethod
+    def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
+        """Record the metrics of an optimizer step."""
+
+    @abstractmethod
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Close the run; anything but an exit code of 0 marks it as failed."""
+
+
+class NoLogger(Logger):
+    """Tracks nothing; the metrics are in `metrics.jsonl` all the same."""
+
+    def start(self, run: RunInfo) -> None:
+        """Do nothing."""
+
+    def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
+        """Do nothing."""
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Do nothing."""
+
+
+def plain_value(value: object) -> bool | int | float | str | None:
+    """Return a metric as a plain Python value.
+
+    Scalars of NumPy and tensors of one element become numbers, through `item()` so that neither library
+    need be imported; what is no number becomes text.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value  # type: ignore[return-value]  # the exact types were just checked
+    item = getattr(value, "item", None)
+    if callable(item):
+        try:
+            number = item()
+        except (RuntimeError, ValueError, TypeError):  # more than one element
+            return str(value)
+        if type(number) in (bool, int, float, str):
+            return number  # type: ignore[no-any-return]
+    return str(value)

@@ -1,0 +1,65 @@
+"""The metrics file: one JSON object a line, readable while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetexp.logger.base import Logger, RunInfo, plain_value
+
+
+class MetricsFile(Logger):
+    """Appends `{"step": …, …}` a call, flushed, so that a killed run keeps every line it logged.
+
+    NaN and infinities are written as `NaN` and `Infinity`, which Python's `json` reads back: a diverged
+    loss stays visible. A file that exists is continued, after half a line that a kill left is cut off.
+    Where a resumed run repeats steps, the later line of a step is the valid one.
+
+    Args:
+        path: the file; its folder must exist.
+
+    Raises:
+        OSError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _cut_half_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def start(self, run: RunInfo) -> None:
+        """Do nothing: the file was opened when this was built."""
+
+    def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
+        """Append one line, `step` first."""
+        line = {"step": step} | {
+            name: plain_value(value) for name, value in metrics.items() if name != "step"
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Close the file; the summary has a file of its own."""
+        self._file.close()
+
+
+def _cut_half_line(path: Path) -> None:
+    """Remove what follows the last newline."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        position = end
+        while position > 0:
+            start = max(0, position - 4096)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)

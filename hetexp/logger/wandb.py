@@ -1,0 +1,285 @@
+"""Weights & Biases, offline unless asked otherwise, and never able to stop or hold up the training.
+
+All calls into wandb run on one background thread, with a limit on how long anybody waits for it. The first
+thing that goes wrong is reported in one warning and ends the tracking of this run; the metrics are in
+`metrics.jsonl` all the same. `finish` leaves no process behind: wandb's service is shut down by
+`wandb.teardown()`, and killed where that does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import math
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import PositiveFloat
+
+from hetexp.logger.background import BackgroundCalls
+from hetexp.logger.base import Logger, RunInfo, plain_value
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+STEP_METRIC = "trainer/step"
+"""Name of the metric that W&B draws all others over: the optimizer step."""
+
+_LOG = logging.getLogger(__name__)
+
+_MOST_WAITING = 1_000
+"""Log calls that may wait for the service; a training that logs faster is slowed to its pace."""
+
+_STALL_SECONDS = 5.0
+"""Longest that so many calls may take, before W&B is given up."""
+
+_LEFTOVERS = (
+    "WANDB_RUN_ID",
+    "WANDB_RUN_STORAGE_ID",
+    "WANDB_RESUME",
+    "WANDB_RESUME_FROM",
+    "WANDB_FORK_FROM",
+    "WANDB_SWEEP_ID",
+    "WANDB_SWEEP_PARAM_PATH",
+    "WANDB_LAUNCH",
+    "WANDB_LAUNCH_CONFIG_PATH",
+    "WANDB_SERVICE",
+)
+"""Variables that would turn this run into another one, or hang it on another process's service."""
+
+_own_services: set[str] = set()
+"""Every `WANDB_SERVICE` that a service of this process has set; such a value is never put back."""
+
+
+class WandbLogger(Logger):
+    """Logs a run to Weights & Biases; its files are in `<run_dir>/wandb`.
+
+    The run's id is `RunInfo.run_id`, whatever the environment says. Metrics keep their own axis
+    (`trainer/step`), so a resumed run needs no increasing W&B step.
+
+    Args:
+        project: of W&B.
+        entity: team or user; W&B's default where it is None.
+        mode: `offline` writes files only, `online` sends them, `disabled` does nothing; None takes
+            `WANDB_MODE`, or `offline` where that is not set.
+        init_timeout_seconds: longest wait for the run to open.
+        finish_timeout_seconds: longest wait for the rest to be written or sent.
+    """
+
+    def __init__(
+        self,
+        project: str = "hetexp",
+        entity: str | None = None,
+        mode: Literal["offline", "online", "disabled"] | None = None,
+        init_timeout_seconds: PositiveFloat = 30.0,
+        finish_timeout_seconds: PositiveFloat = 30.0,
+    ) -> None:
+        self.project = project
+        self.entity = entity
+        self.mode = mode
+        self.init_timeout_seconds = init_timeout_seconds
+        self.finish_timeout_seconds = finish_timeout_seconds
+        self._calls: BackgroundCalls | None = None
+        self._latest = threading.Event()
+        self._run: Run | None = None
+        self._run_dir = Path()
+        self._service: subprocess.Popen[bytes] | None = None
+        self._owns_service = True
+        self._inherited_service: str | None = None
+        self._given_up = False
+        self._lock = threading.Lock()
+
+    def start(self, run: RunInfo) -> None:
+        """Open the run; waits at most `init_timeout_seconds`."""
+        mode = self.mode or os.environ.get("WANDB_MODE") or "offline"
+        if mode == "disabled":
+            return
+        self._run_dir = run.run_dir
+        self._calls = BackgroundCalls("hetexp-wandb", self._on_error)
+        opened = self._calls.submit(lambda: self._open(run, mode))
+        if not opened.wait(self.init_timeout_seconds):
+            self._give_up(f"it did not start within {self.init_timeout_seconds:g} s")
+
+    def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
+        """Hand the metrics to the background thread; None values are left out.
+
+        Returns at once, unless so many calls wait already that the service must catch up first.
+        """
+        if self._calls is None or self._given_up:
+            return
+        if self._calls.num_waiting >= _MOST_WAITING and not self._latest.wait(_STALL_SECONDS):
+            self._give_up(f"its service has left {_MOST_WAITING} log calls waiting")
+            return
+        values = {name: plain_value(value) for name, value in metrics.items() if value is not None}
+        values[STEP_METRIC] = step
+        self._latest = self._calls.submit(lambda: self._send(values))
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Close the run and end wandb's processes; waits `finish_timeout_seconds` and a few more at most."""
+        if self._calls is None:
+            return
+        calls, self._calls = self._calls, None
+        # After a failure nothing is left to send, and a call that hangs need not be waited for twice.
+        patience = min(5.0, self.finish_timeout_seconds) if self._given_up else self.finish_timeout_seconds
+        closed = calls.submit(lambda: self._close(summary, exit_code))
+        if not closed.wait(patience):
+            self._give_up(f"it did not finish within {self.finish_timeout_seconds:g} s")
+        self._end_service()
+        calls.close(timeout_seconds=1.0)
+
+    def _open(self, run: RunInfo, mode: str) -> None:
+        import wandb
+
+        # A run that somebody else opened in this process shares its service with ours: not ours to end.
+        self._owns_service = wandb.run is None
+        self._inherited_service = os.environ.get("WANDB_SERVICE")
+        with _environment(hide_leftovers=self._owns_service):
+            opened = wandb.init(
+                project=self.project,
+                entity=self.entity,
+                id=run.run_id,
+                name=run.name,
+                group=run.group,
+                job_type=run.job_type,
+                tags=[tag[:64] for tag in run.tags if tag],  # W&B refuses the run for one longer tag
+                dir=str(run.run_dir),
+                config=_plain(run.config),
+                mode=mode,  # type: ignore[arg-type]  # WANDB_MODE may hold anything; wandb checks it
+                resume="allow",
+                reinit="create_new",
+                save_code=False,
+                settings=wandb.Settings(
+                    console="off", silent=True, disable_git=True, init_timeout=self.init_timeout_seconds
+                ),
+            )
+            self._service = _service_process()
+            if self._owns_service:
+                _own_services.add(os.environ.get("WANDB_SERVICE", ""))
+        self._run = opened
+        opened.define_metric(STEP_METRIC)
+        opened.define_metric("*", step_metric=STEP_METRIC)
+
+    def _send(self, values: dict[str, Any]) -> None:
+        if self._run is not None and not self._given_up:
+            self._run.log(values)
+
+    def _close(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        import wandb
+
+        try:
+            if self._run is not None:
+                self._run.summary.update(_plain(summary))
+                self._run.finish(exit_code=exit_code)
+        finally:
+            if self._owns_service:
+                self._service = self._service or _service_process()
+                wandb.teardown(exit_code=exit_code)
+
+    def _end_service(self) -> None:
+        """Kill what `wandb.teardown` has not ended, and make wandb forget it so that a next run can start."""
+        if not self._owns_service:
+            return
+        service = self._service or _service_process()
+        if service is not None and service.returncode is None:
+            _kill(service)
+            # This may have been called already, and may wait for a lock that a hanging call holds.
+            late = BackgroundCalls("hetexp-wandb-teardown", lambda error: None)
+            late.submit(_teardown)
+            late.close(timeout_seconds=2.0)
+        inherited = self._inherited_service
+        if inherited is not None and inherited not in _own_services:
+            os.environ["WANDB_SERVICE"] = inherited
+
+    def _on_error(self, error: BaseException) -> None:
+        text = next(iter(str(error).splitlines()), "")
+        self._give_up(f"it raised {type(error).__name__}" + (f": {text}" if text else ""))
+
+    def _give_up(self, reason: str) -> None:
+        with self._lock:
+            first, self._given_up = not self._given_up, True
+        if first:
+            _LOG.warning(
+                "Weights & Biases is off for the rest of this run: %s. The training goes on, its metrics are "
+                "in metrics.jsonl; what W&B had written is in %s.",
+                reason,
+                self._run_dir / "wandb",
+            )
+
+
+@contextlib.contextmanager
+def _environment(hide_leftovers: bool) -> Iterator[None]:
+    """Keep wandb from reading other runs' variables, from asking for input and from sending error reports."""
+    hidden = _LEFTOVERS if hide_leftovers else ()
+    ours = {"WANDB_SILENT": "true"}
+    if "WANDB_ERROR_REPORTING" not in os.environ:  # a choice of the person's own stays
+        ours["WANDB_ERROR_REPORTING"] = "false"
+    before = {name: os.environ.get(name) for name in (*hidden, *ours)}
+    for name in hidden:
+        os.environ.pop(name, None)
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if name == "WANDB_SERVICE":  # wandb's own children find the new service by it
+                continue
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _plain(value: Any) -> Any:
+    """Return configuration values as what W&B stores readably: infinities, NaN and unknown objects as text.
+
+    W&B writes NaN in a configuration as null, which could not be told from a value that was not set.
+    """
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    plain = plain_value(value)
+    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
+
+
+def _service_process() -> subprocess.Popen[bytes] | None:
+    """Return the wandb-core process that this process has started, None where wandb shows none."""
+    try:
+        from wandb.sdk import wandb_setup
+
+        # wandb has no public handle; without one `wandb.teardown()` is all there is.
+        process = wandb_setup._singleton._connection._proc._process  # type: ignore[union-attr]
+    except (ImportError, AttributeError):
+        return None
+    return process if isinstance(process, subprocess.Popen) else None
+
+
+def _kill(service: subprocess.Popen[bytes]) -> None:
+    """End the service and its helpers: asked first, since it may still write, then killed.
+
+    wandb starts it in a session of its own, so that its process group is itself and its system-metrics
+    helper, which outlives a killed service for seconds.
+    """
+    if os.name != "posix":
+        service.kill()
+        service.wait(5.0)
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
+            os.killpg(service.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            service.wait(1.0)
+
+
+def _teardown() -> None:
+    import wandb
+
+    wandb.teardown()

@@ -1,0 +1,369 @@
+"""Real offline W&B runs: what they hold, what they survive, and that they leave no process behind.
+
+Every run is made in a process of its own, as in a worker; `PRELUDE` gives its script the helpers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+_wandb = importlib.util.find_spec("wandb")
+assert _wandb is not None and _wandb.origin is not None
+CORE = Path(_wandb.origin).parent / "bin" / "wandb-core"
+
+PRELUDE = """
+import json, logging, math, os, signal, sys, threading, time
+from pathlib import Path
+import psutil
+from hetexp.logger.base import RunInfo
+from hetexp.logger.wandb import WandbLogger
+
+warnings = []
+class Collect(logging.Handler):
+    def emit(self, record):
+        warnings.append(record.getMessage())
+logging.getLogger("hetexp").addHandler(Collect())
+logging.getLogger("hetexp").propagate = False
+environment = dict(os.environ)
+root = Path(sys.argv[1])
+
+def info(run_id, **values):
+    run_dir = root / run_id
+    run_dir.mkdir()
+    fields = dict(run_id=run_id, run_dir=run_dir, name=f"name of {run_id}", group=None, job_type="train")
+    return RunInfo(**(fields | dict(tags=(), config={}) | values))
+
+def helpers():
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+def timed(function, *args):
+    began = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - began
+
+def report(**values):
+    same = dict(os.environ) == environment
+    print(json.dumps({"warnings": warnings, "left": len(helpers()), "environment": same} | values))
+"""
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    return kept | {"PYTHONPATH": str(Path(__file__).parents[3])} | extra
+
+
+def run_script(script: str, root: Path, **environment: str) -> dict[str, Any]:
+    """Run `PRELUDE` and `script`; it must end well, print its report only, and leave no process behind."""
+    result = subprocess.run(
+        [sys.executable, "-c", PRELUDE + script, str(root)],
+        env=clean_environment(HETEXP_TEST_ROOT=str(root), **environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert not wandb_processes(root)
+    return report
+
+
+def wandb_processes(root: Path) -> list[psutil.Process]:
+    """Processes of wandb whose command or inherited environment names `root`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "wandb-" in process.name() and process.environ().get("HETEXP_TEST_ROOT") == str(root):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def files(root: Path, run_id: str) -> list[Path]:
+    return sorted((root / run_id / "wandb").glob(f"*run-*/run-{run_id}.wandb"))
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Read a run's file back with wandb's own inspector: what `wandb leet inspect --json` runs."""
+    options = ["--no-observability", "--json", "--run-file", str(path), str(path.parents[1])]
+    command = [str(CORE), "leet", "inspect", *options]
+    output = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    return [json.loads(line) for line in output.stdout.splitlines()]
+
+
+def points(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    items = [record["history"]["item"] for record in found if record["type"] == "history"]
+    return [{name: value for name, value in item.items() if not name.startswith("_")} for item in items]
+
+
+WHOLE_RUN = """
+from enum import Enum
+import numpy as np
+class Kind(Enum):
+    FAST = "fast"
+config = {"lr": 0.1, "none": None, "inf": math.inf, "nan": math.nan, "path": Path("/a"), "kind": Kind.FAST,
+          "layers": {1, }, "deep": {"targets": ["q", "v"], "low": [-math.inf]}}
+logger = WandbLogger(project="proj", entity="team")
+opening = timed(logger.start, info("chosen", group="sweep-1", tags=("a", "long" * 20), config=config))
+started = [p.name() for p in helpers()]
+costs = []
+for step in range(1, 6):
+    loss = math.nan if step == 4 else np.float32(step)
+    costs.append(timed(logger.log, {"loss": loss, "text": "x", "gone": None, "count": step}, step * 10))
+closing = timed(logger.finish, {"final": {"loss": 5.0}, "best": math.nan}, 3)
+logger.log({"loss": 1.0}, 99)
+logger.finish({}, 0)
+report(started=started, costs=costs, opening=opening, closing=closing)
+"""
+
+
+def test_a_run_holds_each_point_once_and_readable_values(tmp_path: Path) -> None:
+    leftovers = {
+        "WANDB_RUN_ID": "another",
+        "WANDB_SWEEP_ID": "s",
+        "WANDB_SWEEP_PARAM_PATH": "/nowhere",
+        "WANDB_SERVICE": "3-1-unix-/nowhere",
+        "WANDB_RESUME": "must",
+    }
+    report = run_script(WHOLE_RUN, tmp_path, **leftovers)
+    assert report["warnings"] == [] and report["left"] == 0 and report["environment"]
+    assert "wandb-core" in report["started"]
+    assert max(report["costs"]) < 0.1 and report["closing"] < 10
+
+    (path,) = files(tmp_path, "chosen")
+    assert path.parent.name.startswith("offline-run-")
+    found = records(path)
+    assert points(found) == [
+        {"loss": "NaN" if step == 4 else step, "text": "x", "count": step, "trainer/step": step * 10}
+        for step in range(1, 6)
+    ]
+    (run,) = [record["run"] for record in found if record["type"] == "run"]
+    assert (run["run_id"], run["project"], run["entity"]) == ("chosen", "proj", "team")
+    assert (run["display_name"], run["run_group"], run["job_type"]) == ("name of chosen", "sweep-1", "train")
+    assert run["tags"] == ["a", ("long" * 20)[:64]]
+    config = {name: value for name, value in run["config"]["update"].items() if name != "_wandb"}
+    assert config == {
+        "lr": 0.1,
+        "none": None,
+        "inf": "inf",
+        "nan": "nan",
+        "path": "/a",
+        "kind": "fast",
+        "layers": [1],
+        "deep": {"targets": ["q", "v"], "low": ["-inf"]},
+    }
+    metrics = [
+        record["metric"] | {"in": record["metric"].get("step_metric")}
+        for record in found
+        if record["type"] == "metric"
+    ]
+    assert any(m.get("glob_name") == "*" and m["in"] == "trainer/step" for m in metrics)
+    assert [record["exit"]["exit_code"] for record in found if record["type"] == "exit"] == [3]
+    assert not [record for record in found if record["type"] in ("output", "output_raw")]
+    assert not list(path.parent.glob("files/**/*.py")) and not list(path.parent.glob("files/*.patch"))
+
+
+TWO_RUNS = """
+first = WandbLogger()
+first.start(info("one"))
+first.log({"loss": 1.0}, 1)
+second = WandbLogger()
+second.start(info("two"))
+second.log({"loss": 2.0}, 1)
+second.finish({}, 0)
+third = WandbLogger()
+third.start(info("three"))
+third.log({"loss": 3.0}, 1)
+third.finish({}, 0)
+report()
+"""
+
+
+def test_a_run_that_was_never_finished_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    report = run_script(TWO_RUNS, tmp_path)
+    assert report["warnings"] == [] and report["left"] == 0 and report["environment"]
+    for number, run_id in enumerate(("one", "two", "three"), start=1):
+        (path,) = files(tmp_path, run_id)
+        assert points(records(path)) == [{"loss": number, "trainer/step": 1}]
+
+
+MODES = """
+logger = WandbLogger(**json.loads(os.environ["ARGUMENTS"]))
+logger.start(info("run"))
+used = [p.name() for p in helpers()]
+mode = getattr(getattr(logger._run, "settings", None), "mode", None)
+logger.log({"loss": 1.0}, 1)
+logger.finish({}, 0)
+report(used=used, mode=mode, imported="wandb" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "mode"),
+    [
+        ({}, "disabled", None),
+        ({"mode": "disabled"}, "offline", None),
+        ({"mode": "offline"}, "disabled", "offline"),
+    ],
+)
+def test_the_mode_is_the_argument_then_the_variable(
+    arguments: dict[str, str], variable: str, mode: str | None, tmp_path: Path
+) -> None:
+    report = run_script(MODES, tmp_path, ARGUMENTS=json.dumps(arguments), WANDB_MODE=variable)
+    assert report["warnings"] == [] and report["left"] == 0
+    assert report["mode"] == mode
+    assert len(files(tmp_path, "run")) == (1 if mode else 0)
+    assert report["imported"] == (mode is not None)
+
+
+@pytest.mark.parametrize("variable", ["online", "nonsense"])
+def test_an_unusable_mode_is_one_warning(variable: str, tmp_path: Path) -> None:
+    """Online without a key and a network: asks for nothing, waits no longer than it may."""
+    (tmp_path / "home").mkdir()
+    report = run_script(
+        MODES,
+        tmp_path,
+        ARGUMENTS='{"init_timeout_seconds": 3, "finish_timeout_seconds": 2}',
+        WANDB_MODE=variable,
+        HOME=str(tmp_path / "home"),
+        WANDB_BASE_URL="http://127.0.0.1:9",
+    )
+    (warning,) = report["warnings"]
+    assert warning.startswith("Weights & Biases is off for the rest of this run: it ")
+    assert report["left"] == 0
+
+
+KILLED_SERVICE = """
+logger = WandbLogger()
+logger.start(info("run"))
+for step in range(5):
+    logger.log({"loss": step}, step)
+(core,) = [p for p in helpers() if p.name() == "wandb-core"]
+family = [core, *core.children(recursive=True)]
+core.send_signal(signal.SIGKILL)
+psutil.wait_procs([core], timeout=10) if core.status() != psutil.STATUS_ZOMBIE else None
+costs = [timed(logger.log, {"loss": step}, step) for step in range(5, 200)]
+closing = timed(logger.finish, {"loss": 1.0}, 0)
+gone, alive = psutil.wait_procs(family, timeout=2)
+second = WandbLogger()
+second.start(info("next"))
+second.log({"loss": 7.0}, 1)
+second.finish({}, 0)
+report(costs=costs, closing=closing, family=len(family), alive=[p.name() for p in alive],
+       threads=[t.name for t in threading.enumerate() if t.name.startswith("hetexp")])
+"""
+
+
+def test_a_killed_service_is_one_warning_and_the_next_run_works(tmp_path: Path) -> None:
+    report = run_script(KILLED_SERVICE, tmp_path)
+    (warning,) = report["warnings"]
+    assert "Connection" in warning and str(tmp_path / "run" / "wandb") in warning
+    assert report["family"] == 2 and report["alive"] == [] and report["left"] == 0
+    assert max(report["costs"]) < 0.1 and report["closing"] < 5
+    assert report["threads"] == [] and report["environment"]
+    assert points(records(files(tmp_path, "next")[0])) == [{"loss": 7, "trainer/step": 1}]
+
+
+STUCK = """
+import hetexp.logger.wandb
+logger = WandbLogger(finish_timeout_seconds=1.0)
+logger.start(info("run"))
+family = helpers()
+(core,) = [p for p in family if p.name() == "wandb-core"]
+if os.environ["STUCK"] == "finish":
+    logger._run.finish = lambda exit_code: threading.Event().wait()
+    num_steps = 1_500  # more than may wait: the service catches up
+else:
+    core.send_signal(signal.SIGSTOP)
+    hetexp.logger.wandb._STALL_SECONDS = 0.5
+    num_steps = 12_000
+costs = [timed(logger.log, {f"metric{i}": step for i in range(20)}, step) for step in range(num_steps)]
+closing = timed(logger.finish, {}, 0)
+gone, alive = psutil.wait_procs(family, timeout=2)
+second = WandbLogger()
+second.start(info("next"))
+second.log({"loss": 7.0}, 1)
+second.finish({}, 0)
+report(cost=max(costs), closing=closing, alive=[p.name() for p in alive])
+"""
+
+
+@pytest.mark.parametrize("what", ["finish", "service"])
+def test_a_hanging_finish_or_service_is_bounded(what: str, tmp_path: Path) -> None:
+    report = run_script(STUCK, tmp_path, STUCK=what)
+    (warning,) = report["warnings"]
+    assert ("did not finish within 1 s" if what == "finish" else "log calls waiting") in warning
+    assert report["alive"] == [] and report["left"] == 0 and report["environment"]
+    assert report["cost"] < 2 and report["closing"] < 8
+    assert points(records(files(tmp_path, "next")[0])) == [{"loss": 7, "trainer/step": 1}]
+
+
+FOREIGN = """
+import wandb
+theirs = wandb.init(mode="offline", dir=str(root), settings=wandb.Settings(silent=True, console="off"))
+logger = WandbLogger()
+logger.start(info("run"))
+logger.log({"loss": 1.0}, 1)
+logger.finish({}, 0)
+theirs.log({"theirs": 1})
+alive = wandb.run is theirs
+theirs.finish()
+wandb.teardown()
+report(alive=alive)
+"""
+
+
+def test_a_run_that_somebody_else_opened_goes_on(tmp_path: Path) -> None:
+    report = run_script(FOREIGN, tmp_path)
+    assert report["alive"] and report["warnings"] == [] and report["left"] == 0
+    (theirs,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert points(records(theirs)) == [{"theirs": 1}]
+    assert points(records(files(tmp_path, "run")[0])) == [{"loss": 1, "trainer/step": 1}]
+
+
+WAITING = """
+logger = WandbLogger()
+logger.start(info("run"))
+print(json.dumps([p.pid for p in helpers()]), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def orphans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[psutil.Process]]:
+    """Processes of wandb whose trainer was killed before the first test: the last need hardly wait."""
+    root = tmp_path_factory.mktemp("killed")
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + WAITING, str(root)],
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with trainer:
+        assert trainer.stdout is not None
+        family = [psutil.Process(pid) for pid in json.loads(trainer.stdout.readline())]
+        trainer.send_signal(signal.SIGKILL)
+    yield family
+    for process in psutil.wait_procs(family, timeout=0)[1]:
+        process.kill()
+
+
+def test_the_service_of_a_killed_process_ends_by_itself(orphans: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(orphans, timeout=20)
+    assert orphans and not alive
