@@ -1,0 +1,1 @@
+"""Policies: facts of the devices in, shares out. Pure functions, torch-free."""

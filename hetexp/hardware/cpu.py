@@ -1,0 +1,88 @@
+"""The CPU as a device of its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from hetexp.core.device import DeviceSpec
+from hetexp.hardware.backend import Backend
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CpuBackend(Backend):
+    """Computes on the cores that the rank's thread count allows."""
+
+    computes_on_cpu: ClassVar[bool] = True
+
+    @classmethod
+    def detect(cls) -> list[DeviceSpec]:
+        return [cls.describe(0)]
+
+    @classmethod
+    def describe(cls, index: int) -> DeviceSpec:
+        """Return the CPU as device number `index`: several ranks may share its cores."""
+        return DeviceSpec(
+            id=f"cpu:{index}",
+            backend="cpu",
+            index=index,
+            name=_cpu_name(),
+            vendor="cpu",
+            memory_bytes=_total_memory(),
+        )
+
+    @classmethod
+    def environment(cls, spec: DeviceSpec) -> dict[str, str]:
+        # A CPU rank must not open a context on a card that another rank owns.
+        return {"CUDA_VISIBLE_DEVICES": ""}
+
+    def torch_device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+    def synchronize(self) -> None:
+        return None
+
+    def peak_memory_bytes(self) -> int | None:
+        try:
+            import resource
+        except ImportError:  # Windows
+            return None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def cpu_count() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} ({cpu_count()} cores)"
+    return f"{platform.processor() or platform.machine()} ({cpu_count()} cores)"
+
+
+def _total_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None

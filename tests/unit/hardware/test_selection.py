@@ -1,0 +1,313 @@
+"""From `hardware.devices` to devices: what is there, what stands in, what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from hetexp.core.config import HardwareConfig
+from hetexp.core.device import GIB, DeviceSpec
+from hetexp.hardware import selection as module
+from hetexp.hardware.selection import Selection, select_devices, threads_for
+
+
+def found_card(index: int, vendor: str = "nvidia") -> DeviceSpec:
+    backend = {"nvidia": "cuda", "intel": "xpu"}[vendor]
+    return DeviceSpec(
+        id=f"{backend}:{index}", backend=backend, index=index, name=f"{vendor} card {index}", vendor=vendor
+    )
+
+
+NVIDIA, NVIDIA_2, INTEL = found_card(0), found_card(1), found_card(0, "intel")
+MIX = [{"vendor": "nvidia", "emulate_as": "rtx_3090"}, {"vendor": "intel", "emulate_as": "arc_a770"}]
+
+
+def select(
+    devices: Any, found: Sequence[DeviceSpec] = (), drivable: bool | None = None, **options: Any
+) -> Selection:
+    return select_devices(HardwareConfig(devices=devices, **options), found, drivable)
+
+
+def ids(selection: Selection) -> list[str]:
+    assert selection.problems == []
+    return [device.id for device in selection.devices]
+
+
+# ---------------------------------------------------------------- vendors and what stands in for them
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ([], ["emulated:0", "emulated:1"]),
+        ([NVIDIA, INTEL], ["cuda:0", "xpu:0"]),
+        ([INTEL, NVIDIA, NVIDIA_2], ["cuda:0", "cuda:1", "xpu:0"]),
+    ],
+)
+def test_auto_emulates_only_if_all_vendors_are_absent(found: list[DeviceSpec], chosen: list[str]) -> None:
+    assert ids(select(MIX, found)) == chosen
+
+
+@pytest.mark.parametrize(("found", "position", "absent"), [([NVIDIA], 1, "intel"), ([INTEL], 0, "nvidia")])
+@pytest.mark.parametrize("missing", ["auto", "error"])
+def test_a_part_of_the_mix_is_refused(
+    found: list[DeviceSpec], position: int, absent: str, missing: str
+) -> None:
+    (problem,) = select(MIX, found, missing=missing).problems
+    assert problem.startswith(f"`hardware.devices[{position}].vendor` must be")
+    for part in (f"'{absent}'", found[0].name, "hardware.missing=emulate", "hardware.missing=drop"):
+        assert part in problem
+
+
+def test_error_refuses_every_absent_vendor() -> None:
+    problems = select(MIX, [], missing="error").problems
+    assert [problem.partition(" ")[0] for problem in problems] == [
+        "`hardware.devices[0].vendor`",
+        "`hardware.devices[1].vendor`",
+    ]
+    assert "no accelerator" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ([], ["emulated:0", "emulated:1"]),
+        ([NVIDIA], ["cuda:0", "emulated:0"]),
+        ([INTEL], ["emulated:0", "xpu:0"]),
+        ([NVIDIA, INTEL], ["cuda:0", "xpu:0"]),
+    ],
+)
+def test_emulate_stands_in_beside_real_cards(found: list[DeviceSpec], chosen: list[str]) -> None:
+    assert ids(select(MIX, found, missing="emulate")) == chosen
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [([NVIDIA], ["cuda:0"]), ([INTEL], ["xpu:0"]), ([NVIDIA, INTEL], ["cuda:0", "xpu:0"])],
+)
+def test_drop_goes_without(found: list[DeviceSpec], chosen: list[str]) -> None:
+    selection = select(MIX, found, missing="drop")
+    assert ids(selection) == chosen
+    assert len(selection.reasons) == 2 - len(found)
+    assert all("left out (hardware.missing=drop)" in reason for reason in selection.reasons)
+
+
+def test_drop_needs_a_device_that_is_left() -> None:
+    selection = select(MIX, [], missing="drop")
+    assert selection.problems == ["`hardware.devices` must select at least one device, but none is left."]
+
+
+def test_stand_ins_say_what_they_are() -> None:
+    selection = select(MIX)
+    first, second = selection.devices
+    assert (first.card, first.vendor, first.backend) == ("rtx_3090", "nvidia", "emulated")
+    assert (second.card, second.vendor, second.index) == ("arc_a770", "intel", 1)
+    assert first.memory_bytes == 24 * GIB
+    assert "emulated" in first.name
+    assert selection.reasons == [
+        "No nvidia card was found: rtx_3090 is emulated instead.",
+        "No intel card was found: arc_a770 is emulated instead.",
+    ]
+
+
+def test_a_stand_in_must_be_named_and_known() -> None:
+    problems = select([{"vendor": "nvidia"}, {"vendor": "intel", "emulate_as": "arc_a777"}]).problems
+    assert len(problems) == 2
+    assert problems[0].startswith("`hardware.devices[0].emulate_as` must name the card")
+    assert problems[1].startswith("`hardware.devices[1].emulate_as`")
+    assert "arc_a770" in problems[1]
+
+
+def test_real_devices_beside_an_absent_vendor() -> None:
+    # The only vendor asked for is absent, so all of them are.
+    assert ids(select(["cpu", MIX[1]], [NVIDIA])) == ["cpu:0", "emulated:0"]
+
+
+# ---------------------------------------------------------------- counts
+
+
+@pytest.mark.parametrize(
+    ("entry", "found", "chosen"),
+    [
+        ({"device": "cpu", "count": 3}, [], ["cpu:0", "cpu:1", "cpu:2"]),
+        ({"device": "cpu:2", "count": 2}, [], ["cpu:2", "cpu:3"]),
+        ({"device": "emulated:rtx_3090", "count": 2}, [], ["emulated:0", "emulated:1"]),
+        ({"vendor": "nvidia", "count": 1}, [NVIDIA, NVIDIA_2], ["cuda:0"]),
+        ({"vendor": "nvidia", "count": 2}, [NVIDIA, NVIDIA_2], ["cuda:0", "cuda:1"]),
+        ({"vendor": "nvidia", "emulate_as": "rtx_3090", "count": 2}, [], ["emulated:0", "emulated:1"]),
+    ],
+)
+def test_counts(entry: dict[str, Any], found: list[DeviceSpec], chosen: list[str]) -> None:
+    assert ids(select([entry], found)) == chosen
+
+
+def test_more_cards_than_there_are() -> None:
+    (problem,) = select([{"vendor": "nvidia", "count": 3}], [NVIDIA, NVIDIA_2]).problems
+    assert problem.startswith("`hardware.devices[0].count` must be at most 2")
+    assert "3" in problem
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "auto"])
+def test_a_named_device_has_no_count(device: str) -> None:
+    (problem,) = select([{"device": device, "count": 2}], [NVIDIA]).problems
+    assert problem.startswith("`hardware.devices[0].count` must be absent")
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("devices", "chosen"),
+    [
+        (["cpu"], ["cpu:0"]),
+        (["cpu", "cpu"], ["cpu:0", "cpu:1"]),
+        (["cpu:1"], ["cpu:1"]),
+        (["cuda:1", "cuda:0"], ["cuda:1", "cuda:0"]),  # rank order is the order of the list
+        (["cuda:0", "cpu"], ["cuda:0", "cpu:0"]),
+        (["emulated:rtx_3090", "cpu", "emulated:arc_a770"], ["emulated:0", "cpu:0", "emulated:1"]),
+    ],
+)
+def test_named_devices(devices: list[str], chosen: list[str]) -> None:
+    assert ids(select(devices, [NVIDIA, NVIDIA_2])) == chosen
+
+
+@pytest.mark.parametrize(
+    "devices", [["cpu:1", "cpu"], ["cpu:2", "cpu"], [{"device": "cpu:1", "count": 2}, "cpu"]]
+)
+def test_a_cpu_without_a_number_gets_a_free_one(devices: list[Any]) -> None:
+    chosen = ids(select(devices))
+    assert len(set(chosen)) == len(chosen) >= 2
+
+
+@pytest.mark.parametrize(
+    "name", ["cuda:9", "cuda", "gpu", "CPU", "cpu:x", "cpu:", "", "emulated", "xpu:0", "cuda:0:1", "cpu 0"]
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
+    (problem,) = select([name], [NVIDIA]).problems
+    assert problem.startswith("`hardware.devices[0].device` must be one of ")
+    for known in ("auto", "cpu", "cuda:0", "emulated:rtx_3090", f"but is '{name}' instead"):
+        assert known in problem
+
+
+def test_an_unknown_card_to_emulate() -> None:
+    (problem,) = select(["cpu", "emulated:rtx_3091"]).problems
+    assert problem.startswith("`hardware.devices[1]`")
+    assert "rtx_3090" in problem
+
+
+@pytest.mark.parametrize(
+    ("devices", "twice"),
+    [
+        (["cpu:0", "cpu:0"], "cpu:0"),
+        (["cuda:0", "cuda:0"], "cuda:0"),
+        (["cuda:0", {"vendor": "nvidia"}], "cuda:0"),
+        ([{"device": "cpu", "count": 2}, "cpu:1"], "cpu:1"),
+        (["auto", "cuda:1"], "cuda:1"),
+    ],
+)
+def test_no_device_twice(devices: list[Any], twice: str) -> None:
+    problems = select(devices, [NVIDIA, NVIDIA_2]).problems
+    assert problems == [f"`hardware.devices` must name each device once, but names {twice} twice."]
+
+
+def test_every_problem_at_once() -> None:
+    problems = select(
+        ["tpu", {"vendor": "amd"}, {"device": "cpu", "python": "/no/such"}], missing="error"
+    ).problems
+    assert [problem.split("`")[1] for problem in problems] == [
+        "hardware.devices[0].device",
+        "hardware.devices[1].vendor",
+        "hardware.devices[2].python",
+    ]
+
+
+# ---------------------------------------------------------------- auto
+
+
+@pytest.mark.parametrize(
+    ("found", "drivable", "chosen"),
+    [
+        ([], None, ["cpu:0"]),
+        ([], True, ["cpu:0"]),
+        ([NVIDIA], None, ["cuda:0"]),
+        ([NVIDIA, NVIDIA_2], True, ["cuda:0", "cuda:1"]),
+        ([NVIDIA], False, ["cpu:0"]),
+    ],
+)
+def test_auto(found: list[DeviceSpec], drivable: bool | None, chosen: list[str]) -> None:
+    selection = select("auto", found, drivable)
+    assert ids(selection) == chosen
+    assert len(selection.reasons) == 1
+
+
+def test_auto_tells_why_a_card_was_left_out() -> None:
+    (reason,) = select("auto", [NVIDIA], drivable=False).reasons
+    assert NVIDIA.name in reason
+    assert "torch" in reason
+
+
+def test_auto_with_an_interpreter_that_may_drive_the_card() -> None:
+    selection = select([{"device": "auto", "python": sys.executable}], [NVIDIA], drivable=False)
+    assert ids(selection) == ["cuda:0"]
+    assert selection.devices[0].python == sys.executable
+
+
+@pytest.mark.parametrize("devices", [["auto", "cpu"], ["cpu", "auto"]])
+def test_auto_beside_the_cpu(devices: list[str]) -> None:
+    assert sorted(ids(select(devices, [NVIDIA]))) == ["cpu:0", "cuda:0"]
+    assert ids(select(devices, [])) in (["cpu:0"], ["cpu:0", "cpu:1"])
+
+
+# ---------------------------------------------------------------- whose torch drives them
+
+
+@pytest.mark.parametrize("entry", [{"device": "cuda:0"}, {"vendor": "nvidia"}])
+def test_a_card_that_torch_cannot_drive_is_refused(entry: dict[str, Any]) -> None:
+    (problem,) = select(["cpu", entry], [NVIDIA], drivable=False).problems
+    assert problem.startswith("`hardware.devices[1]` must be drivable by this interpreter's torch")
+    assert NVIDIA.name in problem
+    assert "`python:`" in problem
+    assert select(["cpu", entry], [NVIDIA], drivable=True).problems == []
+
+
+def test_another_interpreter_may_drive_it() -> None:
+    devices = ["cpu", {"vendor": "nvidia", "python": sys.executable}]
+    selection = select(devices, [NVIDIA, NVIDIA_2], drivable=False)
+    assert ids(selection) == ["cpu:0", "cuda:0", "cuda:1"]
+    assert [device.python for device in selection.devices] == [None, sys.executable, sys.executable]
+    assert [device.name for device in selection.devices[1:]] == [NVIDIA.name, NVIDIA_2.name]
+
+
+def test_the_found_devices_are_left_as_they_were() -> None:
+    select([{"device": "cuda:0", "python": sys.executable}], [NVIDIA])
+    assert NVIDIA.python is None
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_threads_as_wanted() -> None:
+    devices = select(["cpu", "cuda:0"], [NVIDIA]).devices
+    assert threads_for(devices, 3) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "cores", "each"),
+    [
+        (["cpu"], 8, 8),
+        (["cpu", "cpu"], 8, 4),
+        (["cpu", "emulated:rtx_3090", "emulated:arc_a770"], 8, 2),
+        (["cpu", "cuda:0"], 8, 8),  # a card's rank hardly computes on the cores
+        (["cuda:0"], 8, 8),
+        (["cpu", "cpu", "cpu"], 2, 1),
+    ],
+)
+def test_threads_are_shared_by_those_who_compute_on_the_cores(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], cores: int, each: int
+) -> None:
+    monkeypatch.setattr(module, "cpu_count", lambda: cores)
+    devices = select(names, [NVIDIA]).devices
+    assert threads_for(devices, None) == (each,) * len(names)
