@@ -1,0 +1,1 @@
+"""Between ranks: agreement before training, collectives during it."""

@@ -1,0 +1,130 @@
+"""Collectives on small tensors: counts, metrics, decisions. Gradients travel through the strategy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from hetexp.core.errors import PeerLostError
+
+ReduceOp = Literal["sum", "max"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_HOST_TYPES = ("cpu", "cuda")
+"""Device types that gloo reads and writes by itself; every other one is staged through the host."""
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> torch.Tensor:
+        """Return the result, on the device of the tensor that was given."""
+        ...
+
+
+class Communicator(ABC):
+    """What the training loop may ask of the other ranks."""
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        """Start a reduction over all ranks; the same call must be made by each of them in the same order.
+
+        The given tensor is left as it was. Only sums and maxima: a mean of integers differs by backend.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time (here or in `wait`).
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        """Reduce over all ranks and return the result on the tensor's own device."""
+        return self.all_reduce_async(tensor, op).wait()
+
+    def close(self) -> None:  # noqa: B027 - most communicators hold nothing
+        """Give up what the communicator holds; no collective may follow."""
+
+
+class _Done:
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        return self._result
+
+
+class SoloCommunicator(Communicator):
+    """One rank, nobody to talk to."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        return _Done(tensor.clone())
+
+    def barrier(self) -> None:
+        return None
+
+
+class ProcessGroupCommunicator(Communicator):
+    """The default process group of torch.distributed.
+
+    Args:
+        device: where the group's collectives read and write: the rank's own device for NCCL, else the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        native = dist.get_backend() != "gloo"
+        self._device = device if native else torch.device("cpu")
+
+    def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        staged = stage(tensor, self._device)
+        try:
+            work = dist.all_reduce(staged, op=_OPS[op], async_op=True)
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        return _Reduction(work, staged, tensor.device)
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1))
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Reduction:
+    def __init__(self, work: dist.Work, staged: torch.Tensor, home: torch.device) -> None:
+        self._work, self._staged, self._home = work, staged, home
+
+    def wait(self) -> torch.Tensor:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        return self._staged.to(self._home)
+
+
+def stage(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of `tensor` that a group computing on `device` can reduce.
+
+    gloo has no path for `xpu` and `mps` tensors and none for float64 there, so anything but the CPU's and,
+    in place, CUDA's goes through the host.
+    """
+    home = device if device.type != "cpu" or tensor.device.type not in _HOST_TYPES else tensor.device
+    return tensor.detach().to(home, copy=True).contiguous()
+
+
+def peer_lost(error: RuntimeError) -> PeerLostError:
+    """Tell a failed collective in one sentence; the cause is kept for the log."""
+    first_line = str(error).partition("\n")[0]
+    return PeerLostError(f"a collective failed because another rank is gone or late ({first_line})")

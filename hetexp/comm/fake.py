@@ -1,0 +1,72 @@
+"""Ranks as threads of one process, with a different value on each: for tests and for trying things out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from hetexp.comm.communicator import Communicator, Pending, ReduceOp
+
+Result = TypeVar("Result")
+
+
+class FakeCommunicator(Communicator):
+    """One rank of a `FakeGroup`; reductions really combine what the ranks gave."""
+
+    def __init__(self, group: FakeGroup, rank: int) -> None:
+        self.rank, self.world_size = rank, group.world_size
+        self._group = group
+
+    def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        return _FakePending(self._group, self.rank, tensor.clone(), op)
+
+    def barrier(self) -> None:
+        self._group.barrier.wait()
+
+
+class _FakePending:
+    def __init__(self, group: FakeGroup, rank: int, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self._group, self._rank, self._tensor, self._op = group, rank, tensor, op
+
+    def wait(self) -> torch.Tensor:
+        group = self._group
+        group.values[self._rank] = self._tensor
+        group.barrier.wait()
+        stacked = torch.stack(group.values)
+        result = stacked.sum(dim=0) if self._op == "sum" else stacked.amax(dim=0)
+        group.barrier.wait()  # nobody overwrites a value before everybody has read it
+        return result
+
+
+class FakeGroup:
+    """A group of `world_size` ranks in one process."""
+
+    def __init__(self, world_size: int, timeout_seconds: float = 30.0) -> None:
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=timeout_seconds)
+        self.values: list[torch.Tensor] = [torch.empty(0)] * world_size
+
+    def run(self, function: Callable[[Communicator], Result]) -> list[Result]:
+        """Call `function` once a rank, all at the same time, and return the results in rank order.
+
+        Raises:
+            Exception: the first one that a rank raised; the others then stop at their next collective.
+        """
+
+        def one(rank: int) -> Result:
+            try:
+                return function(FakeCommunicator(self, rank))
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.world_size) as pool:
+            futures = [pool.submit(one, rank) for rank in range(self.world_size)]
+            errors = [e for e in (f.exception() for f in futures) if e is not None]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return [future.result() for future in futures]
