@@ -1,0 +1,44 @@
+"""What a strategy is, and the two wrappers that let ranks with unequal work stay in step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, ClassVar
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Strategy(ABC):
+    """Shares one model's training over the ranks.
+
+    Constructed in the launcher too, to check the plan: constructors import no torch.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        """Return what speaks against this strategy here, one sentence a problem, with the fix."""
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Return the module to call with a microbatch's inputs, or with `None` for an empty share.
+
+        Args:
+            model: on the device already; stays the one that holds the parameters.
+        """
+
+    @abstractmethod
+    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which backward adds gradients up locally and exchanges nothing."""
+
+    @abstractmethod
+    def averaged_over(self, world_size: int) -> int:
+        """Return the number of ranks that the exchanged gradient is divided by, for the normaliser."""

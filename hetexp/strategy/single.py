@@ -1,0 +1,41 @@
+"""One device, the whole batch: the reference that every other strategy is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Single(Strategy):
+    """Trains on one device and exchanges nothing."""
+
+    name: ClassVar[str] = "single"
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        if len(devices) == 1:
+            return []
+        names = ", ".join(device.id for device in devices)
+        return [
+            f"`strategy` must be ddp for {len(devices)} devices ({names}), but is 'single' instead. Or "
+            f"choose one of them: 'hardware.devices=[{devices[0].id}]'."
+        ]
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        return EmptyShareGuard(model)
+
+    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def averaged_over(self, world_size: int) -> int:
+        return 1

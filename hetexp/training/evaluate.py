@@ -1,0 +1,69 @@
+"""Evaluation in which each sample counts once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hetexp.core.call import call_model
+from hetexp.data.loader import chop, cut
+from hetexp.training.state import Parts
+
+
+def evaluate(parts: Parts) -> dict[str, float]:
+    """Run the model over the evaluation data, each rank on its contiguous part.
+
+    No sample is padded, repeated or left out: ranks add up sums and integer counts, so the accuracy is
+    bit-equal for every number of ranks and every split.
+
+    Returns:
+        `loss` (mean over samples or unmasked tokens), `accuracy` where the loss defines it, and `samples`;
+        the same on every rank. Empty where there is no evaluation data.
+    """
+    if parts.eval_data is None:
+        return {}
+    loss_total, count, correct, samples = 0.0, 0, 0, 0
+    counts_correct = True
+    parts.model.eval()
+    with torch.inference_mode():
+        for inputs, targets in _local_part(parts):
+            output = call_model(parts.model, parts.to_device(inputs))
+            on_device = parts.to_device(targets)
+            loss_total += float(parts.loss.total(output, on_device))
+            count += parts.loss.count(targets)
+            right = parts.loss.correct(output, on_device)
+            counts_correct &= right is not None
+            correct += right or 0
+            samples += _rows(targets)
+    parts.model.train()
+    # A rank without samples never asked the loss, so "no rank said no" is what a maximum can tell.
+    integers = parts.communicator.all_reduce(torch.tensor([count, correct, samples, int(not counts_correct)]))
+    loss_sum = parts.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))
+    count, correct, samples, undefined = (int(value) for value in integers)
+    result = {"loss": float(loss_sum) / count if count else float("nan"), "samples": float(samples)}
+    if not undefined and count:
+        result["accuracy"] = correct / count
+    return result
+
+
+def _local_part(parts: Parts) -> Iterator[Any]:
+    """Yield this rank's batches of the evaluation data, no larger than its largest training microbatch."""
+    trainer = parts.config.trainer
+    total = len(parts.eval_data)  # type: ignore[arg-type]
+    sizes = cut(parts.plan.local_batch_sizes[parts.rank], trainer.accumulate, trainer.microbatch_size)
+    batch = max(sizes, default=1)
+    if trainer.fast_dev_run:
+        total = min(total, trainer.fast_dev_run * trainer.global_batch_size)
+    first, end = parts.split(total).bounds(parts.rank)
+    if first == end:
+        return
+    batches = list(chop(range(first, end), cut(end - first, 1, batch)))
+    assert parts.eval_data is not None
+    yield from DataLoader(parts.eval_data, batch_sampler=batches, num_workers=trainer.num_workers)
+
+
+def _rows(targets: Any) -> int:
+    return len(targets) if isinstance(targets, torch.Tensor) else len(next(iter(targets.values())))

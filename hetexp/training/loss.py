@@ -1,0 +1,88 @@
+"""Losses as sums and counts, so that any cut of the batch adds up to the same mean."""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hetexp.core.errors import ConfigError
+
+IGNORED = -100
+"""Target that does not count, torch's own default for `cross_entropy`."""
+
+
+class Loss(ABC):
+    """A person's own loss derives from this and is named by its dotted path in `trainer.loss`."""
+
+    @abstractmethod
+    def count(self, targets: Any) -> int:
+        """Return how many elements of the targets the mean is taken over (samples, unmasked tokens …)."""
+
+    @abstractmethod
+    def total(self, output: Any, targets: Any) -> torch.Tensor:
+        """Return the sum of the loss over these elements, a scalar."""
+
+    def correct(self, output: Any, targets: Any) -> int | None:
+        """Return how many elements are predicted right, `None` where that has no meaning."""
+        return None
+
+
+class CrossEntropy(Loss):
+    """Classification: output [batch, classes] or [batch, seq, classes], targets [batch] or [batch, seq]."""
+
+    def count(self, targets: torch.Tensor) -> int:
+        return int((targets != IGNORED).sum())
+
+    def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(
+            output.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+    def correct(self, output: torch.Tensor, targets: torch.Tensor) -> int:
+        return int(((output.argmax(dim=-1) == targets) & (targets != IGNORED)).sum())
+
+
+class MeanSquaredError(Loss):
+    """Regression: output and targets of the same shape; the mean is taken over all elements."""
+
+    def count(self, targets: torch.Tensor) -> int:
+        return targets.numel()
+
+    def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if output.shape != targets.shape:  # torch would broadcast them, [n, 1] and [n] to [n, n]
+            shapes = f"{list(output.shape)} and {list(targets.shape)}"
+            raise ConfigError(
+                f"`trainer.loss` mse needs outputs and targets of one shape, but they are {shapes}."
+            )
+        return functional.mse_loss(output, targets, reduction="sum")
+
+
+_SHIPPED = {"cross_entropy": CrossEntropy, "mse": MeanSquaredError}
+
+
+def build_loss(name: str) -> Loss:
+    """Return the loss of that name, or an object of the class at that dotted path."""
+    loss_class = _SHIPPED.get(name) or pkgutil.resolve_name(name)
+    loss: Loss = loss_class()
+    return loss
+
+
+def check_loss(name: str) -> list[str]:
+    """Return what is wrong with `trainer.loss`, one sentence a problem."""
+    try:
+        loss = build_loss(name)
+    except Exception as error:  # an import runs any code and so raises anything
+        reason = str(error).partition("\n")[0]
+        return [
+            f"`trainer.loss` must be one of {', '.join(_SHIPPED)} or the dotted path of a class, but is "
+            f"'{name}' instead ({reason})."
+        ]
+    if not isinstance(loss, Loss):
+        return [
+            f"`trainer.loss` must be a class derived from hetexp.training.loss.Loss, but is '{name}' instead."
+        ]
+    return []

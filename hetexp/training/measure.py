@@ -1,0 +1,75 @@
+"""What a rank measures of itself: its own work, kept apart from waiting for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from hetexp.hardware.backend import Backend
+
+
+@dataclass
+class Meter:
+    """Adds up compute seconds between device marks, and waiting apart from them."""
+
+    backend: Backend
+    compute_seconds: float = 0.0
+    """Own forward and backward work since the last `reset`."""
+    wait_seconds: float = 0.0
+    """Time in backward after the last own gradient, the exchange of gradients included."""
+    samples: int = 0
+    _spans: list[tuple[Any, Any]] = field(default_factory=list)
+    _waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward and time its own work without the wait for the exchange that ends it.
+
+        DDP waits for its buckets in a callback at the end of backward. A callback that is queued by the
+        first hook to run comes before it, when the last own gradient is there.
+        """
+        own_end: list[Any] = []
+
+        def queue(_: torch.Tensor) -> None:
+            Variable._execution_engine.queue_callback(lambda: own_end.append(self.backend.mark()))
+
+        loss.register_hook(queue)
+        start = self.backend.mark()
+        loss.backward()
+        end = self.backend.mark()
+        self._spans.append((start, own_end[0]))
+        self._waits.append((own_end[0], end))
+
+    def span(self, start: Any, end: Any) -> None:
+        """Count the time between two marks as own work; read later, so that nothing waits for it now."""
+        self._spans.append((start, end))
+
+    def settle(self) -> None:
+        """Wait for the device and read all marks taken so far."""
+        self.backend.synchronize()
+        self.compute_seconds += sum(self.backend.seconds_between(a, b) for a, b in self._spans)
+        self.wait_seconds += sum(self.backend.seconds_between(a, b) for a, b in self._waits)
+        self._spans.clear()
+        self._waits.clear()
+
+    def take(self) -> tuple[float, float, int]:
+        """Settle, return compute seconds, wait seconds and samples, and start again from zero."""
+        self.settle()
+        taken = self.compute_seconds, self.wait_seconds, self.samples
+        self.compute_seconds, self.wait_seconds, self.samples = 0.0, 0.0, 0
+        return taken
+
+
+@dataclass
+class Totals:
+    """Sums over a whole run, for the summary."""
+
+    train_seconds: float = 0.0
+    """In steps, waiting and logging included, evaluation and checkpoints not."""
+    compute_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    local_samples: int = 0
+    global_samples: int = 0
+    steps: int = 0

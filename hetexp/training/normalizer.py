@@ -1,0 +1,54 @@
+"""The one place where a gradient is scaled.
+
+With the loss summed locally, rank r's backward gives g_r = ∇ Σ_{i in its slice} loss_i. The exact gradient of
+the global batch is (Σ_r g_r) / N with N the *global* count of samples or unmasked tokens. An exchange that
+averages over W ranks yields (Σ_r g_r) / W instead, so each local sum is multiplied by W / N beforehand. N is
+known only after a small all-reduce, which travels while the forward pass runs. See pytorch/pytorch#67253.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from hetexp.comm.communicator import Communicator, Pending
+
+
+class LossNormalizer:
+    """Gives the factor for a step's local loss sums.
+
+    Args:
+        averaged_over: number of ranks by which the strategy's exchange divides the summed gradient.
+        per: `global` is exact; `per_rank` divides by the rank's own count, as plain DDP would.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        averaged_over: int,
+        per: Literal["global", "per_rank"] = "global",
+    ) -> None:
+        self._communicator = communicator
+        self._averaged_over = averaged_over
+        self._per = per
+        self._local_count = 0
+        self._pending: Pending | None = None
+
+    def start(self, local_count: int) -> None:
+        """Begin a step with this rank's count; every rank must call it once a step."""
+        self._local_count = local_count
+        self._pending = self._communicator.all_reduce_async(torch.tensor([local_count], dtype=torch.int64))
+
+    def factor(self) -> tuple[float, int]:
+        """Wait for the other ranks' counts.
+
+        Returns:
+            What to multiply the local loss sums by (0 where nothing in the whole batch counts), and the
+            global count.
+        """
+        assert self._pending is not None, "start() comes first"
+        global_count = int(self._pending.wait())
+        if self._per == "per_rank":
+            return 1.0 / max(self._local_count, 1), global_count
+        return (self._averaged_over / global_count if global_count else 0.0), global_count

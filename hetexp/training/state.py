@@ -1,0 +1,98 @@
+"""What a rank holds while it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from hetexp.comm.communicator import Communicator
+from hetexp.core.config import Config
+from hetexp.core.plan import Plan
+from hetexp.core.split import Split, apportion
+from hetexp.data.sampler import GlobalSampler, Position
+from hetexp.hardware.backend import Backend
+from hetexp.logger.base import Logger
+from hetexp.strategy.base import Strategy
+from hetexp.training.loss import Loss
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LambdaLR
+
+
+@dataclass
+class Parts:
+    """The objects of one rank, wired by the worker and used by the loop."""
+
+    plan: Plan
+    config: Config
+    rank: int
+    device: torch.device
+    backend: Backend
+    communicator: Communicator
+    strategy: Strategy
+    model: nn.Module
+    """Holds the parameters."""
+    module: nn.Module
+    """The strategy's wrapper, to be called."""
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
+    loss: Loss
+    train_data: Dataset[Any]
+    eval_data: Dataset[Any] | None
+    sampler: GlobalSampler
+    loggers: tuple[Logger, ...]
+    """Filled on rank 0 only."""
+    total_steps: int
+    """Optimizer steps of the whole run, those before a resume included."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.config.trainer.precision == "float64" else torch.float32
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.plan.run_dir) / "checkpoints"
+
+    def split(self, num_samples: int) -> Split:
+        """Return every rank's part of a batch of so many samples; the same on every rank."""
+        return apportion(num_samples, self.plan.shares)
+
+    def to_device(self, value: Any) -> Any:
+        """Move a microbatch's inputs or targets to the device, floating-point ones in the run's precision."""
+        if isinstance(value, torch.Tensor):
+            dtype = self.dtype if value.is_floating_point() else value.dtype
+            return value.to(self.device, dtype, non_blocking=True)
+        if isinstance(value, dict):
+            return {key: self.to_device(item) for key, item in value.items()}
+        return value
+
+
+@dataclass
+class Progress:
+    """How far the run is; the same on every rank."""
+
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    samples: int = 0
+    best: float | None = None
+    """Best value of the early-stopping metric so far."""
+    bad_evaluations: int = 0
+    """Evaluations since then."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types for a checkpoint."""
+        return {
+            "samples": self.samples,
+            "best": self.best,
+            "bad_evaluations": self.bad_evaluations,
+        }
+
+    @classmethod
+    def from_dict(cls, step: int, position: dict[str, int], raw: dict[str, Any]) -> Progress:
+        """Read what `to_dict` returned, together with the two that a checkpoint keeps apart."""
+        return cls(step=step, position=Position.from_dict(position), **raw)

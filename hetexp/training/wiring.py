@@ -1,0 +1,233 @@
+"""From the plan to the objects of one rank, once all ranks have agreed on what they build."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hetexp
+from hetexp.checkpoint.folder import load_checkpoint
+from hetexp.checkpoint.manifest import search_checkpoint
+from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.rendezvous import compare_facts, exchange, form_group
+from hetexp.core.call import call_model
+from hetexp.core.config import Config
+from hetexp.core.instantiate import instantiate
+from hetexp.core.plan import Plan
+from hetexp.data.base import build_data
+from hetexp.data.loader import cut
+from hetexp.data.sampler import GlobalSampler
+from hetexp.hardware.backend import backend_class
+from hetexp.logger.base import Logger, RunInfo
+from hetexp.logger.jsonl import MetricsFile
+from hetexp.model.base import build_model
+from hetexp.optimizer.build import build_optimizer, build_schedule, restart_schedule
+from hetexp.training.loss import build_loss
+from hetexp.training.state import Parts, Progress
+
+REHEARSED_PASSES = 4
+log = logging.getLogger(__name__)
+
+
+def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Parts:
+    """Build everything that this rank trains with.
+
+    Raises:
+        HandshakeError: the ranks differ in what they are about to train.
+        ConfigError: a class refuses its arguments.
+        SetupError: the device cannot be driven, or the group did not form.
+    """
+    trainer = config.trainer
+    torch.set_num_threads(plan.threads[rank])
+    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
+    spec = plan.devices[rank]
+    backend = backend_class(spec.backend)(spec)
+    device = backend.torch_device()
+    data = build_data(config.data)
+    num_samples = len(data.train)  # type: ignore[arg-type]  # map-style, as build_data checked
+    sampler = GlobalSampler(
+        num_samples, trainer.global_batch_size, trainer.seed, trainer.drop_last, trainer.overfit_batches
+    )
+    # The same seed and the CPU's generator on every rank: the same weights whatever the device.
+    torch.manual_seed(trainer.seed)
+    model = build_model(config.model, data.facts)
+    model.to(torch.float64 if trainer.precision == "float64" else torch.float32)
+    agree(plan, config, rank, store, {"data": data_facts(data, sampler), "model": model_facts(model)})
+    # From here on dropout differs from rank to rank, as the samples do.
+    torch.manual_seed(trainer.seed + 1 + rank)
+    model.to(device)
+    strategy = instantiate(config.strategy)
+    communicator = _communicator(plan, config, rank, store, device, solo=strategy.name == "single")
+    total_steps = planned_steps(config, sampler.steps_per_epoch)
+    optimizer = build_optimizer(config.optimizer, model)
+    parts = Parts(
+        plan=plan,
+        config=config,
+        rank=rank,
+        device=device,
+        backend=backend,
+        communicator=communicator,
+        strategy=strategy,
+        model=model,
+        module=model,
+        optimizer=optimizer,
+        schedule=build_schedule(optimizer, trainer.schedule, trainer.warmup_steps, total_steps),
+        loss=build_loss(trainer.loss),
+        train_data=data.train,
+        eval_data=data.evaluation,
+        sampler=sampler,
+        loggers=(),
+        total_steps=total_steps,
+    )
+    inputs, _ = next(iter(DataLoader(data.train, batch_size=min(2, num_samples))))
+    # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
+    backend.attach(model, parts.to_device(inputs))
+    parts.module = strategy.wrap(model, device)
+    return parts
+
+
+def _communicator(
+    plan: Plan, config: Config, rank: int, store: dist.Store, device: torch.device, solo: bool
+) -> Communicator:
+    if solo:
+        return SoloCommunicator()
+    limit = config.comm.timeout_seconds
+    return form_group(store, rank, plan.world_size, plan.collective_backend, device, limit)
+
+
+def agree(plan: Plan, config: Config, rank: int, store: dist.Store, facts: dict[str, Any]) -> None:
+    """Compare with the other ranks what must be equal before they train together.
+
+    Versions of torch and Python may differ from vendor to vendor; those of hetexp may not.
+
+    Raises:
+        HandshakeError: names each fact that differs, or the rank that did not come.
+    """
+    mine = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts}
+    limit = config.launch.timeout_seconds
+    everyone = exchange(store, "handshake", rank, plan.world_size, mine, limit)
+    compare_facts(everyone, [f"rank {r} ({device.id})" for r, device in enumerate(plan.devices)])
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return what tells two models apart: parameter count, and a hash of all names, shapes and types."""
+    shapes = {name: f"{list(value.shape)} {value.dtype}" for name, value in model.state_dict().items()}
+    named = dict(list(shapes.items())[:50])
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tensors": len(shapes),
+        "shapes": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12],
+        "shape": named,
+    }
+
+
+def data_facts(data: Any, sampler: GlobalSampler) -> dict[str, Any]:
+    """Return what tells two data sets apart: their lengths, and the order in which samples will come."""
+    evaluation = data.evaluation
+    return {
+        "training_samples": len(data.train),
+        "evaluation_samples": len(evaluation) if evaluation is not None else 0,
+        "sample_order": sampler.fingerprint(),
+    }
+
+
+def planned_steps(config: Config, steps_per_epoch: int) -> int:
+    """Return the optimizer steps of the whole run: whichever of the limits comes first."""
+    trainer = config.trainer
+    if trainer.fast_dev_run:
+        return trainer.fast_dev_run
+    limits = [trainer.max_steps, trainer.max_epochs * steps_per_epoch if trainer.max_epochs else None]
+    return min(limit for limit in limits if limit is not None)
+
+
+def resume(parts: Parts) -> Progress:
+    """Load the checkpoint that `resume` names, and return where the run stands.
+
+    Raises:
+        CheckpointError: it is not there, not complete or not of this model.
+    """
+    if parts.config.resume is None:
+        return Progress()
+    folder, skipped = search_checkpoint(Path(parts.plan.working_dir, parts.config.resume))
+    for name in skipped:
+        log.warning("resume: %s is not complete and was skipped", name)
+    state = load_checkpoint(folder, parts.model, parts.optimizer)
+    # The rates are a function of the step: they follow from it and from this run's own configuration.
+    restart_schedule(parts.schedule, state.step)
+    return Progress.from_dict(state.step, state.position, state.extra["progress"])
+
+
+def rehearse(parts: Parts) -> float | None:
+    """Find the time scale of emulated devices and start their pacing; `None` without any.
+
+    All ranks compute a few passes at the same time, as they will in training, and take the largest scale
+    that one of them needs. Parameters, gradients, buffers and random states are left as they were.
+    """
+    if not parts.plan.emulated:
+        return None
+    wanted = parts.config.hardware.time_scale
+    if wanted is None:
+        parts.communicator.barrier()
+        _rehearse_passes(parts)
+        needed = torch.tensor([parts.backend.rehearsal_scale() or 0.0], dtype=torch.float64)
+        wanted = float(parts.communicator.all_reduce(needed, "max"))
+    parts.backend.start_pacing(wanted)
+    return wanted
+
+
+def _rehearse_passes(parts: Parts) -> None:
+    trainer = parts.config.trainer
+    sizes = cut(parts.plan.local_batch_sizes[parts.rank], trainer.accumulate, trainer.microbatch_size)
+    size = min(max(sizes, default=1), len(parts.train_data))  # type: ignore[arg-type]
+    inputs, targets = next(iter(DataLoader(parts.train_data, batch_size=size)))
+    parameters = [p for p in parts.model.parameters() if p.requires_grad]
+    buffers = [buffer.clone() for buffer in parts.model.buffers()]
+    generator = torch.get_rng_state()
+    parts.model.train()
+    for _ in range(REHEARSED_PASSES):
+        output = call_model(parts.model, parts.to_device(inputs))
+        parts.loss.total(output, parts.to_device(targets)).backward()
+    for parameter in parameters:
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, saved in zip(parts.model.buffers(), buffers, strict=True):
+            buffer.copy_(saved)
+    torch.set_rng_state(generator)
+
+
+def start_loggers(parts: Parts) -> tuple[Logger, ...]:
+    """Open `metrics.jsonl` and the configured tracker; rank 0 calls it."""
+    plan = parts.plan
+    choices = plan.choices
+    tags = ["emulated"] if plan.emulated else []
+    tags += [
+        choices[key] for key in ("hardware", "strategy", "balancing", "model", "data") if choices.get(key)
+    ]
+    info = RunInfo(
+        run_id=plan.run_id,
+        run_dir=Path(plan.run_dir),
+        name=plan.name,
+        group=plan.group,
+        job_type="sweep" if plan.group else "train",
+        tags=tuple(tags),
+        config=plan.config
+        | {"plan": {"devices": [str(d) for d in plan.devices], "shares": list(plan.shares)}},
+    )
+    metrics: Logger = MetricsFile(Path(plan.run_dir) / "metrics.jsonl")
+    tracker: Logger = instantiate(parts.config.logger)
+    for logger in (metrics, tracker):
+        logger.start(info)
+    return metrics, tracker
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that this rank runs on."""
+    return {"python": platform.python_version(), "torch": torch.__version__}

@@ -1,0 +1,192 @@
+"""Tiny parts to train with: one linear layer, made-up samples, and a strategy that works between threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils.data import TensorDataset
+
+from hetexp.comm.communicator import Communicator
+from hetexp.core.config import Config, read_config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.plan import Plan
+from hetexp.core.split import apportion, normalise
+from hetexp.data.sampler import GlobalSampler
+from hetexp.hardware.cpu import CpuBackend
+from hetexp.logger.base import Logger, RunInfo
+from hetexp.optimizer.build import build_schedule
+from hetexp.strategy.base import Strategy
+from hetexp.strategy.empty_share import EmptyShareGuard
+from hetexp.training.loss import build_loss
+from hetexp.training.state import Parts
+
+
+class Averaging(Strategy):
+    """Averages gradients over a `FakeGroup` at the end of backward, as DDP does between processes."""
+
+    name: ClassVar[str] = "averaging"
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.exchanges = 0
+        self._quiet = False
+        self._queued = False
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        return []
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+
+        def exchange() -> None:
+            self._queued = False
+            self.exchanges += 1
+            for parameter in parameters:
+                assert parameter.grad is not None, "a rank brought no gradient for a parameter"
+                summed = self.communicator.all_reduce(parameter.grad)
+                parameter.grad = summed / self.communicator.world_size
+
+        def ready(_: torch.Tensor) -> None:
+            if not self._quiet and not self._queued:
+                self._queued = True
+                Variable._execution_engine.queue_callback(exchange)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(ready)
+        return EmptyShareGuard(model)
+
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
+
+    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
+        return self._silently()
+
+    def averaged_over(self, world_size: int) -> int:
+        return world_size
+
+
+class Recorder(Logger):
+    """Keeps every line."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, Any]]] = []
+
+    def start(self, run: RunInfo) -> None:
+        return None
+
+    def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        return None
+
+
+def samples(count: int, width: int = 3, classes: int = 4) -> TensorDataset:
+    """Return samples whose inputs differ so much that leaving one out or using one twice shows."""
+    generator = torch.Generator().manual_seed(count)
+    inputs = torch.randn(count, width, generator=generator) * torch.arange(1, count + 1).unsqueeze(1) / count
+    targets = torch.randint(classes, (count,), generator=generator)
+    return TensorDataset(inputs, targets)
+
+
+@pytest.fixture
+def make_parts(tmp_path: Path) -> Callable[..., Parts]:
+    """Return a function that builds one rank's parts; the same model and data on every rank."""
+
+    def make(
+        communicator: Communicator,
+        weights: Sequence[float] = (1.0,),
+        *,
+        train: Any = None,
+        evaluation: Any = None,
+        model: nn.Module | None = None,
+        learning_rate: float = 0.1,
+        climb: bool = False,
+        total_steps: int | None = None,
+        normalizer: str = "global",
+        **trainer: Any,
+    ) -> Parts:
+        rank = communicator.rank
+        assert communicator.world_size == len(weights)
+        shares = normalise(weights)
+        part = {"_target_": "unused"}
+        raw: dict[str, Any] = {
+            "hardware": {"devices": ["cpu"]},
+            "strategy": part,
+            "balancing": part,
+            "model": part,
+            "data": part,
+            "optimizer": part,
+            "logger": part,
+            "debug": {"normalizer": normalizer},
+            "trainer": {"global_batch_size": 8, "max_steps": 3, **trainer},
+        }
+        config = read_config(raw)
+        settings = config.trainer
+        devices = tuple(CpuBackend.describe(i) for i in range(len(weights)))
+        plan = Plan(
+            run_id="run",
+            run_dir=str(tmp_path),
+            name="run",
+            group=None,
+            config=raw,
+            devices=devices,
+            strategy="averaging",
+            shares=shares,
+            local_batch_sizes=apportion(settings.global_batch_size, shares).counts,
+            collective_backend="gloo",
+            threads=(1,) * len(weights),
+        )
+        data = samples(24) if train is None else train
+        if model is None:
+            model = nn.Linear(3, 4)
+            with torch.no_grad():
+                for number, parameter in enumerate(model.parameters()):
+                    parameter.copy_(
+                        torch.linspace(-1, 1 + number, parameter.numel()).reshape(parameter.shape)
+                    )
+        dtype = torch.float64 if settings.precision == "float64" else torch.float32
+        model.to(dtype)
+        steps = total_steps or settings.fast_dev_run or settings.max_steps
+        assert steps is not None
+        optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, maximize=climb)
+        strategy = Averaging(communicator)
+        return Parts(
+            plan=plan,
+            config=config,
+            rank=rank,
+            device=torch.device("cpu"),
+            backend=CpuBackend(devices[rank]),
+            communicator=communicator,
+            strategy=strategy,
+            model=model,
+            module=strategy.wrap(model, torch.device("cpu")),
+            optimizer=optimizer,
+            schedule=build_schedule(optimizer, settings.schedule, settings.warmup_steps, steps),
+            loss=build_loss(settings.loss),
+            train_data=data,
+            eval_data=evaluation,
+            sampler=GlobalSampler(
+                len(data),
+                settings.global_batch_size,
+                settings.seed,
+                settings.drop_last,
+                settings.overfit_batches,
+            ),
+            loggers=(Recorder(),) if rank == 0 else (),
+            total_steps=steps,
+        )
+
+    return make

@@ -1,0 +1,140 @@
+"""Evaluation counts each sample once, however many ranks there are (case 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.fake import FakeGroup
+from hetexp.training.evaluate import evaluate
+from hetexp.training.state import Parts
+
+MakeParts = Callable[..., Parts]
+
+
+class Wrong(nn.Module):
+    """Predicts class 0, but class 1 where the input says so: two rows of 21 are hard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.seen: list[float] = []
+        self.batches: list[int] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert not self.training
+        self.seen += inputs[:, 0].tolist()
+        self.batches.append(len(inputs))
+        hard = inputs[:, 1:2]
+        return torch.cat([1 - hard, hard], dim=1) * self.scale
+
+
+def rows(count: int = 21, hard: tuple[int, ...] = (3, 20)) -> TensorDataset:
+    """Inputs [count, 2]: the row's number, and whether it is hard; the right class is always 0."""
+    inputs = torch.stack([torch.arange(count).float(), torch.zeros(count)], dim=1)
+    inputs[list(hard), 1] = 1.0
+    return TensorDataset(inputs, torch.zeros(count, dtype=torch.int64))
+
+
+def run(
+    make_parts: MakeParts, weights: list[float], **options: Any
+) -> tuple[list[dict[str, float]], list[Wrong]]:
+    """Evaluate on as many ranks as there are weights."""
+    models = [Wrong() for _ in weights]
+
+    def rank(comm: Communicator) -> dict[str, float]:
+        parts = make_parts(comm, weights, model=models[comm.rank], evaluation=rows(), **options)
+        return evaluate(parts)
+
+    return FakeGroup(len(weights)).run(rank), models
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[1.0], [1.0, 1.0], [17.0, 4.0], [1.0, 1.0, 1.0], [0.8, 0.15, 0.05], [1.0, 0.0], [0.0, 0.0, 1.0]],
+)
+@pytest.mark.parametrize("batch_size", [1, 8, 64])
+def test_every_row_once_and_the_same_accuracy(
+    make_parts: MakeParts, weights: list[float], batch_size: int
+) -> None:
+    results, models = run(make_parts, weights, global_batch_size=batch_size)
+    expected_loss = (
+        21 * math.log(1 + math.e) - 19
+    ) / 21  # a right row has log(1 + e) - 1, a hard one log(1 + e)
+    for result in results:
+        assert result["samples"] == 21
+        assert result["accuracy"] == 19 / 21  # bit for bit
+        assert result["loss"] == pytest.approx(expected_loss, rel=1e-5)
+        assert result == results[0]  # the same on every rank
+    assert sorted(number for model in models for number in model.seen) == list(range(21))
+    assert all(model.training for model in models)
+
+
+def test_ranks_take_contiguous_parts_by_their_shares(make_parts: MakeParts) -> None:
+    _, models = run(make_parts, [17.0, 4.0])
+    assert models[0].seen == list(range(17))
+    assert models[1].seen == list(range(17, 21))
+
+
+def test_batches_are_no_larger_than_in_training(make_parts: MakeParts) -> None:
+    _, models = run(make_parts, [3.0, 1.0], accumulate=2)  # 6 and 2 samples a step, in two pieces each
+    assert max(models[0].batches) <= 3
+    assert max(models[1].batches) == 1
+    _, (model,) = run(make_parts, [1.0], microbatch_size=5)
+    assert max(model.batches) <= 5
+
+
+def test_a_fast_run_evaluates_a_few_batches(make_parts: MakeParts) -> None:
+    results, _ = run(make_parts, [1.0, 1.0], global_batch_size=4, fast_dev_run=2)
+    assert [result["samples"] for result in results] == [8, 8]
+    results, _ = run(make_parts, [1.0, 1.0], global_batch_size=64, fast_dev_run=2)
+    assert [result["samples"] for result in results] == [21, 21]  # more than there is
+
+
+def test_no_evaluation_data(make_parts: MakeParts) -> None:
+    assert evaluate(make_parts(SoloCommunicator())) == {}
+
+
+def test_a_loss_without_right_and_wrong_has_no_accuracy(make_parts: MakeParts) -> None:
+    data = TensorDataset(torch.randn(7, 3), torch.zeros(7, 4))
+
+    def rank(comm: Communicator) -> dict[str, float]:
+        # Rank 1 has no sample and so never asks the loss.
+        return evaluate(make_parts(comm, [1.0, 0.0], evaluation=data, loss="mse"))
+
+    results = FakeGroup(2).run(rank)
+    assert [set(result) for result in results] == [{"loss", "samples"}] * 2
+    model = make_parts(SoloCommunicator()).model
+    with torch.no_grad():
+        assert results[0]["loss"] == pytest.approx(float(model(data.tensors[0]).square().mean()), rel=1e-6)
+
+
+def test_only_ignored_labels_have_no_mean(make_parts: MakeParts) -> None:
+    data = TensorDataset(torch.randn(4, 3), torch.full((4,), -100))
+    result = evaluate(make_parts(SoloCommunicator(), evaluation=data))
+    assert result["samples"] == 4
+    assert result["loss"] != result["loss"]  # NaN: there is nothing to take a mean of
+    assert "accuracy" not in result
+
+
+def test_dropout_rests_and_no_gradient_is_kept(make_parts: MakeParts) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.9))
+    data = TensorDataset(torch.randn(6, 3), torch.randint(4, (6,)))
+    parts = make_parts(SoloCommunicator(), model=model, evaluation=data)
+    assert evaluate(parts) == evaluate(parts)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_inputs_arrive_in_the_runs_precision(make_parts: MakeParts) -> None:
+    data = TensorDataset(torch.randn(6, 3), torch.randint(4, (6,)))
+    result = evaluate(make_parts(SoloCommunicator(), evaluation=data, precision="float64"))
+    single = evaluate(make_parts(SoloCommunicator(), evaluation=data))
+    assert result["loss"] == pytest.approx(single["loss"], rel=1e-5)
+    assert result["loss"] != single["loss"]

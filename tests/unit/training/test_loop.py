@@ -1,0 +1,556 @@
+"""A step on unequal shares is the step of one device on all samples; the rest is agreed on by all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.fake import FakeGroup
+from hetexp.core.split import Split
+from hetexp.data.loader import LocalBatch, chop, cut
+from hetexp.data.sampler import Position
+from hetexp.hardware.cpu import CpuBackend
+from hetexp.training import loop
+from hetexp.training.loop import NO_SAMPLES, Outcome, Window, should_stop, train, train_step
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.state import Parts, Progress
+
+MakeParts = Callable[..., Parts]
+IGNORED = -100
+
+
+def batch_of(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(4, (count,), generator=generator)
+
+
+def local_part(
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    split: Split,
+    rank: int,
+    accumulate: int = 1,
+    size: int | None = None,
+) -> LocalBatch:
+    """Cut one rank's microbatches out of a global batch."""
+    start, end = split.bounds(rank)
+    pieces = chop(range(start, end), cut(end - start, accumulate, size))
+    return LocalBatch(
+        microbatches=[(inputs[piece], targets[piece]) for piece in pieces],
+        local_samples=end - start,
+        global_samples=len(inputs),
+        position=Position(0, len(inputs)),
+    )
+
+
+class Step:
+    """What one optimizer step did on every rank."""
+
+    def __init__(
+        self,
+        make_parts: MakeParts,
+        counts: Sequence[int],
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        size: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.exchanges: list[int] = []
+        self.lost_sum = 0.0
+
+        def rank(comm: Communicator) -> tuple[list[torch.Tensor], Any, float]:
+            parts = make_parts(comm, counts, precision="float64", microbatch_size=size, **options)
+            averaged_over = parts.strategy.averaged_over(comm.world_size)
+            normalizer = LossNormalizer(comm, averaged_over, parts.config.debug.normalizer)
+            accumulate = parts.config.trainer.accumulate
+            part = local_part(inputs, targets, Split(tuple(counts)), comm.rank, accumulate, size)
+            meter = Meter(parts.backend)
+            result = train_step(parts, part, normalizer, meter)
+            self.exchanges.append(cast(Any, parts.strategy).exchanges)
+            assert meter.samples == counts[comm.rank]
+            gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+            assert len(gradients) == 2
+            values = [p.detach().clone() for p in parts.model.parameters()]
+            return [*gradients, *values], result, float(comm.all_reduce(result.loss_sum))
+
+        ranks = FakeGroup(len(counts)).run(rank)
+        self.tensors = [tensors for tensors, _, _ in ranks]
+        """Gradients and new parameters of each rank."""
+        self.results = [result for _, result, _ in ranks]
+        self.loss = ranks[0][2] / max(self.results[0].global_count, 1)
+
+
+def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------- the exact gradient
+
+
+@pytest.mark.parametrize("counts", [[6, 2], [7, 1], [5, 2, 1], [8, 0], [0, 8], [3, 0, 5], [1, 1, 1, 5]])
+def test_unequal_shares_give_the_gradient_of_the_whole_batch(
+    make_parts: MakeParts, counts: list[int]
+) -> None:
+    inputs, targets = batch_of(8)
+    whole = Step(make_parts, [8], inputs, targets)
+    step = Step(make_parts, counts, inputs, targets)
+    for tensors in step.tensors:
+        assert_same(tensors, whole.tensors[0])
+    assert step.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert {result.global_count for result in step.results} == {8}
+
+
+def test_without_the_weighting_the_gradient_is_wrong(make_parts: MakeParts) -> None:
+    inputs, targets = batch_of(8)
+    whole = Step(make_parts, [8], inputs, targets)
+    naive = Step(make_parts, [6, 2], inputs, targets, normalizer="per_rank")
+    assert not torch.allclose(naive.tensors[0][0], whole.tensors[0][0], rtol=1e-3, atol=1e-3)
+    equal = Step(make_parts, [4, 4], inputs, targets, normalizer="per_rank")
+    assert_same(equal.tensors[0], whole.tensors[0])  # on equal shares it is what everybody does
+
+
+@pytest.mark.parametrize("counts", [[8], [4, 4], [6, 2], [0, 8]])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_what_counts_is_weighted_not_samples(
+    make_parts: MakeParts, counts: list[int], accumulate: int
+) -> None:
+    inputs, targets = batch_of(8)
+    targets[1:7] = IGNORED  # all that counts is at the two ends
+    model = nn.Linear(3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, 1 + number, parameter.numel()).reshape(parameter.shape))
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    step = Step(make_parts, counts, inputs, targets, accumulate=accumulate)
+    for tensors in step.tensors:
+        assert_same(tensors[:2], [p.grad for p in model.parameters() if p.grad is not None])
+    assert {result.global_count for result in step.results} == {2}
+
+
+def test_a_batch_in_which_nothing_counts_changes_nothing(make_parts: MakeParts) -> None:
+    inputs, targets = batch_of(4)
+    step = Step(make_parts, [3, 1], inputs, torch.full_like(targets, IGNORED))
+    before = [p.detach() for p in make_parts(SoloCommunicator(), precision="float64").model.parameters()]
+    for tensors in step.tensors:
+        assert all(torch.count_nonzero(gradient) == 0 for gradient in tensors[:2])
+        assert_same(tensors[2:], before)
+    assert step.results[0].global_count == 0
+    assert float(step.results[0].loss_sum) == 0.0
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ranks_may_differ_in_their_number_of_microbatches(make_parts: MakeParts, size: int) -> None:
+    inputs, targets = batch_of(8)
+    whole = Step(make_parts, [8], inputs, targets)
+    step = Step(make_parts, [6, 2], inputs, targets, size=size)
+    for tensors in step.tensors:
+        assert_same(tensors, whole.tensors[0])
+    assert step.exchanges == [1, 1]  # one exchange a step, whatever the pieces
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("counts", [[6, 2], [8, 0]])
+def test_accumulation_does_not_change_the_step(
+    make_parts: MakeParts, counts: list[int], accumulate: int
+) -> None:
+    inputs, targets = batch_of(8)
+    whole = Step(make_parts, [8], inputs, targets)
+    step = Step(make_parts, counts, inputs, targets, accumulate=accumulate)
+    for tensors in step.tensors:
+        assert_same(tensors, whole.tensors[0])
+    assert step.exchanges == [1, 1]
+
+
+def test_gradients_do_not_outlive_a_step(make_parts: MakeParts) -> None:
+    parts = make_parts(SoloCommunicator(), precision="float64", learning_rate=1e-30)
+    inputs, targets = batch_of(8)
+    normalizer = LossNormalizer(parts.communicator, 1)
+    gradients = []
+    for _ in range(2):
+        train_step(parts, local_part(inputs, targets, Split((8,)), 0), normalizer, Meter(parts.backend))
+        assert parts.model.weight.grad is not None
+        gradients.append(cast(torch.Tensor, parts.model.weight.grad).clone())
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------- clipping (case 7)
+
+
+def gradient_norm(step: Step) -> float:
+    return math.sqrt(sum(float(gradient.square().sum()) for gradient in step.tensors[0][:2]))
+
+
+@pytest.mark.parametrize("counts", [[8], [6, 2], [8, 0], [5, 2, 1]])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_clipping_sees_the_gradient_of_the_whole_batch(
+    make_parts: MakeParts, counts: list[int], accumulate: int
+) -> None:
+    inputs, targets = batch_of(8)
+    plain = Step(make_parts, [8], inputs, targets)
+    norm = gradient_norm(plain)
+    loose = Step(make_parts, counts, inputs, targets, accumulate=accumulate, clip_norm=norm * 1.25)
+    tight = Step(make_parts, counts, inputs, targets, accumulate=accumulate, clip_norm=norm / 4)
+    reference = Step(make_parts, [8], inputs, targets, clip_norm=norm / 4)
+    for rank in range(len(counts)):
+        assert_same(loose.tensors[rank], plain.tensors[0])
+        assert_same(tight.tensors[rank], reference.tensors[0])
+        for step in (loose, tight):  # the norm is told as it was before clipping
+            assert float(step.results[rank].grad_norm) == pytest.approx(norm, rel=1e-9)
+    assert gradient_norm(tight) == pytest.approx(norm / 4, rel=1e-4)
+
+
+def test_no_clipping_no_norm(make_parts: MakeParts) -> None:
+    inputs, targets = batch_of(4)
+    assert Step(make_parts, [4], inputs, targets).results[0].grad_norm is None
+
+
+def test_the_learning_rate_told_is_the_one_used(make_parts: MakeParts) -> None:
+    parts = make_parts(SoloCommunicator(), schedule="linear", total_steps=4, precision="float64")
+    normalizer = LossNormalizer(parts.communicator, 1)
+    part = local_part(*batch_of(8), Split((8,)), 0)
+    used = [train_step(parts, part, normalizer, Meter(parts.backend)).learning_rate for _ in range(4)]
+    assert used == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def test_a_rank_without_samples_has_one_empty_microbatch() -> None:
+    assert NO_SAMPLES == (None, None)
+    assert local_part(*batch_of(8), Split((8, 0)), 1).microbatches == []
+
+
+# ---------------------------------------------------------------- train
+
+
+def lines(parts: Parts) -> list[tuple[int, dict[str, Any]]]:
+    recorded: list[tuple[int, dict[str, Any]]] = cast(Any, parts.loggers[0]).lines
+    return recorded
+
+
+def train_on(
+    make_parts: MakeParts, weights: Sequence[float], progress: Progress | None = None, **options: Any
+) -> list[tuple[Parts, Outcome]]:
+    def rank(comm: Communicator) -> tuple[Parts, Outcome]:
+        parts = make_parts(comm, weights, **options)
+        start = Progress(**vars(progress)) if progress else Progress()
+        return parts, train(parts, start)
+
+    return FakeGroup(len(weights)).run(rank)
+
+
+def parameters(parts: Parts) -> list[torch.Tensor]:
+    return [p.detach() for p in parts.model.parameters()]
+
+
+@pytest.mark.parametrize("weights", [[3.0, 1.0], [1.0, 0.0], [0.8, 0.15, 0.05]])
+def test_a_run_on_unequal_ranks_is_the_run_of_one(make_parts: MakeParts, weights: list[float]) -> None:
+    inputs, targets = batch_of(11)
+    options: dict[str, Any] = {
+        "train": TensorDataset(inputs, targets),
+        "evaluation": TensorDataset(inputs, targets),
+        "precision": "float64",
+        "max_steps": 5,  # 8 + 3 samples an epoch: short batches in which a share is empty
+        "log_every": 2,
+    }
+    ((one, outcome),) = train_on(make_parts, [1.0], **options)
+    several = train_on(make_parts, weights, **options)
+    for parts, theirs in several:
+        assert_same(parameters(parts), parameters(one))
+        assert theirs.train_loss == pytest.approx(outcome.train_loss, rel=1e-12)
+        assert theirs.evaluation is not None
+        assert outcome.evaluation is not None
+        assert theirs.evaluation["accuracy"] == outcome.evaluation["accuracy"]
+        assert theirs.evaluation == several[0][1].evaluation
+        assert (theirs.progress.step, theirs.progress.samples) == (5, 8 + 3 + 8 + 3 + 8)
+        assert theirs.progress.position == Position(2, 8)
+    assert sum(theirs.totals.local_samples for _, theirs in several) == 30
+    assert {theirs.totals.global_samples for _, theirs in several} == {30}
+
+
+def test_lines_are_written_when_asked_for(make_parts: MakeParts) -> None:
+    ((parts, outcome),) = train_on(
+        make_parts, [1.0], max_steps=5, log_every=2, eval_every=4, evaluation=_small()
+    )
+    kinds = [(step, sorted({name.partition("/")[0] for name in line})) for step, line in lines(parts)]
+    training = ["device", "samples_per_second", "step_seconds", "train"]
+    assert kinds == [(2, training), (4, training), (4, ["eval"]), (5, training), (5, ["eval"])]
+    assert outcome.train_loss == lines(parts)[-2][1]["train/loss"]
+    assert outcome.evaluation == {
+        "loss": lines(parts)[-1][1]["eval/loss"],
+        "samples": 5.0,
+        "accuracy": lines(parts)[-1][1]["eval/accuracy"],
+    }
+    assert outcome.totals.steps == 5
+    assert not outcome.stopped_early
+
+
+def _small() -> TensorDataset:
+    inputs, targets = batch_of(5, seed=7)
+    return TensorDataset(inputs.float(), targets)
+
+
+def test_an_evaluation_is_not_repeated_at_the_end(make_parts: MakeParts) -> None:
+    ((parts, _),) = train_on(make_parts, [1.0], max_steps=4, eval_every=2, evaluation=_small())
+    assert [step for step, line in lines(parts) if "eval/loss" in line] == [2, 4]
+
+
+def test_checkpoints_are_written_by_rank_0_when_asked_for(make_parts: MakeParts, tmp_path: Path) -> None:
+    ranks = train_on(make_parts, [1.0, 1.0], max_steps=5, checkpoint_every=2)
+    folders = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
+    assert [int(name.rpartition("_")[2]) for name in folders] == [2, 4, 5]
+    assert ranks[0][1].checkpoint == str(tmp_path / "checkpoints" / folders[-1])
+    assert ranks[1][1].checkpoint is None
+    state = json.loads((tmp_path / "checkpoints" / folders[-1] / "state.json").read_text())
+    assert state["extra"]["progress"]["samples"] == 40
+
+
+def test_a_fast_run_writes_no_checkpoint(make_parts: MakeParts, tmp_path: Path) -> None:
+    ((_, outcome),) = train_on(make_parts, [1.0], fast_dev_run=2, evaluation=_small())
+    assert outcome.progress.step == 2
+    assert outcome.checkpoint is None
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_goes_on_where_it_stood(make_parts: MakeParts) -> None:
+    options: dict[str, Any] = {"precision": "float64", "total_steps": 6, "max_steps": 6}
+    ((whole, _),) = train_on(make_parts, [1.0], **options)
+    ((half, first),) = train_on(make_parts, [1.0], precision="float64", max_steps=2)
+    model = nn.Linear(3, 4, dtype=torch.float64)
+    model.load_state_dict(half.model.state_dict())
+    ((second, outcome),) = train_on(make_parts, [1.0], first.progress, model=model, **options)
+    assert_same(parameters(second), parameters(whole))
+    assert outcome.progress.step == 6
+    assert outcome.totals.steps == 4  # of this run
+
+
+def test_a_finished_run_has_nothing_left_to_do(make_parts: MakeParts) -> None:
+    done = Progress(step=3, position=Position(1, 0), samples=24)
+    ((parts, outcome),) = train_on(make_parts, [1.0], done, max_steps=3, evaluation=_small())
+    assert outcome.totals.steps == 0
+    assert outcome.train_loss is None
+    assert outcome.evaluation is not None
+    assert [sorted(line) for _, line in lines(parts)] == [["eval/accuracy", "eval/loss", "eval/samples"]]
+
+
+# ---------------------------------------------------------------- what a line tells
+
+
+class Clock:
+    """Stands in for the `time` module."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class ClockBackend(CpuBackend):
+    """Reads the tests' clock."""
+
+    def __init__(self, clock: Clock, rank: int = 0) -> None:
+        super().__init__(CpuBackend.describe(rank))
+        self.clock = clock
+
+    def mark(self) -> float:
+        return self.clock.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(loop, "time", fake)
+    return fake
+
+
+def result(loss_sum: float, count: int, norm: float | None = None) -> loop.StepResult:
+    return loop.StepResult(torch.tensor(loss_sum), count, None if norm is None else torch.tensor(norm), 0.05)
+
+
+def batch(local: int, in_all: int) -> LocalBatch:
+    return LocalBatch([], local, in_all, Position(0, in_all))
+
+
+def test_contents_of_a_line(make_parts: MakeParts, clock: Clock) -> None:
+    parts = make_parts(SoloCommunicator())
+    parts.backend = ClockBackend(clock)
+    window = Window(parts)
+    window.restart()
+    for loss_sum in (12.0, 4.0):
+        window.meter.span(clock.now, clock.now + 1.5)
+        clock.now += 2.0
+        window.meter.samples += 8
+        window.add(result(loss_sum, 8, norm=3.0), batch(8, 8))
+    loss = window.log(Progress(step=2, position=Position(4, 8), samples=16))
+    ((step, line),) = lines(parts)
+    assert step == 2
+    assert loss == line["train/loss"] == 1.0
+    assert line == {
+        "train/loss": 1.0,
+        "train/learning_rate": 0.05,
+        "train/epoch": 4,
+        "train/samples": 16,
+        "train/grad_norm": 3.0,
+        "samples_per_second": 4.0,
+        "step_seconds": 2.0,
+        "device/cpu:0/share": 1.0,
+        "device/cpu:0/samples_per_second": 16 / 3.0,
+    }
+    totals = window.totals
+    assert (totals.train_seconds, totals.compute_seconds, totals.steps) == (4.0, 3.0, 2)
+    assert (totals.local_samples, totals.global_samples) == (16, 16)
+
+
+def test_a_line_starts_again_from_zero(make_parts: MakeParts, clock: Clock) -> None:
+    parts = make_parts(SoloCommunicator())
+    parts.backend = ClockBackend(clock)
+    window = Window(parts)
+    window.restart()
+    for seconds, loss_sum in ((1.0, 80.0), (4.0, 8.0)):
+        clock.now += seconds
+        window.meter.samples += 8
+        window.meter.span(0.0, 1.0)
+        window.add(result(loss_sum, 8), batch(8, 8))
+        window.log(Progress(step=1))
+    (_, first), (_, second) = lines(parts)
+    assert (first["train/loss"], second["train/loss"]) == (10.0, 1.0)
+    assert (first["step_seconds"], second["step_seconds"]) == (1.0, 4.0)
+    assert "train/grad_norm" not in first
+    assert window.totals.train_seconds == 5.0
+    assert window.totals.steps == 2
+
+
+def test_what_is_not_training_takes_no_time(make_parts: MakeParts, clock: Clock) -> None:
+    parts = make_parts(SoloCommunicator())
+    parts.backend = ClockBackend(clock)
+    window = Window(parts)
+    window.restart()
+    clock.now += 1.0
+    window.pause()
+    clock.now += 100.0  # an evaluation
+    window.restart()
+    clock.now += 1.0
+    window.meter.samples += 8
+    window.meter.span(0.0, 1.0)
+    window.add(result(8.0, 8), batch(8, 8))
+    window.log(Progress(step=1))
+    assert lines(parts)[0][1]["step_seconds"] == 2.0
+
+
+def test_a_line_tells_every_ranks_share_and_speed(make_parts: MakeParts, clock: Clock) -> None:
+    seconds = [2.0, 3.0, 0.0]
+
+    def rank(comm: Communicator) -> tuple[float | None, list[tuple[int, dict[str, Any]]]]:
+        parts = make_parts(comm, [6.0, 2.0, 0.0])
+        parts.backend = ClockBackend(clock, comm.rank)
+        window = Window(parts)
+        window._resumed_at = 0.0
+        local = (6, 2, 0)[comm.rank]
+        window.meter.samples += local
+        window.meter.span(0.0, seconds[comm.rank])
+        window.add(result(float(comm.rank + 1), 8), batch(local, 8))
+        loss = window.log(Progress(step=1))
+        return loss, lines(parts) if comm.rank == 0 else []
+
+    ranks = FakeGroup(3).run(rank)
+    assert [loss for loss, _ in ranks] == [6 / 8] * 3  # sums of all ranks ÷ the global count, on each of them
+    ((_, line),) = ranks[0][1]
+    told = {name: value for name, value in line.items() if name.startswith("device/")}
+    assert told == {
+        "device/cpu:0/share": 0.75,
+        "device/cpu:1/share": 0.25,
+        "device/cpu:2/share": 0.0,
+        "device/cpu:0/samples_per_second": 3.0,
+        "device/cpu:1/samples_per_second": pytest.approx(2 / 3),
+        "device/cpu:2/samples_per_second": None,
+    }
+    json.dumps(line)
+
+
+def test_a_window_in_which_nothing_counts_has_no_loss(make_parts: MakeParts, clock: Clock) -> None:
+    parts = make_parts(SoloCommunicator())
+    window = Window(parts)
+    window.restart()
+    clock.now += 1.0
+    window.add(result(0.0, 0), batch(8, 8))
+    assert window.log(Progress(step=1)) is None
+    assert lines(parts)[0][1]["train/loss"] is None
+
+
+# ---------------------------------------------------------------- early stopping
+
+
+def decisions(parts: Parts, name: str, values: Sequence[float]) -> list[bool]:
+    progress = Progress()
+    return [should_stop(parts, progress, {name: value}) for value in values]
+
+
+def stopping(make_parts: MakeParts, **early: Any) -> Parts:
+    return make_parts(SoloCommunicator(), eval_every=1, early_stopping=early)
+
+
+@pytest.mark.parametrize(
+    ("values", "stops"),
+    [
+        ([3.0, 2.0, 1.0, 0.5], [False] * 4),
+        ([1.0, 1.0, 1.0], [False, False, True]),
+        ([1.0, 2.0, 0.5, 0.6, 0.7], [False, False, False, False, True]),
+        ([1.0, 1.1, 1.2], [False, False, True]),
+    ],
+)
+def test_a_loss_that_does_not_fall(make_parts: MakeParts, values: list[float], stops: list[bool]) -> None:
+    assert decisions(stopping(make_parts, patience=2), "loss", values) == stops
+    # An accuracy is better when it is higher.
+    upside_down = [1 / (1 + value) for value in values]
+    assert decisions(stopping(make_parts, patience=2, metric="accuracy"), "accuracy", upside_down) == stops
+
+
+def test_an_improvement_must_be_large_enough(make_parts: MakeParts) -> None:
+    parts = stopping(make_parts, patience=1, min_delta=0.1)
+    assert decisions(parts, "loss", [1.0, 0.8, 0.75]) == [False, False, True]
+    parts = stopping(make_parts, patience=1, min_delta=0.1, metric="accuracy")
+    assert decisions(parts, "accuracy", [0.5, 0.7, 0.75]) == [False, False, True]
+
+
+def test_never_stops_without_patience_or_metric(make_parts: MakeParts) -> None:
+    assert decisions(make_parts(SoloCommunicator()), "loss", [1.0] * 5) == [False] * 5
+    parts = stopping(make_parts, patience=1, metric="accuracy")
+    assert decisions(parts, "loss", [1.0] * 3) == [False] * 3  # this loss defines no accuracy
+    assert should_stop(parts, Progress(), {}) is False
+
+
+def test_nan_is_no_improvement_and_does_not_stay_the_best(make_parts: MakeParts) -> None:
+    nan = float("nan")
+    parts = stopping(make_parts, patience=2)
+    assert decisions(parts, "loss", [1.0, nan, nan]) == [False, False, True]
+    assert decisions(parts, "loss", [nan, 3.0, 2.0, 1.0]) == [False] * 4
+
+
+def test_all_ranks_stop_at_the_same_step(make_parts: MakeParts) -> None:
+    # Climbing makes the loss rise, on the samples of one rank more than on those of the other.
+    ranks = train_on(
+        make_parts,
+        [3.0, 1.0],
+        evaluation=_small(),
+        climb=True,
+        max_steps=20,
+        eval_every=2,
+        early_stopping={"patience": 2},
+    )
+    assert [outcome.stopped_early for _, outcome in ranks] == [True, True]
+    assert [outcome.progress.step for _, outcome in ranks] == [6, 6]
+    assert [outcome.progress.bad_evaluations for _, outcome in ranks] == [2, 2]
+    assert ranks[0][1].progress.best == ranks[1][1].progress.best
+    assert_same(parameters(ranks[0][0]), parameters(ranks[1][0]))
+    assert ranks[0][1].checkpoint is not None  # of the step it stopped at
+    assert ranks[0][1].checkpoint.endswith("6")

@@ -1,0 +1,164 @@
+"""Losses are sums and counts: any cut of a batch adds up to torch's own mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from hetexp.core.errors import ConfigError
+from hetexp.training.loss import IGNORED, CrossEntropy, Loss, MeanSquaredError, build_loss, check_loss
+
+
+class Absolute(Loss):
+    """A person's own."""
+
+    def count(self, targets: Any) -> int:
+        return len(targets)
+
+    def total(self, output: Any, targets: Any) -> torch.Tensor:
+        result: torch.Tensor = (output - targets).abs().sum()
+        return result
+
+
+class NotALoss:
+    """Something else with a constructor."""
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def labels(seed: int, classes: int, *shape: int) -> torch.Tensor:
+    return torch.randint(classes, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(deadline=None, max_examples=30)
+@given(batch=st.integers(1, 12), cut=st.integers(0, 12), seed=st.integers(0, 1000))
+def test_cross_entropy_adds_up_to_the_mean_over_any_cut(batch: int, cut: int, seed: int) -> None:
+    loss, output, targets = CrossEntropy(), draw(seed, batch, 5), labels(seed, 5, batch)
+    parts = [(output[:cut], targets[:cut]), (output[cut:], targets[cut:])]
+    total = sum(float(loss.total(o, t)) for o, t in parts)
+    count = sum(loss.count(t) for _, t in parts)
+    assert count == batch
+    assert total / count == pytest.approx(functional.cross_entropy(output, targets).item(), rel=1e-12)
+    assert sum(loss.correct(o, t) for o, t in parts) == int((output.argmax(1) == targets).sum())
+
+
+def test_tokens_count_only_where_they_have_a_label() -> None:
+    loss, output, targets = CrossEntropy(), draw(0, 3, 4, 7), labels(0, 7, 3, 4)
+    targets[0, 1:] = IGNORED
+    targets[2] = IGNORED
+    mean = functional.cross_entropy(
+        output.flatten(0, 1), targets.flatten()
+    )  # torch leaves -100 out by itself
+    assert loss.count(targets) == 5
+    assert (loss.total(output, targets) / loss.count(targets)).item() == pytest.approx(mean.item(), rel=1e-12)
+    assert (
+        loss.correct(targets.clamp(min=0).eq(torch.arange(7).view(7, 1, 1)).permute(1, 2, 0).float(), targets)
+        == 5
+    )
+
+
+def test_right_predictions_do_not_count_where_the_label_is_ignored() -> None:
+    output = torch.eye(3)
+    assert CrossEntropy().correct(output, torch.tensor([0, 1, 1])) == 2
+    assert CrossEntropy().correct(output, torch.tensor([0, IGNORED, IGNORED])) == 1
+
+
+def test_only_ignored_labels_give_zero_and_a_gradient_of_zero() -> None:
+    output = draw(1, 3, 5).requires_grad_()
+    targets = torch.full((3,), IGNORED)
+    total = CrossEntropy().total(output, targets)
+    total.backward()
+    assert CrossEntropy().count(targets) == 0
+    assert total.item() == 0.0
+    assert output.grad is not None
+    assert torch.count_nonzero(output.grad) == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "output", "targets"),
+    [
+        (CrossEntropy(), torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)),
+        (CrossEntropy(), torch.zeros(0, 4, 5), torch.zeros(0, 4, dtype=torch.int64)),
+        (MeanSquaredError(), torch.zeros(0, 2), torch.zeros(0, 2)),
+    ],
+)
+def test_an_empty_batch_gives_zero(loss: Loss, output: torch.Tensor, targets: torch.Tensor) -> None:
+    total = loss.total(output, targets)
+    assert total.shape == ()
+    assert total.item() == 0.0
+    assert loss.count(targets) == 0
+    assert loss.correct(output, targets) in (0, None)
+
+
+@settings(deadline=None, max_examples=30)
+@given(batch=st.integers(1, 12), cut=st.integers(0, 12), seed=st.integers(0, 1000))
+def test_squared_error_adds_up_to_the_mean_over_any_cut(batch: int, cut: int, seed: int) -> None:
+    loss, output, targets = MeanSquaredError(), draw(seed, batch, 3), draw(seed + 1, batch, 3)
+    parts = [(output[:cut], targets[:cut]), (output[cut:], targets[cut:])]
+    total = sum(float(loss.total(o, t)) for o, t in parts)
+    count = sum(loss.count(t) for _, t in parts)
+    assert count == 3 * batch
+    assert total / count == pytest.approx(functional.mse_loss(output, targets).item(), rel=1e-12)
+    assert loss.correct(output, targets) is None
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("shape", [(4,), (4, 1, 1)])
+def test_squared_error_of_other_shapes_is_refused(shape: tuple[int, ...]) -> None:
+    # torch would broadcast [4, 1] against [4] to 16 differences of which 12 mean nothing.
+    with pytest.raises(ConfigError, match="one shape"):
+        MeanSquaredError().total(torch.zeros(4, 1), torch.zeros(*shape))
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "mse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_total_is_a_scalar_of_the_outputs_precision(name: str, dtype: torch.dtype) -> None:
+    output = draw(0, 4, 3).to(dtype)
+    targets = labels(0, 3, 4) if name == "cross_entropy" else draw(1, 4, 3).to(dtype)
+    total = build_loss(name).total(output, targets)
+    assert total.shape == ()
+    assert total.dtype == dtype
+
+
+def test_losses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "own_losses", sys.modules[__name__])
+    assert isinstance(build_loss("cross_entropy"), CrossEntropy)
+    assert isinstance(build_loss("mse"), MeanSquaredError)
+    assert isinstance(build_loss("own_losses.Absolute"), Absolute)
+    assert check_loss("mse") == check_loss("own_losses.Absolute") == []
+    assert Absolute().correct(torch.zeros(1), torch.zeros(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "hinge",
+            "`trainer.loss` must be one of cross_entropy, mse or the dotted path of a class, but is 'hinge'",
+        ),
+        ("no_such.Loss", "`trainer.loss` must be one of cross_entropy, mse or the dotted path"),
+        ("torch.nn.Nope", "`trainer.loss` must be one of cross_entropy, mse or the dotted path"),
+        ("torch.nn", "`trainer.loss` must be one of cross_entropy, mse or the dotted path"),
+        ("own_losses.NotALoss", "`trainer.loss` must be a class derived from hetexp.training.loss.Loss"),
+        (
+            "torch.nn.CrossEntropyLoss",
+            "`trainer.loss` must be a class derived from hetexp.training.loss.Loss",
+        ),
+        ("hetexp.training.loss.Loss", "`trainer.loss` must be one of cross_entropy, mse or the dotted path"),
+    ],
+)
+def test_a_wrong_loss_is_told(monkeypatch: pytest.MonkeyPatch, name: str, told: str) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "own_losses", sys.modules[__name__])
+    (problem,) = check_loss(name)
+    assert problem.startswith(told)

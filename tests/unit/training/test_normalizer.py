@@ -1,0 +1,72 @@
+"""The factor: the same on every rank, from the counts of all of them (cases 1 and 2)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.fake import FakeGroup
+from hetexp.training.normalizer import LossNormalizer
+
+
+def factors(counts: list[int], averaged_over: int, per: str = "global") -> list[tuple[float, int]]:
+    def rank(comm: Communicator) -> tuple[float, int]:
+        normalizer = LossNormalizer(comm, averaged_over, per)  # type: ignore[arg-type]
+        normalizer.start(counts[comm.rank])
+        return normalizer.factor()
+
+    return FakeGroup(len(counts)).run(rank)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    counts=st.lists(st.integers(0, 10**6), min_size=1, max_size=4).filter(any),
+    averaged_over=st.integers(1, 8),
+)
+def test_the_factor_is_the_same_on_every_rank(counts: list[int], averaged_over: int) -> None:
+    total = sum(counts)
+    assert factors(counts, averaged_over) == [(averaged_over / total, total)] * len(counts)
+
+
+@pytest.mark.parametrize("per", ["global", "per_rank"])
+def test_nothing_that_counts_anywhere(per: str) -> None:
+    for factor, total in factors([0, 0, 0], 3, per):
+        assert total == 0
+        assert factor * 0.0 == 0.0  # finite: an empty sum stays zero, not NaN
+    if per == "global":
+        assert factors([0, 0], 2) == [(0.0, 0), (0.0, 0)]
+
+
+def test_per_rank_divides_by_each_ranks_own_count() -> None:
+    assert factors([6, 2, 0], 3, "per_rank") == [(1 / 6, 8), (1 / 2, 8), (1.0, 8)]
+
+
+@settings(deadline=None, max_examples=20)
+@given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=4).filter(any), seed=st.integers(0, 99))
+def test_averaged_gradients_are_the_global_mean(counts: list[int], seed: int) -> None:
+    values = torch.randn(sum(counts), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    pieces = values.split(counts)
+    world = len(counts)
+    parts = [piece.sum() * factor for piece, (factor, _) in zip(pieces, factors(counts, world), strict=True)]
+    averaged = sum(parts) / world  # what DDP does
+    assert float(averaged) == pytest.approx(float(values.mean()), rel=1e-12, abs=1e-12)
+
+
+def test_one_rank_that_exchanges_nothing() -> None:
+    normalizer = LossNormalizer(SoloCommunicator(), 1)
+    for count in (5, 3):
+        normalizer.start(count)
+        assert normalizer.factor() == (1 / count, count)
+
+
+def test_counts_beyond_floats_stay_exact() -> None:
+    big = 2**53 + 1
+    assert [total for _, total in factors([big, 2], 2)] == [big + 2] * 2
+
+
+def test_a_step_starts_with_its_count() -> None:
+    with pytest.raises(AssertionError, match="start"):
+        LossNormalizer(SoloCommunicator(), 1).factor()
