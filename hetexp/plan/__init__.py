@@ -1,0 +1,1 @@
+"""From a checked configuration and the chosen devices to a plan."""

@@ -1,0 +1,148 @@
+"""Devices × strategy × policy → plan, with everything that speaks against it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetexp.balancing.base import BalancingPolicy
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.instantiate import instantiate
+from hetexp.core.plan import Plan
+from hetexp.core.split import apportion
+from hetexp.hardware.backend import backend_class
+from hetexp.hardware.catalogue import catalogue
+from hetexp.hardware.selection import Selection, threads_for
+from hetexp.strategy.base import Strategy
+
+_DEFAULT_FOLDER = re.compile(r"\d\d-\d\d-\d\d-[0-9a-f]{6}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan needs to know beside the configuration: where it runs and what the person typed."""
+
+    run_dir: Path
+    working_dir: Path
+    choices: dict[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    group: str | None = None
+
+
+def check_plan(config: Config, selection: Selection, components: bool = True) -> list[str]:
+    """Return everything that speaks against this configuration on these devices.
+
+    Args:
+        components: whether `strategy` and `balancing` passed their own check and may be built.
+    """
+    problems = list(selection.problems)
+    devices = selection.devices
+    problems += _check_precision(config, devices)
+    problems += _check_collective(config, devices)
+    if components and devices:
+        try:
+            strategy: Strategy = instantiate(config.strategy)
+            problems += strategy.check(config, devices)
+        except ConfigError as error:
+            problems += error.problems
+        try:
+            policy: BalancingPolicy = instantiate(config.balancing)
+            if not selection.problems:
+                policy.shares(devices)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request: Request) -> Plan:
+    """Return the plan of a configuration that `check_plan` has nothing against."""
+    devices = selection.devices
+    strategy: Strategy = instantiate(config.strategy)
+    policy: BalancingPolicy = instantiate(config.balancing)
+    shares = policy.shares(devices)
+    backend, why = choose_collective(config.comm.backend, devices)
+    local = apportion(config.trainer.global_batch_size, shares).counts
+    policy_name = type(policy).__name__.lower()
+    split = ", ".join(f"{device.id} {count}" for device, count in zip(devices, local, strict=True))
+    reasons = [
+        *selection.reasons,
+        f"Policy {policy_name} splits {config.trainer.global_batch_size} samples a step: {split}.",
+        why,
+    ]
+    return Plan(
+        run_id=run_id(request.run_dir),
+        run_dir=str(request.run_dir),
+        name=config.name or run_name(request),
+        group=request.group,
+        config=raw,
+        devices=tuple(devices),
+        strategy=strategy.name,
+        shares=shares,
+        local_batch_sizes=local,
+        collective_backend=backend,
+        threads=threads_for(devices, config.hardware.threads_per_rank),
+        choices=request.choices,
+        overrides=request.overrides,
+        reasons=tuple(reasons),
+        working_dir=str(request.working_dir),
+        import_paths=tuple(
+            dict.fromkeys(str(Path(path).absolute()) for path in [str(request.working_dir), sys.path[0]])
+        ),
+    )
+
+
+def choose_collective(wanted: str, devices: Sequence[DeviceSpec]) -> tuple[str, str]:
+    """Return the collective backend and the sentence that explains it."""
+    native = {backend_class(device.backend).native_collective for device in devices}
+    only = next(iter(native)) if len(native) == 1 else None
+    if wanted in ("auto", "native") and only is not None:
+        return only, f"All devices are one vendor's: {only} exchanges the gradients."
+    kinds = ", ".join(dict.fromkeys(device.backend for device in devices))
+    return "gloo", f"gloo exchanges the gradients through host memory ({kinds})."
+
+
+def run_id(run_dir: Path) -> str:
+    """Return an id that no other run has, made of the run folder's name."""
+    parts = run_dir.parts[-2:] if _DEFAULT_FOLDER.fullmatch(run_dir.name) else run_dir.parts[-3:]
+    text = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(parts)).strip("-")
+    unique = any(_DEFAULT_FOLDER.fullmatch(part) for part in parts)
+    short = text[-40:].strip("-")
+    return short if unique and short else f"{short or 'run'}-{secrets.token_hex(3)}"
+
+
+def run_name(request: Request) -> str:
+    """Return a name made of what the person typed, or of the run's choices."""
+    typed = [text for text in request.overrides if not text.startswith("hydra.")]
+    if typed:
+        return ",".join(typed)
+    keys = ("hardware", "strategy", "balancing", "model", "data")
+    return " ".join(request.choices[key] for key in keys if request.choices.get(key))
+
+
+def _check_precision(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+    precision = config.trainer.precision
+    problems = []
+    for device in devices:
+        known = catalogue()[device.card].tflops if device.card else None
+        if known is not None and precision not in known:
+            problems.append(
+                must_be("trainer.precision", f"one that {device} computes in ({', '.join(known)})", precision)
+            )
+    return problems
+
+
+def _check_collective(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+    if config.comm.backend != "native" or not devices:
+        return []
+    backend, _ = choose_collective("native", devices)
+    if backend != "gloo":
+        return []
+    names = ", ".join(str(device) for device in devices)
+    return [must_be("comm.backend", f"auto or gloo for these devices ({names})", "native")]
