@@ -34,6 +34,10 @@ types: $(INSTALLED) ## mypy, strict
 layers: $(INSTALLED) ## imports go down only
 	$(BIN)/lint-imports
 
+second-venv: $(INSTALLED) ## a second interpreter with another torch, for the tests of two interpreters (1.4 GB)
+	$(BIN)/python tests/integration/make_second_venv.py .venv-second
+	@echo 'Now: HETEXP_SECOND_PYTHON=$(CURDIR)/.venv-second/bin/python make test'
+
 check: test lint types layers ## what CI runs
 
 clean: ## remove the virtual environment and caches

@@ -1,0 +1,256 @@
+"""From the command line to a launched run: compose, check, plan, launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hetexp
+from hetexp.core.config import COMPONENTS, Config, check_config
+from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
+from hetexp.core.instantiate import check_component
+
+if TYPE_CHECKING:
+    import argparse
+
+    from omegaconf import DictConfig
+    from rich.console import Console
+
+    from hetexp.plan.planner import Request
+
+CONFIG_NAME = "config"
+
+
+def conf_dir() -> Path:
+    """Return the folder of the shipped configuration: inside an installed package, beside it in a clone."""
+    package = Path(hetexp.__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def main() -> None:
+    """Run the command line of `train.py`."""
+    import hydra
+    from hydra._internal.utils import get_args_parser
+
+    register_resolvers()
+    # A person's own classes are found beside train.py and in the folder that it is started from.
+    sys.path.append(os.getcwd())
+    problems = check_command_line(get_args_parser().parse_args())
+    if problems:
+        print(ConfigError(problems), file=sys.stderr)
+        sys.exit(2)
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")(_job)()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def register_resolvers() -> None:
+    """Register `${hetexp_run:}`, a folder name that no other run of the same second gets."""
+    import secrets
+    from datetime import datetime
+
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver(
+        "hetexp_run",
+        lambda: f"{datetime.now():%H-%M-%S}-{secrets.token_hex(3)}",
+        use_cache=True,
+        replace=True,
+    )
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration of a command line, for scripts and tests that start runs themselves."""
+    from hydra import compose, initialize_config_dir
+
+    register_resolvers()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose(CONFIG_NAME, list(overrides))
+
+
+def check_command_line(arguments: argparse.Namespace) -> list[str]:
+    """Return every mistake in what the person typed, before Hydra would stop at the first one."""
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    from hetexp.core.overrides import Overrides
+
+    asks = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
+    if any(asks) or not arguments.overrides or arguments.experimental_rerun:
+        return []
+    search_path = create_config_search_path(str(arguments.config_path or conf_dir()))
+    if arguments.config_dir is not None:
+        folder = Path(arguments.config_dir).absolute()
+        search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    try:
+        loader = Hydra.create_main_hydra2("hetexp", search_path).config_loader
+        name = arguments.config_name or CONFIG_NAME
+        overrides = Overrides(loader, name, arguments.overrides, arguments.multirun)
+        if not arguments.multirun or overrides.problems:
+            # The values that could be read are checked too: one round of mending instead of two.
+            try:
+                composed = overrides.compose()
+            except HydraException as error:
+                return [*overrides.problems, str(error)]
+            composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+            return overrides.problems + check(composed, Path.cwd())[3]
+        return overrides.problems
+    except HydraException as error:
+        return [str(error)]
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _job(cfg: DictConfig) -> None:
+    """What Hydra calls once a job, with the composed configuration."""
+    import hydra.utils
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import CompactHydraException
+    from hydra.types import RunMode
+
+    from hetexp.plan.planner import Request
+
+    job = HydraConfig.get()
+    sweep = Path(job.sweep.dir).name if job.mode == RunMode.MULTIRUN else None
+    request = Request(
+        run_dir=Path(job.runtime.output_dir),
+        working_dir=Path(hydra.utils.get_original_cwd()),
+        choices={k: str(v) for k, v in job.runtime.choices.items() if not k.startswith("hydra/") and v},
+        overrides=tuple(job.overrides.task),
+        group=sweep,
+    )
+    job_folder = Path.cwd()
+    os.chdir(request.working_dir)  # with hydra.job.chdir, too, relative paths mean where the person stands
+    try:
+        run(cfg, request)
+    except RunFailedError as error:
+        if error.exit_code > 128:
+            raise SystemExit(error.exit_code) from None  # a signal ends a whole sweep, a failure one job
+        raise CompactHydraException(str(error)) from None
+    except HetexpError as error:
+        raise CompactHydraException(str(error)) from None
+    finally:
+        os.chdir(job_folder)
+
+
+def run(cfg: DictConfig, request: Request, console: Console | None = None) -> dict[str, Any]:
+    """Check, plan and launch one run.
+
+    Returns:
+        Its summary.
+
+    Raises:
+        ConfigError: everything that is wrong with the configuration, before any process starts.
+        RunFailedError: the run was started and did not finish.
+    """
+    from omegaconf import OmegaConf
+    from rich.console import Console
+
+    from hetexp.core.files import write_text
+    from hetexp.hardware.selection import Selection
+    from hetexp.launch.launcher import launch
+    from hetexp.plan.planner import make_plan
+
+    raw, config, selection, problems = check(cfg, request.working_dir)
+    if (request.run_dir / "plan.json").exists():
+        problems.append(
+            f"`hydra.run.dir` must be a new folder, but {request.run_dir} holds a run already, whose results "
+            "would be lost."
+        )
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    assert isinstance(selection, Selection)
+    request.run_dir.mkdir(parents=True, exist_ok=True)
+    plan = make_plan(config, raw, selection, request)
+    write_text(request.run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
+    return launch(plan, config, console or Console())
+
+
+def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | None, Any, list[str]]:
+    """Return the plain configuration, the typed one, the selected devices and all problems found.
+
+    Args:
+        working_dir: folder that relative paths start from.
+    """
+    from hetexp.hardware.selection import detect_accelerators, select_devices
+    from hetexp.optimizer.build import check_optimizer
+    from hetexp.plan.planner import check_plan
+
+    raw, missing, problems = plain(cfg)
+    config, found = check_config(raw)
+    components = {key: check_component(key, raw[key]) for key in COMPONENTS if key in raw}
+    found += [problem for one in components.values() for problem in one]
+    if not components.get("optimizer", True):
+        found += check_optimizer(raw["optimizer"])
+    selection = None
+    if config is not None:
+        found += _check_run(config, working_dir)
+        selection = select_devices(config.hardware, detect_accelerators(), _torch_drives_accelerators())
+        found += check_plan(config, selection, not (components["strategy"] or components["balancing"]))
+    # What is missing was told already; that null is no list, too, would be noise.
+    problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
+    return raw, config, selection, problems
+
+
+def plain(cfg: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the configuration as plain types, the keys that are missing, and what keeps it from being whole.
+
+    A missing value and one that cannot be resolved is null in the result.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    cfg = cfg.copy()
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    problems = [f"`{key}` must be given, but is ??? (missing)." for key in missing]
+    for key in missing:
+        OmegaConf.update(cfg, key, None)
+    while True:
+        try:
+            raw = OmegaConf.to_container(cfg, resolve=True)
+            break
+        except OmegaConfBaseException as error:
+            if error.full_key is None or error.full_key in missing:
+                raise
+            first_line = str(error).partition("\n")[0]
+            problems.append(
+                f"`{error.full_key}` must be a value that can be resolved, but is not: {first_line}."
+            )
+            missing.append(error.full_key)
+            OmegaConf.update(cfg, error.full_key, None)
+    # Through JSON, so that what is checked is exactly what the plan will hold.
+    plain_types: dict[str, Any] = json.loads(json.dumps(raw))
+    return plain_types, missing, problems
+
+
+def _check_run(config: Config, working_dir: Path) -> list[str]:
+    """Check what names something outside the configuration: a loss to import, a checkpoint to read."""
+    from hetexp.checkpoint.manifest import find_checkpoint
+    from hetexp.training.loss import check_loss
+
+    problems = check_loss(config.trainer.loss)
+    if config.resume is not None:
+        try:
+            find_checkpoint(working_dir / config.resume)
+        except ConfigError as error:
+            problems += error.problems
+        except HetexpError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _torch_drives_accelerators() -> bool:
+    import torch
+
+    return torch.version.cuda is not None

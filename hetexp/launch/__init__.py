@@ -1,0 +1,1 @@
+"""The launcher: one process a device, followed to its end, whatever happens."""

@@ -1,0 +1,189 @@
+"""What a person sees of a run in the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from hetexp.core.plan import Plan
+
+LINE_EVERY_SECONDS = 5.0
+"""Where the output is no terminal, one line of progress so often."""
+
+
+class Tail:
+    """Reads what is appended to a file, whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+        self._rest = ""
+
+    def lines(self) -> list[str]:
+        """Return the complete lines that were added since the last call."""
+        if self._file is None:
+            if not self._path.exists():
+                return []
+            self._file = self._path.open(encoding="utf-8", errors="replace")
+        text = self._rest + self._file.read()
+        *complete, self._rest = text.split("\n")
+        return complete
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class Display:
+    """Follows rank 0's log and the metrics of a run, and draws a bar where a terminal can show one."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self.plan, self.console = plan, console
+        run_dir = Path(plan.run_dir)
+        self._log = Tail(run_dir / "logs" / "rank_0.log")
+        self._metrics = Tail(run_dir / "metrics.jsonl")
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[detail]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None, detail="")
+        self._last_line = 0.0
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.update()
+        self._bar.stop()
+        self._log.close()
+        self._metrics.close()
+
+    def update(self) -> None:
+        """Show what has been written since the last call."""
+        for line in self._log.lines():
+            self.console.print(line, markup=False, highlight=False)
+        for text in self._metrics.lines():
+            row = json.loads(text)
+            if "train/loss" in row:
+                self._show_step(row)
+            elif "eval/loss" in row:
+                self._show_evaluation(row)
+
+    def total_steps(self, total: int) -> None:
+        """Say how many steps the run has, as soon as a rank knows."""
+        self._bar.update(self._task, total=total, description="training")
+
+    def _show_step(self, row: dict[str, Any]) -> None:
+        loss = row["train/loss"]
+        text = f"loss {loss:.4f}" if loss is not None else "loss –"
+        text += f"  {row['samples_per_second']:,.0f} samples/s"
+        for device in self.plan.devices:
+            share, speed = (row.get(f"device/{device.id}/{key}") for key in ("share", "samples_per_second"))
+            text += f"  {device.id} {share:.0%}" + (f" at {speed:,.0f}/s" if speed is not None else "")
+        self._bar.update(self._task, completed=row["step"], detail=text)
+        now = time.monotonic()
+        if not self.console.is_terminal and now - self._last_line >= LINE_EVERY_SECONDS:
+            self._last_line = now
+            self.console.print(f"step {row['step']}  {text}", highlight=False, soft_wrap=True)
+
+    def _show_evaluation(self, row: dict[str, Any]) -> None:
+        values = "  ".join(
+            f"{key.removeprefix('eval/')} {row[key]:.4f}"
+            for key in ("eval/loss", "eval/accuracy")
+            if key in row
+        )
+        self.console.print(f"evaluation at step {row['step']}: {values}", highlight=False)
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print the banner of an emulated run and the plan's table with its reasons."""
+    if plan.emulated:
+        cards = ", ".join(str(device) for device in plan.devices if device.emulated)
+        console.print(
+            Panel(
+                f"{cards}: not in this machine. They are modelled on the CPU, the arithmetic is real and the "
+                "speed is not: no number of this run is hardware's.",
+                title="EMULATED DEVICES",
+                border_style="bold yellow",
+                style="yellow",
+            )
+        )
+    # As text, not markup: a name holds what the person typed, brackets too.
+    table = Table(title=Text(plan.name), title_justify="left", title_style="bold")
+    for column in ("rank", "device", "name", "share", "samples a step"):
+        table.add_column(column, justify="right" if column in ("rank", "share", "samples a step") else "left")
+    for rank, device in enumerate(plan.devices):
+        table.add_row(
+            str(rank),
+            device.id,
+            Text(device.name),
+            f"{plan.shares[rank]:.1%}",
+            str(plan.local_batch_sizes[rank]),
+        )
+    console.print(table)
+    for reason in plan.reasons:
+        console.print(f"· {reason}", markup=False, highlight=False)
+
+
+def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
+    """Print the table that ends a finished run."""
+    emulated = summary["emulated"]
+    table = Table(
+        title="Result" + (" (emulated)" if emulated else ""), title_justify="left", title_style="bold"
+    )
+    table.add_column("device")
+    table.add_column("name")
+    for column in ("share", "samples/s", "waiting", "peak memory"):
+        table.add_column(column, justify="right")
+    for device in summary["devices"]:
+        memory = device["peak_memory"]
+        table.add_row(
+            device["id"],
+            Text(device["name"]),
+            f"{device['share']:.1%}",
+            _number(device["samples_per_s"], ",.0f"),
+            _number(device["idle_s"], ".1f", " s"),
+            _number(memory / 2**20 if memory is not None else None, ",.0f", " MiB"),
+        )
+    whole = "together" if len(summary["devices"]) > 1 else "in all"
+    table.add_section()
+    table.add_row(whole, "", "100.0%", _number(summary["samples_per_s"], ",.0f"), "", "")
+    console.print(table)
+    final = summary["final"]
+    parts = [f"{summary['steps']} steps, {summary['samples']:,} samples in {summary['wall_s']:.1f} s"]
+    parts.append(f"train loss {_number(final['train_loss'], '.4f')}")
+    for name, label in (("loss", "test loss"), ("accuracy", "test accuracy")):
+        if final["eval"] and name in final["eval"]:
+            parts.append(f"{label} {final['eval'][name]:.4f}")
+    console.print(", ".join(parts), highlight=False)
+    if emulated:
+        scale = summary["time_scale"]
+        console.print(
+            f"Emulated: the cards' modelled time × {scale:.4g}, links not modelled. "
+            "Not a measurement of hardware.",
+            style="yellow",
+            highlight=False,
+        )
+    if summary["valid"] is False:
+        text = f"NOT VALID: {summary['invalid_reason']}"
+        console.print(text, style="bold red", markup=False, highlight=False)
+    console.print(f"Everything about this run: {run_dir}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"

@@ -1,0 +1,72 @@
+"""Whether the interpreters named beside devices can run a rank, asked before any process starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import SetupError
+
+PACKAGES = ("hetexp", "torch", "numpy", "hydra", "omegaconf", "pydantic", "rich", "safetensors")
+"""What every rank imports, whatever its model and data."""
+OLDEST_PYTHON = (3, 10)
+LIMIT_SECONDS = 60.0
+_WITHOUT_FOLDER = "import sys; sys.path = [p for p in sys.path if p]; "
+"""Python puts the current folder first for `-c`: a person's own `random.py` there would hide Python's."""
+RUN_WORKER = _WITHOUT_FOLDER + "from hetexp.worker import main; main()"
+"""What an interpreter is given to run a rank: the folder comes last, as the plan's import paths say."""
+_QUESTION = _WITHOUT_FOLDER + (
+    "import json; from importlib.util import find_spec; "
+    "print(json.dumps([sys.version_info[:2], [name for name in sys.argv[1:] if find_spec(name) is None]]))"
+)
+
+
+def is_own(interpreter: str) -> bool:
+    """Tell whether an interpreter is the one that runs this process.
+
+    The environments of one Python all link to the same file, so that the folder decides, too.
+    """
+    one, other = Path(interpreter), Path(sys.executable)
+    return one.resolve() == other.resolve() and one.parent.resolve() == other.parent.resolve()
+
+
+def check_interpreter(device: DeviceSpec, environment: Mapping[str, str], working_dir: str) -> None:
+    """Check that a device's own interpreter has what a rank imports; torch itself is not loaded.
+
+    Raises:
+        SetupError: it does not run, is too old, or lacks packages; names device and interpreter.
+    """
+    if device.python is None or is_own(os.path.join(working_dir, device.python)):
+        return
+    who = f"the interpreter of {device}, {device.python},"
+    try:
+        answer = subprocess.run(
+            [device.python, "-c", _QUESTION, *PACKAGES],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            env=dict(environment),
+            cwd=working_dir,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SetupError(f"{who} cannot be started: {error}.") from error
+    try:
+        version, missing = json.loads(answer.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        lines = answer.stderr.strip().splitlines() or [f"it ended with exit code {answer.returncode}"]
+        raise SetupError(f"{who} is no Python that can run a rank: {lines[-1]}.") from None
+    if tuple(version) < OLDEST_PYTHON:
+        found, oldest = (".".join(map(str, numbers)) for numbers in (version, OLDEST_PYTHON))
+        raise SetupError(f"{who} must be Python {oldest} or newer, but is {found}.")
+    if missing:
+        names = ", ".join(missing)
+        raise SetupError(
+            f"{who} lacks {names}. Install hetexp there ({device.python} -m pip install hetexp), with the "
+            "torch build for this device."
+        )

@@ -1,0 +1,260 @@
+"""Runs a plan: hosts the store, starts one rank a device, follows them, and ends everything it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import hetexp
+from hetexp.core.config import Config
+from hetexp.core.errors import RunFailedError
+from hetexp.core.files import write_json
+from hetexp.core.plan import Plan
+from hetexp.core.summary import blank_summary
+from hetexp.hardware.backend import backend_class
+from hetexp.launch.display import Display, show_plan, show_summary
+from hetexp.launch.interpreter import check_interpreter
+from hetexp.launch.process import RankProcess, Start, rank_environment, signal_group, start_rank
+from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
+from hetexp.launch.store import bind, host_store
+
+POLL_SECONDS = 0.05
+READY = "ready"
+"""Store key under which rank 0 writes the number of steps once all ranks agree."""
+
+
+def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+    """Run the plan to its end.
+
+    Returns:
+        The summary of a completed run, as in `summary.json`.
+
+    Raises:
+        ConfigError: `launch.port` is taken.
+        SetupError: an interpreter named beside a device cannot run a rank.
+        RunFailedError: a rank failed (the reason is on the screen and in the summary), or a signal came.
+    """
+    from dataclasses import replace
+
+    for rank, device in enumerate(plan.devices):
+        check_interpreter(device, environment_of(plan, rank), plan.working_dir)
+    listener = bind(plan.store_host, config.launch.port)
+    plan = replace(plan, store_port=listener.getsockname()[1])
+    run_dir = Path(plan.run_dir)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    plan_path = run_dir / "plan.json"
+    plan.write(plan_path)
+    show_plan(plan, console)
+    store = host_store(listener)
+    run = _Run(plan, config, console, store)
+    with _signals() as caught:
+        try:
+            run.start(plan_path)
+            run.follow(caught)
+        finally:
+            run.end()
+        summary = run.conclude(caught)
+    del store
+    if summary["status"] == "completed":
+        show_summary(summary, run_dir, console)
+        return summary
+    if caught:
+        console.print(f"Stopped by {caught[0].name}; every rank has ended.", style="bold yellow")
+        raise RunFailedError(f"stopped by {caught[0].name}", exit_code=128 + caught[0])
+    raise RunFailedError(summary["error"])
+
+
+class _Run:
+    """The ranks of one run."""
+
+    def __init__(self, plan: Plan, config: Config, console: Console, store: Any) -> None:
+        self.plan, self.config, self.console, self.store = plan, config, console, store
+        self.ranks: list[RankProcess] = []
+        self.failures: list[RankFailure] = []
+        self._ready = False
+
+    def start(self, plan_path: Path) -> None:
+        """Start every rank."""
+        for rank, device in enumerate(self.plan.devices):
+            interpreter = device.python or sys.executable
+            start = Start(
+                plan_path=plan_path,
+                rank=rank,
+                interpreter=interpreter,
+                environment=environment_of(self.plan, rank),
+                working_dir=self.plan.working_dir,
+                log_path=self.log_path(rank),
+            )
+            self.ranks.append(start_rank(start, self.config.launch.start_method))
+
+    def follow(self, caught: list[signal.Signals]) -> None:
+        """Return when all ranks have ended, one has failed, the start took too long, or a signal came."""
+        deadline = time.monotonic() + self.config.launch.timeout_seconds
+        pause = threading.Event()
+        with Display(self.plan, self.console) as display:
+            while not caught:
+                codes = [rank.poll() for rank in self.ranks]
+                display.update()
+                if not self._ready:
+                    self._check_ready(display)
+                if any(codes) or (0 in codes and not self._ready):
+                    self._gather_failures()
+                    return
+                if all(code == 0 for code in codes):
+                    return
+                if not self._ready and time.monotonic() > deadline:
+                    self.failures += self._late()
+                    return
+                pause.wait(POLL_SECONDS)
+
+    def _check_ready(self, display: Display) -> None:
+        if self.store.check([READY]):
+            self._ready = True
+            display.total_steps(int(self.store.get(READY)))
+
+    def _late(self) -> list[RankFailure]:
+        """Return the ranks that kept the others from training, by how far each of them came."""
+        limit, address = self.config.launch.timeout_seconds, f"{self.plan.store_host}:{self.plan.store_port}"
+        within = f"within {limit:g} s (launch.timeout_seconds)"
+        stages = {
+            "hello": f"did not connect to {address} {within}.",
+            "handshake": f"connected to {address} but did not build its data and model {within}.",
+        }
+        for topic, text in stages.items():
+            late = [r for r in range(self.plan.world_size) if not self.store.check([f"{topic}/{r}"])]
+            if late:
+                return [self._stuck(rank, "StartTimeout", text) for rank in late]
+        text = f"agreed with all others at {address}, but training did not start {within}."
+        return [self._stuck(0, "StartTimeout", text)]
+
+    def _gather_failures(self) -> None:
+        """Wait for ranks that are about to fail as well: the first to end need not be the first cause."""
+        deadline = time.monotonic() + self.config.launch.grace_seconds
+        for process in self.ranks:
+            process.wait(max(deadline - time.monotonic(), 0.0))
+        codes = [process.poll() for process in self.ranks]
+        self.failures += [read_failure(self.log_path(r), r, code) for r, code in enumerate(codes) if code]
+        if all(failure.peer_lost for failure in self.failures):
+            self.failures += self._silent(codes)
+
+    def _silent(self, codes: list[int | None]) -> list[RankFailure]:
+        """Return the ranks that told nothing: where no other one gave a reason, they are the reason."""
+        ended = [rank for rank, code in enumerate(codes) if code == 0]
+        if ended:
+            text = "ended as if it had finished, while the others had not."
+            return [self._stuck(rank, "EndedEarly", text) for rank in ended]
+        limit = self.config.comm.timeout_seconds
+        text = f"did not answer the others within {limit:g} s (comm.timeout_seconds)."
+        return [self._stuck(rank, "NotResponding", text) for rank, code in enumerate(codes) if code is None]
+
+    def _stuck(self, rank: int, kind: str, text: str) -> RankFailure:
+        who = f"rank {rank}, {self.plan.devices[rank]},"
+        end = tail(self.log_path(rank))
+        return RankFailure(rank, kind, f"End of its log:\n{end}\n{who} {text}", time=time.time())
+
+    def end(self) -> None:
+        """End every process of the run: first by request, then by force; return when none is left."""
+        running = [rank for rank in self.ranks if rank.poll() is None]
+        for rank in running:
+            signal_group(rank, signal.SIGTERM)
+        deadline = time.monotonic() + self.config.launch.grace_seconds
+        for rank in running:
+            rank.wait(max(deadline - time.monotonic(), 0.0))
+        for rank in self.ranks:
+            signal_group(rank, signal.SIGKILL)  # also what an ended rank may have left in its group
+            rank.wait(10.0)
+
+    def conclude(self, caught: list[signal.Signals]) -> dict[str, Any]:
+        """Return the summary that rank 0 wrote, or write one that tells what went wrong."""
+        path = Path(self.plan.run_dir) / "summary.json"
+        if not self.failures and not caught and path.exists():
+            done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return done
+        summary = blank_summary(self.plan, "interrupted" if caught else "failed")
+        if caught:
+            summary["error"] = f"stopped by {caught[0].name}"
+        else:
+            if not self.failures:
+                self.failures.append(self._stuck(0, "NoSummary", "ended without a summary."))
+            cause = first_cause(self.failures)
+            summary["error"] = self._tell(cause)
+            summary["failures"] = [
+                {
+                    "step": failure.step,
+                    "device": self.plan.devices[failure.rank].id,
+                    "kind": failure.kind,
+                    "recovered_s": None,
+                    "steps_lost": None,
+                }
+                for failure in sorted(self.failures, key=lambda f: f.time)
+            ]
+        write_json(path, summary)
+        return summary
+
+    def _tell(self, cause: RankFailure) -> str:
+        """Print the first cause with its rank and device, and return it in one line."""
+        device = self.plan.devices[cause.rank]
+        at = "" if cause.step is None else f" at step {cause.step}"
+        self.console.rule(f"rank {cause.rank}, {device}, failed{at}", style="bold red")
+        self.console.print(cause.message, markup=False, highlight=False, soft_wrap=True)
+        others = [f for f in self.failures if f is not cause]
+        if others:
+            told = ", ".join(f"rank {f.rank} ({'lost a peer' if f.peer_lost else f.kind})" for f in others)
+            self.console.print(f"Followed by: {told}.", highlight=False)
+        self.console.print(
+            f"Logs of all ranks: {self.log_path(0).parent}", markup=False, highlight=False, soft_wrap=True
+        )
+        last_line = cause.message.strip().splitlines()[-1]
+        if device.python is not None:
+            told = f"Its interpreter: {device.python}"
+            self.console.print(told, markup=False, highlight=False, soft_wrap=True)
+        return f"rank {cause.rank}, {device}, failed{at}: {last_line}"
+
+    def log_path(self, rank: int) -> Path:
+        return Path(self.plan.run_dir) / "logs" / f"rank_{rank}.log"
+
+
+def environment_of(plan: Plan, rank: int) -> dict[str, str]:
+    """Return the environment of a rank."""
+    device = plan.devices[rank]
+    visible = backend_class(device.backend).environment(device)
+    return rank_environment(os.environ, visible, plan.threads[rank], package_root())
+
+
+def package_root() -> str | None:
+    """Return the folder that other interpreters import hetexp from, `None` where it is installed for good.
+
+    A site-packages folder must not be handed on: it would bring this interpreter's torch along.
+    """
+    root = Path(hetexp.__file__).resolve().parent.parent
+    return None if root.name in ("site-packages", "dist-packages") else str(root)
+
+
+@contextmanager
+def _signals() -> Iterator[list[signal.Signals]]:
+    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them; the second one counts no more.
+
+    A signal that was ignored before (as SIGHUP is under nohup) stays ignored.
+    """
+    caught: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    ending = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    wanted = [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {s: signal.signal(s, lambda number, _: caught.append(signal.Signals(number))) for s in wanted}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

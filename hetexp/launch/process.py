@@ -1,0 +1,175 @@
+"""Starting a rank: a subprocess under its own interpreter, or a fork of a server that has imported torch."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+from hetexp.launch.interpreter import RUN_WORKER, is_own
+from hetexp.launch.lifeline import die_with_parent, end_with_launcher
+
+WORKER = "hetexp.worker"
+"""A layer above this one, hence known by name only."""
+PRELOADED = ("hetexp.launch.preload",)
+LAUNCHER_PID = "HETEXP_LAUNCHER_PID"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is started with."""
+
+    plan_path: Path
+    rank: int
+    interpreter: str
+    environment: dict[str, str]
+    working_dir: str
+    log_path: Path
+
+
+class RankProcess(Protocol):
+    """A started rank."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or `None` while it runs."""
+        ...
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return when the process has ended or the time is over."""
+        ...
+
+
+class SubprocessRank:
+    """A rank under its own interpreter, in a process group of its own.
+
+    Its standard input is a pipe whose other end only the launcher holds: the lifeline.
+    """
+
+    def __init__(self, start: Start) -> None:
+        arguments = ["--plan", str(start.plan_path), "--rank", str(start.rank)]
+        with start.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [start.interpreter, "-c", RUN_WORKER, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=start.environment | {LAUNCHER_PID: str(os.getpid())},
+                cwd=start.working_dir,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        code = self._process.poll()
+        if code is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        return code
+
+    def wait(self, timeout_seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_seconds)
+
+
+class ForkedRank:
+    """A rank forked from multiprocessing's fork server, which has imported torch once for all of them."""
+
+    def __init__(self, start: Start) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        self._process: BaseProcess = context.Process(target=_forked, args=(start,), daemon=False)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._process.join(timeout_seconds)
+
+
+def start_rank(start: Start, method: str) -> RankProcess:
+    """Start a rank; one of another interpreter than the launcher's cannot be forked: it is a subprocess."""
+    if method == "forkserver" and is_own(start.interpreter):
+        return ForkedRank(start)
+    return SubprocessRank(start)
+
+
+def signal_group(process: RankProcess, number: signal.Signals) -> None:
+    """Send a signal to a rank and to all that it started, also when the rank itself has ended already."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def rank_environment(
+    inherited: Mapping[str, str], device: Mapping[str, str], threads: int, package_root: str | None
+) -> dict[str, str]:
+    """Return a rank's environment: the launcher's own, without what would make torch find another job.
+
+    Args:
+        inherited: the launcher's environment; NCCL's and the vendor's settings pass unchanged.
+        device: the backend's visibility variables.
+        package_root: folder to import hetexp from, where it is not installed in the rank's interpreter.
+    """
+    leftovers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {key: value for key, value in inherited.items() if key not in leftovers}
+    environment |= device
+    environment["OMP_NUM_THREADS"] = str(threads)
+    environment["PYTHONUNBUFFERED"] = "1"
+    # One host: without this gloo asks the resolver for the host's own name, which may lead anywhere.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if package_root is not None:
+        rest = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([package_root, rest] if rest else [package_root])
+    return environment
+
+
+def _forked(start: Start) -> None:
+    """Run in the forked child: become what a subprocess would be, then run the rank."""
+    os.setsid()
+    log = os.open(start.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    os.chdir(start.working_dir)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_launcher(lambda: wait([parent.sentinel]))
+    # As in a rank that is a subprocess: data loaders start their processes in Python's default way.
+    multiprocessing.set_start_method(None, force=True)
+    _let_fork_server_end()
+    die_with_parent(os.getppid())
+    pkgutil.resolve_name(f"{WORKER}:run_rank")(start.plan_path, start.rank)
+
+
+def _let_fork_server_end() -> None:
+    """Close the pipe through which a child keeps the fork server alive, so that it ends with the launcher.
+
+    Otherwise a rank that is stopped or hangs keeps the server, which is its parent, and so itself.
+    """
+    server: Any = forkserver
+    alive, server._forkserver._forkserver_alive_fd = server._forkserver._forkserver_alive_fd, None
+    if alive is not None:
+        os.close(alive)

@@ -1,0 +1,39 @@
+"""The TCPStore through which ranks meet; it lives in the launcher, so that no rank's death takes it away."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from hetexp.core.errors import ConfigError, must_be
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 lets the system find a free one, which nobody can take meanwhile.
+
+    Raises:
+        ConfigError: the wanted port is taken.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        accepted = f"a port that this process may open on {host}, or 0 for a free one"
+        raise ConfigError(must_be("launch.port", accepted, port, f"({error.strerror})")) from None
+    return listener
+
+
+def host_store(listener: socket.socket) -> dist.TCPStore:
+    """Serve the store on a listening socket, which belongs to the store from then on."""
+    import torch.distributed as dist
+
+    host, port = listener.getsockname()
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

@@ -1,0 +1,157 @@
+"""One rank: reads the plan, wires the objects, trains. Started by the launcher, never by a person."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hetexp.core.config import read_config
+from hetexp.core.errors import HetexpError, PeerLostError
+from hetexp.core.files import write_json
+from hetexp.core.plan import Plan
+from hetexp.launch.launcher import READY
+from hetexp.launch.lifeline import die_with_parent, end_with_launcher
+from hetexp.launch.process import LAUNCHER_PID
+from hetexp.launch.report import RankFailure, write_failure
+
+if TYPE_CHECKING:
+    from hetexp.logger.base import Logger
+    from hetexp.training.state import Parts, Progress
+
+PEER_LOST_SIGNS = (
+    "gloo",
+    "nccl",
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "ProcessGroup",
+)
+"""What torch's errors say when a collective inside DDP fails; they have no class of their own."""
+
+
+def main() -> None:
+    """Run one rank as a process of its own."""
+    parser = argparse.ArgumentParser(description="One rank of a hetexp run; the launcher starts it.")
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    arguments = parser.parse_args()
+    end_with_launcher(lambda: os.read(sys.stdin.fileno(), 1))
+    die_with_parent(int(os.environ[LAUNCHER_PID]))
+    run_rank(arguments.plan, arguments.rank)
+
+
+def run_rank(plan_path: Path, rank: int) -> NoReturn:
+    """Run the rank and end this process; a failure is written beside the rank's log."""
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides, also at a shared terminal
+    plan = Plan.read(plan_path)
+    log_path = plan_path.parent / "logs" / f"rank_{rank}.log"
+    logging.basicConfig(
+        level=logging.INFO, format=f"[rank {rank} %(levelname)s] %(message)s", stream=sys.stdout
+    )
+    sys.path += [path for path in plan.import_paths if path not in sys.path]
+    job = _Rank(plan, rank)
+    try:
+        job.run()
+        _end(0)
+    except _Terminated:
+        job.close(143)
+        _end(143)
+    except (Exception, SystemExit) as error:  # whatever it is, the launcher must learn of it
+        text = traceback.format_exc()
+        print(text, flush=True)
+        foreseen = isinstance(error, HetexpError)
+        failure = RankFailure(
+            rank=rank,
+            kind=type(error).__name__,
+            message=str(error) if foreseen else text,
+            step=job.progress.step if job.progress else None,
+            peer_lost=is_peer_lost(error),
+            time=time.time(),
+        )
+        write_failure(log_path, failure)
+        job.close(1)
+        _end(1)
+
+
+def _end(exit_code: int) -> NoReturn:
+    """End this process while the model and the process group are still alive.
+
+    Taking them down is not safe: DDP's reducer joins gloo's thread while it holds the interpreter lock, for
+    which that thread may be waiting (torch 2.13). And the interpreter's own exit would join threads of a
+    group whose peers are gone.
+    """
+    if exit_code == 0:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Tell whether a rank failed only because another one was gone or late."""
+    if isinstance(error, PeerLostError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(sign in text for sign in PEER_LOST_SIGNS)
+
+
+class _Terminated(SystemExit):
+    """The launcher asked this rank to end; a person's own code may raise `SystemExit`, too."""
+
+
+def _leave(*_: object) -> None:
+    raise _Terminated(143)
+
+
+class _Rank:
+    """The objects of one rank, in the order in which they come to life."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.parts: Parts | None = None  # held until the process ends, see `_end`
+        self.progress: Progress | None = None
+        self.loggers: tuple[Logger, ...] = ()
+
+    def run(self) -> None:
+        """Meet the other ranks, agree with them, train, report."""
+        from hetexp.comm.rendezvous import connect_store
+        from hetexp.training.loop import train
+        from hetexp.training.result import report
+        from hetexp.training.wiring import build_parts, rehearse, resume, start_loggers
+
+        config = read_config(self.plan.config)
+        store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
+        store.set(f"hello/{self.rank}", platform.node())
+        self.parts = parts = build_parts(self.plan, config, self.rank, store)
+        self.progress = resume(parts)
+        time_scale = rehearse(parts)
+        if self.rank == 0:
+            parts.loggers = self.loggers = start_loggers(parts)
+            store.set(READY, str(parts.total_steps))
+        started = time.perf_counter()
+        outcome = train(parts, self.progress)
+        summary = report(parts, store, outcome, time_scale, time.perf_counter() - started)
+        self.close(0, summary)
+        if self.rank == 0:
+            write_json(Path(self.plan.run_dir) / "summary.json", summary)
+        parts.communicator.close()
+
+    def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
+        """Close the loggers; safe to call at any time and twice."""
+        loggers, self.loggers = self.loggers, ()
+        for logger in loggers:
+            logger.finish(summary or {}, exit_code)
+
+
+if __name__ == "__main__":
+    main()

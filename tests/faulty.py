@@ -1,0 +1,89 @@
+"""Data and a model as a person may write them, that go wrong on one rank in a chosen way."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "raise": lambda: _fail("this sample is broken"),
+    "say gloo": lambda: _fail("Connection reset by peer while reading this sample"),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "_exit 3": lambda: os._exit(3),
+    "_exit 0": lambda: os._exit(0),
+    "sys.exit": lambda: sys.exit("enough of this"),
+    "hang": lambda: threading.Event().wait(),
+}
+
+
+def my_rank() -> int:
+    """Return the rank whose log this process writes to, also before any group is formed."""
+    found = re.search(r"rank_(\d+)\.log", str(Path("/proc/self/fd/1").readlink()))
+    assert found
+    return int(found[1])
+
+
+def _fail(text: str) -> None:
+    raise RuntimeError(text)
+
+
+class Data:
+    """Four numbers a sample and two classes.
+
+    Args:
+        fault: what goes wrong on rank 1, see `FAULTS`.
+        after: samples that can be read before; -1: not even the data set can be built.
+        longer: samples that rank 1 has more than the others.
+    """
+
+    facts = {"input_shape": [4], "num_classes": 2}
+
+    def __init__(self, fault: str | None = None, after: int = 0, longer: int = 0) -> None:
+        self.fault, self.after, self.read = fault, after, 0
+        self.length = 64 + longer * my_rank()
+        self._maybe_fail()
+
+    def _maybe_fail(self) -> None:
+        if self.fault is not None and self.read > self.after and my_rank() == 1:
+            print(f"rank 1 was here, at its sample {self.read}", flush=True)
+            FAULTS[self.fault]()
+        self.read += 1
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._maybe_fail()
+        return torch.ones(4), torch.tensor(index % 2)
+
+
+class Net(nn.Module):
+    """A linear model.
+
+    Args:
+        fail_at: forward pass that raises on rank 1.
+        wider: whether it has more hidden values on rank 1.
+    """
+
+    def __init__(self, fail_at: int = 0, wider: bool = False) -> None:
+        super().__init__()
+        hidden = 3 + my_rank() if wider else 3
+        self.layers = nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 2))
+        self.fail_at, self.passes = fail_at, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == self.fail_at and my_rank() == 1:
+            raise ArithmeticError("this layer does not like its input")
+        output: torch.Tensor = self.layers(inputs)
+        return output

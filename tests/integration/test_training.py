@@ -1,0 +1,283 @@
+"""Whole runs on unequal ranks: what is learned, what is counted, what is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Train
+
+from hetexp.core.errors import ConfigError
+
+TINY = (
+    "model=mlp",
+    "model.hidden_sizes=[16]",
+    "data=synthetic",
+    "trainer.log_every=1",
+)
+
+
+def layout(*weights: float) -> tuple[str, ...]:
+    devices = ",".join(["cpu"] * len(weights))
+    return (
+        f"hardware.devices=[{devices}]",
+        "balancing=manual",
+        f"balancing.weights=[{','.join(map(str, weights))}]",
+    )
+
+
+USER_CODE = '''
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hetexp.training.loss import Loss
+
+
+class Recorded(torch.utils.data.Dataset):
+    """Remembers, a process a file, which samples were read, in order."""
+
+    facts = {"width": 4}
+
+    def __init__(self, num_samples, folder):
+        self.num_samples, self.folder = num_samples, Path(folder)
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        with (self.folder / f"read_{os.getpid()}.txt").open("a") as file:
+            file.write(f"{index}\\n")
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(4, generator=generator)
+        return {"x": x, "scale": torch.tensor(2.0)}, x.sum(0, keepdim=True)
+
+
+class Net(nn.Module):
+    def __init__(self, width=None):
+        super().__init__()
+        self.linear = nn.Linear(width, 1)
+
+    def forward(self, x, scale):
+        return self.linear(x) * scale[:, None]
+
+
+class Absolute(Loss):
+    def count(self, targets):
+        return targets.numel()
+
+    def total(self, output, targets):
+        return (output - targets).abs().sum()
+'''
+
+
+@pytest.fixture
+def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A person's own module in a folder of its own."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "my_project.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    sys.modules.pop("my_project", None)
+
+
+def read_by_ranks(folder: Path) -> list[int]:
+    return sorted(int(line) for file in folder.glob("read_*.txt") for line in file.read_text().split())
+
+
+def test_a_persons_own_model_data_and_loss(train: Train, user_code: Path) -> None:
+    """W5: dotted paths are enough, dict inputs become keyword arguments, facts fill null arguments."""
+    own = (
+        "model=custom",
+        "model._target_=my_project.Net",
+        "data=custom",
+        "data._target_=my_project.Recorded",
+        "+data.num_samples=25",
+        f"+data.folder={user_code}",
+        "trainer.loss=my_project.Absolute",
+        "trainer.global_batch_size=8",
+        "trainer.max_epochs=1",
+        "trainer.log_every=1",
+    )
+    run = train(*own, *layout(3, 1))
+    assert run.summary["status"] == "completed"
+    # Cases 3 and 4: 25 samples in batches of 8 end with a batch of one, which leaves a rank without any.
+    assert run.summary["steps"] == 4
+    assert run.summary["samples"] == 25
+    # Each sample once, and the first two a second time a rank: they show the model's inputs to the backend.
+    assert [i for i in read_by_ranks(user_code) if i > 1] == list(range(2, 25))
+    assert all(math.isfinite(loss) for loss in run.losses)
+
+
+def test_shares_that_round_to_zero(train: Train) -> None:
+    """Case 3: 11 samples, batches of 8, weights .8/.15/.05: the tail of 3 leaves two ranks empty."""
+    run = train(
+        *TINY,
+        "data.num_samples=11",
+        "trainer.global_batch_size=8",
+        "trainer.max_epochs=1",
+        "trainer.precision=float64",
+        *layout(0.8, 0.15, 0.05),
+    )
+    alone = train(
+        *TINY,
+        "data.num_samples=11",
+        "trainer.global_batch_size=8",
+        "trainer.max_epochs=1",
+        "trainer.precision=float64",
+        "hardware=cpu",
+        "strategy=single",
+    )
+    assert run.losses == pytest.approx(alone.losses, rel=1e-12)
+    assert [row["train/samples"] for row in run.metrics if "train/loss" in row] == [8, 11]
+
+
+def test_evaluation_counts_each_sample_once(train: Train) -> None:
+    """Case 5: the same count and the bit-equal accuracy for every number of ranks and every split."""
+    common = (*TINY, "data.num_test_samples=21", "trainer.max_steps=3", "trainer.precision=float64")
+    evaluations = [
+        train(*common, *chosen).summary["final"]["eval"]
+        for chosen in (("hardware=cpu",), layout(1, 1), layout(17, 4), layout(1, 1, 1))
+    ]
+    assert [e["samples"] for e in evaluations] == [21.0] * 4
+    assert len({e["accuracy"] for e in evaluations}) == 1
+    assert all(e["loss"] == pytest.approx(evaluations[0]["loss"], rel=1e-12) for e in evaluations)
+
+
+def test_clipping_reports_the_norm_of_the_whole_batch(train: Train) -> None:
+    """Case 7: the same norm before clipping, whatever the split and the accumulation."""
+    common = (*TINY, "trainer.max_steps=3", "trainer.clip_norm=0.1", "trainer.precision=float64")
+    norms = [
+        [row["train/grad_norm"] for row in train(*common, *chosen).metrics if "train/grad_norm" in row]
+        for chosen in (("hardware=cpu",), (*layout(6, 2), "trainer.accumulate=2"))
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+    assert max(norms[0]) > 0.1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resume_goes_on_where_the_run_stopped(train: Train, ranks: int) -> None:
+    """Cases 33 and 34: another number of ranks, in the middle of an epoch; same losses, same parameters."""
+    common = (
+        *TINY,
+        "data.num_samples=100",
+        "trainer.global_batch_size=16",
+        "trainer.precision=float64",
+        "optimizer.lr=0.01",
+        "trainer.schedule=cosine",
+        "trainer.max_epochs=null",
+    )
+    whole = train(*common, "trainer.max_steps=12", *layout(1))
+    first = train(*common, "trainer.max_steps=12", "trainer.checkpoint_every=5", *layout(2, 1, 1))
+    checkpoint = first.folder / "checkpoints" / "step_00000005"
+    second = train(*common, "trainer.max_steps=12", f"resume={checkpoint}", *layout(*[1] * ranks))
+    assert [row["step"] for row in second.metrics if "train/loss" in row] == list(range(6, 13))
+    assert second.losses == pytest.approx(whole.losses[5:], rel=1e-12)
+    rates = [
+        [row["train/learning_rate"] for row in run.metrics if "train/loss" in row] for run in (whole, second)
+    ]
+    assert rates[1] == rates[0][5:]
+    for name, value in second.parameters().items():
+        assert torch.allclose(value, whole.parameters()[name], rtol=1e-10, atol=1e-14)
+    assert second.summary["samples"] == whole.summary["samples"]
+
+
+def test_resume_takes_a_run_folder(train: Train) -> None:
+    first = train(*TINY, "trainer.max_steps=4", "trainer.checkpoint_every=3", "hardware=cpu")
+    second = train(*TINY, "trainer.max_steps=6", f"resume={first.folder}", "hardware=cpu")
+    assert [row["step"] for row in second.metrics if "train/loss" in row] == [5, 6]
+
+
+def test_a_path_with_an_equals_sign(train: Train, tmp_path: Path) -> None:
+    """Case 24: quoted for Hydra it reaches the ranks as it is, and no name of ours needs the quotes."""
+    first = train(*TINY, "trainer.max_steps=2", "hardware=cpu", folder=tmp_path / "lr=0.1,step=2")
+    assert not any("=" in path.name for path in first.folder.rglob("*"))
+    second = train(*TINY, "trainer.max_steps=3", f"resume='{first.folder}'", *layout(1, 1))
+    assert second.summary["steps"] == 3
+
+
+def test_a_planted_pickle_is_refused_unread(train: Train, tmp_path: Path) -> None:
+    """Case 35: nothing is ever unpickled."""
+    witness = tmp_path / "executed"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (witness,))
+
+    planted = tmp_path / "planted.ckpt"
+    torch.save(Bomb(), planted)
+    with pytest.raises(ConfigError, match="resume"):
+        train(*TINY, f"resume={planted}")
+    assert not witness.exists()
+
+
+def test_early_stopping_is_decided_jointly(train: Train) -> None:
+    run = train(
+        *TINY,
+        "trainer.max_steps=200",
+        "trainer.eval_every=2",
+        "trainer.early_stopping.patience=2",
+        "optimizer.lr=0",
+        *layout(3, 1),
+    )
+    assert run.summary["steps"] == 6  # a first evaluation and two without improvement
+    assert run.summary["status"] == "completed"
+
+
+def test_fast_dev_run_leaves_no_checkpoint(train: Train) -> None:
+    run = train(*TINY, "debug=fast", *layout(1, 1))
+    assert run.summary["steps"] == 2
+    assert run.summary["checkpoint"] is None
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_overfit_batches_repeat(train: Train) -> None:
+    run = train(
+        *TINY, "trainer.overfit_batches=1", "trainer.max_steps=60", "optimizer.lr=0.02", *layout(1, 1)
+    )
+    assert run.losses[-1] < 0.3 * run.losses[0]
+
+
+def test_what_a_run_leaves_behind(train: Train) -> None:
+    run = train(*TINY, "trainer.max_steps=4", "trainer.eval_every=2", *layout(3, 1))
+    names = {path.name for path in run.folder.iterdir()}
+    assert names == {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "plan.json", "summary.json"}
+    assert sorted(path.name for path in (run.folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert plan["local_batch_sizes"] == [48, 16]
+    devices = run.summary["devices"]
+    assert [device["share"] for device in devices] == [0.75, 0.25]
+    assert all(device["samples_per_s"] > 0 for device in devices)
+    assert run.summary["emulated"] is False
+    assert run.summary["versions"]["torch"] == torch.__version__
+    assert "cpu:1" in run.screen
+    assert "test accuracy" in run.screen
+
+
+def test_emulation_is_labelled_everywhere(train: Train) -> None:
+    """Invariant 6: name, plan, screen, summary, metrics."""
+    run = train(*TINY, "hardware=nvidia_arc", "trainer.max_steps=4")
+    assert run.summary["emulated"] is True
+    assert run.summary["link_emulated"] is False
+    assert run.summary["time_scale"] > 0
+    assert all("(emulated)" in device["name"] for device in run.summary["devices"])
+    assert json.loads((run.folder / "plan.json").read_text())["emulated"] is True
+    assert "EMULATED DEVICES" in run.screen
+    assert "Not a measurement of hardware" in run.screen
+    assert run.summary["efficiency"] is None  # none without paced links
+
+
+def test_dropout_differs_between_ranks_and_repeats(train: Train) -> None:
+    """Spare S6: the same seed gives the same run."""
+    options = (*TINY, "model.dropout=0.3", "trainer.max_steps=5", *layout(1, 1))
+    assert train(*options).losses == train(*options).losses
