@@ -39,7 +39,7 @@ def main() -> None:
 
     register_resolvers()
     # A person's own classes are found beside train.py and in the folder that it is started from.
-    sys.path.append(os.getcwd())
+    sys.path.append(str(Path.cwd()))
     problems = check_command_line(get_args_parser().parse_args())
     if problems:
         print(ConfigError(problems), file=sys.stderr)

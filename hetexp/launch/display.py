@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -43,6 +44,17 @@ class Tail:
             self._file.close()
 
 
+class _Bar(Progress):
+    """A progress bar with one line below it."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below:
+            yield Text(self.below, style="dim")
+
+
 class Display:
     """Follows rank 0's log and the metrics of a run, and draws a bar where a terminal can show one."""
 
@@ -51,7 +63,7 @@ class Display:
         run_dir = Path(plan.run_dir)
         self._log = Tail(run_dir / "logs" / "rank_0.log")
         self._metrics = Tail(run_dir / "metrics.jsonl")
-        self._bar = Progress(
+        self._bar = _Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -92,14 +104,16 @@ class Display:
         loss = row["train/loss"]
         text = f"loss {loss:.4f}" if loss is not None else "loss –"
         text += f"  {row['samples_per_second']:,.0f} samples/s"
+        devices = ""
         for device in self.plan.devices:
             share, speed = (row.get(f"device/{device.id}/{key}") for key in ("share", "samples_per_second"))
-            text += f"  {device.id} {share:.0%}" + (f" at {speed:,.0f}/s" if speed is not None else "")
+            devices += f"  {device.id} {share:.0%}" + (f" at {speed:,.0f}/s" if speed is not None else "")
+        self._bar.below = devices
         self._bar.update(self._task, completed=row["step"], detail=text)
         now = time.monotonic()
         if not self.console.is_terminal and now - self._last_line >= LINE_EVERY_SECONDS:
             self._last_line = now
-            self.console.print(f"step {row['step']}  {text}", highlight=False, soft_wrap=True)
+            self.console.print(f"step {row['step']}  {text}{devices}", highlight=False, soft_wrap=True)
 
     def _show_evaluation(self, row: dict[str, Any]) -> None:
         values = "  ".join(
@@ -113,7 +127,7 @@ class Display:
 def show_plan(plan: Plan, console: Console) -> None:
     """Print the banner of an emulated run and the plan's table with its reasons."""
     if plan.emulated:
-        cards = ", ".join(str(device) for device in plan.devices if device.emulated)
+        cards = ", ".join(d.name.removesuffix(" (emulated)") for d in plan.devices if d.emulated)
         console.print(
             Panel(
                 f"{cards}: not in this machine. They are modelled on the CPU, the arithmetic is real and the "

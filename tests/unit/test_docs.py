@@ -1,0 +1,61 @@
+"""What the documents say can be found: files, keys, groups, options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+
+from hetexp.app import compose_config, conf_dir
+
+ROOT = conf_dir().parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+COMMAND = re.compile(r"^(?:\.venv/bin/)?python train\.py +(.*?)(?: {2,}.*| #.*)?$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
+def test_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
+def test_files_and_keys_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:hetexp|tests|scripts|conf|docs)/[\w/.]+)`", text):
+        assert (ROOT / name).exists(), name
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)  # what a command prints may name wrong keys
+    plain = compose_config([])
+    for key in re.findall(r"`((?:trainer|launch|comm|debug|hardware|logger)\.[a-z_.]+)`?", text):
+        if key not in ("hardware.cards", "hardware.catalogue"):
+            node = plain
+            for part in key.split("."):
+                assert part in node, key
+                node = node[part]
+
+
+def commands() -> list[str]:
+    found = []
+    for path in DOCUMENTS:
+        text = re.sub(r" \\\n +", " ", path.read_text(encoding="utf-8"))
+        found += [line for line in COMMAND.findall(text) if line]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("typed", commands())
+def test_commands_compose(typed: str) -> None:
+    """Commands that the documents show as wrong are those that they show refused."""
+    words = [word.strip("'\"") for word in typed.split() if not word.startswith("-")]
+    if "dpp" in typed:
+        with pytest.raises(HydraException):
+            compose_config(words)
+        return
+    if "--" in typed:
+        return
+    sweep = "-m" in typed.split()
+    compose_config(
+        [re.sub(r"=([\w.]+),.*", r"=\1", word) if sweep and "[" not in word else word for word in words]
+    )
