@@ -19,16 +19,18 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from hetexp.core.errors import ConfigError, did_you_mean, must_be
+from hetexp.core.errors import ConfigError, did_you_mean, how_to_write, must_be
 
-VENDORS = ("nvidia", "intel", "amd", "apple")
+VENDORS = ("nvidia", "intel", "amd", "apple", "cpu")
 COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
 """Sections built by `_target_`."""
 
-Vendor = Literal["nvidia", "intel", "amd", "apple"]
+Vendor = Literal["nvidia", "intel", "amd", "apple", "cpu"]
 Component = dict[str, Any]
 
 
@@ -44,33 +46,71 @@ class DeviceEntry(Section):
     device: str | None = None
     """`auto`, `cpu`, `cpu:1`, `cuda:0` or `emulated:<card>`; a plain string in the list means this key."""
     vendor: Vendor | None = None
-    """Every card of this vendor in the machine."""
+    """Every card of this vendor in the machine; `cpu` means the machine's own."""
+    match: str | None = None
+    """Only the vendor's cards whose name has these words: `A100`, `RTX 4090`."""
     emulate_as: str | None = None
-    """Card that stands in where none of this vendor is found (see `hardware.missing`)."""
+    """Card that stands in where no such card is found (see `hardware.missing`)."""
+    efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of its peak that the emulated card reaches, instead of the catalogue's assumption."""
     count: PositiveInt | None = None
-    """How many: ranks on the CPU, emulated cards, or at most this many of the vendor's cards."""
+    """How many: ranks on the CPU, emulated cards, or at most this many of the vendor's cards that no entry
+    before has taken."""
     python: str | None = None
     """Interpreter that drives this device; by default the one that runs the launcher."""
+    slow: Annotated[float, Field(ge=1)] | None = None
+    """Makes the device, a real one too, so many times slower than it is."""
+    memory_gib: PositiveFloat | None = None
+    """Memory that the device, a real one too, may use, instead of all that it has."""
+    host: str | None = None
+    """Machine that an emulated device is in, for mixes over several; see `hardware.network`."""
+
+    @field_validator("match", "emulate_as", mode="before")
+    @classmethod
+    def _numbers_are_names(cls, value: Any) -> Any:
+        """YAML and the command line read `6600` as a number; here it is a card's name."""
+        return str(value) if type(value) is int else value
 
 
 class HardwareConfig(Section):
-    """Which devices take part."""
+    """Which devices take part: `devices` or `cards`, one of them."""
 
-    devices: Annotated[list[DeviceEntry], Field(min_length=1)]
+    catalogue: str | None = None
+    """A person's own YAML file of cards and links, laid over the shipped ones."""
+    cards: Annotated[list[str], Field(min_length=1)] | None = None
+    """A mix by card names: each the real card where it is found, the emulated one where none of them is."""
+    devices: list[DeviceEntry] = []
     missing: Literal["auto", "emulate", "error", "drop"] = "auto"
     """What to do when a vendor of the mix is absent: `auto` emulates only if all of them are."""
     threads_per_rank: PositiveInt | None = None
     """CPU threads of each rank; by default the cores are shared by the ranks that compute on them."""
     time_scale: PositiveFloat | None = None
     """Emulated seconds take this many real ones; by default the smallest that this machine can keep."""
+    network: str = "ethernet_10g"
+    """Link of the catalogue between the hosts of emulated devices."""
+    deviation_seed: NonNegativeInt | None = None
+    """Makes emulated cards differ from their figures in a way that only measuring finds out."""
+
+    @field_validator("cards", mode="before")
+    @classmethod
+    def _one_card(cls, value: Any) -> Any:
+        """`t4` means `[t4]`, and a number in the list is a name (`6600`)."""
+        entries = [value] if isinstance(value, (str, int)) else value
+        if not isinstance(entries, list):
+            return entries
+        return [str(entry) if type(entry) is int else entry for entry in entries]
 
     @field_validator("devices", mode="before")
     @classmethod
-    def _short_forms(cls, value: Any) -> Any:
-        """`cpu` means `[cpu]`, and a string in the list means `{device: …}`."""
+    def _short_forms(cls, value: Any, info: ValidationInfo) -> Any:
+        """`cpu` means `[cpu]`, and a string in the list means `{device: …}`; `cards` may stand instead."""
+        if value is None and info.data.get("cards", "wrong, and told") is not None:
+            return []
         entries = [value] if isinstance(value, (str, dict)) else value
         if not isinstance(entries, list):
             return entries
+        if not entries:
+            raise PydanticCustomError("too_short", "a list with at least one entry")
         return [{"device": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
@@ -114,7 +154,7 @@ class TrainerConfig(Section):
     """Train and evaluate this many batches (`true` = 1) and write no checkpoint."""
     overfit_batches: NonNegativeInt = 0
     """Use only the first so many global batches, in the same order every epoch."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     @field_validator("fast_dev_run", mode="before")
     @classmethod
@@ -152,6 +192,31 @@ class DebugConfig(Section):
     detect_anomaly: bool = False
 
 
+class FaultEvent(Section):
+    """One thing that is made to happen to one device."""
+
+    kind: Literal["slow", "thermal", "stall", "death", "oom"]
+    """Slower by `factor`; slower bit by bit; silent for `seconds`; killed; out of memory."""
+    device: str
+    """Id of the device in the plan: `emulated:0`, `cuda:1`."""
+    at_step: NonNegativeInt | None = None
+    at_seconds: NonNegativeFloat | None = None
+    """Since the first step, instead of `at_step`."""
+    until_step: PositiveInt | None = None
+    """First step in which a slow-down is over; `null`: never."""
+    factor: Annotated[float, Field(ge=1)] = 2.0
+    warm_up: PositiveFloat = 20.0
+    """Steps (or seconds) after which a thermal slow-down is two thirds there."""
+    seconds: PositiveFloat = 5.0
+    """How long a stall lasts."""
+
+
+class FaultConfig(Section):
+    """Faults to inject; empty in a real training."""
+
+    events: list[FaultEvent] = []
+
+
 class Config(Section):
     """A whole run, as `conf/config.yaml` composes it."""
 
@@ -166,6 +231,7 @@ class Config(Section):
     comm: CommConfig = CommConfig()
     launch: LaunchConfig = LaunchConfig()
     debug: DebugConfig = DebugConfig()
+    fault: FaultConfig = FaultConfig()
     resume: str | None = None
     """Checkpoint folder, or run folder whose newest checkpoint is meant."""
     name: str | None = None
@@ -228,25 +294,76 @@ def _clashes(config: Config) -> list[str]:
         problems.append(
             must_be("trainer.early_stopping.metric", "loss where `trainer.loss` is mse", "accuracy")
         )
-    for position, entry in enumerate(config.hardware.devices):
+    return problems + _fault_clashes(config.fault) + _hardware_clashes(config.hardware)
+
+
+def _fault_clashes(fault: FaultConfig) -> list[str]:
+    problems = []
+    for position, event in enumerate(fault.events):
+        key = f"fault.events[{position}]"
+        if (event.at_step is None) == (event.at_seconds is None):
+            problems.append(
+                f"`{key}` must name either `at_step` or `at_seconds`, but names "
+                f"{'neither' if event.at_step is None else 'both'} instead."
+            )
+        if event.until_step is not None and event.until_step <= (event.at_step or 0):
+            problems.append(
+                must_be(f"{key}.until_step", f"after step {event.at_step or 0}", event.until_step)
+            )
+    return problems
+
+
+def _hardware_clashes(hardware: HardwareConfig) -> list[str]:
+    problems = []
+    if hardware.cards is not None and hardware.devices:
+        problems.append(
+            must_be(
+                "hardware.cards",
+                "null where `hardware.devices` is given",
+                hardware.cards,
+                "Add hardware=mix, which leaves the devices to the cards.",
+            )
+        )
+    if hardware.cards is None and not hardware.devices:
+        problems.append("`hardware.devices` must be given where `hardware.cards` is null, but is missing.")
+    for position, entry in enumerate(hardware.devices):
+        key = f"hardware.devices[{position}]"
         if entry.device is not None and entry.emulate_as is not None:
             problems.append(
                 must_be(
-                    f"hardware.devices[{position}].emulate_as",
+                    f"{key}.emulate_as",
                     "absent beside `device`",
                     entry.emulate_as,
                     f"A card is emulated by name: 'emulated:{entry.emulate_as}'.",
                 )
             )
+        if entry.match is not None and entry.vendor is None:
+            problems.append(must_be(f"{key}.match", "absent without `vendor`", entry.match))
+        if entry.efficiency is not None and not (
+            entry.emulate_as is not None or (entry.device or "").startswith("emulated:")
+        ):
+            problems.append(
+                must_be(
+                    f"{key}.efficiency",
+                    "absent where no card is emulated",
+                    entry.efficiency,
+                    "It is beside 'emulated:<card>' or `emulate_as`.",
+                )
+            )
         if (entry.device is None) == (entry.vendor is None):
             problems.append(
-                f"`hardware.devices[{position}]` must name either `device` or `vendor`, but names "
+                f"`{key}` must name either `device` or `vendor`, but names "
                 f"{'neither' if entry.device is None else 'both'} instead."
             )
     return problems
 
 
-_WORDS = {"array": "list", "object": "mapping", "boolean": "boolean (true or false)"}
+_WORDS = {
+    "array": "list",
+    "object": "mapping",
+    "an object": "a mapping",
+    "boolean": "boolean (true or false)",
+}
 """JSON's words and ours."""
 
 
@@ -285,7 +402,7 @@ def explain(
             accepted = _WORDS.get(accepted, accepted)
             article = "a " if item["msg"].startswith("Input should be a valid") else ""
             article = "an " if article and accepted[0] in "aeiou" else article
-            problems.append(must_be(key, article + accepted, value))
+            problems.append(must_be(key, article + accepted, value, how_to_write(kind, value)))
     return problems
 
 

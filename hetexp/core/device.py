@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 GIB = 1024**3
 
@@ -30,12 +31,22 @@ class DeviceSpec:
     driver: str | None = None
     card: str | None = None
     """Catalogue name of the card that an emulated device is paced to."""
+    card_facts: dict[str, Any] | None = field(default=None, hash=False)
+    """That card's figures as selected (`hetexp.hardware.catalogue.Card`): a rank need not find a person's own
+    catalogue, and every figure of an emulated run is in its plan."""
+    host: str | None = None
+    """Machine that an emulated device is in, where a mix spans several; `None`: this one."""
+    slow: float = 1.0
+    """Factor by which a real device is made slower than it is."""
+    limited: bool = False
+    """Whether a real device may use only `memory_bytes` of what it has."""
     python: str | None = None
     """Interpreter of the rank; `None` means the launcher's own."""
 
     @property
     def emulated(self) -> bool:
-        return self.backend == "emulated"
+        """Whether its numbers are not those of hardware as it is: emulated, slowed or limited."""
+        return self.backend == "emulated" or self.slow != 1.0 or self.limited
 
     def __str__(self) -> str:
         return f"{self.id} ({self.name})"

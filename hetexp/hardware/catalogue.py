@@ -1,58 +1,361 @@
-"""What is known of cards that are not in this machine. Unknown cards are refused, never guessed."""
+"""What is known of cards that are not in this machine. Unknown cards are refused, never guessed.
+
+The figures are data: `catalogue.yaml` beside this file, and a person's own file of the same form that
+`hardware.catalogue` names. Two figures are assumptions of ours and are stated here, once.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import PositiveFloat, TypeAdapter
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from hetexp.core.config import Section, Vendor
-from hetexp.core.errors import ConfigError, did_you_mean
+from hetexp.core.config import Section, Vendor, explain
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import ConfigError, did_you_mean, must_be
 
 CATALOGUE = Path(__file__).with_name("catalogue.yaml")
 
+EFFICIENCY = 0.45
+"""Assumed fraction of the peak rate that training reaches, for every card that does not say otherwise."""
+OVERHEAD_SECONDS = 1.0e-5
+"""Assumed fixed cost of one forward or one backward pass, likewise."""
 
-class Card(Section):
-    """One card of the catalogue; each figure from the source that the entry names."""
+PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
+CHECK_TOLERANCE = 0.01
+"""How far a stated float32 rate may be from lanes × operations × clock."""
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Entry = TypeVar("Entry", bound=Section)
+_KEY = "hardware.catalogue"
+_NAME = re.compile(r"[a-z0-9_]+")
+_FIGURES = ("memory_gib", "tflops", "bandwidth_gb_per_second", "power_limit_watts", "link", "check")
+"""Keys of a card that are facts and therefore have a source."""
+
+
+class Link(Section):
+    """A connection between a device and its host's memory, or between hosts."""
+
+    gb_per_second: PositiveFloat
+    """Theoretical rate of one direction, in 10^9 bytes a second."""
+    efficiency: Fraction
+    """Assumed fraction of it that a large copy reaches."""
+    latency_seconds: NonNegativeFloat
+    """Assumed time to start a copy."""
+    source: str = ""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the modelled time to move so many bytes in one direction."""
+        return self.latency_seconds + num_bytes / (self.gb_per_second * 1e9 * self.efficiency)
+
+
+class Check(Section):
+    """What a card's float32 rate is made of."""
+
+    lanes: PositiveInt
+    clock_mhz: PositiveFloat
+    flops_per_lane: PositiveInt = 2
+    """Operations a lane and clock: 2 for one fused multiply-add."""
+
+    @property
+    def tflops(self) -> float:
+        """Rate in 10^12 floating-point operations a second."""
+        return self.lanes * self.flops_per_lane * self.clock_mhz * 1e-6
+
+
+class CardEntry(Section):
+    """One card as a catalogue file writes it."""
 
     name: str
     vendor: Vendor
     memory_gib: PositiveFloat
     tflops: dict[str, PositiveFloat]
-    """Peak rate a precision, in 10^12 floating-point operations a second."""
+    """Peak rate a native precision, dense, in 10^12 floating-point operations a second."""
     bandwidth_gb_per_second: PositiveFloat
-    power_limit_watts: PositiveFloat
-    efficiency: PositiveFloat
+    power_limit_watts: PositiveFloat | None = None
+    """`None` where the maker states none."""
+    link: str
+    """Key of the link to the host's memory."""
+    unified_memory: bool = False
+    """Whether device and host share one memory."""
+    efficiency: Fraction = EFFICIENCY
     """Assumed fraction of the peak that training reaches."""
-    overhead_seconds: PositiveFloat
+    overhead_seconds: PositiveFloat = OVERHEAD_SECONDS
     """Assumed fixed cost of one forward or one backward pass."""
-    source: str
+    match: str | None = None
+    """Words by which a real card of this kind is told from its name (see `named`)."""
+    aliases: list[str] = []
+    """Other names for the same card."""
+    check: Check | None = None
+    sources: dict[str, str] = {}
+    """Figure (`memory_gib`, `tflops`, `tflops.float64`, …) → document that states it."""
+
+
+class Card(CardEntry):
+    """One card of the catalogue with everything resolved, as the plan carries it to the ranks."""
+
+    key: str
+    """Its name in the catalogue."""
+    host_link: Link
+    """The link that `link` names."""
 
     def compute_seconds(self, flops: float, precision: str) -> float:
         """Return the modelled time of one pass of so many floating-point operations."""
         return self.overhead_seconds + flops / (self.tflops[precision] * 1e12 * self.efficiency)
 
+    def source(self, figure: str) -> str | None:
+        """Return the source of `memory_gib`, `tflops.float16`, …; `None` where none is stated."""
+        return self.sources.get(figure) or self.sources.get(figure.partition(".")[0])
+
+    def figures(self) -> list[str]:
+        """Return the names of all figures of this card that are facts, not assumptions."""
+        given = [name for name in _FIGURES if getattr(self, name) is not None and name != "tflops"]
+        return [*given, *(f"tflops.{precision}" for precision in self.tflops)]
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All known cards and links by name."""
+
+    cards: Mapping[str, Card]
+    links: Mapping[str, Link]
+
+    def card(self, name: str, subject: str = "the card to emulate") -> Card:
+        """Return one card by its name or an alias.
+
+        Args:
+            name: as a person writes it.
+            subject: what the message says must be a known card.
+
+        Raises:
+            ConfigError: no such card; the message lists the known ones.
+        """
+        if name in self.cards:
+            return self.cards[name]
+        aliases = {alias: card for card in self.cards.values() for alias in card.aliases}
+        if name in aliases:
+            return aliases[name]
+        raise ConfigError(
+            f"{subject} must be one of {', '.join(sorted(self.cards))}, but is '{name}' instead."
+            f"{did_you_mean(name, [*self.cards, *aliases])} A card of your own is an entry under `cards:` in "
+            "a YAML file that `hardware.catalogue` names, with the keys of hetexp/hardware/catalogue.yaml."
+        )
+
 
 @cache
-def catalogue() -> dict[str, Card]:
-    """Return all cards by their catalogue name."""
-    from omegaconf import OmegaConf
+def shipped() -> Catalogue:
+    """Return the cards and links that hetexp comes with."""
+    return _resolve(_shipped_raw())
 
-    raw = OmegaConf.to_container(OmegaConf.load(CATALOGUE))
-    return TypeAdapter(dict[str, Card]).validate_python(raw)
+
+def catalogue() -> dict[str, Card]:
+    """Return all shipped cards by their catalogue name."""
+    return dict(shipped().cards)
+
+
+def links() -> dict[str, Link]:
+    """Return all shipped links by their name."""
+    return dict(shipped().links)
 
 
 def card(name: str) -> Card:
-    """Return one card.
+    """Return one shipped card.
 
     Raises:
         ConfigError: no such card; the message lists the known ones.
     """
-    known = catalogue()
-    if name not in known:
+    return shipped().card(name)
+
+
+def load_catalogue(path: str | None) -> Catalogue:
+    """Return the shipped cards and links with those of a person's own file over them.
+
+    Args:
+        path: `hardware.catalogue`, relative to the working directory; `None`: only what is shipped.
+
+    Raises:
+        ConfigError: everything that is wrong with the file, by key.
+    """
+    if path is None:
+        return shipped()
+    try:
+        return _resolve(_merged(_shipped_raw(), _read(path), path))
+    except ConfigError as error:
+        raise ConfigError([_told(path, problem) for problem in error.problems]) from None
+
+
+def card_of(spec: DeviceSpec) -> Card:
+    """Return the card that an emulated device is paced to, from the facts that travel with it."""
+    if spec.card_facts is not None:
+        return Card.model_validate(spec.card_facts)
+    assert spec.card is not None
+    return card(spec.card)
+
+
+def named(match: str, name: str) -> bool:
+    """Whether a real card's name means the card that `match` names.
+
+    The words of `match` must stand in the name one after the other, and no word that makes another card
+    of it (Ti, SUPER, XT, …) may follow: `RTX 3080` is not the RTX 3080 Ti, `L4` is not the L40.
+    """
+    wanted, words = (re.findall(r"[a-z0-9]+", text.lower()) for text in (match, name))
+    for start in range(len(words) - len(wanted) + 1):
+        end = start + len(wanted)
+        if wanted and words[start:end] == wanted:
+            return not (words[end:] and words[end] in _VARIANTS)
+    return False
+
+
+_VARIANTS = {"ti", "super", "xt", "xtx", "gre", "d", "pro", "max", "ultra", "laptop", "mobile"}
+
+
+def _shipped_raw() -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    raw = OmegaConf.to_container(OmegaConf.load(CATALOGUE))
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()}
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Read a person's file; every problem that keeps it from being cards and links is told."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not Path(path).is_file():
         raise ConfigError(
-            f"the card to emulate must be one of {', '.join(sorted(known))}, but is '{name}' instead."
-            f"{did_you_mean(name, known)} A new card is an entry in hetexp/hardware/catalogue.yaml."
+            f"{must_be(_KEY, 'the path of a YAML file', path)} Looked for {Path(path).absolute()}."
         )
-    return known[name]
+    try:
+        raw: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        json.dumps(raw)  # plain types only, as in a configuration
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, TypeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"`{_KEY}` must be a YAML file, but {path} cannot be read: {reason}.") from None
+    if not isinstance(raw, dict) or not raw:
+        raise ConfigError(f"`{_KEY}` must be a file with `cards:` or `links:`, but {path} has neither.")
+    problems = []
+    for key, value in raw.items():
+        if key not in ("cards", "links"):
+            hint = did_you_mean(str(key), ["cards", "links"])
+            problems.append(f"`{key}` must be `cards` or `links`, the only keys of the file.{hint}")
+        elif not isinstance(value, dict):
+            problems.append(must_be(str(key), "a mapping of names to entries", value))
+        else:
+            wrong = {name: entry for name, entry in value.items() if not isinstance(entry, dict)}
+            problems += [must_be(f"{key}.{name}", "a mapping", entry) for name, entry in wrong.items()]
+    if problems:
+        raise ConfigError(problems)
+    return {key: {str(name): entry for name, entry in raw[key].items()} for key in raw}
+
+
+def _merged(base: Mapping[str, Any], own: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Lay a person's entries over the shipped ones, key by key; what they state is theirs to answer for."""
+    merged = {kind: dict(base[kind]) for kind in ("cards", "links")}
+    for name, entry in own.get("links", {}).items():
+        source = {"source": path} if "gb_per_second" in entry else {}
+        merged["links"][name] = {**merged["links"].get(name, {}), **source, **entry}
+    for name, entry in own.get("cards", {}).items():
+        old = merged["cards"].get(name, {})
+        new = {**old, **entry}
+        stated = {key: path for key in entry if key in _FIGURES and key != "tflops"}
+        if isinstance(entry.get("tflops"), dict):
+            new["tflops"] = {**old.get("tflops", {}), **entry["tflops"]}
+            stated |= {f"tflops.{precision}": path for precision in entry["tflops"]}
+            if "check" not in entry and "float32" in entry["tflops"]:
+                new.pop("check", None)  # it explains a figure that is no longer there
+        if isinstance(entry.get("sources", {}), dict):
+            written = entry.get("sources", {})
+            for figure in [figure for figure in stated if figure.partition(".")[0] in written]:
+                del stated[figure]
+            new["sources"] = {**old.get("sources", {}), **stated, **written}
+        merged["cards"][name] = new
+    return merged
+
+
+def _resolve(raw: Mapping[str, Any]) -> Catalogue:
+    """Check every entry and join cards and links.
+
+    Raises:
+        ConfigError: everything that is wrong, by its key in the file.
+    """
+    problems: list[str] = []
+    known_links = _entries(raw["links"], "links", Link, problems)
+    entries = _entries(raw["cards"], "cards", CardEntry, problems)
+    for name, entry in entries.items():
+        problems += _wrong_with(f"cards.{name}", entry, raw["links"])
+    problems += _wrong_names(entries)
+    if problems:
+        raise ConfigError(problems)
+    cards = {
+        name: Card(**entry.model_dump(), key=name, host_link=known_links[entry.link])
+        for name, entry in entries.items()
+    }
+    return Catalogue(cards, known_links)
+
+
+def _entries(raw: Mapping[str, Any], kind: str, schema: type[Entry], problems: list[str]) -> dict[str, Entry]:
+    """Return the entries that fit their schema; what is wrong with the others goes to `problems`."""
+    entries = {}
+    for name, entry in raw.items():
+        try:
+            # Strict, as a configuration is: neither "8" nor true becomes a number.
+            entries[name] = schema.model_validate_json(json.dumps(entry), strict=True)
+        except ValidationError as error:
+            problems += explain(error, entry, f"{kind}.{name}", schema)
+    return entries
+
+
+def _wrong_with(key: str, entry: CardEntry, known_links: Iterable[str]) -> list[str]:
+    """Values of one card that are of the right type and still cannot be used."""
+    problems = []
+    if "float32" not in entry.tflops:
+        problems.append(f"`{key}.tflops.float32` must be given, but is missing.")
+    for precision in entry.tflops:
+        if precision not in PRECISIONS:
+            hint = did_you_mean(precision, PRECISIONS)
+            problems.append(f"`{key}.tflops.{precision}` must be one of {', '.join(PRECISIONS)}.{hint}")
+    if entry.link not in known_links:
+        problems.append(must_be(f"{key}.link", f"one of {', '.join(known_links)}", entry.link))
+    if entry.check is not None and "float32" in entry.tflops:
+        stated, peak = entry.tflops["float32"], entry.check.tflops
+        if abs(peak - stated) > CHECK_TOLERANCE * stated:
+            problems.append(
+                f"`{key}.check` must give the stated float32 rate of {stated:g} within "
+                f"{CHECK_TOLERANCE:.0%}, but lanes × flops_per_lane × clock is {peak:.4g} instead."
+            )
+    return problems
+
+
+def _wrong_names(entries: Mapping[str, CardEntry]) -> list[str]:
+    """Names that cannot be typed as a device, and names of two cards."""
+    problems = []
+    owners = {name: name for name in entries}
+    for name, entry in entries.items():
+        for word in (name, *entry.aliases):
+            if not _NAME.fullmatch(word):
+                problems.append(
+                    f"`cards.{name}` must be named with small letters, digits and underscores, but is called "
+                    f"'{word}' instead."
+                )
+        for alias in entry.aliases:
+            if owners.setdefault(alias, name) != name:
+                problems.append(
+                    f"`cards.{name}.aliases` must be free names, but '{alias}' is {owners[alias]} already."
+                )
+    return problems
+
+
+def _told(path: str, problem: str) -> str:
+    """Say which key of which file: "`hardware.catalogue: cards.mine.link` (my.yaml) must be …"."""
+    if problem.startswith(f"`{_KEY}`"):
+        return problem
+    key, _, rest = problem.removeprefix("`").partition("`")
+    return f"`{_KEY}: {key}` ({path}){rest}"

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hetexp.core.config import DeviceEntry, HardwareConfig
-from hetexp.core.device import DeviceSpec
+from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.catalogue import card, catalogue
+from hetexp.hardware.catalogue import Card, Catalogue, Link, load_catalogue, named
 from hetexp.hardware.cpu import CpuBackend, cpu_count
-from hetexp.hardware.emulated import EmulatedBackend
 
 ACCELERATORS = ("cuda",)
 """Backends whose devices `auto` and a vendor's name look through, best first."""
@@ -28,6 +27,8 @@ class Selection:
     devices: list[DeviceSpec] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    network: Link | None = None
+    """Link between the hosts of emulated devices, where they are in several."""
 
 
 def detect_accelerators() -> list[DeviceSpec]:
@@ -38,10 +39,10 @@ def detect_accelerators() -> list[DeviceSpec]:
 def select_devices(
     config: HardwareConfig, found: Sequence[DeviceSpec], drivable: bool | None = None
 ) -> Selection:
-    """Resolve `hardware.devices`.
+    """Resolve `hardware.devices` or `hardware.cards`.
 
     Args:
-        config: the typed section.
+        config: the typed section; `catalogue` in it is relative to the working directory.
         found: accelerators of this machine (`detect_accelerators`).
         drivable: whether the launcher's own torch is a build for these accelerators; `None`: not known.
 
@@ -49,32 +50,67 @@ def select_devices(
         Devices, reasons and problems; with problems the devices are not to be used.
     """
     selection = Selection()
-    missing = _missing_vendors(config, found)
-    stand_in = config.missing == "emulate" or (
-        config.missing == "auto" and len(missing) == sum(e.vendor is not None for e in config.devices)
-    )
-    for position, entry in enumerate(config.devices):
-        key = f"hardware.devices[{position}]"
+    try:
+        known = load_catalogue(config.catalogue)
+    except ConfigError as error:  # what the entries mean is not known without it
+        selection.problems += error.problems
+        return selection
+    entries = _entries(config, known, selection)
+    real = _real_cards(entries, found)
+    missing = [position for position, cards in real.items() if not cards]
+    stand_in = config.missing == "emulate" or (config.missing == "auto" and len(missing) == len(real))
+    for position, (key, entry) in enumerate(entries):
         if entry.python is not None and not Path(entry.python).is_file():
             selection.problems.append(must_be(f"{key}.python", "the path of an interpreter", entry.python))
         start = len(selection.devices)
         if entry.device is not None:
-            _add_named(selection, key, entry, found, drivable)
+            _add_named(selection, key, entry, found, drivable, known)
         elif entry.vendor is None:
             continue  # neither: told by the configuration's own check
         elif position not in missing:
-            _add_vendor(selection, key, entry, found, drivable)
+            _add_vendor(selection, key, entry, real[position], drivable)
         elif stand_in:
-            _add_stand_in(selection, key, entry)
+            _add_stand_in(selection, key, entry, known)
         elif config.missing == "drop":
-            selection.reasons.append(f"No {entry.vendor} card was found: left out (hardware.missing=drop).")
+            selection.reasons.append(f"No {_wanted(entry)} was found: left out (hardware.missing=drop).")
         else:
-            selection.problems.append(_absent(key, entry, found))
-        selection.devices[start:] = [replace(d, python=entry.python) for d in selection.devices[start:]]
+            selection.problems.append(_absent(key, entry, found, entries if config.cards else ()))
+        selection.devices[start:] = [_as_ordered(d, key, entry, selection) for d in selection.devices[start:]]
     _check_twice(selection)
+    if len({device.host for device in selection.devices}) > 1:
+        selection.network = known.links.get(config.network)
+        if selection.network is None:
+            accepted = f"one of {', '.join(sorted(known.links))}"
+            selection.problems.append(must_be("hardware.network", accepted, config.network))
     if not selection.devices and not selection.problems:
         selection.problems.append("`hardware.devices` must select at least one device, but none is left.")
     return selection
+
+
+def _as_ordered(device: DeviceSpec, key: str, entry: DeviceEntry, selection: Selection) -> DeviceSpec:
+    """Apply what an entry says of its devices beside which they are, and label what is not as it is."""
+    name, memory = device.name, device.memory_bytes
+    limited = False
+    if entry.slow is not None:
+        name += f" (slowed {entry.slow:g}×)"
+    if entry.memory_gib is not None:
+        memory = int(entry.memory_gib * GIB)
+        name += f" (limited to {entry.memory_gib:g} GiB)"
+        limited = device.backend != "emulated"
+        if limited and device.memory_bytes is not None and memory > device.memory_bytes:
+            has = f"at most the {device.memory_bytes / GIB:.1f} GiB of {device}"
+            selection.problems.append(must_be(f"{key}.memory_gib", has, entry.memory_gib))
+    if entry.host is not None and device.backend != "emulated":
+        selection.problems.append(must_be(f"{key}.host", f"absent: {device} is in this machine", entry.host))
+    return replace(
+        device,
+        name=name,
+        memory_bytes=memory,
+        limited=limited,
+        slow=entry.slow or 1.0,
+        host=entry.host,
+        python=entry.python,
+    )
 
 
 def threads_for(devices: Sequence[DeviceSpec], wanted: int | None) -> tuple[int, ...]:
@@ -85,16 +121,59 @@ def threads_for(devices: Sequence[DeviceSpec], wanted: int | None) -> tuple[int,
     return (max(1, cpu_count() // max(computing, 1)),) * len(devices)
 
 
-def _missing_vendors(config: HardwareConfig, found: Sequence[DeviceSpec]) -> set[int]:
-    """Positions of the entries whose vendor has no card in this machine."""
-    present = {device.vendor for device in found}
-    return {
-        i for i, e in enumerate(config.devices) if e.device is None and e.vendor and e.vendor not in present
-    }
+def _entries(config: HardwareConfig, known: Catalogue, selection: Selection) -> list[tuple[str, DeviceEntry]]:
+    """The entries with their keys; each of `hardware.cards` becomes one that asks for one such card."""
+    if config.devices or config.cards is None:
+        return [(f"hardware.devices[{i}]", entry) for i, entry in enumerate(config.devices)]
+    entries = []
+    for i, name in enumerate(config.cards):
+        try:
+            card = known.card(name, f"`hardware.cards[{i}]`")
+        except ConfigError as error:
+            selection.problems += error.problems
+            continue
+        match = card.match or card.name
+        entry = DeviceEntry(vendor=card.vendor, match=match, emulate_as=card.key, count=1)
+        entries.append((f"hardware.cards[{i}]", entry))
+    return entries
+
+
+def _real_cards(
+    entries: Sequence[tuple[str, DeviceEntry]], found: Sequence[DeviceSpec]
+) -> dict[int, list[DeviceSpec]]:
+    """For each entry that names a vendor, by position: the cards of this machine that it may take.
+
+    An entry with a count leaves out what other entries name or take before it, so that two entries can
+    share the cards of one vendor.
+    """
+    taken = {entry.device for _, entry in entries}
+    real: dict[int, list[DeviceSpec]] = {}
+    for position, (_, entry) in enumerate(entries):
+        if entry.vendor is None or entry.device is not None:
+            continue
+        pool = [CpuBackend.describe(0)] if entry.vendor == "cpu" else found
+        real[position] = [
+            device
+            for device in pool
+            if device.vendor == entry.vendor
+            and (entry.match is None or named(entry.match, device.name))
+            and (entry.count is None or entry.vendor == "cpu" or device.id not in taken)
+        ]
+        taken |= {device.id for device in real[position][: entry.count]}
+    return real
+
+
+def _wanted(entry: DeviceEntry) -> str:
+    return f"{entry.vendor} card" if entry.match is None else entry.match
 
 
 def _add_named(
-    selection: Selection, key: str, entry: DeviceEntry, found: Sequence[DeviceSpec], drivable: bool | None
+    selection: Selection,
+    key: str,
+    entry: DeviceEntry,
+    found: Sequence[DeviceSpec],
+    drivable: bool | None,
+    catalogue: Catalogue,
 ) -> None:
     assert entry.device is not None
     parsed = _NAME.fullmatch(entry.device)
@@ -106,12 +185,12 @@ def _add_named(
         _add_cpus(selection, int(which) if which else None, entry.count or 1)
         return
     elif backend == "emulated" and which is not None:
-        _add_cards(selection, key, which, entry.count or 1)
+        _add_emulated(selection, f"`{key}` (emulated:<card>)", which, entry, catalogue)
         return
     elif entry.device in known:
         _add_real(selection, key, [known[entry.device]], entry, drivable)
     else:
-        accepted = ["auto", "cpu", *known, *(f"emulated:{name}" for name in sorted(catalogue()))]
+        accepted = ["auto", "cpu", *known, *(f"emulated:{name}" for name in sorted(catalogue.cards))]
         selection.problems.append(must_be(f"{key}.device", "one of " + ", ".join(accepted), entry.device))
     if entry.count is not None:
         selection.problems.append(must_be(f"{key}.count", "absent for a single named device", entry.count))
@@ -142,12 +221,15 @@ def _add_auto(selection: Selection, found: Sequence[DeviceSpec], drivable: bool)
 
 
 def _add_vendor(
-    selection: Selection, key: str, entry: DeviceEntry, found: Sequence[DeviceSpec], drivable: bool | None
+    selection: Selection, key: str, entry: DeviceEntry, cards: Sequence[DeviceSpec], drivable: bool | None
 ) -> None:
-    cards = [device for device in found if device.vendor == entry.vendor]
+    if entry.vendor == "cpu":
+        _add_cpus(selection, None, entry.count or 1)
+        return
     if entry.count is not None and entry.count > len(cards):
+        what = _wanted(entry).removesuffix(" card")
         selection.problems.append(
-            must_be(f"{key}.count", f"at most {len(cards)}, the {entry.vendor} cards found here", entry.count)
+            must_be(f"{key}.count", f"at most {len(cards)}, the {what} cards found here", entry.count)
         )
     _add_real(selection, key, cards[: entry.count], entry, drivable)
 
@@ -168,33 +250,80 @@ def _add_real(
     selection.devices += cards
 
 
-def _add_stand_in(selection: Selection, key: str, entry: DeviceEntry) -> None:
+def _add_stand_in(selection: Selection, key: str, entry: DeviceEntry, catalogue: Catalogue) -> None:
+    wanted = _wanted(entry)
     if entry.emulate_as is None:
         selection.problems.append(
-            f"`{key}.emulate_as` must name the card that stands in for the missing {entry.vendor} card, "
-            "but is missing."
+            f"`{key}.emulate_as` must name the card that stands in for the missing {wanted}, but is missing."
         )
         return
-    _add_cards(selection, f"{key}.emulate_as", entry.emulate_as, entry.count or 1)
-    selection.reasons.append(f"No {entry.vendor} card was found: {entry.emulate_as} is emulated instead.")
+    _add_emulated(selection, f"`{key}.emulate_as`", entry.emulate_as, entry, catalogue)
+    selection.reasons.append(f"No {wanted} was found: {entry.emulate_as} is emulated instead.")
 
 
-def _add_cards(selection: Selection, key: str, name: str, count: int) -> None:
+def _add_emulated(
+    selection: Selection, subject: str, name: str, entry: DeviceEntry, catalogue: Catalogue
+) -> None:
     try:
-        card(name)
+        card = catalogue.card(name, subject)
     except ConfigError as error:
-        selection.problems += [f"`{key}`: {problem}" for problem in error.problems]
+        selection.problems += error.problems
         return
+    if entry.efficiency is not None:
+        selection.reasons.append(
+            f"{card.name} is emulated at efficiency {entry.efficiency:g} instead of the catalogue's "
+            f"{card.efficiency:g}."
+        )
+        card = card.model_copy(update={"efficiency": entry.efficiency})
     first = sum(d.backend == "emulated" for d in selection.devices)
-    selection.devices += [EmulatedBackend.describe_card(i, name) for i in range(first, first + count)]
+    selection.devices += [_emulated(i, card) for i in range(first, first + (entry.count or 1))]
 
 
-def _absent(key: str, entry: DeviceEntry, found: Sequence[DeviceSpec]) -> str:
+def _emulated(index: int, card: Card) -> DeviceSpec:
+    """Return emulated device number `index` with all that a rank needs to know of its card."""
+    return DeviceSpec(
+        id=f"emulated:{index}",
+        backend="emulated",
+        index=index,
+        name=f"{card.name} (emulated)",
+        vendor=card.vendor,
+        memory_bytes=int(card.memory_gib * GIB),
+        card=card.key,
+        card_facts=card.model_dump(mode="json"),
+    )
+
+
+def _absent(
+    key: str,
+    entry: DeviceEntry,
+    found: Sequence[DeviceSpec],
+    mix: Sequence[tuple[str, DeviceEntry]],
+) -> str:
+    """Say that a card of the request is not there.
+
+    Args:
+        mix: all entries, where they come from `hardware.cards`.
+    """
     there = ", ".join(str(device) for device in found) or "no accelerator"
+    fix = (
+        "Use hardware.missing=emulate to emulate the missing card beside the real ones, or "
+        "hardware.missing=drop to go without it."
+    )
+    if mix:
+        names = ",".join(f"emulated:{other.emulate_as}" for _, other in mix)
+        return (
+            f"`{key}` must be a card that hetexp can drive in this machine and that no other entry takes, "
+            f"but is '{entry.emulate_as}' instead (found: {there}). {fix} To emulate all of them: "
+            f"hardware=auto 'hardware.devices=[{names}]'."
+        )
+    if entry.match is not None:
+        return (
+            f"`{key}.match` must be in the name of a free {entry.vendor} card that hetexp can drive in this "
+            f"machine, but is '{entry.match}' instead (found: {there}). {fix}"
+        )
     return (
         f"`{key}.vendor` must be a vendor whose card hetexp can drive in this machine, but is "
-        f"'{entry.vendor}' instead (found: {there}). Use hardware.missing=emulate to emulate the missing "
-        "card beside the real ones, or hardware.missing=drop to go without it."
+        f"'{entry.vendor}' instead (found: {there}). {fix}"
     )
 
 

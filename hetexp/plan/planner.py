@@ -18,7 +18,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.catalogue import catalogue
+from hetexp.hardware.catalogue import card_of
 from hetexp.hardware.selection import Selection, threads_for
 from hetexp.strategy.base import Strategy
 
@@ -46,6 +46,7 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
     devices = selection.devices
     problems += _check_precision(config, devices)
     problems += _check_collective(config, devices)
+    problems += _check_faults(config, devices)
     if components and devices:
         try:
             strategy: Strategy = instantiate(config.strategy)
@@ -91,6 +92,7 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         choices=request.choices,
         overrides=request.overrides,
         reasons=tuple(reasons),
+        network=selection.network.model_dump() if selection.network is not None else None,
         working_dir=str(request.working_dir),
         import_paths=tuple(
             dict.fromkeys(str(Path(path).absolute()) for path in [str(request.working_dir), sys.path[0]])
@@ -130,12 +132,21 @@ def _check_precision(config: Config, devices: Sequence[DeviceSpec]) -> list[str]
     precision = config.trainer.precision
     problems = []
     for device in devices:
-        known = catalogue()[device.card].tflops if device.card else None
+        known = card_of(device).tflops if device.card else None
         if known is not None and precision not in known:
             problems.append(
                 must_be("trainer.precision", f"one that {device} computes in ({', '.join(known)})", precision)
             )
     return problems
+
+
+def _check_faults(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+    known = [device.id for device in devices]
+    return [
+        must_be(f"fault.events[{position}].device", f"one of {', '.join(known)}", event.device)
+        for position, event in enumerate(config.fault.events)
+        if known and event.device not in known
+    ]
 
 
 def _check_collective(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from hetexp.core.config import HardwareConfig
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.hardware import selection as module
+from hetexp.hardware.catalogue import card, card_of
+from hetexp.hardware.emulated import EmulatedBackend
 from hetexp.hardware.selection import Selection, select_devices, threads_for
 
 
@@ -124,6 +129,189 @@ def test_a_stand_in_must_be_named_and_known() -> None:
 def test_real_devices_beside_an_absent_vendor() -> None:
     # The only vendor asked for is absent, so all of them are.
     assert ids(select(["cpu", MIX[1]], [NVIDIA])) == ["cpu:0", "emulated:0"]
+
+
+# ---------------------------------------------------------------- cards of one vendor, told apart by name
+
+A100 = replace(NVIDIA, name="NVIDIA A100-SXM4-80GB")
+A100_2 = replace(found_card(2), name="NVIDIA A100-SXM4-80GB")
+V100 = replace(NVIDIA_2, name="Tesla V100-SXM2-32GB")
+BY_NAME = [
+    {"vendor": "nvidia", "match": "A100", "emulate_as": "a100"},
+    {"vendor": "nvidia", "match": "V100", "emulate_as": "v100"},
+]
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ([], ["emulated:0", "emulated:1"]),
+        ([NVIDIA, NVIDIA_2], ["emulated:0", "emulated:1"]),  # other cards of the vendor are none of these
+        ([V100, A100], ["cuda:0", "cuda:1"]),
+        ([A100, V100, A100_2], ["cuda:0", "cuda:2", "cuda:1"]),
+    ],
+)
+def test_match_selects_by_name(found: list[DeviceSpec], chosen: list[str]) -> None:
+    assert ids(select(BY_NAME, found)) == chosen
+
+
+def test_a_part_of_a_mix_by_name_is_refused() -> None:
+    (problem,) = select(BY_NAME, [A100]).problems
+    assert problem.startswith("`hardware.devices[1].match` must be in the name of a free nvidia card")
+    for part in ("'V100'", A100.name, "hardware.missing=emulate", "hardware.missing=drop"):
+        assert part in problem
+    assert ids(select(BY_NAME, [A100], missing="emulate")) == ["cuda:0", "emulated:0"]
+    dropped = select(BY_NAME, [A100], missing="drop")
+    assert ids(dropped) == ["cuda:0"]
+    assert dropped.reasons == ["No V100 was found: left out (hardware.missing=drop)."]
+
+
+def test_entries_with_a_count_share_the_cards_of_a_vendor() -> None:
+    one = {"vendor": "nvidia", "count": 1}
+    assert ids(select([one, one], [NVIDIA, NVIDIA_2])) == ["cuda:0", "cuda:1"]
+    assert ids(select([one, "cuda:0"], [NVIDIA, NVIDIA_2])) == ["cuda:1", "cuda:0"]
+    (problem,) = select([one, one], [NVIDIA]).problems
+    assert problem.startswith("`hardware.devices[1].vendor`")
+
+
+def test_the_machines_own_cpu_by_vendor() -> None:
+    assert ids(select([{"vendor": "cpu"}])) == ["cpu:0"]
+    assert ids(select(["cpu", {"vendor": "cpu", "count": 2}])) == ["cpu:0", "cpu:1", "cpu:2"]
+    assert ids(select([{"vendor": "cpu", "match": "Abacus 3", "emulate_as": "desktop_cpu_16"}])) == [
+        "emulated:0"
+    ]
+
+
+# ---------------------------------------------------------------- hardware.cards
+
+GAMING = replace(NVIDIA, name="NVIDIA GeForce RTX 4090")
+GAMING_2 = replace(NVIDIA_2, name="NVIDIA GeForce RTX 4090")
+ARC = replace(INTEL, name="Intel(R) Arc(TM) A380 Graphics")
+
+
+def by_cards(
+    cards: list[Any], found: Sequence[DeviceSpec] = (), drivable: bool | None = None, **options: Any
+) -> Selection:
+    return select_devices(HardwareConfig(cards=cards, **options), found, drivable)
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ([], ["emulated:0", "emulated:1"]),
+        ([NVIDIA], ["emulated:0", "emulated:1"]),  # some other NVIDIA card
+        ([ARC, GAMING], ["cuda:0", "xpu:0"]),
+        ([ARC, GAMING, GAMING_2], ["cuda:0", "xpu:0"]),  # one of each, as typed
+    ],
+)
+def test_cards_are_real_where_all_are_found(found: list[DeviceSpec], chosen: list[str]) -> None:
+    selection = by_cards(["rtx_4090", "a380"], found)
+    assert ids(selection) == chosen
+
+
+def test_cards_are_known_by_their_own_names_afterwards() -> None:
+    first, second = by_cards(["rtx_4090", "a380"]).devices
+    assert (first.card, second.card) == ("rtx_4090", "arc_a380")
+    assert second.name == "Arc A380 (emulated)"
+
+
+def test_a_card_named_twice_means_two() -> None:
+    assert ids(by_cards(["4090", "4090"], [GAMING, GAMING_2])) == ["cuda:0", "cuda:1"]
+    assert ids(by_cards(["4090", "4090"], [GAMING], missing="emulate")) == ["cuda:0", "emulated:0"]
+    (problem,) = by_cards(["4090", "4090"], [GAMING]).problems
+    assert problem.startswith("`hardware.cards[1]` must be a card that hetexp can drive in this machine")
+
+
+def test_a_part_of_the_cards_is_refused_with_the_ways_out() -> None:
+    (problem,) = by_cards(["rtx_4090", "a380"], [GAMING]).problems
+    assert problem.startswith("`hardware.cards[1]` must be a card")
+    for part in (
+        "'arc_a380'",
+        "NVIDIA GeForce RTX 4090",
+        "hardware.missing=emulate",
+        "hardware.missing=drop",
+        "hardware=auto 'hardware.devices=[emulated:rtx_4090,emulated:arc_a380]'",
+    ):
+        assert part in problem
+
+
+def test_unknown_cards_are_told_by_key() -> None:
+    problems = by_cards(["rtx_4090", "a381", "rtx_9090"]).problems
+    assert [problem.partition(" must be one of ")[0] for problem in problems] == [
+        "`hardware.cards[1]`",
+        "`hardware.cards[2]`",
+    ]
+    assert "Did you mean `a380`?" in problems[0]
+
+
+# ---------------------------------------------------------------- efficiency and a catalogue of one's own
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"device": "emulated:rtx_3090", "efficiency": 0.6},
+        {"vendor": "nvidia", "emulate_as": "rtx_3090", "efficiency": 0.6},
+    ],
+)
+def test_efficiency_reaches_the_ranks_model(entry: dict[str, Any]) -> None:
+    selection = select([entry, "emulated:rtx_3090"])
+    chosen, other = (card_of(device) for device in selection.devices)
+    flops = 35.58e12
+    assert chosen.compute_seconds(flops, "float32") == pytest.approx(chosen.overhead_seconds + 1 / 0.6)
+    assert other == card("rtx_3090")  # the catalogue itself is left as it was
+    backend = EmulatedBackend(selection.devices[0])
+    assert backend.card == chosen
+    assert "RTX 3090 is emulated at efficiency 0.6 instead of the catalogue's 0.45." in selection.reasons
+
+
+def test_a_real_card_has_no_efficiency_to_set() -> None:
+    entry = {"vendor": "nvidia", "emulate_as": "rtx_3090", "efficiency": 0.6}
+    selection = select([entry], [NVIDIA])
+    assert selection.devices == [NVIDIA]
+    assert selection.reasons == []
+
+
+MY_CARDS = """
+cards:
+  my_card:
+    name: My card
+    vendor: nvidia
+    memory_gib: 8
+    tflops: {float32: 10}
+    bandwidth_gb_per_second: 300
+    link: pcie4x8
+    match: My Card
+"""
+
+
+def test_a_card_of_ones_own_is_selected_and_survives_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "my_cards.yaml"
+    path.write_text(MY_CARDS)
+    for selection in (
+        select(["emulated:my_card"], catalogue=str(path)),
+        select([{"vendor": "nvidia", "emulate_as": "my_card"}], catalogue=str(path)),
+        by_cards(["my_card"], catalogue=str(path)),
+    ):
+        assert ids(selection) == ["emulated:0"]
+        path_free = DeviceSpec(**json.loads(json.dumps(asdict(selection.devices[0]))))
+        assert path_free == selection.devices[0]
+        assert EmulatedBackend(path_free).card.tflops == {"float32": 10}
+    mine = replace(NVIDIA, name="NVIDIA My Card")
+    assert ids(by_cards(["my_card"], [mine], catalogue=str(path))) == ["cuda:0"]
+
+
+def test_what_is_wrong_with_the_catalogue_is_told_alone(tmp_path: Path) -> None:
+    path = tmp_path / "my_cards.yaml"
+    path.write_text(MY_CARDS.replace("10}", "-10}").replace("pcie4x8", "pcie9"))
+    selection = select(["emulated:my_card"], catalogue=str(path))
+    (problem,) = selection.problems  # and not that my_card is unknown
+    assert problem.startswith("`hardware.catalogue: cards.my_card.tflops.float32`")
+    assert (
+        select(["cpu"], catalogue=str(tmp_path / "none.yaml"))
+        .problems[0]
+        .startswith("`hardware.catalogue` must be the path")
+    )
 
 
 # ---------------------------------------------------------------- counts

@@ -185,7 +185,7 @@ def test_nothing_speaks_against_a_right_plan() -> None:
         (
             {"trainer": {"precision": "float64"}},
             EMULATED,
-            ["`trainer.precision` must be one that emulated:1 (Arc A770 (emulated)) computes in (float32)"],
+            ["`trainer.precision` must be one that emulated:1 (Arc A770 (emulated)) computes in (float32"],
         ),
         (
             {
