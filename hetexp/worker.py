@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import logging
+import math
 import os
 import platform
 import signal
@@ -14,12 +16,13 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hetexp.core.config import read_config
+from hetexp.core.config import Config, read_config
 from hetexp.core.errors import HetexpError, PeerLostError
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.launch.launcher import READY
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
+from hetexp.launch.preflight import check_checkpoint_space
 from hetexp.launch.process import LAUNCHER_PID
 from hetexp.launch.report import RankFailure, write_failure
 
@@ -68,7 +71,8 @@ def run_rank(plan_path: Path, rank: int) -> NoReturn:
         _end(143)
     except (Exception, SystemExit) as error:  # whatever it is, the launcher must learn of it
         text = traceback.format_exc()
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # a full disk may be what ends this rank
+            print(text, flush=True)
         foreseen = isinstance(error, HetexpError)
         failure = RankFailure(
             rank=rank,
@@ -78,7 +82,8 @@ def run_rank(plan_path: Path, rank: int) -> NoReturn:
             peer_lost=is_peer_lost(error),
             time=time.time(),
         )
-        write_failure(log_path, failure)
+        with contextlib.suppress(OSError):
+            write_failure(log_path, failure)
         job.close(1)
         _end(1)
 
@@ -92,8 +97,9 @@ def _end(exit_code: int) -> NoReturn:
     """
     if exit_code == 0:
         atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(exit_code)
 
 
@@ -103,6 +109,14 @@ def is_peer_lost(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(sign in text for sign in PEER_LOST_SIGNS)
+
+
+def num_checkpoints(config: Config, done: int, total_steps: int) -> int:
+    """Return how many checkpoints a run is going to write after `done` of its steps; the last one has one."""
+    every = config.trainer.checkpoint_every
+    if config.trainer.fast_dev_run:
+        return total_steps // every - done // every if every else 0
+    return math.ceil(total_steps / every) - done // every if every else 1
 
 
 class _Terminated(SystemExit):
@@ -126,16 +140,19 @@ class _Rank:
         """Meet the other ranks, agree with them, train, report."""
         from hetexp.comm.rendezvous import connect_store
         from hetexp.training.loop import train
+        from hetexp.training.rehearsal import rehearse
         from hetexp.training.result import report
-        from hetexp.training.wiring import build_parts, rehearse, resume, start_loggers
+        from hetexp.training.wiring import build_parts, resume, start_loggers
 
         config = read_config(self.plan.config)
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
         store.set(f"hello/{self.rank}", platform.node())
         self.parts = parts = build_parts(self.plan, config, self.rank, store)
-        self.progress = resume(parts)
         time_scale = rehearse(parts)
+        self.progress = resume(parts)
         if self.rank == 0:
+            count = num_checkpoints(config, self.progress.step, parts.total_steps)
+            check_checkpoint_space(parts.checkpoints, parts.model, parts.optimizer, count)
             parts.loggers = self.loggers = start_loggers(parts)
             store.set(READY, str(parts.total_steps))
         started = time.perf_counter()
@@ -150,7 +167,9 @@ class _Rank:
         """Close the loggers; safe to call at any time and twice."""
         loggers, self.loggers = self.loggers, ()
         for logger in loggers:
-            logger.finish(summary or {}, exit_code)
+            # After a failure nothing may keep this rank from ending: the disk may be full.
+            with contextlib.suppress(OSError) if exit_code else contextlib.nullcontext():
+                logger.finish(summary or {}, exit_code)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ class Plan:
     """What the person typed, for the run's name."""
     reasons: tuple[str, ...] = ()
     """Why it looks like this, one sentence each."""
+    network: dict[str, Any] | None = None
+    """Figures of the link between hosts, where emulated devices are in several."""
     store_host: str = "127.0.0.1"
     store_port: int = 0
     working_dir: str = ""
@@ -55,8 +57,14 @@ class Plan:
 
     @property
     def emulated(self) -> bool:
-        """True if any device is emulated: then no number of this run is hardware's."""
-        return any(device.emulated for device in self.devices)
+        """True if a device is not as it is, or faults are ordered: no number of this run is hardware's."""
+        ordered = self.config.get("fault", {}).get("events")
+        return bool(ordered) or any(device.emulated for device in self.devices)
+
+    @property
+    def paced(self) -> bool:
+        """True if a device runs at the pace of a card that is not there: then links are paced as well."""
+        return any(device.backend == "emulated" for device in self.devices)
 
     @property
     def config_hash(self) -> str:

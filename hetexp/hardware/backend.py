@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
+import signal
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hetexp.core.cost import Work
 from hetexp.core.device import DeviceSpec
+from hetexp.core.fault import Due, FaultSchedule
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +45,11 @@ class Backend(ABC):
 
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
+        self.faults = FaultSchedule([], spec.id)
+        self.deviation_seed: int | None = None
+        self.slower = spec.slow
+        """How many times slower than by itself the device is made to be at the moment."""
+        self._first_step_at: float | None = None
 
     @classmethod
     @abstractmethod
@@ -74,15 +85,78 @@ class Backend(ABC):
     def peak_memory_bytes(self) -> int | None:
         """Return the most memory this process has held on the device, `None` where nobody counts."""
 
-    def attach(self, model: nn.Module, inputs: Any) -> None:  # noqa: B027 - most devices need nothing
-        """Prepare the device for this model; `inputs` is a small batch of the training data."""
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
+        """Prepare the device for this model, before a strategy wraps it.
+
+        Args:
+            inputs: a small batch of the training data, on the device.
+        """
+        if self.spec.slow != 1.0 or self.faults.lasting:
+            from hetexp.hardware.pacing import Slowdown
+
+            Slowdown(model, lambda: self.slower, self.synchronize)
+        if self.spec.limited:
+            self.limit_memory(model, optimizer)
+
+    def limit_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let the device hold no more than `spec.memory_bytes`, by a model of what it holds."""
+        from hetexp.hardware.memory_model import ModelledAllocator
+
+        assert self.spec.memory_bytes is not None
+        ModelledAllocator(model, optimizer, self.spec.memory_bytes, str(self.spec))
+
+    def begin_step(self, step: int) -> None:
+        """Let the faults happen that are ordered for this step (the number of steps already done).
+
+        Raises:
+            torch.OutOfMemoryError: one of them is an out-of-memory.
+        """
+        if step < 0:  # a rehearsal
+            return
+        now = time.perf_counter()
+        self._first_step_at = self._first_step_at or now
+        elapsed = now - self._first_step_at
+        self.slower = self.spec.slow * self.faults.factor(step, elapsed)
+        for due in self.faults.due(step, elapsed):
+            self._suffer(due)
+
+    def _suffer(self, due: Due) -> None:
+        if due.kind == "stall":
+            time.sleep(due.seconds)
+        elif due.kind == "death":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            import torch
+
+            raise torch.OutOfMemoryError(f"Out of memory on {self.spec}, as `fault.events` orders.")
+
+    def begin_update(self) -> None:  # noqa: B027 - only a paced device has to know
+        """Gradients are exchanged; the optimizer follows."""
+
+    def pause(self) -> None:  # noqa: B027 - likewise
+        """Something else than training is about to begin: what the device is busy with ends first."""
+
+    def resume(self) -> None:  # noqa: B027 - likewise
+        """Something else than training (an evaluation, a checkpoint) came between two steps."""
+
+    def backward_done(self) -> float:
+        """Return the fraction of the running backward pass that is over, as far as a paced device knows."""
+        return 1.0
 
     def rehearsal_scale(self) -> float | None:
         """Return the smallest `time_scale` that the rehearsed passes allow; only emulated devices do."""
         return None
 
+    def modelled_work(self, microbatches: Sequence[int], bytes_per_sample: int) -> Work | None:
+        """Return what the catalogue says a step of these microbatches takes; only emulated devices know."""
+        return None
+
     def start_pacing(self, time_scale: float) -> None:  # noqa: B027
         """Begin to pace passes at the scale that all ranks agreed on; only emulated devices do."""
+
+    def paced(self) -> list[tuple[str, float, float]]:
+        """Return name, real and modelled seconds of each phase that was paced."""
+        return []
 
     def invalid_reason(self) -> str | None:
         """Return why this rank's timings must not be used, or `None` where they may."""

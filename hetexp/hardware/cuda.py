@@ -11,6 +11,7 @@ from hetexp.hardware.backend import Backend
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 class CudaBackend(Backend):
@@ -75,6 +76,13 @@ class CudaBackend(Backend):
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         return torch.device("cuda", 0)
+
+    def limit_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        import torch
+
+        assert self.spec.memory_bytes is not None
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self.spec.memory_bytes / total), 0)
 
     def mark(self) -> Any:
         import torch

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
@@ -38,6 +38,9 @@ class Strategy(ABC):
     @abstractmethod
     def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward adds gradients up locally and exchanges nothing."""
+
+    def exchange_through(self, module: nn.Module, hook: Callable[[Any, Any], Any]) -> None:  # noqa: B027
+        """Let a communication hook of DDP's form average the gradients, where any are exchanged."""
 
     @abstractmethod
     def averaged_over(self, world_size: int) -> int:

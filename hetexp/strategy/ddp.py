@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -87,6 +87,12 @@ class DDP(Strategy):
         assert isinstance(module, DistributedDataParallel)
         context: AbstractContextManager[None] = module.no_sync()
         return context
+
+    def exchange_through(self, module: nn.Module, hook: Callable[[Any, Any], Any]) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        assert isinstance(module, DistributedDataParallel)
+        module.register_comm_hook(None, hook)
 
     def averaged_over(self, world_size: int) -> int:
         return world_size

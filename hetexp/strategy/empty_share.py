@@ -11,19 +11,19 @@ from hetexp.core.call import call_model
 
 
 class _Zero(torch.autograd.Function):
-    """A scalar 0 that depends on all parameters and sends each of them a gradient of zero.
+    """A scalar 0 that depends on a parameter, and on the zero before it, and sends a gradient of zero.
 
     Multiplying a real output by zero would not do: 0 × inf is NaN, and some layers refuse an empty batch.
     """
 
     @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
+    def forward(ctx: Any, before: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(parameter)
+        return parameter.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        return gradients[0] if ctx.needs_input_grad[0] else None, torch.zeros_like(ctx.saved_tensors[0])
 
 
 class EmptyShareGuard(nn.Module):
@@ -35,8 +35,10 @@ class EmptyShareGuard(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         if inputs is None:
-            zero: torch.Tensor = _Zero.apply(  # type: ignore[no-untyped-call]
-                *(p for p in self.model.parameters() if p.requires_grad)
-            )
+            # A chain, so that gradients come in the order of a real backward: DDP takes rank 0's for all.
+            zero: torch.Tensor | None = None
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    zero = _Zero.apply(zero, parameter)  # type: ignore[no-untyped-call]
             return zero
         return call_model(self.model, inputs)

@@ -46,13 +46,18 @@ class StepResult:
     """The one that this step used."""
 
 
-def train_step(parts: Parts, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter) -> StepResult:
+def train_step(
+    parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+) -> StepResult:
     """Do one optimizer step of the global batch: the same gradient as one device on all of it."""
     normalizer.start(sum(parts.loss.count(targets) for _, targets in batch.microbatches))
     parts.optimizer.zero_grad(set_to_none=True)
     microbatches: list[Any] = batch.microbatches or [NO_SAMPLES]
     loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
     factor, global_count = 0.0, 0
+    parts.backend.begin_step(step)
+    if parts.exchange is not None:
+        parts.exchange.begin_step()
     for position, (inputs, targets) in enumerate(microbatches):
         last = position == len(microbatches) - 1
         with nullcontext() if last else parts.strategy.accumulate(parts.module):
@@ -64,6 +69,7 @@ def train_step(parts: Parts, batch: LocalBatch, normalizer: LossNormalizer, mete
                 factor, global_count = normalizer.factor()
             meter.backward(total * factor)
         loss_sum += total.detach()
+    parts.backend.begin_update()
     grad_norm = None
     if parts.config.trainer.clip_norm is not None:
         # After the exchange and the weighting: every rank clips the gradient of the whole batch.
@@ -97,7 +103,7 @@ def train(parts: Parts, progress: Progress) -> Outcome:
     )
     window.restart()
     for batch in batches:
-        result = train_step(parts, batch, normalizer, window.meter)
+        result = train_step(parts, progress.step, batch, normalizer, window.meter)
         progress.step += 1
         progress.samples += batch.global_samples
         progress.position = batch.position
@@ -140,10 +146,12 @@ class Window:
 
     def restart(self) -> None:
         """Let the clock run: steps follow."""
+        self.parts.backend.resume()
         self._resumed_at = time.perf_counter()
 
     def pause(self) -> None:
         """Stop the clock: what follows is not training."""
+        self.parts.backend.pause()
         self.parts.backend.synchronize()
         now = time.perf_counter()
         self._seconds += now - self._resumed_at

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from hetexp.comm.rendezvous import exchange
+from hetexp.core.cost import Work, step_seconds
+from hetexp.core.files import write_json
 from hetexp.core.summary import blank_summary
 from hetexp.data.loader import cut
+from hetexp.hardware.emulated import OUTRUN_TOLERANCE
+from hetexp.hardware.links import build_links
+from hetexp.hardware.pacing import tensors
 from hetexp.training.loop import Outcome
 from hetexp.training.state import Parts
 from hetexp.training.wiring import versions
@@ -20,11 +28,16 @@ def report(
     """Gather every rank's measurements; return the summary, the same on every rank but for `checkpoint`."""
     limit = parts.config.comm.timeout_seconds
     everyone = exchange(store, "result", parts.rank, parts.plan.world_size, _mine(parts, outcome), limit)
+    emulation = _emulation(parts, everyone, time_scale) if time_scale is not None else None
+    if emulation is not None and parts.rank == 0:
+        write_json(Path(parts.plan.run_dir) / "emulation.json", emulation)
     totals, seconds = outcome.totals, outcome.totals.train_seconds
     reasons = [rank["invalid_reason"] for rank in everyone if rank["invalid_reason"]]
     summary = blank_summary(parts.plan, "completed")
     summary |= {
         "time_scale": time_scale,
+        "link_emulated": parts.plan.paced,
+        "predicted_step_s": emulation["predicted_step_s"] if emulation is not None else None,
         "valid": not reasons,
         "invalid_reason": "; ".join(reasons) or None,
         "steps": outcome.progress.step,
@@ -41,13 +54,70 @@ def report(
     return summary
 
 
+def _emulation(parts: Parts, everyone: list[dict[str, Any]], time_scale: float) -> dict[str, Any]:
+    """Return what the cost model says of a step and what each rank really paced, in real seconds."""
+    work = [rank["work"] for rank in everyone]
+    # A rank without samples has no backward pass: its buckets leave at once.
+    computing = [rank["buckets"] for rank in everyone if rank["work"] and rank["work"]["backward"]]
+    buckets: list[tuple[float, int]] = computing[0] if computing else []
+    predicted = None
+    if all(work):
+        model = [Work(tuple(w["forward"]), tuple(w["backward"]), w["update"]) for w in work]
+        links = build_links(parts.plan.devices, parts.plan.network)
+        predicted = step_seconds(model, links, buckets) * time_scale
+    return {
+        "time_scale": time_scale,
+        "predicted_step_s": predicted,
+        "buckets": buckets,
+        "devices": [
+            {"id": device.id, "work": rank["work"], "phases": rank["phases"]}
+            for device, rank in zip(parts.plan.devices, everyone, strict=True)
+        ],
+    }
+
+
+def _phases(parts: Parts) -> dict[str, dict[str, float]]:
+    """Return the medians of real and modelled seconds of each kind of phase that this rank paced."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for name, real, modelled in parts.backend.paced():
+        pairs.setdefault(name, []).append((real, modelled))
+    if parts.exchange is not None:
+        pairs["exchange"] = parts.exchange.link_seconds
+    return {
+        name: {
+            "real": statistics.median(real for real, _ in found),
+            "modelled": statistics.median(modelled for _, modelled in found),
+            "ratio": statistics.median(real / modelled for real, modelled in found),
+        }
+        for name, found in pairs.items()
+        if found
+    }
+
+
+def _invalid_reason(parts: Parts) -> str | None:
+    """Return why this rank's timings must not be used, `None` where they may."""
+    reason = parts.backend.invalid_reason()
+    if reason is None and parts.exchange is not None and parts.exchange.late_share() > OUTRUN_TOLERANCE:
+        reason = (
+            f"{parts.backend.spec}: this machine's real exchange took {parts.exchange.late_share():.0%} "
+            "longer than the emulated links; raise `hardware.time_scale`"
+        )
+    return reason
+
+
 def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
     """Return what only this rank knows."""
     trainer, totals = parts.config.trainer, outcome.totals
     sizes = cut(parts.plan.local_batch_sizes[parts.rank], trainer.accumulate, trainer.microbatch_size)
+    inputs, _ = parts.train_data[0]
+    bytes_per_sample = sum(t.numel() * t.element_size() for t in tensors(parts.to_device(inputs)))
+    work = parts.backend.modelled_work(sizes, bytes_per_sample)
     working = totals.local_samples and totals.compute_seconds
     return {
-        "invalid_reason": parts.backend.invalid_reason(),
+        "invalid_reason": _invalid_reason(parts),
+        "work": asdict(work) if work is not None else None,
+        "buckets": parts.exchange.buckets if parts.exchange is not None else [],
+        "phases": _phases(parts),
         "device": {
             **versions(),
             "micro_batch": max(sizes, default=0),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hetexp.comm.communicator import Communicator
+from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
 from hetexp.core.split import Split, apportion
@@ -45,6 +46,8 @@ class Parts:
     train_data: Dataset[Any]
     eval_data: Dataset[Any] | None
     sampler: GlobalSampler
+    exchange: PacedExchange | None
+    """Paces the exchange of gradients where devices are emulated."""
     loggers: tuple[Logger, ...]
     """Filled on rank 0 only."""
     total_steps: int

@@ -17,15 +17,16 @@ import hetexp
 from hetexp.checkpoint.folder import load_checkpoint
 from hetexp.checkpoint.manifest import search_checkpoint
 from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.rendezvous import compare_facts, exchange, form_group
-from hetexp.core.call import call_model
 from hetexp.core.config import Config
+from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data
-from hetexp.data.loader import cut
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import backend_class
+from hetexp.hardware.links import build_links
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
@@ -33,7 +34,6 @@ from hetexp.optimizer.build import build_optimizer, build_schedule, restart_sche
 from hetexp.training.loss import build_loss
 from hetexp.training.state import Parts, Progress
 
-REHEARSED_PASSES = 4
 log = logging.getLogger(__name__)
 
 
@@ -50,6 +50,8 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     spec = plan.devices[rank]
     backend = backend_class(spec.backend)(spec)
+    backend.faults = FaultSchedule(config.fault.events, spec.id)
+    backend.deviation_seed = config.hardware.deviation_seed
     device = backend.torch_device()
     data = build_data(config.data)
     num_samples = len(data.train)  # type: ignore[arg-type]  # map-style, as build_data checked
@@ -84,13 +86,19 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         train_data=data.train,
         eval_data=data.evaluation,
         sampler=sampler,
+        exchange=None,
         loggers=(),
         total_steps=total_steps,
     )
     inputs, _ = next(iter(DataLoader(data.train, batch_size=min(2, num_samples))))
     # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
-    backend.attach(model, parts.to_device(inputs))
+    backend.attach(model, optimizer, parts.to_device(inputs))
     parts.module = strategy.wrap(model, device)
+    if plan.paced and communicator.world_size > 1:
+        done = backend.backward_done
+        links = build_links(plan.devices, plan.network)
+        parts.exchange = PacedExchange(links, rank, backend.synchronize, done, config.comm.timeout_seconds)
+        strategy.exchange_through(parts.module, parts.exchange.hook)
     return parts
 
 
@@ -165,44 +173,6 @@ def resume(parts: Parts) -> Progress:
     return Progress.from_dict(state.step, state.position, state.extra["progress"])
 
 
-def rehearse(parts: Parts) -> float | None:
-    """Find the time scale of emulated devices and start their pacing; `None` without any.
-
-    All ranks compute a few passes at the same time, as they will in training, and take the largest scale
-    that one of them needs. Parameters, gradients, buffers and random states are left as they were.
-    """
-    if not parts.plan.emulated:
-        return None
-    wanted = parts.config.hardware.time_scale
-    if wanted is None:
-        parts.communicator.barrier()
-        _rehearse_passes(parts)
-        needed = torch.tensor([parts.backend.rehearsal_scale() or 0.0], dtype=torch.float64)
-        wanted = float(parts.communicator.all_reduce(needed, "max"))
-    parts.backend.start_pacing(wanted)
-    return wanted
-
-
-def _rehearse_passes(parts: Parts) -> None:
-    trainer = parts.config.trainer
-    sizes = cut(parts.plan.local_batch_sizes[parts.rank], trainer.accumulate, trainer.microbatch_size)
-    size = min(max(sizes, default=1), len(parts.train_data))  # type: ignore[arg-type]
-    inputs, targets = next(iter(DataLoader(parts.train_data, batch_size=size)))
-    parameters = [p for p in parts.model.parameters() if p.requires_grad]
-    buffers = [buffer.clone() for buffer in parts.model.buffers()]
-    generator = torch.get_rng_state()
-    parts.model.train()
-    for _ in range(REHEARSED_PASSES):
-        output = call_model(parts.model, parts.to_device(inputs))
-        parts.loss.total(output, parts.to_device(targets)).backward()
-    for parameter in parameters:
-        parameter.grad = None
-    with torch.no_grad():
-        for buffer, saved in zip(parts.model.buffers(), buffers, strict=True):
-            buffer.copy_(saved)
-    torch.set_rng_state(generator)
-
-
 def start_loggers(parts: Parts) -> tuple[Logger, ...]:
     """Open `metrics.jsonl` and the configured tracker; rank 0 calls it."""
     plan = parts.plan
@@ -219,7 +189,13 @@ def start_loggers(parts: Parts) -> tuple[Logger, ...]:
         job_type="sweep" if plan.group else "train",
         tags=tuple(tags),
         config=plan.config
-        | {"plan": {"devices": [str(d) for d in plan.devices], "shares": list(plan.shares)}},
+        | {
+            "plan": {
+                "devices": [str(d) for d in plan.devices],
+                "shares": list(plan.shares),
+                "overrides": list(plan.overrides),
+            }
+        },
     )
     metrics: Logger = MetricsFile(Path(plan.run_dir) / "metrics.jsonl")
     tracker: Logger = instantiate(parts.config.logger)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from support import Train, difference, worst
+
+from hetexp.core.errors import RunFailedError
 
 STEPS = 20
 GPT = (
@@ -90,3 +95,34 @@ def test_two_cards_and_the_cpu(train: Train) -> None:
     loss, parameters = worst(train(*GPT, precision, *three), reference, STEPS)
     assert loss <= 1e-12
     assert parameters <= 1e-12
+
+
+def test_a_slowed_card_says_so_and_stays_exact(train: Train) -> None:
+    plain = train(*GPT, *CARD)
+    slowed = train(*GPT, "hardware.devices=[{device: cuda:0, slow: 3}]", "strategy=single")
+    loss, parameters = worst(slowed, plain, STEPS)
+    speeds = [run.summary["devices"][0]["samples_per_s"] for run in (plain, slowed)]
+    print(
+        f"slowed 3×: {speeds[0] / speeds[1]:.2f} times slower, loss {loss:.1e}, parameters {parameters:.1e}"
+    )
+    assert loss <= 1e-5
+    assert parameters <= 1e-5
+    assert slowed.summary["emulated"] is True
+    assert "slowed 3×" in slowed.summary["devices"][0]["name"]
+    assert "DEVICES NOT AS THEY ARE" in slowed.screen
+
+
+def test_a_limited_card_runs_out_of_memory(train: Train, tmp_path: Path) -> None:
+    large = (
+        "model.embedding_size=512",
+        "model.num_layers=8",
+        "data.sequence_length=512",
+        "trainer.max_steps=2",
+    )
+    assert train(*GPT, *CARD, *large).summary["status"] == "completed"
+    limited = "hardware.devices=[{device: cuda:0, memory_gib: 0.25}]"
+    folder = tmp_path / "limited"
+    with pytest.raises(RunFailedError, match="OutOfMemoryError|out of memory"):
+        train(*GPT, limited, "strategy=single", *large, folder=folder)
+    failures = json.loads((folder / "summary.json").read_text())["failures"]
+    assert failures[0]["kind"] == "OutOfMemoryError"

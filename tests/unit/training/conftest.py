@@ -185,6 +185,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
                 settings.drop_last,
                 settings.overfit_batches,
             ),
+            exchange=None,
             loggers=(Recorder(),) if rank == 0 else (),
             total_steps=steps,
         )

@@ -76,7 +76,7 @@ class Step:
             accumulate = parts.config.trainer.accumulate
             part = local_part(inputs, targets, Split(tuple(counts)), comm.rank, accumulate, size)
             meter = Meter(parts.backend)
-            result = train_step(parts, part, normalizer, meter)
+            result = train_step(parts, 0, part, normalizer, meter)
             self.exchanges.append(cast(Any, parts.strategy).exchanges)
             assert meter.samples == counts[comm.rank]
             gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
@@ -179,7 +179,7 @@ def test_gradients_do_not_outlive_a_step(make_parts: MakeParts) -> None:
     normalizer = LossNormalizer(parts.communicator, 1)
     gradients = []
     for _ in range(2):
-        train_step(parts, local_part(inputs, targets, Split((8,)), 0), normalizer, Meter(parts.backend))
+        train_step(parts, 0, local_part(inputs, targets, Split((8,)), 0), normalizer, Meter(parts.backend))
         assert parts.model.weight.grad is not None
         gradients.append(cast(torch.Tensor, parts.model.weight.grad).clone())
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
@@ -220,7 +220,7 @@ def test_the_learning_rate_told_is_the_one_used(make_parts: MakeParts) -> None:
     parts = make_parts(SoloCommunicator(), schedule="linear", total_steps=4, precision="float64")
     normalizer = LossNormalizer(parts.communicator, 1)
     part = local_part(*batch_of(8), Split((8,)), 0)
-    used = [train_step(parts, part, normalizer, Meter(parts.backend)).learning_rate for _ in range(4)]
+    used = [train_step(parts, 0, part, normalizer, Meter(parts.backend)).learning_rate for _ in range(4)]
     assert used == pytest.approx([0.1, 0.075, 0.05, 0.025])
 
 

@@ -1,0 +1,134 @@
+"""DDP's exchange of gradients at the pace of links that are not there.
+
+The bytes really travel by gloo; when a bucket may be used again is decided by the cost model. Each rank
+gives the moment at which its bucket would have reached the host, and all compute the same moment at which the
+exchange would have ended. Moments are those of the machine's monotonic clock, which its processes share.
+"""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetexp.core.cost import Links
+
+GRAIN_SECONDS = 1e-3
+"""A sleep ends a little late by itself; only what is later than this counts as outrun."""
+
+
+@dataclass
+class _Bucket:
+    tensor: torch.Tensor
+    ready: float
+    future: torch.futures.Future[torch.Tensor]
+    due: float = 0.0
+
+
+class PacedExchange:
+    """A communication hook for DDP that averages over all ranks, overlapping as the links would.
+
+    Args:
+        links: channels of all ranks.
+        rank: this one.
+        settle: waits until a bucket's own computation on the device is over.
+        done: tells how much of backward is done, to record when each bucket left.
+        timeout_seconds: longest wait for the other ranks.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        rank: int,
+        settle: Callable[[], None],
+        done: Callable[[], float],
+        timeout_seconds: float,
+    ) -> None:
+        self._links, self._rank, self._settle, self._done = links, rank, settle, done
+        # A group of its own: its collectives come from another thread than those of the training loop.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self.time_scale = 0.0
+        self._ratios: list[float] = []
+        self.buckets: list[tuple[float, int]] = []
+        """Of the last step: fraction of backward done when the bucket left, bytes."""
+        self.link_seconds: list[tuple[float, float]] = []
+        """Of each paced bucket from leaving to being back: real time, modelled time × scale."""
+        self.late_seconds = self.modelled_seconds = 0.0
+        self._to_host_free = self._exchange_free = self._back_free = 0.0
+        self._sending: queue.SimpleQueue[_Bucket] = queue.SimpleQueue()
+        self._returning: queue.SimpleQueue[_Bucket] = queue.SimpleQueue()
+        for target in (self._send, self._give_back):
+            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+
+    def real_ratio(self) -> float:
+        """Return the median of real ÷ modelled time of a bucket while nothing was delayed yet."""
+        return statistics.median(self._ratios) if self._ratios else 0.0
+
+    def late_share(self) -> float:
+        """Return the seconds past the due moments ÷ modelled seconds, since pacing started."""
+        return self.late_seconds / self.modelled_seconds if self.modelled_seconds else 0.0
+
+    def start(self, time_scale: float) -> None:
+        """Pace every bucket from now on."""
+        self.time_scale = time_scale
+
+    def begin_step(self) -> None:
+        """Forget the buckets of the step before."""
+        self.buckets = []
+
+    def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Take a bucket that is complete; the future holds its mean over all ranks."""
+        self._settle()
+        tensor = bucket.buffer()
+        self.buckets.append((self._done(), tensor.numel() * tensor.element_size()))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._sending.put(_Bucket(tensor, time.perf_counter(), future))
+        return future
+
+    def _send(self) -> None:
+        while True:
+            bucket = self._sending.get()
+            try:
+                self._exchange(bucket)
+            except Exception as error:  # whatever it is, backward must not wait for ever
+                bucket.future.set_exception(error)  # type: ignore[arg-type]
+                continue
+            self._returning.put(bucket)
+
+    def _exchange(self, bucket: _Bucket) -> None:
+        num_bytes = bucket.tensor.numel() * bucket.tensor.element_size()
+        scale, to_host = self.time_scale, self._links.to_host_seconds(self._rank, num_bytes)
+        at_host = max(bucket.ready, self._to_host_free) + to_host * scale
+        moment = torch.tensor([at_host], dtype=torch.float64)
+        latest = dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        summed = dist.all_reduce(bucket.tensor.div_(self._links.world_size), group=self._group, async_op=True)
+        latest.wait()
+        met = time.perf_counter()
+        start = max(float(moment), self._exchange_free)
+        exchanged = start + self._links.exchange_seconds(num_bytes) * scale
+        bucket.due = max(exchanged, self._back_free) + to_host * scale
+        self._to_host_free, self._exchange_free, self._back_free = at_host, exchanged, bucket.due
+        summed.wait()
+        if scale == 0.0:
+            modelled = 2 * to_host + self._links.exchange_seconds(num_bytes)
+            self._ratios.append((time.perf_counter() - met) / modelled)
+
+    def _give_back(self) -> None:
+        while True:
+            bucket = self._returning.get()
+            left = bucket.due - time.perf_counter()
+            if left > 0:
+                time.sleep(left)
+            if self.time_scale > 0.0:
+                now = time.perf_counter()
+                self.link_seconds.append((now - bucket.ready, bucket.due - bucket.ready))
+                self.modelled_seconds += bucket.due - bucket.ready
+                self.late_seconds += max(0.0, now - bucket.due - GRAIN_SECONDS)
+            bucket.future.set_result(bucket.tensor)

@@ -1,0 +1,66 @@
+"""Faults that a person orders (group `fault`): what happens to which device, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetexp.core.config import FaultEvent
+
+
+@dataclass(frozen=True)
+class Due:
+    """An event whose moment has come."""
+
+    kind: str
+    seconds: float
+
+
+class FaultSchedule:
+    """The events of one device.
+
+    Args:
+        events: of the whole run; those of other devices are left out.
+        device_id: `emulated:0`, `cuda:1` …
+    """
+
+    def __init__(self, events: Sequence[FaultEvent], device_id: str) -> None:
+        mine = [event for event in events if event.device == device_id]
+        self.lasting = [event for event in mine if event.kind in ("slow", "thermal")]
+        self._sudden = [event for event in mine if event.kind not in ("slow", "thermal")]
+        self._begun = False
+
+    def factor(self, step: int, elapsed_seconds: float) -> float:
+        """Return how many times slower than usual the device is in this step (from 1 on)."""
+        product = 1.0
+        for event in self.lasting:
+            since = _since(event, step, elapsed_seconds)
+            if since < 0:
+                continue
+            if event.until_step is not None and step >= event.until_step:
+                continue
+            if event.kind == "slow":
+                product *= event.factor
+            else:  # heats up towards the factor, two thirds of the way after `warm_up` steps (or seconds)
+                product *= 1.0 + (event.factor - 1.0) * (1.0 - math.exp(-since / event.warm_up))
+        return product
+
+    def due(self, step: int, elapsed_seconds: float) -> list[Due]:
+        """Return the events that happen now, each once.
+
+        Those of steps before the first that is asked for happened before a resume.
+        """
+        if not self._begun:
+            self._begun = True
+            self._sudden = [e for e in self._sudden if e.at_step is None or e.at_step >= step]
+        now = [event for event in self._sudden if _since(event, step, elapsed_seconds) >= 0]
+        self._sudden = [event for event in self._sudden if event not in now]
+        return [Due(event.kind, event.seconds) for event in now]
+
+
+def _since(event: FaultEvent, step: int, elapsed_seconds: float) -> float:
+    if event.at_step is not None:
+        return float(step - event.at_step)
+    assert event.at_seconds is not None
+    return elapsed_seconds - event.at_seconds

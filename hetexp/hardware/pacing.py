@@ -1,0 +1,273 @@
+"""Paces a model's passes on the CPU to the modelled time of a card.
+
+A step has phases: forward (inputs travelling to the card included), backward, update. Each begins when the
+work really begins and ends no earlier than its modelled duration × `time_scale`. In backward, each gradient
+waits for the share of the work before it, so that an exchange overlaps with the rest as on the card.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hetexp.core.call import call_model
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+GRAIN_SECONDS = 1e-3
+"""A sleep ends a little late by itself; only what is later than this counts as outrun."""
+
+
+class PassTimes(Protocol):
+    """What a pacer asks of the card: modelled seconds, `time_scale` not applied."""
+
+    def forward(self, num_samples: int, num_bytes: int) -> float:
+        """Return the time of a forward pass whose inputs have so many bytes."""
+        ...
+
+    def backward(self, num_samples: int) -> float:
+        """Return the time of a backward pass."""
+        ...
+
+    def update(self) -> float:
+        """Return the time from the last gradient to the next forward pass."""
+        ...
+
+
+class Pacer:
+    """Delays the passes of one model.
+
+    Args:
+        model: hooked as it is; wrappers such as DDP go around it afterwards, so that a gradient is delayed
+            before the wrapper may send it.
+        times: the card's modelled times.
+        fractions: for each trainable parameter its share of the backward pass (`count_work`).
+    """
+
+    def __init__(
+        self, model: nn.Module, times: PassTimes, fractions: list[tuple[torch.nn.Parameter, float]]
+    ) -> None:
+        self._times = times
+        self.time_scale = 0.0
+        self._ratios: dict[str, list[float]] = {}
+        self._shortest = math.inf
+        self._modelled = self._late = 0.0
+        self._samples = 0
+        self._phase = ""
+        self._started = self._allowed = 0.0
+        self.backward_done = 0.0
+        """Fraction of the running backward pass whose modelled time is over."""
+        self._updating = False
+        self.paced: list[tuple[str, float, float]] = []
+        """Of each paced phase its name, real time and modelled time × scale, to check the emulation by."""
+        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+        model.register_forward_hook(self._end_forward)
+        for parameter, fraction in fractions:
+            parameter.register_hook(lambda _, fraction=fraction: self._gradient_ready(fraction))
+
+    @property
+    def late_share(self) -> float:
+        """Seconds past the deadlines ÷ modelled seconds, since pacing started."""
+        return self._late / self._modelled if self._modelled else 0.0
+
+    def slowest_ratio(self) -> float:
+        """Return the largest real ÷ modelled time of a phase while nothing was delayed yet.
+
+        Of each kind of phase the median counts: the first warms caches up, and one may meet a busy moment.
+        """
+        return max((statistics.median(ratios) for ratios in self._ratios.values()), default=0.0)
+
+    def shortest_pass(self) -> float:
+        """Return the shortest modelled forward or backward pass so far, in modelled seconds."""
+        return self._shortest
+
+    def start(self, time_scale: float) -> None:
+        """Delay every phase from now on to `time_scale` times its modelled duration."""
+        self.time_scale = time_scale
+        self._updating = False
+
+    def begin_update(self) -> None:
+        """The gradients are there: the optimizer's phase begins."""
+        self._begin("update", self._times.update())
+        self._updating = True
+
+    def end_update(self) -> None:
+        """Wait for the end of the optimizer's phase, if one is under way."""
+        if self._updating:
+            self._updating = False
+            self._wait_until(1.0)
+            self._end()
+
+    def forget(self) -> None:
+        """Begin no phase where the last one ended: something else than training came between."""
+        self._updating = False
+
+    def _begin_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._samples = num_samples((args, kwargs))
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors((args, kwargs)))
+        self._begin("forward", self._times.forward(self._samples, num_bytes))
+
+    def _end_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._wait_until(1.0)
+        self._end()
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                # The gradient of the output is the first thing that the backward pass hands to the model.
+                tensor.register_hook(lambda _: self._begin_backward())
+                break
+
+    def _begin_backward(self) -> None:
+        from torch.autograd import Variable
+
+        self._begin("backward", self._times.backward(self._samples))
+        self.backward_done = 0.0
+        # Runs when all gradients are there and before DDP waits for its exchange, which queues later.
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _gradient_ready(self, fraction: float) -> None:
+        self.backward_done = min(self.backward_done + fraction, 1.0)
+        self._wait_until(self.backward_done)
+
+    def _end_backward(self) -> None:
+        self._wait_until(1.0)  # parameters that took no part left their fraction unused
+        self.backward_done = 1.0
+        self._end()
+
+    def _begin(self, phase: str, seconds: float) -> None:
+        self._phase, self._allowed = phase, seconds
+        if phase != "update":
+            self._shortest = min(self._shortest, seconds)
+        self._started = time.perf_counter()
+
+    def _wait_until(self, fraction: float) -> None:
+        left = self._started + fraction * self._allowed * self.time_scale - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+    def _end(self) -> None:
+        elapsed = time.perf_counter() - self._started
+        if self.time_scale == 0.0:
+            self._ratios.setdefault(self._phase, []).append(elapsed / self._allowed)
+            return
+        allowed = self._allowed * self.time_scale
+        self._modelled += allowed
+        self._late += max(0.0, elapsed - allowed - GRAIN_SECONDS)
+        self.paced.append((self._phase, elapsed, allowed))
+
+
+class Slowdown:
+    """Slows a real device: after each pass it idles for a multiple of the time that the pass took.
+
+    Args:
+        model: hooked as it is.
+        factor: returns how many times slower than real; asked once a pass.
+        synchronize: waits for the device, so that its own work is measured.
+    """
+
+    def __init__(
+        self, model: nn.Module, factor: Callable[[], float], synchronize: Callable[[], None]
+    ) -> None:
+        self._factor, self._synchronize = factor, synchronize
+        self._started: float | None = None
+        model.register_forward_pre_hook(lambda *_: self._begin())
+        model.register_forward_hook(self._end_forward)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for parameter in parameters:
+            parameter.register_hook(lambda _: self._catch_up())
+
+    def _begin(self) -> None:
+        self._synchronize()
+        self._started = time.perf_counter()
+
+    def _end_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._catch_up()
+        self._stop()
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._begin_backward())
+                break
+
+    def _begin_backward(self) -> None:
+        from torch.autograd import Variable
+
+        self._begin()
+        Variable._execution_engine.queue_callback(self._stop)
+
+    def _stop(self) -> None:
+        """What follows until the next pass is no work: not even the gradients of an empty share."""
+        self._started = None
+
+    def _catch_up(self) -> None:
+        """Idle for what the work since the last call would have taken longer."""
+        factor = self._factor()
+        if factor <= 1.0 or self._started is None:
+            return
+        self._synchronize()
+        worked = time.perf_counter() - self._started
+        time.sleep(worked * (factor - 1.0))
+        self._started = time.perf_counter()
+
+
+def count_work(model: nn.Module, inputs: Any) -> tuple[float, float, list[tuple[torch.nn.Parameter, float]]]:
+    """Count the floating-point operations of one sample.
+
+    Returns:
+        Operations forward, operations backward, and for each trainable parameter the fraction of the
+        backward pass that ends with its gradient (fractions sum to 1).
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    modes, samples = [(m, m.training) for m in model.modules()], num_samples((inputs,))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    model.eval()  # no dropout, no running statistics: counting leaves the model as it was
+    counter = FlopCounterMode(display=False)
+    with torch.random.fork_rng(devices=[]), counter:
+        output = call_model(model, inputs)
+        forward = counter.get_total_flops()
+        total = sum(t.sum() for t in tensors(output) if t.requires_grad)
+        if isinstance(total, torch.Tensor):
+            torch.autograd.grad(total, trainable, allow_unused=True)
+        backward = counter.get_total_flops() - forward
+    for module, training in modes:
+        module.training = training
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    return forward / samples, backward / samples, list(_fractions(model, counts))
+
+
+def _fractions(model: nn.Module, counts: dict[str, int]) -> Iterator[tuple[torch.nn.Parameter, float]]:
+    """Share each module's operations among its own trainable parameters; all shares sum to 1."""
+    root = type(model).__name__
+    weights: dict[torch.nn.Parameter, float] = {}
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        work = counts.get(f"{root}.{name}" if name else root, 0) if not list(module.children()) else 0
+        for parameter in own:
+            weights[parameter] = weights.get(parameter, 0.0) + work / len(own)
+    total = sum(weights.values())
+    for parameter, weight in weights.items():
+        yield parameter, weight / total if total else 1.0 / len(weights)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+
+
+def num_samples(args: tuple[Any, ...]) -> int:
+    """Return the number of rows of the first tensor among the arguments of a forward call."""
+    return next((len(t) for t in tensors(args)), 0)

@@ -1,0 +1,70 @@
+"""Before an emulated training: how slow must it be so that this machine can keep every pace?"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from hetexp.data.loader import local_batches
+from hetexp.hardware.emulated import SCALE_MARGIN
+from hetexp.optimizer.build import restart_schedule
+from hetexp.training.loop import train_step
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.state import Parts, Progress
+
+REHEARSED_STEPS = 6
+
+
+def rehearse(parts: Parts) -> float | None:
+    """Find the time scale of emulated devices and start their pacing; `None` without any.
+
+    All ranks do a few real steps at the same time, as they will in training, and take the smallest scale that
+    none of them outruns. Parameters, optimizer, schedule and random states are left as they were.
+    """
+    if not parts.plan.paced:
+        return None
+    scale = parts.config.hardware.time_scale
+    if scale is None:
+        _real_steps(parts)
+        own = parts.backend.rehearsal_scale() or 0.0
+        links = parts.exchange.real_ratio() * SCALE_MARGIN if parts.exchange is not None else 0.0
+        needed = torch.tensor([max(own, links)], dtype=torch.float64)
+        scale = float(parts.communicator.all_reduce(needed, "max"))
+    parts.communicator.barrier()
+    parts.backend.start_pacing(scale)
+    if parts.exchange is not None:
+        parts.exchange.start(scale)
+    return scale
+
+
+def _real_steps(parts: Parts) -> None:
+    """Train a little at full speed and undo it."""
+    weights = copy.deepcopy(parts.model.state_dict())
+    optimizer = copy.deepcopy(parts.optimizer.state_dict())
+    generator = torch.get_rng_state()
+    averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
+    normalizer = LossNormalizer(parts.communicator, averaged_over)
+    meter = Meter(parts.backend)
+    trainer = parts.config.trainer
+    batches = local_batches(
+        parts.train_data,
+        parts.sampler,
+        Progress().position,
+        REHEARSED_STEPS,
+        parts.split,
+        parts.rank,
+        trainer.accumulate,
+        trainer.microbatch_size,
+    )
+    parts.model.train()
+    for batch in batches:
+        train_step(parts, -1, batch, normalizer, meter)
+    parts.backend.resume()
+    parts.optimizer.zero_grad(set_to_none=True)
+    parts.model.load_state_dict(weights)
+    parts.optimizer.state.clear()
+    parts.optimizer.load_state_dict(optimizer)
+    restart_schedule(parts.schedule, 0)
+    torch.set_rng_state(generator)
