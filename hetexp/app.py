@@ -1,18 +1,23 @@
-"""From the command line to a launched run: compose, check, plan, launch."""
+"""From the command line to a launched run: compose, check, plan, launch.
+
+Whatever is not needed to answer `--help` or a shell's completion is imported where it is used.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hetexp
-from hetexp.core.config import COMPONENTS, Config, check_config
+from hetexp.core.conf_folders import conf_dir as conf_dir
+from hetexp.core.conf_folders import name_own_conf_dir
 from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
-from hetexp.core.instantiate import check_component
 
 if TYPE_CHECKING:
     import argparse
@@ -20,27 +25,36 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from rich.console import Console
 
+    from hetexp.core.config import Config
     from hetexp.plan.planner import Request
 
 CONFIG_NAME = "config"
-
-
-def conf_dir() -> Path:
-    """Return the folder of the shipped configuration: inside an installed package, beside it in a clone."""
-    package = Path(hetexp.__file__).resolve().parent
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
+PARENT_POLL_SECONDS = 0.5
+_typed_here = False
+"""Whether `main` ran in this process: joblib and submitit have processes of their own for a sweep's jobs."""
 
 
 def main() -> None:
-    """Run the command line of `train.py`."""
+    """Run the command line of `train.py` and of `hetexp train`."""
+    from hetexp.launch.interpreter import check_own_interpreter
+
+    try:
+        check_own_interpreter()
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     import hydra
     from hydra._internal.utils import get_args_parser
 
+    global _typed_here
+    _typed_here = True
     register_resolvers()
+    _share_config_store()
     # A person's own classes are found beside train.py and in the folder that it is started from.
     sys.path.append(str(Path.cwd()))
-    problems = check_command_line(get_args_parser().parse_args())
+    arguments = get_args_parser().parse_args()
+    name_own_conf_dir(Path(arguments.config_dir) if arguments.config_dir else None)
+    problems = check_command_line(arguments)
     if problems:
         print(ConfigError(problems), file=sys.stderr)
         sys.exit(2)
@@ -63,6 +77,16 @@ def register_resolvers() -> None:
         use_cache=True,
         replace=True,
     )
+
+
+def _share_config_store() -> None:
+    """Keep Hydra from copying its store of configurations at each of the hundred questions of `--help`.
+
+    Nothing changes the store once the plugins are loaded, and `ConfigStore.load` copies what it returns.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -120,6 +144,8 @@ def _job(cfg: DictConfig) -> None:
 
     from hetexp.plan.planner import Request
 
+    if not _typed_here:
+        _end_with_parent()
     job = HydraConfig.get()
     sweep = Path(job.sweep.dir).name if job.mode == RunMode.MULTIRUN else None
     request = Request(
@@ -141,6 +167,23 @@ def _job(cfg: DictConfig) -> None:
         raise CompactHydraException(str(error)) from None
     finally:
         os.chdir(job_folder)
+
+
+@cache  # once a process, however many jobs a launcher gives it
+def _end_with_parent() -> None:
+    """Stop a job, as SIGTERM would, when the process that started this one is gone.
+
+    Nobody else tells a worker of joblib that its sweep was killed: its ranks would train on for nobody.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        pause = threading.Event()
+        while not pause.wait(PARENT_POLL_SECONDS):
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)  # again and again: the first one may end the job only
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def run(cfg: DictConfig, request: Request, console: Console | None = None) -> dict[str, Any]:
@@ -183,6 +226,8 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
     Args:
         working_dir: folder that relative paths start from.
     """
+    from hetexp.core.config import COMPONENTS, check_config
+    from hetexp.core.instantiate import check_component
     from hetexp.hardware.selection import detect_accelerators, select_devices
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.planner import check_plan
@@ -212,7 +257,7 @@ def plain(cfg: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
     from omegaconf.errors import OmegaConfBaseException
 
     cfg = cfg.copy()
-    missing = sorted(OmegaConf.missing_keys(cfg))
+    missing = sorted(_missing(cfg))
     problems = [f"`{key}` must be given, but is ??? (missing)." for key in missing]
     for key in missing:
         OmegaConf.update(cfg, key, None)
@@ -232,6 +277,22 @@ def plain(cfg: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
     # Through JSON, so that what is checked is exactly what the plan will hold.
     plain_types: dict[str, Any] = json.loads(json.dumps(raw))
     return plain_types, missing, problems
+
+
+def _missing(node: Any, key: str = "") -> Iterator[str]:
+    """Yield the keys whose value is ???; unlike OmegaConf's own list, without resolving interpolations."""
+    from omegaconf import DictConfig, ListConfig
+
+    names: Sequence[Any] = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
+    for name in names:
+        child = node._get_node(name)
+        path = f"{key}[{name!s}]" if isinstance(node, ListConfig) else f"{key}.{name!s}".lstrip(".")
+        if child._is_missing():
+            yield path
+        elif isinstance(child, (DictConfig, ListConfig)) and not (
+            child._is_interpolation() or child._is_none()
+        ):
+            yield from _missing(child, path)
 
 
 def _check_run(config: Config, working_dir: Path) -> list[str]:

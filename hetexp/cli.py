@@ -1,0 +1,107 @@
+"""The command `hetexp`: a table of subcommands, each one function of the words that follow its name.
+
+Neither typer nor click nor argparse's subparsers share the words out. Hydra must get those of `train` as they
+were typed (`--help`, `-m`, `key=value`, `-sc`), which each of the three has to be kept from reading, and
+click alone takes longer to import than `hetexp --help` takes. A subcommand with options of its own makes its
+own `argparse.ArgumentParser(prog="hetexp <name>")`. To add one, write a function with `@command` here, import
+what it needs inside, and let its docstring's first line say what it does: the help shows that line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import hetexp
+from hetexp.core.errors import did_you_mean, must_be
+
+Command = Callable[[list[str]], int]
+COMMANDS: dict[str, Command] = {}
+"""Subcommands by name, in the order of the help."""
+COMPLETION_FLAGS = ("-sc", "--shell-completion")
+
+
+def command(function: Command) -> Command:
+    """Add a subcommand of the function's name. It gets the words after the name and returns the exit code."""
+    COMMANDS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+@command
+def train(arguments: list[str]) -> int:
+    """Train a model: group=option, key=value and Hydra's flags (hetexp train --help)."""
+    from hetexp.app import main as train_main
+
+    sys.argv = [sys.argv[0], *arguments]  # Hydra reads them there
+    train_main()
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; a subcommand may also leave by `SystemExit`.
+
+    Args:
+        arguments: the words after `hetexp`; those of this process by default.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        print(f"hetexp {hetexp.__version__}")
+        return 0
+    if words[0] in COMPLETION_FLAGS:
+        return _complete(words)
+    if words[0] not in COMMANDS:
+        print(_unknown(words), file=sys.stderr)
+        return 2
+    return COMMANDS[words[0]](words[1:])
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [
+        f"  {name:{width}}  {(one.__doc__ or '').partition(chr(10))[0]}" for name, one in COMMANDS.items()
+    ]
+    return "\n".join(
+        [
+            "hetexp trains one PyTorch model on unequal devices.",
+            "",
+            "Usage: hetexp COMMAND …   or   hetexp --version",
+            "",
+            "Commands",
+            *lines,
+        ]
+    )
+
+
+def _unknown(words: list[str]) -> str:
+    if "=" in words[0] or words[0].startswith("-"):
+        fix = f"Did you mean `hetexp train {' '.join(words)}`?"
+    else:
+        fix = did_you_mean(words[0], COMMANDS).strip()
+    return must_be("command", "one of " + ", ".join(COMMANDS), words[0], fix)
+
+
+def _complete(words: list[str]) -> int:
+    """Answer the shell, which knows `hetexp` but not which subcommand's words it completes.
+
+    The script that `hetexp train -sc install=bash` prints asks `hetexp -sc query=bash`, with the line in
+    COMP_LINE.
+    """
+    line = os.environ.get("COMP_LINE", "")
+    typed = line.split(maxsplit=2)
+    if not words[1:] or not words[1].startswith("query="):
+        return train(words)
+    if len(typed) < 2 or (len(typed) == 2 and not line[-1].isspace()):
+        start = typed[1] if len(typed) == 2 else ""
+        print("\n".join(name for name in COMMANDS if name.startswith(start)))
+    elif typed[1] == "train":
+        os.environ["COMP_LINE"] = " ".join(["hetexp", *typed[2:]]) + ("" if typed[2:] else " ")
+        return train(words)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
