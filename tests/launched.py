@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import socket
 import subprocess
 import sys
@@ -46,6 +47,12 @@ def wait_for(condition: Callable[[], T], what: str, seconds: float = DEADLINE_SE
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         pause.wait(0.02)
     return value
+
+
+def _as_in_a_shell() -> None:
+    """Undo what the tests themselves may have been started with: `&` and nohup ignore these signals."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Launched:
@@ -91,13 +98,16 @@ class Launched:
                     stdin=subprocess.DEVNULL,
                     stdout=screen,
                     stderr=subprocess.STDOUT,
+                    preexec_fn=_as_in_a_shell,
                     **self._options,
                 )
                 return
         master, slave = pty.openpty()
         # A shell makes the terminal its session's own before it becomes the run.
         shell = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(slave), *self._command]
-        self.process = subprocess.Popen(shell, stdin=slave, stdout=slave, stderr=slave, **self._options)
+        self.process = subprocess.Popen(
+            shell, stdin=slave, stdout=slave, stderr=slave, preexec_fn=_as_in_a_shell, **self._options
+        )
         os.close(slave)
         self.keyboard = master
         threading.Thread(target=self._copy_terminal, args=(master,), daemon=True).start()

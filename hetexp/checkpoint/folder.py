@@ -134,6 +134,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
     try:
         safetensors.torch.save_file(copies, path, metadata=dict(metadata) or None)
     except (SafetensorError, ValueError, KeyError) as error:
+        if "I/O error" in str(error):  # of the system; `write_folder` names the checkpoint
+            raise OSError(f"{path.name}: {str(error).rpartition('I/O error: ')[2]}") from error
         raise CheckpointError(f"'{path.name}' could not be written: {error}.") from error
 
 

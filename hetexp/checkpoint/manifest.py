@@ -55,7 +55,9 @@ def write_folder(parent: Path, step: int) -> Iterator[Path]:
         _seal(temporary, step)
         _replace(temporary, final)
     except OSError as error:
-        raise CheckpointError(f"The checkpoint '{final}' could not be written: {error}.") from error
+        raise CheckpointError(
+            f"The checkpoint '{final}' could not be written: {error}. The ones before it are as they were."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # renamed away unless something failed
 

@@ -6,6 +6,7 @@ configuration, an `SetupError` by whoever set the machine up, and anything else 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable, Sequence
 
@@ -58,12 +59,36 @@ class RunFailedError(HetexpError):
 
 def must_be(key: str, accepted: str, value: object, fix: str = "") -> str:
     """Return "`key` must be …, but is … instead." with an optional fix after it."""
-    shown = f"'{value}'" if isinstance(value, str) else repr(value)
+    shown = f"'{value}'" if isinstance(value, str) else "null" if value is None else repr(value)
     sentence = f"`{key}` must be {accepted}, but is {shown} instead."
     return f"{sentence} {fix}" if fix else sentence
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " Did you mean `…`?" for the closest known word, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean `{close[0]}`?" if close else ""
+    """Return " Did you mean `…`?" for the closest known word, whatever its case, or an empty string."""
+    by_folded = {one.casefold(): one for one in known}
+    close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
+    return f" Did you mean `{by_folded[close[0]]}`?" if close else ""
+
+
+def how_to_write(kind: str, value: object) -> str:
+    """Return how the value is written that a person seems to mean, or an empty string.
+
+    Args:
+        kind: pydantic's name of the error.
+    """
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
+        return f"Write {int(value)}."
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            float(value)
+            return f"Write {value} without quotes."
+    if kind in ("int_type", "float_type", "bool_type") and value == "":
+        return "Nothing follows `=`; `null` is written out."
+    if kind == "bool_type" and str(value).casefold() in ("yes", "on", "true", "1"):
+        return "Write true."
+    if kind == "bool_type" and str(value).casefold() in ("no", "off", "false", "0"):
+        return "Write false."
+    if kind in ("list_type", "tuple_type") and isinstance(value, (int, float)):
+        return f"Write [{value}]."
+    return ""

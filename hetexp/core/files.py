@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
+
+LEAST_FREE = 4 * 2**20
+"""Bytes that a run's plan, logs and metrics may need before any checkpoint."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,3 +39,27 @@ def fsync_dir(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def folder_problem(path: Path) -> str:
+    """Say why a folder can neither be written nor made, without making it; empty where it can."""
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not there.is_dir():
+        return f"{there} is a file."
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} cannot be written by this user."
+    free = shutil.disk_usage(there).free
+    if free < LEAST_FREE:
+        return f"only {free / 2**20:.1f} MiB are free in {there}: logs and metrics alone need more."
+    return ""
+
+
+def temporary_folder() -> Path:
+    """Make a folder for temporary files of this process; the launcher removes those that ranks leave."""
+    return Path(tempfile.mkdtemp(prefix=f"hetexp-{os.getpid()}-"))
+
+
+def remove_temporary_folders(pid: int) -> None:
+    """Remove what `temporary_folder` made in a process that has ended."""
+    for folder in Path(tempfile.gettempdir()).glob(f"hetexp-{pid}-*"):
+        shutil.rmtree(folder, ignore_errors=True)

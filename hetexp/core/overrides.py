@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import split_key
+from omegaconf.errors import OmegaConfBaseException
 
 from hetexp.core.errors import did_you_mean, must_be
+from hetexp.core.files import folder_problem
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
     from hydra.core.override_parser.types import Override
+
+_LISTS = ("experiment",)
+"""Groups of which several options may be chosen at once: each lies over the one before."""
+_ELSEWHERE = {
+    "batch_size": "trainer.global_batch_size",
+    "learning_rate": "optimizer.lr",
+    "gpus": "hardware.devices",
+    "num_epochs": "trainer.max_epochs",
+}
+"""Words of other frameworks, and our keys."""
+_TYPOGRAPHIC = "“”„‘’‚«»"
+_KEY = re.compile(r"[\w@$-]+(?:[./][\w@$-]+)*")
 
 
 class Overrides:
@@ -35,7 +51,7 @@ class Overrides:
         self.problems: list[str] = []
         self._groups: list[str] = []
         values: list[Override] = []
-        for text in typed:
+        for text in self._without_pieces(typed):
             override = self._parse(text)
             if override is None or not self._check_choices(override):
                 continue
@@ -49,41 +65,73 @@ class Overrides:
                 self._groups.append(text)
             else:
                 values.append(override)
+        self._check_hardware()
         self._plain: Any = None
         self._values: list[Override] = []
         for override in values:
             if self._check_key(override):
                 self._values.append(override)
+        if sweep and not self.problems:
+            with contextlib.suppress(HydraException):
+                self.compose()
 
     def compose(self) -> Any:
-        """Return the configuration of all usable overrides, a sweep's first choices, as an OmegaConf object.
+        """Return the configuration of all usable overrides as an OmegaConf object.
+
+        What is swept keeps its default, in which Hydra looks for the other keys, too.
+
+        A folder for results that cannot be used is added to the problems: Hydra itself would stop there.
 
         Raises:
             hydra.errors.HydraException: what is left cannot be composed.
         """
-        return self._load([str(override.input_line) for override in self._values])
+        composed = self._load([str(override.input_line) for override in self._values])
+        key = "hydra.sweep.dir" if self._sweep else "hydra.run.dir"
+        with contextlib.suppress(OmegaConfBaseException):  # a value that does not resolve is told elsewhere
+            folder = OmegaConf.select(composed, key, throw_on_missing=True)
+            problem = folder_problem(Path(folder)) if isinstance(folder, str) else ""
+            told = must_be(key, "a folder that can be written", folder, problem)
+            if problem and told not in self.problems:
+                self.problems.append(told)
+        return composed
 
     def _load(self, values: list[str]) -> Any:
         """Compose the chosen groups and these values; a sweep is left out, any of its choices would do."""
-        usable = [text for text in (*self._groups, *values) if not self._is_sweep(text)]
+        return self._compose([text for text in (*self._groups, *values) if not self._is_sweep(text)])
+
+    def _compose(self, usable: list[str]) -> Any:
         return self._loader.load_configuration(self._config_name, usable, run_mode=RunMode.RUN)
 
     def _is_sweep(self, text: str) -> bool:
         override = self._parse(text)
         return override is None or override.is_sweep_override()
 
+    def _without_pieces(self, typed: Sequence[str]) -> Iterator[str]:
+        """Yield the words; what the shell cut at a space is told once, as what it was meant to be."""
+        words = list(typed)
+        while words:
+            end = _end_of_word(words)
+            whole, rest = " ".join(words[:end]), words[end:]
+            if end == 1:
+                yield whole
+            else:
+                self._refuse(whole, f"The shell cuts words at spaces: type '{_without_spaces(whole)}'.")
+            words = rest
+
+    def _refuse(self, text: str, reason: str) -> None:
+        key = text.partition("=")[0].strip() or text
+        self.problems.append(
+            f"`{key}` must be given as key=value that Hydra can read, but is '{text}' instead. {reason}"
+        )
+
     def _parse(self, text: str) -> Override | None:
+        if text.startswith("="):  # Hydra takes it for an override of the primary configuration
+            self._refuse(text, _why_unreadable(text))
+            return None
         try:
             return OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            key, _, value = text.partition("=")
-            if "=" in value:
-                reason = f"A value with `=` in it needs quotes that reach Hydra: '{key}=\"{value}\"'."
-            else:
-                reason = str(error.__cause__ or error).partition("\n")[0]
-            self.problems.append(
-                f"`{key}` must be given as key=value that Hydra can read, but is '{text}' instead. {reason}"
-            )
+        except HydraException:
+            self._refuse(text, _why_unreadable(text))
             return None
 
     def _check_choices(self, override: Override) -> bool:
@@ -97,8 +145,12 @@ class Overrides:
             or group.startswith("hydra")
         ):
             return True
+        if isinstance(override.value(), list) and group not in _LISTS:
+            accepted = "one of " + ", ".join(options) + ", not a list"
+            self.problems.append(must_be(group, accepted, override.value()))
+            return False
         chosen = _choices(override)
-        wrong = [choice for choice in chosen if choice is not None and choice not in options]
+        wrong = [choice for choice in chosen if choice not in options]
         for choice in wrong:
             self.problems.append(
                 must_be(
@@ -106,6 +158,15 @@ class Overrides:
                 )
             )
         return not wrong
+
+    def _check_hardware(self) -> None:
+        """Refuse two mixes: Hydra would take the last one, but adding them up may well be meant."""
+        mixes = [text.partition("=")[2] for text in self._groups if text.startswith("hardware=")]
+        if len(set(mixes)) > 1:
+            self.problems.append(
+                f"`hardware` must be chosen once, but is chosen as {' and '.join(mixes)}. Devices of your "
+                "own choice are written hardware.devices=[…]."
+            )
 
     def _check_key(self, override: Override) -> bool:
         """Whether a key exists in what the groups compose, or in what the words before it add."""
@@ -124,9 +185,96 @@ class Overrides:
             return True
         self.problems.append(
             f"`{key}` is not a key of the configuration (its value is {override.get_value_string()})."
-            + did_you_mean(unknown, known)
+            + (self._where(key) or did_you_mean(unknown, known) or self._elsewhere(unknown))
         )
         return False
+
+    def _where(self, key: str) -> str:
+        """Say where the key is: with dots, or in other options of its group (`balancing.weights`: manual)."""
+        with_dots = key.replace("/", ".")
+        if key != with_dots and _walk(self._plain, with_dots)[0] is None:
+            return f" Did you mean `{with_dots}`?"
+        group = split_key(key)[0]
+        having = []
+        for option in self._loader.get_group_options(group):
+            chosen = [text for text in self._groups if not text.startswith(f"{group}=")]
+            with contextlib.suppress(HydraException):
+                composed = self._compose([*chosen, f"{group}={option}"])
+                if _walk(composed, key)[0] is None:
+                    having.append(f"{group}={option}")
+        if not having:
+            return ""
+        if any(self._is_sweep(text) and text.startswith(f"{group}=") for text in self._groups):
+            return (
+                f" It is one with {' or '.join(having)}, but Hydra looks for it where `{group}` is not swept:"
+                f" write ++{key}=…"
+            )
+        return f" It is one with {' or '.join(having)}."
+
+    def _elsewhere(self, name: str) -> str:
+        """Suggest a key of another section with this name, or a name like it."""
+        keys = {key.rpartition(".")[2]: key for key in reversed(_dotted_keys(self._plain))} | _ELSEWHERE
+        found = did_you_mean(name, keys)
+        return f" Did you mean `{keys[found.split('`')[1]]}`?" if found else ""
+
+
+def _end_of_word(words: Sequence[str]) -> int:
+    """Return how many of the words the shell made of the first one: open brackets, or spaces around `=`."""
+    if len(words) > 2 and words[1] == "=":
+        return 3
+    if len(words) > 1 and (
+        (words[0].endswith("=") and "=" not in words[1]) or (words[1].startswith("=") and "=" not in words[0])
+    ):
+        return 2
+    if len(words) > 1 and words[0].endswith(",") and "=" not in words[1]:
+        return 1 + _end_of_word(words[1:])
+    depth = 0
+    for count, word in enumerate(words, start=1):
+        depth += sum(word.count(bracket) for bracket in "[{") - sum(word.count(bracket) for bracket in "]}")
+        if depth == 0:
+            return count
+    return 1
+
+
+def _without_spaces(whole: str) -> str:
+    """Return what to type instead, for the shell to keep it one word."""
+    key, _, value = whole.partition("=")
+    key, value = key.strip(), value.strip()
+    value = value if "{" in value else re.sub(r" *, *", ",", value)
+    return f'"{key}={value}"' if " " in value else f"{key}={value}"
+
+
+def _why_unreadable(text: str) -> str:
+    """Say what keeps Hydra from reading a word, and how it is written."""
+    key, equals, value = text.partition("=")
+    if any(sign in text for sign in _TYPOGRAPHIC):
+        return "“ and ” are typographic quotes, as web pages have them: type ' or \"."
+    if not equals:
+        return "It has no `=`; a value with spaces needs quotes around the whole word."
+    if not key:
+        return "There is no key before `=`."
+    if not _KEY.fullmatch(key.lstrip("+~")):
+        return "The parts of a key are joined by one dot each, as in `trainer.max_steps`."
+    if any(text.count(one) != text.count(other) for one, other in ("[]", "{}")):
+        return "Its brackets do not match."
+    if "=" in value:
+        return f"A value with `=` in it needs quotes that reach Hydra: '{key}=\"{value}\"'."
+    return (
+        f"A list is written [a,b]; a text with such signs needs quotes that reach Hydra: '{key}=\"{value}\"'."
+    )
+
+
+def _dotted_keys(node: Any, prefix: str = "") -> list[str]:
+    """Return all keys below a node but Hydra's own."""
+    keys = []
+    for name in node:
+        key = f"{prefix}{name}"
+        if key != "hydra":
+            keys.append(key)
+            inner = node._get_node(name)
+            if isinstance(inner, DictConfig) and not inner._is_none():
+                keys += _dotted_keys(inner, f"{key}.")
+    return keys
 
 
 def _walk(node: Any, key: str) -> tuple[str | None, list[str]]:

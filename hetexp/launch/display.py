@@ -127,16 +127,7 @@ class Display:
 def show_plan(plan: Plan, console: Console) -> None:
     """Print the banner of an emulated run and the plan's table with its reasons."""
     if plan.emulated:
-        cards = ", ".join(d.name.removesuffix(" (emulated)") for d in plan.devices if d.emulated)
-        console.print(
-            Panel(
-                f"{cards}: not in this machine. They are modelled on the CPU, the arithmetic is real and the "
-                "speed is not: no number of this run is hardware's.",
-                title="EMULATED DEVICES",
-                border_style="bold yellow",
-                style="yellow",
-            )
-        )
+        console.print(Panel(_banner(plan), title=_title(plan), border_style="bold yellow", style="yellow"))
     # As text, not markup: a name holds what the person typed, brackets too.
     table = Table(title=Text(plan.name), title_justify="left", title_style="bold")
     for column in ("rank", "device", "name", "share", "samples a step"):
@@ -152,6 +143,27 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(table)
     for reason in plan.reasons:
         console.print(f"· {reason}", markup=False, highlight=False)
+
+
+def _title(plan: Plan) -> str:
+    return "EMULATED DEVICES" if plan.paced else "DEVICES NOT AS THEY ARE"
+
+
+def _banner(plan: Plan) -> str:
+    """Say which devices are not there, and which are not as they are."""
+    absent = [d.name.replace(" (emulated)", "") for d in plan.devices if d.backend == "emulated"]
+    altered = [d.name for d in plan.devices if d.emulated and d.backend != "emulated"]
+    text = ""
+    if absent:
+        text += (
+            f"{', '.join(absent)}: not in this machine. They are modelled on the CPU, the arithmetic is real "
+        )
+        text += "and the speed is not. "
+    if altered:
+        text += f"{', '.join(altered)}: made slower or smaller than they are. "
+    if plan.config["fault"]["events"]:
+        text += "Faults are injected (fault.events). "
+    return text + "No number of this run is hardware's."
 
 
 def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
@@ -187,9 +199,11 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
     console.print(", ".join(parts), highlight=False)
     if emulated:
         scale = summary["time_scale"]
+        how = (
+            f"compute, links and memory are modelled, time × {scale:.4g}" if scale else "devices were altered"
+        )
         console.print(
-            f"Emulated: the cards' modelled time × {scale:.4g}, links not modelled. "
-            "Not a measurement of hardware.",
+            f"Emulated: {how}. Not a measurement of hardware.",
             style="yellow",
             highlight=False,
         )

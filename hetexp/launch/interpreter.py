@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from hetexp.core.device import DeviceSpec
@@ -35,6 +36,20 @@ def is_own(interpreter: str) -> bool:
     return one.resolve() == other.resolve() and one.parent.resolve() == other.parent.resolve()
 
 
+def check_own_interpreter() -> None:
+    """Check that the interpreter that runs this process has what hetexp imports; nothing is loaded.
+
+    Raises:
+        SetupError: names the interpreter and what it lacks.
+    """
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise SetupError(
+            f"This interpreter, {sys.executable}, lacks {', '.join(missing)}. Install hetexp and its needs "
+            f"({sys.executable} -m pip install -e .), or use the interpreter that has it."
+        )
+
+
 def check_interpreter(device: DeviceSpec, environment: Mapping[str, str], working_dir: str) -> None:
     """Check that a device's own interpreter has what a rank imports; torch itself is not loaded.
 
@@ -43,7 +58,7 @@ def check_interpreter(device: DeviceSpec, environment: Mapping[str, str], workin
     """
     if device.python is None or is_own(os.path.join(working_dir, device.python)):
         return
-    who = f"the interpreter of {device}, {device.python},"
+    who = f"The interpreter of {device}, {device.python},"
     try:
         answer = subprocess.run(
             [device.python, "-c", _QUESTION, *PACKAGES],
@@ -55,7 +70,7 @@ def check_interpreter(device: DeviceSpec, environment: Mapping[str, str], workin
             cwd=working_dir,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SetupError(f"{who} cannot be started: {error}.") from error
+        raise SetupError(f"{who} cannot be started: {_reason(error)}.") from error
     try:
         version, missing = json.loads(answer.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
@@ -70,3 +85,9 @@ def check_interpreter(device: DeviceSpec, environment: Mapping[str, str], workin
             f"{who} lacks {names}. Install hetexp there ({device.python} -m pip install hetexp), with the "
             "torch build for this device."
         )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"it did not answer within {LIMIT_SECONDS:g} s"
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -17,13 +17,13 @@ from rich.console import Console
 
 import hetexp
 from hetexp.core.config import Config
-from hetexp.core.errors import RunFailedError
-from hetexp.core.files import write_json
+from hetexp.core.errors import RunFailedError, SetupError
+from hetexp.core.files import remove_temporary_folders, write_json
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import backend_class
 from hetexp.launch.display import Display, show_plan, show_summary
-from hetexp.launch.interpreter import check_interpreter
+from hetexp.launch.preflight import check_machine
 from hetexp.launch.process import RankProcess, Start, rank_environment, signal_group, start_rank
 from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
 from hetexp.launch.store import bind, host_store
@@ -41,13 +41,12 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
 
     Raises:
         ConfigError: `launch.port` is taken.
-        SetupError: an interpreter named beside a device cannot run a rank.
+        SetupError: the machine is not ready (see `hetexp.launch.preflight`), or a rank cannot be started.
         RunFailedError: a rank failed (the reason is on the screen and in the summary), or a signal came.
     """
     from dataclasses import replace
 
-    for rank, device in enumerate(plan.devices):
-        check_interpreter(device, environment_of(plan, rank), plan.working_dir)
+    check_machine(plan, config, [environment_of(plan, rank) for rank in range(plan.world_size)])
     listener = bind(plan.store_host, config.launch.port)
     plan = replace(plan, store_port=listener.getsockname()[1])
     run_dir = Path(plan.run_dir)
@@ -95,7 +94,10 @@ class _Run:
                 working_dir=self.plan.working_dir,
                 log_path=self.log_path(rank),
             )
-            self.ranks.append(start_rank(start, self.config.launch.start_method))
+            try:
+                self.ranks.append(start_rank(start, self.config.launch.start_method))
+            except OSError as error:
+                raise SetupError(f"Rank {rank} on {device} cannot be started: {error}.") from error
 
     def follow(self, caught: list[signal.Signals]) -> None:
         """Return when all ranks have ended, one has failed, the start took too long, or a signal came."""
@@ -173,6 +175,7 @@ class _Run:
         for rank in self.ranks:
             signal_group(rank, signal.SIGKILL)  # also what an ended rank may have left in its group
             rank.wait(10.0)
+            remove_temporary_folders(rank.pid)
 
     def conclude(self, caught: list[signal.Signals]) -> dict[str, Any]:
         """Return the summary that rank 0 wrote, or write one that tells what went wrong."""
@@ -198,7 +201,10 @@ class _Run:
                 }
                 for failure in sorted(self.failures, key=lambda f: f.time)
             ]
-        write_json(path, summary)
+        try:
+            write_json(path, summary)
+        except OSError as error:  # the disk may be what ended the run
+            self._print(f"{path} could not be written: {error.strerror}.")
         return summary
 
     def _tell(self, cause: RankFailure) -> str:
@@ -206,19 +212,19 @@ class _Run:
         device = self.plan.devices[cause.rank]
         at = "" if cause.step is None else f" at step {cause.step}"
         self.console.rule(f"rank {cause.rank}, {device}, failed{at}", style="bold red")
-        self.console.print(cause.message, markup=False, highlight=False, soft_wrap=True)
+        self._print(cause.message)
         others = [f for f in self.failures if f is not cause]
         if others:
             told = ", ".join(f"rank {f.rank} ({'lost a peer' if f.peer_lost else f.kind})" for f in others)
             self.console.print(f"Followed by: {told}.", highlight=False)
-        self.console.print(
-            f"Logs of all ranks: {self.log_path(0).parent}", markup=False, highlight=False, soft_wrap=True
-        )
+        self._print(f"Logs of all ranks: {self.log_path(0).parent}")
         last_line = cause.message.strip().splitlines()[-1]
         if device.python is not None:
-            told = f"Its interpreter: {device.python}"
-            self.console.print(told, markup=False, highlight=False, soft_wrap=True)
+            self._print(f"Its interpreter: {device.python}")
         return f"rank {cause.rank}, {device}, failed{at}: {last_line}"
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def log_path(self, rank: int) -> Path:
         return Path(self.plan.run_dir) / "logs" / f"rank_{rank}.log"

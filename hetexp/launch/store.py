@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import TYPE_CHECKING
 
-from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.errors import ConfigError, SetupError, must_be
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -16,6 +17,7 @@ def bind(host: str, port: int) -> socket.socket:
 
     Raises:
         ConfigError: the wanted port is taken.
+        SetupError: the machine has no such address.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -24,8 +26,13 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
+        if port == 0 or error.errno == errno.EADDRNOTAVAIL:
+            raise SetupError(
+                f"The launcher must be able to listen on {host}, where the ranks meet, but the system "
+                f"does not let it: {error.strerror}. Is the network interface up (ip link set lo up)?"
+            ) from None
         accepted = f"a port that this process may open on {host}, or 0 for a free one"
-        raise ConfigError(must_be("launch.port", accepted, port, f"({error.strerror})")) from None
+        raise ConfigError(must_be("launch.port", accepted, port, f"{error.strerror}.")) from None
     return listener
 
 

@@ -13,8 +13,11 @@ import enum
 import logging
 import math
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveFloat
 
+from hetexp.core.files import temporary_folder
 from hetexp.logger.background import BackgroundCalls
 from hetexp.logger.base import Logger, RunInfo, plain_value
 
@@ -38,6 +42,9 @@ _MOST_WAITING = 1_000
 
 _STALL_SECONDS = 5.0
 """Longest that so many calls may take, before W&B is given up."""
+
+_LONGEST_FOLDER = 60
+"""Bytes of a folder's path that leave room for the names of the service's sockets in it."""
 
 _LEFTOVERS = (
     "WANDB_RUN_ID",
@@ -89,6 +96,7 @@ class WandbLogger(Logger):
         self._latest = threading.Event()
         self._run: Run | None = None
         self._run_dir = Path()
+        self._temporary: Path | None = None
         self._service: subprocess.Popen[bytes] | None = None
         self._owns_service = True
         self._inherited_service: str | None = None
@@ -132,19 +140,31 @@ class WandbLogger(Logger):
             self._give_up(f"it did not finish within {self.finish_timeout_seconds:g} s")
         self._end_service()
         calls.close(timeout_seconds=1.0)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _open(self, run: RunInfo, mode: str) -> None:
+        wandb = sys.modules.get("wandb")
+        # A run that somebody else opened in this process shares its service with ours: not ours to end.
+        self._owns_service = getattr(wandb, "run", None) is None
+        self._temporary = temporary_folder() if self._owns_service else None
+        # The path of a socket in it must not pass the kernel's limit.
+        if self._temporary is not None and len(str(self._temporary).encode()) <= _LONGEST_FOLDER:
+            with _temporary_files_in(str(self._temporary)):
+                self._open_run(run, mode)
+        else:
+            self._open_run(run, mode)
+
+    def _open_run(self, run: RunInfo, mode: str) -> None:
         import wandb
 
-        # A run that somebody else opened in this process shares its service with ours: not ours to end.
-        self._owns_service = wandb.run is None
         self._inherited_service = os.environ.get("WANDB_SERVICE")
         with _environment(hide_leftovers=self._owns_service):
             opened = wandb.init(
                 project=self.project,
                 entity=self.entity,
                 id=run.run_id,
-                name=run.name,
+                name=_short(run.name),
                 group=run.group,
                 job_type=run.job_type,
                 tags=[tag[:64] for tag in run.tags if tag],  # W&B refuses the run for one longer tag
@@ -197,6 +217,9 @@ class WandbLogger(Logger):
             os.environ["WANDB_SERVICE"] = inherited
 
     def _on_error(self, error: BaseException) -> None:
+        if isinstance(error, ModuleNotFoundError) and error.name == "wandb":
+            self._give_up("it is not installed (pip install wandb, or logger=none)")
+            return
         text = next(iter(str(error).splitlines()), "")
         self._give_up(f"it raised {type(error).__name__}" + (f": {text}" if text else ""))
 
@@ -210,6 +233,21 @@ class WandbLogger(Logger):
                 reason,
                 self._run_dir / "wandb",
             )
+
+
+@contextlib.contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """Let Python, and the service that is started meanwhile, make temporary files in a folder."""
+    variable, usual = os.environ.get("TMPDIR"), tempfile.gettempdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = usual
+        if variable is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = variable
 
 
 @contextlib.contextmanager
@@ -233,6 +271,11 @@ def _environment(hide_leftovers: bool) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _short(name: str) -> str:
+    """Return a name that W&B accepts: it refuses longer ones than 128 characters when they are sent."""
+    return name if len(name) <= 128 else f"{name[:60]}…{name[-67:]}"
 
 
 def _plain(value: Any) -> Any:

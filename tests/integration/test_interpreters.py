@@ -98,7 +98,7 @@ def test_an_interpreter_without_torch(train: Train, bare: Path, tmp_path: Path, 
     with pytest.raises(SetupError) as caught:
         train(*COMMON, f"launch.start_method={method}", devices(bare), folder=tmp_path / "run")
     message = str(caught.value)
-    assert message.startswith("the interpreter of cpu:1 (")
+    assert message.startswith("The interpreter of cpu:1 (")
     assert f", {bare}, lacks torch, numpy, " in message
     assert "hetexp," not in message  # it would come from the clone
     assert f"{bare} -m pip install hetexp" in message
@@ -114,7 +114,7 @@ def test_an_interpreter_without_torch(train: Train, bare: Path, tmp_path: Path, 
             "is no Python that can run a rank: it ended with exit code 1.",
         ),
         ("#!/bin/sh\necho not for us >&2; exit 2\n", 0o755, "is no Python that can run a rank: not for us."),
-        ("not a program\n", 0o644, "cannot be started: [Errno 13] Permission denied"),
+        ("not a program\n", 0o644, "cannot be started: Permission denied"),
         ('#!/bin/sh\necho "[[3, 8], []]"\n', 0o755, "must be Python 3.10 or newer, but is 3.8."),
     ],
 )
@@ -124,7 +124,7 @@ def test_what_is_no_interpreter(train: Train, tmp_path: Path, text: str, mode: i
     python.chmod(mode)
     with pytest.raises(SetupError) as caught:
         train(*COMMON, devices(python))
-    assert "the interpreter of cpu:1 (" in str(caught.value)
+    assert "The interpreter of cpu:1 (" in str(caught.value)
     assert f", {python}, {told}" in str(caught.value)
 
 

@@ -121,7 +121,7 @@ def test_the_second_of_three_jobs_fails(start: Start) -> None:
         for file, plan in zip(tracked, plans, strict=True):
             recorded = file.read_bytes()
             assert plan["group"].encode() in recorded
-            assert plan["name"].encode() in recorded
+            assert plan["name"][-60:].encode() in recorded  # a longer one than W&B takes is cut in its middle
     assert "RuntimeError: this sample is broken" in raising.screen
     assert "`optimizer`: Invalid learning rate: -1" in refused.screen
 

@@ -108,6 +108,6 @@ def test_a_chosen_port_that_is_taken(
         train(*SHORT, f"launch.port={occupied}", folder=tmp_path / "run")
     (problem,) = caught.value.problems
     assert problem.startswith("`launch.port` must be ")
-    assert f"but is {occupied} instead. (Address already in use)" in problem
+    assert f"but is {occupied} instead. Address already in use." in problem
     assert "\n" not in problem
     assert not (tmp_path / "run" / "plan.json").exists()

@@ -66,17 +66,10 @@ class Runs(dict[str, Launched]):
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
-    before = _shared_memory()
     started = Runs(tmp_path)
     yield started
     for run in started.values():
         run.kill()
-    assert _shared_memory() <= before
-
-
-def _shared_memory() -> set[str]:
-    folder = Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
 def test_in_a_terminal(runs: Runs) -> None:

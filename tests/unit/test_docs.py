@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("typed", commands())
 def test_commands_compose(typed: str) -> None:
     """Commands that the documents show as wrong are those that they show refused."""
-    words = [word.strip("'\"") for word in typed.split() if not word.startswith("-")]
+    words = [word for word in shlex.split(typed) if not word.startswith("-")]
     if "dpp" in typed:
         with pytest.raises(HydraException):
             compose_config(words)

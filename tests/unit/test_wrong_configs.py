@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-from hetexp.app import main
+from refusal import Refusals
 
 TWO = "hardware.devices=[cpu,cpu]"
 WRONG = {
@@ -107,38 +105,163 @@ WRONG = {
         ["launch.port=70000"],
         ["`launch.port` must be less than or equal to 65535", "70000"],
     ),
+    # What the shell or a web page did to the words.
+    "two mixes": (
+        ["hardware=nvidia_arc", "hardware=cpu"],
+        ["`hardware` must be chosen once", "nvidia_arc and cpu", "hardware.devices=[…]"],
+    ),
+    "typographic quotes": (
+        ["name=“mine”"],
+        ["`name`", "'name=“mine”'", "typographic quotes", "type ' or \""],
+    ),
+    "cut at a space": (
+        ["hardware.devices=[{device:", "cpu,", "count:", "2}]"],
+        ["`hardware.devices`", "cuts words at spaces", "[{device: cpu, count: 2}]\"'"],
+    ),
+    "list cut at a space": (
+        ["hardware.devices=[cpu,", "cpu]"],
+        ["`hardware.devices`", "type 'hardware.devices=[cpu,cpu]'"],
+    ),
+    "spaces around =": (
+        ["trainer.max_steps", "=", "5"],
+        ["`trainer.max_steps`", "'trainer.max_steps = 5'", "type 'trainer.max_steps=5'"],
+    ),
+    "space after =": (["trainer.max_steps=", "5"], ["`trainer.max_steps`", "type 'trainer.max_steps=5'"]),
+    "space before =": (["trainer.max_steps", "=5"], ["`trainer.max_steps`", "type 'trainer.max_steps=5'"]),
+    "no =": (["trainer.max_steps"], ["`trainer.max_steps` must be given as key=value", "It has no `=`"]),
+    "no key": (["=5"], ["`=5` must be given as key=value", "no key before `=`"]),
+    "two dots": (["trainer..seed=1"], ["`trainer..seed`", "'trainer..seed=1'", "joined by one dot"]),
+    "colon": (["trainer:seed=1"], ["`trainer:seed`", "'trainer:seed=1'", "joined by one dot"]),
+    "brackets that do not match": (
+        ["hardware.devices=[cpu"],
+        ["`hardware.devices`", "brackets do not match"],
+    ),
+    "round brackets": (
+        ["hardware.devices=(cpu,cpu)"],
+        ["`hardware.devices`", "'hardware.devices=(cpu,cpu)'", "A list is written [a,b]"],
+    ),
+    # Keys.
+    "key of another option": (
+        [TWO, "balancing.weights=[1,2]"],
+        ["`balancing.weights` is not a key", "[1,2]", "It is one with balancing=manual."],
+    ),
+    "key of other models": (["model.dropout=0.5"], ["`model.dropout`", "0.5", "model=gpt or model=mlp"]),
+    "key without its section": (["max_steps=5"], ["`max_steps`", "5", "Did you mean `trainer.max_steps`?"]),
+    "key of another framework": (
+        ["batch_size=8"],
+        ["`batch_size`", "8", "Did you mean `trainer.global_batch_size`?"],
+    ),
+    "slash for a dot": (["trainer/seed=1"], ["`trainer/seed`", "1", "Did you mean `trainer.seed`?"]),
+    "capitals": (["TRAINER.seed=1"], ["`TRAINER.seed`", "1", "Did you mean `trainer`?"]),
+    "key added twice over": (["+trainer.seed=5"], ["trainer.seed"]),
+    "deleted section": (["~model"], ["`model` must be given"]),
+    # Options of groups.
+    "unknown experiment": (["experiment=gpt_txt"], ["`experiment`", "'gpt_txt'", "Did you mean `gpt_text`?"]),
+    "unknown trainer": (["trainer=fast"], ["`trainer` must be one of default", "'fast'"]),
+    "option in capitals": (["strategy=DDP"], ["`strategy`", "'DDP'", "Did you mean `ddp`?"]),
+    "two options": (["model=[gpt,mlp]"], ["`model` must be one of ", "not a list", "['gpt', 'mlp']"]),
+    "no option": (["model="], ["`model` must be one of ", "''"]),
+    "null for an option": (["model=null"], ["`model` must be one of ", "but is null instead"]),
+    "number for an option": (["trainer=5"], ["`trainer` must be one of ", "5"]),
+    # Types.
+    "list for a number": (["trainer.max_steps=[5]"], ["`trainer.max_steps` must be an integer", "[5]"]),
+    "number for a list": (["model.widths=32"], ["`model.widths` must be a list", "32", "Write [32]."]),
+    "mapping for a list": (
+        [TWO, "balancing=manual", "balancing.weights={a: 1}"],
+        ["`balancing.weights` must be a list", "{'a': 1}"],
+    ),
+    "words for weights": (
+        [TWO, "balancing=manual", "balancing.weights=[half,half]"],
+        ["`balancing.weights[0]` must be a number", "'half'", "`balancing.weights[1]`"],
+    ),
+    "number for a mapping": (
+        ["trainer.early_stopping=5"],
+        ["`trainer.early_stopping` must be a mapping", "5"],
+    ),
+    "number with an exponent": (
+        ["trainer.max_steps=1e3"],
+        ["`trainer.max_steps` must be an integer", "1000.0", "Write 1000."],
+    ),
+    "number in quotes": (["optimizer.lr='1e-3'"], ["`optimizer.lr` must be a number", "Write 1e-3 without"]),
+    "nothing": (["trainer.max_steps="], ["`trainer.max_steps` must be an integer", "''", "`null`"]),
+    "yes": (["trainer.drop_last=yes"], ["`trainer.drop_last` must be a boolean", "'yes'", "Write true."]),
+    "not a number": (["trainer.clip_norm=nan"], ["`trainer.clip_norm` must be a finite number", "nan"]),
+    "null for a list": (["hardware.devices=null"], ["`hardware.devices`"]),
+    "path for a name": (["name=[a]"], ["`name` must be a string", "['a']"]),
+    # Values.
+    "negative time": (["comm.timeout_seconds=-1"], ["`comm.timeout_seconds` must be greater than 0", "-1"]),
+    "seed too large": (["trainer.seed=99999999999"], ["`trainer.seed` must be less than 4294967296"]),
+    "W&B mode": (["logger.mode=onlin"], ["`logger.mode`", "'offline', 'online' or 'disabled'", "'onlin'"]),
+    "dropout above 1": (["model=mlp", "model.dropout=1.5"], ["`model.dropout` must be less than 1", "1.5"]),
+    "heads that do not divide": (
+        ["model=gpt", "data=text", "model.embedding_size=30", "model.num_heads=4"],
+        ["`model.embedding_size` must be a multiple of `model.num_heads` (4)", "30"],
+    ),
+    "sequence of nothing": (
+        ["data=text", "data.sequence_length=0"],
+        ["`data.sequence_length` must be greater than 0", "0"],
+    ),
+    "start method": (["launch.start_method=spawn"], ["`launch.start_method`", "'forkserver'", "'spawn'"]),
+    "class for a loss": (
+        ["trainer.loss=torch.nn.CrossEntropyLoss"],
+        ["`trainer.loss` must be a class derived from hetexp.training.loss.Loss", "CrossEntropyLoss"],
+    ),
+    "path for a class": (
+        ["model._target_=my_project/net.py"],
+        ["`model._target_` must be an importable class", "'my_project/net.py'"],
+    ),
+    "module for a class": (["model._target_=torch.nn"], ["`model._target_` must be a class", "'torch.nn'"]),
+    "custom without a class": (["data=custom"], ["`data._target_` must be given", "???"]),
+    # Devices.
+    "gpu": (["hardware.devices=[gpu]"], ["`hardware.devices[0].device` must be one of", "cpu", "'gpu'"]),
+    "device in capitals": (["hardware.devices=[CPU]"], ["`hardware.devices[0].device`", "cpu", "'CPU'"]),
+    "device in a list of lists": (["hardware.devices=[[cpu]]"], ["`hardware.devices[0]`", "['cpu']"]),
+    "device below 0": (["hardware.devices=[cpu:-1]"], ["`hardware.devices[0].device`", "'cpu:-1'"]),
+    "misspelt key of a device": (
+        ["hardware.devices=[{device: cpu, cout: 2}]"],
+        ["`hardware.devices[0].cout`", "2", "Did you mean `count`?"],
+    ),
+    "folder for an interpreter": (
+        ["hardware.devices=[{device: cpu, python: /}]"],
+        ["`hardware.devices[0].python` must be the path of an interpreter", "'/'"],
+    ),
+    # Resume and folders.
+    "resume from a file": (["resume=/etc/hostname"], ["`resume`", "'/etc/hostname'", "no single files"]),
+    "results in a file": (
+        ["hydra.run.dir=/etc/hostname/run"],
+        ["`hydra.run.dir` must be a folder that can be written", "/etc/hostname is a file"],
+    ),
+    # Sweeps.
+    "sweep over a wrong option": (["-m", "strategy=ddp,dpp"], ["`strategy` must be one of", "'dpp'"]),
+    "sweep over a wrong key": (["-m", "trainer.sed=0,1"], ["`trainer.sed`", "Did you mean `seed`?"]),
+    "sweep over a wrong value": (
+        ["-m", "trainer.seed=0,1", "trainer.max_steps=many"],
+        ["`trainer.max_steps` must be an integer", "'many'"],
+    ),
+    "sweep over options that have a key": (
+        ["-m", "model=mlp,gpt", "model.dropout=0.1"],
+        ["`model.dropout`", "model=gpt or model=mlp", "write ++model.dropout=…"],
+    ),
+    "sweep into a file": (
+        ["-m", "trainer.seed=0,1", "hydra.sweep.dir=/etc/hostname/sweep"],
+        ["`hydra.sweep.dir`", "/etc/hostname is a file"],
+    ),
 }
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Type the overrides, expect a refusal, return what the screen shows."""
-
-    def type_them(overrides: list[str]) -> str:
-        def never(*_: object) -> None:
-            raise AssertionError("a process was started")
-
-        monkeypatch.setattr("hetexp.launch.launcher.start_rank", never)
-        monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}", *overrides])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code not in (0, None)
-        out, err = capfd.readouterr()
-        assert "Traceback" not in out + err
-        print("SCREEN", overrides, err)
-        return err
-
-    return type_them
+def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Refusals:
+    return Refusals(monkeypatch, capfd, tmp_path / "run")
 
 
 @pytest.mark.parametrize(("overrides", "told"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_value_is_named(refused, overrides: list[str], told: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_value_is_named(refused: Refusals, overrides: list[str], told: list[str]) -> None:
     screen = refused(overrides)
     for part in told:
         assert part in screen, screen
 
 
-def test_all_errors_at_once(refused) -> None:  # type: ignore[no-untyped-def]
+def test_all_errors_at_once(refused: Refusals) -> None:
     screen = refused(
         [
             "strategy=dpp",

@@ -167,7 +167,7 @@ def test_the_debug_option_changes_the_trainer() -> None:
         (
             "trainer__global_batch_size",
             None,
-            "`trainer.global_batch_size` must be an integer, but is None instead.",
+            "`trainer.global_batch_size` must be an integer, but is null instead.",
         ),
         (
             "trainer__drop_last",

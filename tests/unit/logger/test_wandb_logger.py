@@ -5,25 +5,23 @@ Every run is made in a process of its own, as in a worker; `PRELUDE` gives its s
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from wandb_files import points, records, without_wandb_variables
 
-_wandb = importlib.util.find_spec("wandb")
-assert _wandb is not None and _wandb.origin is not None
-CORE = Path(_wandb.origin).parent / "bin" / "wandb-core"
+from hetexp.core.files import remove_temporary_folders
 
 PRELUDE = """
-import json, logging, math, os, signal, sys, threading, time
+import json, logging, math, os, shutil, signal, sys, threading, time
 from pathlib import Path
 import psutil
 from hetexp.logger.base import RunInfo
@@ -54,13 +52,13 @@ def timed(function, *args):
 
 def report(**values):
     same = dict(os.environ) == environment
-    print(json.dumps({"warnings": warnings, "left": len(helpers()), "environment": same} | values))
+    print(json.dumps({"warnings": warnings, "left": len(helpers()), "environment": same, "pid": os.getpid()}
+                     | values))
 """
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    return kept | {"PYTHONPATH": str(Path(__file__).parents[3])} | extra
+    return without_wandb_variables() | {"PYTHONPATH": str(Path(__file__).parents[3])} | extra
 
 
 def run_script(script: str, root: Path, **environment: str) -> dict[str, Any]:
@@ -77,6 +75,7 @@ def run_script(script: str, root: Path, **environment: str) -> dict[str, Any]:
     assert result.stderr == ""
     report: dict[str, Any] = json.loads(result.stdout)
     assert not wandb_processes(root)
+    assert not list(Path(tempfile.gettempdir()).glob(f"hetexp-{report['pid']}-*"))
     return report
 
 
@@ -94,21 +93,6 @@ def wandb_processes(root: Path) -> list[psutil.Process]:
 
 def files(root: Path, run_id: str) -> list[Path]:
     return sorted((root / run_id / "wandb").glob(f"*run-*/run-{run_id}.wandb"))
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    """Read a run's file back with wandb's own inspector: what `wandb leet inspect --json` runs."""
-    options = ["--no-observability", "--json", "--run-file", str(path), str(path.parents[1])]
-    command = [str(CORE), "leet", "inspect", *options]
-    output = subprocess.run(
-        command, env=clean_environment(), capture_output=True, text=True, timeout=60, check=True
-    )
-    return [json.loads(line) for line in output.stdout.splitlines()]
-
-
-def points(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    items = [record["history"]["item"] for record in found if record["type"] == "history"]
-    return [{name: value for name, value in item.items() if not name.startswith("_")} for item in items]
 
 
 WHOLE_RUN = """
@@ -190,6 +174,7 @@ third = WandbLogger()
 third.start(info("three"))
 third.log({"loss": 3.0}, 1)
 third.finish({}, 0)
+shutil.rmtree(first._temporary)  # in a real run the launcher does it once the process has ended
 report()
 """
 
@@ -359,6 +344,10 @@ def orphans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[psutil.Pr
         assert trainer.stdout is not None
         family = [psutil.Process(pid) for pid in json.loads(trainer.stdout.readline())]
         trainer.send_signal(signal.SIGKILL)
+    mine = f"hetexp-{trainer.pid}-*"
+    assert list(Path(tempfile.gettempdir()).glob(mine))  # as the launcher finds them
+    remove_temporary_folders(trainer.pid)
+    assert not list(Path(tempfile.gettempdir()).glob(mine))
     yield family
     for process in psutil.wait_procs(family, timeout=0)[1]:
         process.kill()

@@ -1,0 +1,265 @@
+"""Cases 29, 31 and 32: real runs through the launcher, and what W&B's files say of them afterwards."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from launched import TINY, Launched, wait_for
+from support import Train
+from wandb_files import only, points, records
+
+Start = Callable[..., Launched]
+TESTS = Path(__file__).parent.parent
+COMMON = (
+    *(option for option in TINY if not option.startswith(("data", "model", "logger"))),
+    "model=mlp",
+    "model.hidden_sizes=[8]",
+    "data=custom",
+    "logger=wandb",
+    "launch.start_method=forkserver",
+)
+GIVEN_UP = "Weights & Biases is off for the rest of this run"
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files; its path is short, since W&B's sockets are below it."""
+    folder = Path(tempfile.mkdtemp(prefix="hx-"))
+    yield folder
+    left = [path.name for path in folder.iterdir()]
+    shutil.rmtree(folder)
+    assert not left
+
+
+@pytest.fixture
+def start(tmp_path: Path, temporary: Path) -> Iterator[Start]:
+    started = []
+
+    def begin(name: str, *overrides: str, **environment: str) -> Launched:
+        variables = {"PYTHONPATH": str(TESTS), "WANDB_MODE": "offline", "TMPDIR": str(temporary)}
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch makes one among temporary files
+        one = Launched(
+            tmp_path / name,
+            *(word for word in overrides if word == "-m"),
+            *COMMON,
+            *(word for word in overrides if word != "-m"),
+            environment=variables | environment,
+            run_dir=tmp_path / name / "outputs",
+        )
+        started.append(one)
+        return one
+
+    yield begin
+    try:
+        wait_for(lambda: not any(one.processes() for one in started), "the end of all processes", 10)
+    finally:
+        for one in started:
+            one.kill()
+
+
+def jobs(run: Launched) -> list[Path]:
+    (sweep,) = run.run_dir.glob("sweeps/*/*")
+    return sorted(folder for folder in sweep.iterdir() if folder.is_dir())
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def as_points(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return lines of `metrics.jsonl` as W&B has them: its own step metric, null left out, NaN as text."""
+
+    def written(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return value
+
+    return [
+        {
+            "trainer/step" if name == "step" else name: written(value)
+            for name, value in line.items()
+            if value is not None
+        }
+        for line in lines
+    ]
+
+
+def wandb_file(folder: Path) -> Path:
+    """Return the only W&B run of a run folder."""
+    (path,) = folder.glob("wandb/*run-*/run-*.wandb")
+    return path
+
+
+def test_a_sweep_whose_second_job_raises(start: Start) -> None:
+    """Three offline runs, none of them another's; what each holds is what `metrics.jsonl` holds."""
+    run = start(
+        "sweep",
+        "-m",
+        "data._target_=faulty.Data",
+        "+data.after=26",
+        "+data.fault=null,raise,null",
+        "trainer.max_steps=5",
+        "trainer.eval_every=2",
+    )
+    assert run.wait() == 1, run.screen
+    folders = jobs(run)
+    assert len(folders) == 3
+    assert len(list(run.run_dir.rglob("*.wandb"))) == 3
+    seen = []
+    for folder, fault in zip(folders, ("null", "raise", "null"), strict=True):
+        plan = json.loads((folder / "plan.json").read_text())
+        found = records(wandb_file(folder))
+        told = only(found, "run")
+        seen.append((told["run_id"], told["run_group"]))
+        assert told["run_id"] == plan["run_id"]
+        assert f"data.fault={fault}" in told["display_name"]
+        assert told["job_type"] == "sweep"
+        assert {"ddp", "equal", "mlp", "custom"} <= set(told["tags"])
+        assert only(found, "exit").get("exit_code", 0) == (1 if fault == "raise" else 0)
+        steps = [line["step"] for line in metrics(folder) if "train/loss" in line]
+        assert steps == ([1, 2, 3] if fault == "raise" else [1, 2, 3, 4, 5])
+        assert points(found) == as_points(metrics(folder))
+        axes = [record["metric"] for record in found if record["type"] == "metric"]
+        assert any(axis.get("glob_name") == "*" and axis["step_metric"] == "trainer/step" for axis in axes)
+    assert len({run_id for run_id, _ in seen}) == 3
+    assert {group for _, group in seen} == {folders[0].parent.name}
+
+
+def test_a_service_that_dies_or_stops_in_mid_training(start: Start) -> None:
+    """Killed in the first job, stopped in the second: both end well, and each job has a run of its own."""
+    run = start(
+        "sweep",
+        "-m",
+        "data._target_=slow_data.Slow",
+        "trainer.max_steps=12",
+        "logger.finish_timeout_seconds=2",
+        "trainer.seed=0,1,2",
+    )
+
+    def training(job: int) -> list[psutil.Process]:
+        assert run.process.poll() is None, run.screen
+        if not list(run.run_dir.glob(f"sweeps/*/*/{job}")) or len(metrics(jobs(run)[job])) < 3:
+            return []
+        return [process for process in run.processes() if process.name() == "wandb-core"]
+
+    for job, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+        (core,) = wait_for(lambda: training(job), f"three steps of job {job}")
+        core.send_signal(number)
+    assert run.wait() == 0, run.screen
+    *hurt, whole = jobs(run)
+    for folder in (*hurt, whole):
+        assert [line["step"] for line in metrics(folder) if "train/loss" in line] == list(range(1, 13))
+        assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    for folder in hurt:
+        log = (folder / "logs" / "rank_0.log").read_text()
+        assert log.count(GIVEN_UP) == 1, log
+        assert str(folder / "wandb") in log
+    assert GIVEN_UP not in (whole / "logs" / "rank_0.log").read_text()
+    found = records(wandb_file(whole))
+    assert points(found) == as_points(metrics(whole))
+    assert len({wandb_file(folder).name for folder in (*hurt, whole)}) == 3
+
+
+OWN_MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, limit: float, sizes: list[list[int]], scale: float | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
+"""
+
+
+def test_nan_is_seen_and_the_configuration_comes_back(
+    train: Train, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own_model_of_this_test.py").write_text(OWN_MODEL)
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    done = train(
+        "logger=wandb",
+        "hardware.devices=[cpu,'emulated:rtx_3090']",
+        "data=synthetic",
+        "optimizer=sgd",
+        "optimizer.lr=1e38",
+        "model=custom",
+        "model._target_=own_model_of_this_test.Net",
+        "+model.limit=inf",
+        "+model.sizes=[[1,2],[3]]",
+        "+model.scale=null",
+        "name='seed ${trainer.seed}'",
+        "trainer.max_epochs=null",
+        "trainer.max_steps=4",
+        "trainer.log_every=1",
+        "trainer.seed=7",
+    )
+    found = records(wandb_file(done.folder))
+    assert math.isfinite(done.losses[0])
+    assert math.isnan(done.losses[3])
+    assert '"train/loss": NaN' in (done.folder / "metrics.jsonl").read_text()
+    logged = points(found)
+    assert logged == as_points(done.metrics)
+    assert [point["train/loss"] for point in logged if "train/loss" in point][-1] == "NaN"
+
+    told = only(found, "run")
+    assert told["tags"] == ["emulated"]  # a run that Hydra starts has its groups' options, too
+    assert told["display_name"] == "seed 7"
+    assert told["job_type"] == "train"
+    config = {
+        name: value for name, value in told["config"]["update"].items() if name not in ("_wandb", "plan")
+    }
+    saved = yaml.safe_load((done.folder / "config.yaml").read_text())
+    assert saved["model"]["limit"] == math.inf
+    saved["model"]["limit"] = "inf"  # W&B's own form
+    assert config == saved
+    assert config["model"]["sizes"] == [[1, 2], [3]]
+    assert config["model"]["scale"] is None
+    assert config["name"] == "seed 7"
+
+
+def test_without_wandb_or_without_a_network(start: Start, tmp_path: Path) -> None:
+    """The training goes on, with one warning that tells what to do, within the time that was set."""
+    (tmp_path / "none").mkdir()
+    fake = "raise ModuleNotFoundError(\"No module named 'wandb'\", name='wandb')\n"
+    (tmp_path / "none" / "wandb.py").write_text(fake)
+    (tmp_path / "home").mkdir()
+    options = ("data._target_=faulty.Data", "trainer.max_steps=2", "hydra.run.dir=run")
+    runs = {
+        "it is not installed (pip install wandb, or logger=none)": start(
+            "absent", *options, PYTHONPATH=f"{tmp_path / 'none'}:{TESTS}"
+        ),
+        "it did not start within 2 s": start(
+            "online",
+            *options,
+            "logger.init_timeout_seconds=2",
+            "logger.finish_timeout_seconds=2",
+            WANDB_MODE="online",
+            WANDB_API_KEY="0" * 40,
+            WANDB_BASE_URL="http://127.0.0.1:9",
+            HOME=str(tmp_path / "home"),
+        ),
+    }
+    for told, run in runs.items():
+        assert run.wait() == 0, run.screen
+        folder = run.run_dir.parent / "run"
+        assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+        log = (folder / "logs" / "rank_0.log").read_text()
+        assert log.count(GIVEN_UP) == 1, log
+        assert told in log
+        assert len(metrics(folder)) >= 2
