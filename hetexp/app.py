@@ -228,6 +228,7 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
     """
     from hetexp.core.config import COMPONENTS, check_config
     from hetexp.core.instantiate import check_component
+    from hetexp.hardware.pci import undriven_cards
     from hetexp.hardware.selection import detect_accelerators, select_devices
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.planner import check_plan
@@ -241,7 +242,10 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
     selection = None
     if config is not None:
         found += _check_run(config, working_dir)
-        selection = select_devices(config.hardware, detect_accelerators(), _torch_drives_accelerators())
+        found_cards = detect_accelerators()
+        selection = select_devices(
+            config.hardware, found_cards, _torch_drives_accelerators(), undriven_cards(found_cards)
+        )
         found += check_plan(config, selection, not (components["strategy"] or components["balancing"]))
     # What is missing was told already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]

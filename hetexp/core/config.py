@@ -195,8 +195,9 @@ class DebugConfig(Section):
 class FaultEvent(Section):
     """One thing that is made to happen to one device."""
 
-    kind: Literal["slow", "thermal", "stall", "death", "oom"]
-    """Slower by `factor`; slower bit by bit; silent for `seconds`; killed; out of memory."""
+    kind: Literal["slow", "thermal", "jitter", "stall", "death", "oom"]
+    """Slower by `factor`; slower bit by bit; each step by chance up to `factor` times slower; silent for
+    `seconds`; killed; out of memory."""
     device: str
     """Id of the device in the plan: `emulated:0`, `cuda:1`."""
     at_step: NonNegativeInt | None = None

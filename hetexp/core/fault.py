@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetexp.core.config import FaultEvent
+
+LASTING = ("slow", "thermal", "jitter")
+"""Kinds that go on; the others happen once."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,8 @@ class FaultSchedule:
 
     def __init__(self, events: Sequence[FaultEvent], device_id: str) -> None:
         mine = [event for event in events if event.device == device_id]
-        self.lasting = [event for event in mine if event.kind in ("slow", "thermal")]
-        self._sudden = [event for event in mine if event.kind not in ("slow", "thermal")]
+        self.lasting = [event for event in mine if event.kind in LASTING]
+        self._sudden = [event for event in mine if event.kind not in LASTING]
         self._begun = False
 
     def factor(self, step: int, elapsed_seconds: float) -> float:
@@ -42,6 +46,8 @@ class FaultSchedule:
                 continue
             if event.kind == "slow":
                 product *= event.factor
+            elif event.kind == "jitter":  # from the step alone, so that a run repeats
+                product *= random.Random(f"{event.device}/{step}").uniform(1.0, event.factor)
             else:  # heats up towards the factor, two thirds of the way after `warm_up` steps (or seconds)
                 product *= 1.0 + (event.factor - 1.0) * (1.0 - math.exp(-since / event.warm_up))
         return product

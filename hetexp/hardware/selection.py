@@ -27,6 +27,8 @@ class Selection:
     devices: list[DeviceSpec] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    undriven: tuple[str, ...] = ()
+    """Cards that are in the machine and that nothing here drives, in words."""
     network: Link | None = None
     """Link between the hosts of emulated devices, where they are in several."""
 
@@ -37,7 +39,10 @@ def detect_accelerators() -> list[DeviceSpec]:
 
 
 def select_devices(
-    config: HardwareConfig, found: Sequence[DeviceSpec], drivable: bool | None = None
+    config: HardwareConfig,
+    found: Sequence[DeviceSpec],
+    drivable: bool | None = None,
+    undriven: Sequence[str] = (),
 ) -> Selection:
     """Resolve `hardware.devices` or `hardware.cards`.
 
@@ -45,11 +50,12 @@ def select_devices(
         config: the typed section; `catalogue` in it is relative to the working directory.
         found: accelerators of this machine (`detect_accelerators`).
         drivable: whether the launcher's own torch is a build for these accelerators; `None`: not known.
+        undriven: what to say of cards that are there and that no backend drives (`undriven_cards`).
 
     Returns:
         Devices, reasons and problems; with problems the devices are not to be used.
     """
-    selection = Selection()
+    selection = Selection(undriven=tuple(undriven))
     try:
         known = load_catalogue(config.catalogue)
     except ConfigError as error:  # what the entries mean is not known without it
@@ -74,7 +80,7 @@ def select_devices(
         elif config.missing == "drop":
             selection.reasons.append(f"No {_wanted(entry)} was found: left out (hardware.missing=drop).")
         else:
-            selection.problems.append(_absent(key, entry, found, entries if config.cards else ()))
+            selection.problems.append(_absent(selection, key, entry, found, entries if config.cards else ()))
         selection.devices[start:] = [_as_ordered(d, key, entry, selection) for d in selection.devices[start:]]
     _check_twice(selection)
     if len({device.host for device in selection.devices}) > 1:
@@ -218,6 +224,7 @@ def _add_auto(selection: Selection, found: Sequence[DeviceSpec], drivable: bool)
         )
     else:
         selection.reasons.append("No accelerator was found: the CPU trains alone.")
+    selection.reasons += [f"{card}." for card in selection.undriven]
 
 
 def _add_vendor(
@@ -294,6 +301,7 @@ def _emulated(index: int, card: Card) -> DeviceSpec:
 
 
 def _absent(
+    selection: Selection,
     key: str,
     entry: DeviceEntry,
     found: Sequence[DeviceSpec],
@@ -304,7 +312,7 @@ def _absent(
     Args:
         mix: all entries, where they come from `hardware.cards`.
     """
-    there = ", ".join(str(device) for device in found) or "no accelerator"
+    there = ", ".join([*map(str, found), *selection.undriven]) or "no accelerator"
     fix = (
         "Use hardware.missing=emulate to emulate the missing card beside the real ones, or "
         "hardware.missing=drop to go without it."

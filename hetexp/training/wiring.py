@@ -121,8 +121,14 @@ def agree(plan: Plan, config: Config, rank: int, store: dist.Store, facts: dict[
     """
     mine = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts}
     limit = config.launch.timeout_seconds
-    everyone = exchange(store, "handshake", rank, plan.world_size, mine, limit)
-    compare_facts(everyone, [f"rank {r} ({device.id})" for r, device in enumerate(plan.devices)])
+    everyone = exchange(store, "handshake", rank, plan.world_size, mine | {"runs on": versions()}, limit)
+    run_on = [fact.pop("runs on") for fact in everyone]
+    names = [f"rank {r} ({device.id})" for r, device in enumerate(plan.devices)]
+    compare_facts(everyone, names)
+    if any(one != run_on[0] for one in run_on):
+        builds = (", ".join(f"{key} {value}" for key, value in one.items()) for one in run_on)
+        told = "; ".join(f"{name}: {build}" for name, build in zip(names, builds, strict=True))
+        log.info("ranks of different builds: %s; all compute in %s", told, config.trainer.precision)
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:

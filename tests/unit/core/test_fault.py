@@ -173,3 +173,13 @@ def test_a_wrong_value_is_told_by_its_key(written: str, start: str) -> None:
 def test_an_event_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         event("slow", at_step=1).factor = 9.0
+
+
+def test_jitter_stays_within_its_factor_and_repeats() -> None:
+    event = FaultEvent(kind="jitter", device="emulated:0", at_step=2, factor=1.5)
+    factors = [FaultSchedule([event], "emulated:0").factor(step, 0.0) for step in range(40)]
+    assert factors[:2] == [1.0, 1.0]
+    assert all(1.0 <= factor <= 1.5 for factor in factors)
+    assert max(factors) - min(factors[2:]) > 0.2
+    again = FaultSchedule([event], "emulated:0")
+    assert [again.factor(step, 0.0) for step in range(40)] == factors
