@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.cost import Work
 from hetexp.core.device import GIB, DeviceSpec
-from hetexp.hardware.catalogue import Card, card, card_of
+from hetexp.hardware.catalogue import Card, card_of
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.deviation import Deviation
 from hetexp.hardware.memory_model import ModelledAllocator
@@ -96,17 +96,17 @@ class EmulatedBackend(CpuBackend):
         return []
 
     @classmethod
-    def describe_card(cls, index: int, name: str) -> DeviceSpec:
-        """Return emulated device number `index`, paced to a card of the catalogue."""
-        known = card(name)
+    def describe_card(cls, index: int, card: Card) -> DeviceSpec:
+        """Return emulated device number `index` with all that a rank needs to know of its card."""
         return DeviceSpec(
             id=f"emulated:{index}",
             backend="emulated",
             index=index,
-            name=f"{known.name} (emulated)",
-            vendor=known.vendor,
-            memory_bytes=int(known.memory_gib * GIB),
-            card=name,
+            name=f"{card.name} (emulated)",
+            vendor=card.vendor,
+            memory_bytes=int(card.memory_gib * GIB),
+            card=card.key,
+            card_facts=card.model_dump(mode="json"),
         )
 
     def peak_memory_bytes(self) -> int | None:

@@ -12,8 +12,9 @@ from hetexp.core.config import DeviceEntry, HardwareConfig
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.catalogue import Card, Catalogue, Link, load_catalogue, named
+from hetexp.hardware.catalogue import Catalogue, Link, load_catalogue, named
 from hetexp.hardware.cpu import CpuBackend, cpu_count
+from hetexp.hardware.emulated import EmulatedBackend
 
 ACCELERATORS = ("cuda",)
 """Backends whose devices `auto` and a vendor's name look through, best first."""
@@ -283,21 +284,8 @@ def _add_emulated(
         )
         card = card.model_copy(update={"efficiency": entry.efficiency})
     first = sum(d.backend == "emulated" for d in selection.devices)
-    selection.devices += [_emulated(i, card) for i in range(first, first + (entry.count or 1))]
-
-
-def _emulated(index: int, card: Card) -> DeviceSpec:
-    """Return emulated device number `index` with all that a rank needs to know of its card."""
-    return DeviceSpec(
-        id=f"emulated:{index}",
-        backend="emulated",
-        index=index,
-        name=f"{card.name} (emulated)",
-        vendor=card.vendor,
-        memory_bytes=int(card.memory_gib * GIB),
-        card=card.key,
-        card_facts=card.model_dump(mode="json"),
-    )
+    numbers = range(first, first + (entry.count or 1))
+    selection.devices += [EmulatedBackend.describe_card(number, card) for number in numbers]
 
 
 def _absent(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
+from hetexp.hardware.catalogue import card
 from hetexp.hardware.deviation import FACTOR_RANGE, JITTER, KINK_BATCHES, KINK_RANGE, Deviation
 from hetexp.hardware.emulated import EmulatedBackend
 
@@ -87,7 +88,7 @@ def test_devices_and_seeds_differ() -> None:
 def test_nothing_of_it_can_be_read(tmp_path: Path) -> None:
     """What planner and policies see of a device that deviates: the seed, and the figures of its card."""
     assert not {field.name for field in dataclasses.fields(DeviceSpec)} & {"deviation", "factor", "kink"}
-    spec = EmulatedBackend.describe_card(0, "rtx_3090")
+    spec = EmulatedBackend.describe_card(0, card("rtx_3090"))
     before = dataclasses.asdict(spec)
     backend = EmulatedBackend(spec)
     backend.deviation_seed = 7

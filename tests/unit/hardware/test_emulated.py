@@ -46,7 +46,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 def attached(model: nn.Module, width: int, seed: int | None = None, **changes: Any) -> EmulatedBackend:
-    spec = dataclasses.replace(EmulatedBackend.describe_card(0, "rtx_3090"), **changes)
+    spec = dataclasses.replace(EmulatedBackend.describe_card(0, card("rtx_3090")), **changes)
     backend = EmulatedBackend(spec)
     backend.deviation_seed = seed
     backend.attach(model, torch.optim.AdamW(model.parameters()), torch.zeros(2, width))
@@ -166,7 +166,7 @@ def test_frozen_weights_are_not_updated() -> None:
 
 def test_double_precision_is_paced_at_its_own_rate() -> None:
     model = mlp(8, 512, 512, 4).double()
-    backend = EmulatedBackend(EmulatedBackend.describe_card(0, "rtx_3090"))
+    backend = EmulatedBackend(EmulatedBackend.describe_card(0, card("rtx_3090")))
     backend.attach(model, torch.optim.SGD(model.parameters()), torch.zeros(2, 8, dtype=torch.float64))
     _, backward = flops(8, 512, 512, 4)
     expected = OVERHEAD + SAMPLES * backward / (0.556e12 * 0.45)
@@ -316,7 +316,7 @@ def test_an_outrun_emulation_is_called_invalid(clock: Clock, late: float) -> Non
 
 
 def test_what_an_emulated_device_says_of_itself() -> None:
-    spec = EmulatedBackend.describe_card(2, "arc_a770")
+    spec = EmulatedBackend.describe_card(2, card("arc_a770"))
     backend = EmulatedBackend(spec)
     assert EmulatedBackend.detect() == []
     assert (spec.id, spec.vendor, spec.emulated) == ("emulated:2", "intel", True)

@@ -17,7 +17,7 @@ PCIE3_X16, PCIE4_X16 = Channel(1e-5, 15.754e9 * 0.8), Channel(1e-5, 31.508e9 * 0
 
 
 def emulated(*names: str) -> list[DeviceSpec]:
-    return [EmulatedBackend.describe_card(index, name) for index, name in enumerate(names)]
+    return [EmulatedBackend.describe_card(index, card(name)) for index, name in enumerate(names)]
 
 
 REAL = DeviceSpec("cuda:0", "cuda", 0, "NVIDIA GeForce RTX 4090", "nvidia", 24 * 2**30)
@@ -50,7 +50,7 @@ def test_the_slowest_rate_and_the_longest_latency_need_not_be_of_one_card() -> N
     facts = card("rtx_3090").model_dump(mode="json")
     quick, late = (
         replace(
-            EmulatedBackend.describe_card(index, "rtx_3090"),
+            EmulatedBackend.describe_card(index, card("rtx_3090")),
             card_facts=facts
             | {"host_link": {"gb_per_second": rate, "efficiency": 1.0, "latency_seconds": latency}},
         )

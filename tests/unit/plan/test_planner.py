@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
+from hetexp.hardware.catalogue import card
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.emulated import EmulatedBackend
 from hetexp.hardware.selection import Selection
@@ -21,7 +22,10 @@ CPU = [CpuBackend.describe(i) for i in range(3)]
 CUDA = [
     DeviceSpec(id=f"cuda:{i}", backend="cuda", index=i, name=f"Card {i}", vendor="nvidia") for i in range(2)
 ]
-EMULATED = [EmulatedBackend.describe_card(0, "rtx_3090"), EmulatedBackend.describe_card(1, "arc_a770")]
+EMULATED = [
+    EmulatedBackend.describe_card(0, card("rtx_3090")),
+    EmulatedBackend.describe_card(1, card("arc_a770")),
+]
 
 
 def config(**sections: Any) -> Config:
