@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hetexp.core.cost import Links
-
-GRAIN_SECONDS = 1e-3
-"""A sleep ends a little late by itself; only what is later than this counts as outrun."""
+from hetexp.hardware.pacing import GRAIN_SECONDS
 
 
 @dataclass

@@ -26,7 +26,6 @@ from pydantic_core import PydanticCustomError
 
 from hetexp.core.errors import ConfigError, did_you_mean, how_to_write, must_be
 
-VENDORS = ("nvidia", "intel", "amd", "apple", "cpu")
 COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
 """Sections built by `_target_`."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
-from hetexp.core.config import VENDORS
+from hetexp.core.config import Vendor
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError
 from hetexp.hardware import catalogue as module
@@ -94,7 +94,7 @@ OTHERS = (
 # ---------------------------------------------------------------- the shipped cards
 
 
-@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize("vendor", get_args(Vendor))
 def test_the_cards_of_each_vendor(vendor: str) -> None:
     assert {key for key, one in CARDS.items() if one.vendor == vendor} == set(ASKED_FOR[vendor].split())
 
