@@ -6,8 +6,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hetexp.core.config import FaultEvent
+if TYPE_CHECKING:
+    from hetexp.core.config import FaultEvent
 
 LASTING = ("slow", "thermal", "jitter")
 """Kinds that go on; the others happen once."""

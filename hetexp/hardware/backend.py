@@ -8,11 +8,17 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.cost import Work
 from hetexp.core.device import DeviceSpec
 from hetexp.core.fault import Due, FaultSchedule
+from hetexp.core.precision import AUTOCAST
+from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.found import Found
+from hetexp.hardware.machine import Machine
+from hetexp.hardware.pci import PciCard
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +27,22 @@ if TYPE_CHECKING:
 BACKENDS = {
     "cpu": "hetexp.hardware.cpu:CpuBackend",
     "cuda": "hetexp.hardware.cuda:CudaBackend",
+    "hip": "hetexp.hardware.hip:HipBackend",
+    "xpu": "hetexp.hardware.xpu:XpuBackend",
+    "mps": "hetexp.hardware.mps:MpsBackend",
     "emulated": "hetexp.hardware.emulated:EmulatedBackend",
 }
+ACCELERATORS = ("cuda", "hip", "xpu", "mps")
+"""Backends of cards that a machine can have; detection asks each of them."""
+VISIBILITY = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "ZE_AFFINITY_MASK",
+    "ONEAPI_DEVICE_SELECTOR",
+)
+"""Variables by which a person or a scheduler hides cards; a rank gets one of them, and none of the others."""
 
 
 def backend_class(name: str) -> type[Backend]:
@@ -40,6 +60,12 @@ class Backend(ABC):
 
     native_collective: ClassVar[str | None] = None
     """torch.distributed's backend for a group of only such devices, where the vendor has one."""
+    vendor: ClassVar[str] = "cpu"
+    """Whose cards it drives."""
+    wheel: ClassVar[str] = "cpu"
+    """Environment that `hetexp env create` makes for it: `cuda`, `rocm`, `xpu`, `cpu`."""
+    torch_type: ClassVar[str] = "cpu"
+    """torch's word for such devices."""
     computes_on_cpu: ClassVar[bool] = False
     """Whether ranks of this backend compete for the cores of the CPU."""
 
@@ -47,19 +73,49 @@ class Backend(ABC):
         self.spec = spec
         self.faults = FaultSchedule([], spec.id)
         self.deviation_seed: int | None = None
+        self.precision: str | None = None
+        """What the rank's model computes in; `None`: in the type of its parameters."""
         self.slower = spec.slow
         """How many times slower than by itself the device is made to be at the moment."""
         self._first_step_at: float | None = None
 
     @classmethod
-    @abstractmethod
-    def detect(cls) -> list[DeviceSpec]:
-        """Return the devices of this backend in this machine; an absent driver means an empty list."""
+    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[Found]:
+        """Return every card of the vendor in the machine, usable or not, and what is read of it.
+
+        Numbers and ids are given afterwards (`hetexp.hardware.detection`). A driver, a library or a query
+        that fails costs the field that it would have filled, never a card.
+
+        Args:
+            on_bus: the cards of this vendor that the kernel sees.
+        """
+        return []
+
+    @classmethod
+    def hide(cls, found: Sequence[Found], machine: Machine) -> tuple[list[Found], list[str]]:
+        """Mark the cards that inherited visibility variables hide (`Found.hidden_by`).
+
+        Args:
+            found: this backend's cards, numbered.
+
+        Returns:
+            The same cards in the same order, and what is wrong with the variables: a person who wants one of
+            these cards is told so instead of being given another one.
+        """
+        return list(found), []
+
+    @classmethod
+    def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
+        """Return why this torch cannot drive the device, `None` where it can."""
+        return None
 
     @classmethod
     @abstractmethod
     def environment(cls, spec: DeviceSpec) -> dict[str, str]:
-        """Return the variables that make a process see only this device; set before torch is imported."""
+        """Return the variables that make a process see only this device; set before torch is imported.
+
+        All others of `VISIBILITY` are removed from the rank's environment.
+        """
 
     @abstractmethod
     def torch_device(self) -> torch.device:
@@ -97,6 +153,18 @@ class Backend(ABC):
             Slowdown(model, lambda: self.slower, self.synchronize)
         if self.spec.limited:
             self.limit_memory(model, optimizer)
+
+    def autocast(self, precision: str) -> AbstractContextManager[Any]:
+        """Return a context in which a model of float32 weights computes in this precision."""
+        if precision not in AUTOCAST:
+            return nullcontext()
+        import torch
+
+        return torch.autocast(self.torch_type, dtype=getattr(torch, precision))
+
+    def computes_in(self, precision: str) -> bool | None:
+        """Return whether the device in hand has a precision natively, `None` where it cannot be asked."""
+        return None
 
     def limit_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Let the device hold no more than `spec.memory_bytes`, by a model of what it holds."""

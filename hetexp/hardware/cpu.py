@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     import torch
 
 
+_HALF_FLAGS = {
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+"""Names in the kernel's list of a core's abilities, x86 and ARM, of which one suffices."""
+
+
 class CpuBackend(Backend):
     """Computes on the cores that the rank's thread count allows."""
 
     computes_on_cpu: ClassVar[bool] = True
-
-    @classmethod
-    def detect(cls) -> list[DeviceSpec]:
-        return [cls.describe(0)]
 
     @classmethod
     def describe(cls, index: int) -> DeviceSpec:
@@ -35,6 +38,7 @@ class CpuBackend(Backend):
             name=_cpu_name(),
             vendor="cpu",
             memory_bytes=_total_memory(),
+            precisions=_native_precisions(),
         )
 
     @classmethod
@@ -79,6 +83,19 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return f"{line.partition(':')[2].strip()} ({cpu_count()} cores)"
     return f"{platform.processor() or platform.machine()} ({cpu_count()} cores)"
+
+
+def _native_precisions(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Return what the cores really compute in; torch imitates bfloat16 and float16 on all others."""
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
+    flags = {
+        word
+        for line in text.splitlines()
+        if line.startswith(("flags", "Features"))  # x86, ARM
+        for word in line.partition(":")[2].split()
+    }
+    half = [name for name, any_of in _HALF_FLAGS.items() if flags & any_of]
+    return ("float64", "float32", *half)
 
 
 def _total_memory() -> int | None:

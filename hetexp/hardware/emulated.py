@@ -92,10 +92,6 @@ class EmulatedBackend(CpuBackend):
         self._memory: ModelledAllocator | None = None
 
     @classmethod
-    def detect(cls) -> list[DeviceSpec]:
-        return []
-
-    @classmethod
     def describe_card(cls, index: int, card: Card) -> DeviceSpec:
         """Return emulated device number `index` with all that a rank needs to know of its card."""
         return DeviceSpec(
@@ -105,6 +101,8 @@ class EmulatedBackend(CpuBackend):
             name=f"{card.name} (emulated)",
             vendor=card.vendor,
             memory_bytes=int(card.memory_gib * GIB),
+            power_limit_watts=card.power_limit_watts,
+            precisions=tuple(card.tflops),
             card=card.key,
             card_facts=card.model_dump(mode="json"),
         )
@@ -114,11 +112,11 @@ class EmulatedBackend(CpuBackend):
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
         """Count the model's work on `inputs` and hook the passes; nothing is delayed until `start_pacing`."""
-        dtype = next(p.dtype for p in model.parameters())
         forward, backward, fractions = count_work(model, inputs)
         weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         deviation = Deviation(self.deviation_seed, self.spec.index)
-        precision = str(dtype).removeprefix("torch.")
+        # Under autocast the weights stay in float32 and most of the work does not.
+        precision = self.precision or str(next(model.parameters()).dtype).removeprefix("torch.")
         figures = (self.card, precision, forward, backward, UPDATE_PASSES * weights)
         self.times = CardTimes(*figures, deviation)
         self._planned = CardTimes(*figures)  # as planner and policies see the card

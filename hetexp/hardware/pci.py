@@ -1,42 +1,51 @@
-"""Cards that are in the machine and that nothing here can drive: the kernel knows them all."""
+"""Cards as the kernel sees them on the PCI bus: all of them, whatever drivers and libraries are there."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
-from hetexp.core.device import DeviceSpec
+from hetexp.hardware.machine import Machine
 
-PCI_DEVICES = Path("/sys/bus/pci/devices")
-_DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380")
-"""VGA controller, 3D controller, other display controller."""
-_VENDORS = {"0x10de": "nvidia", "0x1002": "amd", "0x8086": "intel"}
+_DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+"""VGA controller, 3D controller, other display controller, processing accelerator."""
+VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel"}
 
 
-def undriven_cards(found: Sequence[DeviceSpec], root: Path = PCI_DEVICES) -> list[str]:
-    """Return each card of a known vendor that no backend found, as words for a message.
+@dataclass(frozen=True)
+class PciCard:
+    """A display controller or accelerator of a vendor that has a backend."""
 
-    Args:
-        found: what the backends found; a vendor that has a card in it is not looked at again.
-        root: the kernel's list of PCI devices.
-    """
-    driven = {device.vendor for device in found}
+    address: str
+    """`0000:03:00.0`, lower case, as every tool can be brought to write it."""
+    vendor: str
+    """`nvidia`, `amd` or `intel`."""
+    device_id: int
+    """The vendor's number of the chip: `0x56a0`."""
+    driver: str | None
+    """Kernel module bound to it: `nvidia`, `nouveau`, `amdgpu`, `i915`, `xe`, `vfio-pci`."""
+
+
+def pci_cards(machine: Machine) -> list[PciCard]:
+    """Return the cards of known vendors by address; empty where the system has no such list."""
+    bus = machine.path("/sys/bus/pci/devices")
     cards = []
-    for device in sorted(root.iterdir()) if root.is_dir() else []:
-        with contextlib.suppress(OSError):  # a device that was just taken out
-            vendor = _VENDORS.get(_read(device / "vendor"))
-            displays = _read(device / "class").startswith(_DISPLAY_CLASSES)
-            if vendor is None or vendor in driven or not displays:
-                continue
-            kind = "integrated graphics" if device.name.startswith("0000:00:") else "card"
-            model = _read(device / "device").removeprefix("0x")
-            cards.append(
-                f"{vendor} {kind} {model} at {device.name} is present, but not usable with this build of "
-                "hetexp and torch"
-            )
+    for folder in sorted(bus.iterdir()) if bus.is_dir() else []:
+        number = machine.number(folder / "vendor")
+        vendor = VENDORS.get(number) if number is not None else None
+        displays = (machine.text(folder / "class") or "").startswith(_DISPLAY_CLASSES)
+        device_id = machine.number(folder / "device")
+        if vendor is None or not displays or device_id is None:
+            continue
+        driver = folder / "driver"
+        bound = driver.resolve().name if driver.exists() else None
+        cards.append(PciCard(folder.name.lower(), vendor, device_id, bound))
     return cards
 
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="ascii").strip()
+def normalised(address: str) -> str:
+    """Return an address as the kernel writes it: NVML's `00000000:03:00.0`, torch's `03:00`."""
+    domain, _, rest = address.strip().lower().rpartition(":")[0].rpartition(":")
+    bus_device = f"{rest}:{address.strip().lower().rpartition(':')[2]}"
+    number = int(domain, 16) if domain else 0
+    function = bus_device if "." in bus_device else f"{bus_device}.0"
+    return f"{number:04x}:{function}"

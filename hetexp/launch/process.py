@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+from hetexp.hardware.backend import VISIBILITY
 from hetexp.launch.interpreter import RUN_WORKER, is_own
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
 
@@ -132,6 +133,9 @@ def rank_environment(
         package_root: folder to import hetexp from, where it is not installed in the rank's interpreter.
     """
     leftovers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    leftovers.update(
+        VISIBILITY
+    )  # an inherited mask beside the rank's own would be applied to what that one left
     environment = {key: value for key, value in inherited.items() if key not in leftovers}
     environment |= device
     environment["OMP_NUM_THREADS"] = str(threads)

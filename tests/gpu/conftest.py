@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetexp.hardware.cuda import CudaBackend
+from hetexp.hardware.builds import own_build
+from hetexp.hardware.detection import detect
 
-CARDS = len(CudaBackend.detect()) if torch.version.cuda is not None else 0
+CARDS = (
+    sum(
+        card.spec.backend == "cuda" and card.state == "available"
+        for card in detect(builds=[own_build()]).cards
+    )
+    if torch.version.cuda is not None
+    else 0
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

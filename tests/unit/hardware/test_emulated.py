@@ -19,6 +19,7 @@ from hetexp.hardware import emulated, pacing
 from hetexp.hardware.catalogue import card
 from hetexp.hardware.deviation import FACTOR_RANGE, Deviation
 from hetexp.hardware.emulated import CardTimes, EmulatedBackend
+from hetexp.hardware.machine import Machine
 from hetexp.hardware.memory_model import CONTEXT_BYTES
 
 SAMPLES = 4
@@ -318,7 +319,7 @@ def test_an_outrun_emulation_is_called_invalid(clock: Clock, late: float) -> Non
 def test_what_an_emulated_device_says_of_itself() -> None:
     spec = EmulatedBackend.describe_card(2, card("arc_a770"))
     backend = EmulatedBackend(spec)
-    assert EmulatedBackend.detect() == []
+    assert EmulatedBackend.cards(Machine(), []) == []
     assert (spec.id, spec.vendor, spec.emulated) == ("emulated:2", "intel", True)
     assert spec.name == "Arc A770 (emulated)"
     assert spec.memory_bytes == 16 * GIB

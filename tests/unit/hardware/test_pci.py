@@ -1,64 +1,84 @@
-"""Case 22: a card that no build here drives is told as present, not as absent."""
+"""Case 22: what is on the bus is told, whatever drives it, and is never mistaken for absent."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from fake_drivers import ARC_A770, RX_7900_XTX, UHD_770, FakeCard, recorded_machine, write
 
-from hetexp.core.config import HardwareConfig
-from hetexp.core.device import DeviceSpec
-from hetexp.hardware.pci import undriven_cards
-from hetexp.hardware.selection import select_devices
-
-CARD = DeviceSpec(id="cuda:0", backend="cuda", index=0, name="NVIDIA GeForce RTX 3090", vendor="nvidia")
+from hetexp.hardware.detection import detect
+from hetexp.hardware.machine import Machine
+from hetexp.hardware.pci import PciCard, normalised, pci_cards
 
 
-@pytest.fixture
-def bus(tmp_path: Path) -> Path:
-    """An RTX 3090, an Arc A770, integrated graphics, and two things that are no cards."""
-    devices = {
-        "0000:01:00.0": ("0x10de", "0x2204", "0x030000"),
-        "0000:03:00.0": ("0x8086", "0x56a0", "0x030000"),
-        "0000:00:02.0": ("0x8086", "0x4680", "0x038000"),
-        "0000:01:00.1": ("0x10de", "0x1aef", "0x040300"),
-        "0000:05:00.0": ("0x1d0f", "0xec20", "0x030000"),
-    }
-    for name, (vendor, device, kind) in devices.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        for file, text in (("vendor", vendor), ("device", device), ("class", kind)):
-            (folder / file).write_text(text + "\n")
-    (tmp_path / "0000:09:00.0").mkdir()  # taken out while it is read
-    return tmp_path
+def test_cards_of_all_vendors_by_address(tmp_path: Path) -> None:
+    nvidia = FakeCard("0000:01:00.0", "nvidia", 0x2204, None)
+    machine = recorded_machine(tmp_path, ARC_A770, nvidia, UHD_770)
+    assert pci_cards(machine) == [
+        PciCard("0000:00:02.0", "intel", 0xA780, "i915"),
+        PciCard("0000:01:00.0", "nvidia", 0x2204, None),
+        PciCard("0000:03:00.0", "intel", 0x56A0, "i915"),
+    ]
 
 
-def test_what_a_backend_drives_is_not_told_again(bus: Path) -> None:
-    told = undriven_cards([CARD], bus)
-    assert len(told) == 2
-    assert told[0].startswith("intel integrated graphics 4680 at 0000:00:02.0 is present")
-    assert told[1].startswith("intel card 56a0 at 0000:03:00.0 is present, but not usable")
+@pytest.mark.parametrize(
+    ("pci_class", "counts"),
+    [("0x030000", True), ("0x030200", True), ("0x038000", True), ("0x120000", True), ("0x040300", False)],
+)
+def test_only_what_displays_or_computes_is_a_card(tmp_path: Path, pci_class: str, counts: bool) -> None:
+    card = FakeCard("0000:01:00.0", "amd", 0x738C, "amdgpu", pci_class=pci_class)
+    assert bool(pci_cards(recorded_machine(tmp_path, card))) == counts
 
 
-def test_without_a_driver_every_card_is_told(bus: Path) -> None:
-    assert [line.split()[0] for line in undriven_cards([], bus)] == ["intel", "nvidia", "intel"]
+def test_other_vendors_and_devices_taken_out_meanwhile_are_left_out(tmp_path: Path) -> None:
+    machine = recorded_machine(tmp_path, UHD_770)
+    other = "/sys/bus/pci/devices/0000:05:00.0"
+    write(tmp_path, {f"{other}/vendor": "0x1d0f", f"{other}/device": "0xec20", f"{other}/class": "0x030000"})
+    (tmp_path / "sys/bus/pci/devices/0000:09:00.0").mkdir()
+    assert [card.address for card in pci_cards(machine)] == [UHD_770.address]
 
 
-def test_a_machine_without_pci(tmp_path: Path) -> None:
-    assert undriven_cards([], tmp_path / "absent") == []
+def test_a_system_without_a_list_of_the_bus(tmp_path: Path) -> None:
+    assert pci_cards(Machine(root=tmp_path)) == []
 
 
-def test_auto_says_what_it_leaves_out(bus: Path) -> None:
-    selection = select_devices(
-        HardwareConfig.model_validate({"devices": ["auto"]}), [], undriven=undriven_cards([], bus)
-    )
-    assert [device.backend for device in selection.devices] == ["cpu"]
-    assert any("56a0" in reason for reason in selection.reasons)
+@pytest.mark.parametrize(
+    "written", ["0000:03:00.0", "00000000:03:00.0", "03:00", "03:00.0", "0000:03:00", " 0000:03:00.0 "]
+)
+def test_addresses_are_brought_to_one_form(written: str) -> None:
+    assert normalised(written) == "0000:03:00.0"
 
 
-def test_a_mix_whose_vendor_is_there_and_undriven_says_so(bus: Path) -> None:
-    config = HardwareConfig.model_validate({"devices": [{"vendor": "nvidia"}, {"vendor": "intel"}]})
-    selection = select_devices(config, [CARD], undriven=undriven_cards([CARD], bus))
-    (problem,) = selection.problems
-    assert "`hardware.devices[1].vendor`" in problem
-    assert "intel card 56a0 at 0000:03:00.0 is present" in problem
+def test_upper_case_and_other_domains() -> None:
+    assert normalised("0001:C5:00.0") == "0001:c5:00.0"
+
+
+def test_cards_that_no_kernel_driver_drives_are_told_with_the_fix(tmp_path: Path) -> None:
+    cards = [
+        FakeCard("0000:03:00.0", "amd", 0x744C, None),
+        FakeCard("0000:04:00.0", "amd", 0x73FF, "vfio-pci"),
+        FakeCard("0000:07:00.0", "intel", 0x56A5, None),
+    ]
+    inventory = detect(recorded_machine(tmp_path, *cards), builds=[])
+    assert [card.spec.name for card in inventory.cards] == [
+        "AMD Radeon RX 7900 XT/7900 XTX/7900 GRE",
+        "AMD Radeon RX 6600/6600 XT",
+        "Intel Arc A380",
+    ]
+    assert [card.undriven for card in inventory.cards] == [
+        "no kernel driver is bound to it; load amdgpu (sudo modprobe amdgpu)",
+        "it is reserved for a virtual machine (vfio-pci); give it back to amdgpu",
+        "no kernel driver is bound to it; load xe or i915 (sudo modprobe xe)",
+    ]
+    assert {card.state for card in inventory.cards} == {"unusable"}
+
+
+def test_both_vendors_are_numbered_along_the_bus(tmp_path: Path) -> None:
+    arc = FakeCard("0000:07:00.0", "intel", 0x56A5, "i915")
+    inventory = detect(recorded_machine(tmp_path, arc, RX_7900_XTX, UHD_770), builds=[])
+    assert [(card.spec.number, card.spec.id) for card in inventory.cards] == [
+        (0, "xpu:0"),
+        (1, "hip:0"),
+        (2, "xpu:1"),
+    ]

@@ -1,0 +1,108 @@
+"""What the vendors' backends have in common: torch's modules for devices (`torch.cuda` …) agree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hetexp.core.errors import SetupError
+from hetexp.hardware.backend import Backend
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class AcceleratorBackend(Backend):
+    """Drives the only card of a kind that its process sees, through torch's module for that kind."""
+
+    torch_type: ClassVar[str]
+    """torch's word for such devices: `cuda` (AMD cards, too), `xpu`, `mps`."""
+
+    def torch_device(self) -> torch.device:
+        import torch
+
+        module = self._module()
+        if not module.is_available():
+            raise SetupError(
+                f"{self.spec} cannot be driven by torch {torch.__version__} ({self._build()}); its driver is "
+                f"{self.spec.driver or 'not known'}. Run `hetexp doctor` to see why, or give the device an "
+                "interpreter whose torch can (`python:` in `hardware.devices`, hetexp env create "
+                f"{self.wheel})."
+            )
+        module.set_device(0)
+        self._check_card(module)
+        return torch.device(self.torch_type, 0)
+
+    def _check_card(self, module: Any) -> None:
+        """Check that the card is the chosen one: training on another would be worse than no training."""
+        seen, wanted = self._seen_uuid(module), self.spec.uuid
+        if module.device_count() != 1:
+            masks = ", ".join(f"{k}={v}" for k, v in self.environment(self.spec).items())
+            raise SetupError(
+                f"{self.spec} must be the only card that its rank sees, but torch sees "
+                f"{module.device_count()} ({masks})."
+            )
+        if seen is not None and wanted is not None and bare_uuid(wanted) != bare_uuid(seen):
+            raise SetupError(
+                f"{self.spec} was chosen ({wanted}), but torch sees another card ({seen}). Remove visibility "
+                "variables that a start-up file of the interpreter sets."
+            )
+
+    def _seen_uuid(self, module: Any) -> str | None:
+        """Return the UUID of the card that torch sees, `None` where it does not tell one to compare."""
+        return seen_uuid(module)
+
+    def _build(self) -> str:
+        import torch
+
+        kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+        built = [f"{name} {version}" for name, version in kinds.items() if version]
+        return "built for " + " and ".join(built) if built else "built for no accelerator"
+
+    def _module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.torch_type)
+
+    def computes_in(self, precision: str) -> bool | None:
+        import torch
+
+        native = getattr(self._module(), "is_bf16_supported", None)
+        if precision == "bfloat16" and native is not None:
+            return bool(native(including_emulation=False))
+        try:  # Arc cards without float64 and Apple's GPUs refuse even to hold it
+            torch.ones(1, dtype=getattr(torch, precision), device=self.torch_type).add_(1.0)
+        except (TypeError, RuntimeError):
+            return False
+        return True
+
+    def limit_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        assert self.spec.memory_bytes is not None
+        module = self._module()
+        total = module.get_device_properties(0).total_memory
+        module.set_per_process_memory_fraction(min(1.0, self.spec.memory_bytes / total), 0)
+
+    def mark(self) -> Any:
+        event = self._module().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1000.0
+
+    def synchronize(self) -> None:
+        self._module().synchronize()
+
+    def peak_memory_bytes(self) -> int | None:
+        return int(self._module().max_memory_allocated())
+
+
+def seen_uuid(module: Any) -> str | None:
+    """Return the UUID of the only device that torch sees, `None` where this torch does not tell it."""
+    uuid = getattr(module.get_device_properties(0), "uuid", None)
+    return str(uuid) if uuid is not None else None
+
+
+def bare_uuid(uuid: str) -> str:
+    """Return a UUID without the vendor's prefix and without dashes: NVML and torch write them differently."""
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-").replace("-", "")

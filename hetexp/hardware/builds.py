@@ -1,0 +1,141 @@
+"""Which accelerators the torch of an interpreter is built for, read from its files: nothing is imported.
+
+torch wheels carry one accelerator each, so that a machine with cards of two vendors needs two interpreters.
+`hetexp env` records those that it makes in `environments.json`, which is read here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ANSWER_SECONDS = 5.0
+"""Longest wait for an interpreter to say where its torch is; it takes 20 ms on an idle machine."""
+HOME_VARIABLE = "HETEXP_HOME"
+_WHERE = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The torch of one interpreter."""
+
+    python: str | None
+    """Path of the interpreter; `None`: this process's own."""
+    version: str | None = None
+    """`2.13.0+cpu`; `None` where there is no torch."""
+    cuda: str | None = None
+    """CUDA version that it is built for, `None` where it is not."""
+    hip: str | None = None
+    xpu: str | None = None
+    mps: bool = False
+    problem: str | None = None
+    """Why nothing could be learned of it."""
+
+    @property
+    def kind(self) -> str:
+        """`cuda`, `hip`, `xpu`, `mps` or `cpu`."""
+        if self.hip:
+            return "hip"
+        if self.cuda:
+            return "cuda"
+        if self.xpu:
+            return "xpu"
+        return "mps" if self.mps else "cpu"
+
+
+def home() -> Path:
+    """Return the folder that hetexp keeps its own files in: `$HETEXP_HOME`, else the system's usual place."""
+    named = os.environ.get(HOME_VARIABLE)
+    if named:
+        return Path(named)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "hetexp"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))) / "hetexp"
+    return Path(os.environ.get("XDG_DATA_HOME", str(Path.home() / ".local" / "share"))) / "hetexp"
+
+
+def recorded_interpreters() -> dict[str, str]:
+    """Return the environments that `hetexp env` recorded and that are still there, name → interpreter."""
+    try:
+        raw = json.loads((home() / "environments.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: python for name, python in raw.items() if Path(python).is_file()}
+
+
+def own_build() -> TorchBuild:
+    """Return the build of this process's own torch."""
+    spec = find_spec("torch")
+    return _read(None, spec.origin if spec is not None else None)
+
+
+def read_builds(pythons: Iterable[str]) -> list[TorchBuild]:
+    """Ask interpreters side by side; one that fails says so in its `problem`."""
+    pythons = list(dict.fromkeys(pythons))
+    asked = [(python, _ask(python)) for python in pythons]
+    return [_answer(python, process) for python, process in asked]
+
+
+def known_builds() -> list[TorchBuild]:
+    """Return this process's own build, then those of the recorded environments."""
+    return [own_build(), *read_builds(recorded_interpreters().values())]
+
+
+def _ask(python: str) -> subprocess.Popen[str] | str:
+    try:
+        return subprocess.Popen(
+            [python, "-I", "-c", _WHERE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _answer(python: str, process: subprocess.Popen[str] | str) -> TorchBuild:
+    if isinstance(process, str):
+        return TorchBuild(python, problem=process)
+    try:
+        out, err = process.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return TorchBuild(python, problem=f"it did not answer within {ANSWER_SECONDS:g} s")
+    if process.returncode != 0:
+        return TorchBuild(python, problem=_last_line(err.splitlines(), process.returncode))
+    return _read(python, out.strip() or None)
+
+
+def _last_line(lines: Sequence[str], code: int) -> str:
+    return lines[-1] if lines else f"it ended with exit code {code}"
+
+
+def _read(python: str | None, origin: str | None) -> TorchBuild:
+    """Read `torch/version.py`, which a build writes and which imports next to nothing."""
+    if origin is None:
+        return TorchBuild(python, problem="it has no torch")
+    path = Path(origin).with_name("version.py")
+    facts: dict[str, Any] = {"__name__": "torch.version"}
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), facts)
+    except Exception as error:  # a broken installation may raise anything
+        return TorchBuild(python, problem=f"{path} cannot be read: {error}")
+    mac = sys.platform == "darwin" and os.uname().machine == "arm64"
+    return TorchBuild(
+        python,
+        version=str(facts.get("__version__")),
+        cuda=facts.get("cuda"),
+        hip=facts.get("hip"),
+        xpu=facts.get("xpu"),
+        mps=mac,
+    )
