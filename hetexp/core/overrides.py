@@ -28,7 +28,7 @@ _LISTS = ("experiment",)
 _ELSEWHERE = {
     "batch_size": "trainer.global_batch_size",
     "learning_rate": "optimizer.lr",
-    "gpus": "hardware.devices",
+    "gpus": "hardware.gpu_ids",
     "num_epochs": "trainer.max_epochs",
 }
 """Words of other frameworks, and our keys."""

@@ -2,68 +2,65 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hetexp.core.config import DeviceEntry, HardwareConfig
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.catalogue import Catalogue, Link, load_catalogue, named
+from hetexp.hardware.catalogue import Catalogue, load_catalogue, named
 from hetexp.hardware.cpu import CpuBackend, cpu_count
+from hetexp.hardware.detection import Inventory
 from hetexp.hardware.emulated import EmulatedBackend
+from hetexp.hardware.found import Found
+from hetexp.hardware.pool import CardPool, Selection, add_cpus, check_power
 
-ACCELERATORS = ("cuda",)
-"""Backends whose devices `auto` and a vendor's name look through, best first."""
 _NAME = re.compile(r"(?P<backend>[a-z]+)(?::(?P<which>\w+))?")
 
 
-@dataclass
-class Selection:
-    """The devices of a run in rank order, why they were chosen, and what is wrong with the request."""
-
-    devices: list[DeviceSpec] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    undriven: tuple[str, ...] = ()
-    """Cards that are in the machine and that nothing here drives, in words."""
-    network: Link | None = None
-    """Link between the hosts of emulated devices, where they are in several."""
-
-
-def detect_accelerators() -> list[DeviceSpec]:
-    """Return every accelerator of this machine that a backend of hetexp can drive."""
-    return [device for name in ACCELERATORS for device in backend_class(name).detect()]
-
-
 def select_devices(
-    config: HardwareConfig,
-    found: Sequence[DeviceSpec],
-    drivable: bool | None = None,
-    undriven: Sequence[str] = (),
+    config: HardwareConfig, inventory: Inventory, need_bytes: Callable[[int], int | None] | None = None
 ) -> Selection:
-    """Resolve `hardware.devices` or `hardware.cards`.
+    """Resolve `hardware.gpu_ids`, `hardware.devices` or `hardware.cards`.
 
     Args:
         config: the typed section; `catalogue` in it is relative to the working directory.
-        found: accelerators of this machine (`detect_accelerators`).
-        drivable: whether the launcher's own torch is a build for these accelerators; `None`: not known.
-        undriven: what to say of cards that are there and that no backend drives (`undriven_cards`).
+        inventory: the cards of this machine (`hetexp.hardware.detection.detect`).
+        need_bytes: number of devices → memory that the run needs on each of them, where that is known.
 
     Returns:
         Devices, reasons and problems; with problems the devices are not to be used.
     """
-    selection = Selection(undriven=tuple(undriven))
+    selection = Selection()
     try:
         known = load_catalogue(config.catalogue)
     except ConfigError as error:  # what the entries mean is not known without it
         selection.problems += error.problems
         return selection
+    pool = CardPool(config, inventory, known, need_bytes)
+    wish = config.gpu_ids if config.gpu_ids is not None else config.cuda_ids
+    if wish is not None:
+        key = "hardware.gpu_ids" if config.gpu_ids is not None else "hardware.cuda_ids"
+        pool.take_wish(selection, wish, key)
+    else:
+        _take_entries(config, selection, pool, known)
+    _tell_apart(selection, config.share_devices)
+    versions = {build.python: build.version for build in inventory.builds}
+    selection.devices = [replace(d, torch=versions.get(d.python)) for d in selection.devices]
+    _tell_throttled(selection, inventory)
+    _check_hosts(config, selection, known)
+    check_power(config, selection)
+    if not selection.devices and not selection.problems:
+        selection.problems.append("`hardware.devices` must select at least one device, but none is left.")
+    return selection
+
+
+def _take_entries(config: HardwareConfig, selection: Selection, pool: CardPool, known: Catalogue) -> None:
     entries = _entries(config, known, selection)
-    real = _real_cards(entries, found)
+    real = _real_cards(entries, pool)
     missing = [position for position, cards in real.items() if not cards]
     stand_in = config.missing == "emulate" or (config.missing == "auto" and len(missing) == len(real))
     for position, (key, entry) in enumerate(entries):
@@ -71,27 +68,19 @@ def select_devices(
             selection.problems.append(must_be(f"{key}.python", "the path of an interpreter", entry.python))
         start = len(selection.devices)
         if entry.device is not None:
-            _add_named(selection, key, entry, found, drivable, known)
+            _add_named(selection, key, entry, pool, known)
         elif entry.vendor is None:
             continue  # neither: told by the configuration's own check
         elif position not in missing:
-            _add_vendor(selection, key, entry, real[position], drivable)
+            _add_vendor(selection, key, entry, real[position], pool)
+            _tell_left_out(selection, entry, real[position], pool)
         elif stand_in:
             _add_stand_in(selection, key, entry, known)
         elif config.missing == "drop":
             selection.reasons.append(f"No {_wanted(entry)} was found: left out (hardware.missing=drop).")
         else:
-            selection.problems.append(_absent(selection, key, entry, found, entries if config.cards else ()))
+            selection.problems.append(_absent(key, entry, pool, entries if config.cards else ()))
         selection.devices[start:] = [_as_ordered(d, key, entry, selection) for d in selection.devices[start:]]
-    _check_twice(selection)
-    if len({device.host for device in selection.devices}) > 1:
-        selection.network = known.links.get(config.network)
-        if selection.network is None:
-            accepted = f"one of {', '.join(sorted(known.links))}"
-            selection.problems.append(must_be("hardware.network", accepted, config.network))
-    if not selection.devices and not selection.problems:
-        selection.problems.append("`hardware.devices` must select at least one device, but none is left.")
-    return selection
 
 
 def _as_ordered(device: DeviceSpec, key: str, entry: DeviceEntry, selection: Selection) -> DeviceSpec:
@@ -116,7 +105,7 @@ def _as_ordered(device: DeviceSpec, key: str, entry: DeviceEntry, selection: Sel
         limited=limited,
         slow=entry.slow or 1.0,
         host=entry.host,
-        python=entry.python,
+        python=entry.python or device.python,
     )
 
 
@@ -145,28 +134,26 @@ def _entries(config: HardwareConfig, known: Catalogue, selection: Selection) -> 
     return entries
 
 
-def _real_cards(
-    entries: Sequence[tuple[str, DeviceEntry]], found: Sequence[DeviceSpec]
-) -> dict[int, list[DeviceSpec]]:
+def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> dict[int, list[Found]]:
     """For each entry that names a vendor, by position: the cards of this machine that it may take.
 
     An entry with a count leaves out what other entries name or take before it, so that two entries can
-    share the cards of one vendor.
+    share the cards of one vendor. A card that is there and cannot be used counts: it is told, not replaced.
     """
     taken = {entry.device for _, entry in entries}
-    real: dict[int, list[DeviceSpec]] = {}
+    real: dict[int, list[Found]] = {}
     for position, (_, entry) in enumerate(entries):
         if entry.vendor is None or entry.device is not None:
             continue
-        pool = [CpuBackend.describe(0)] if entry.vendor == "cpu" else found
-        real[position] = [
-            device
-            for device in pool
-            if device.vendor == entry.vendor
-            and (entry.match is None or named(entry.match, device.name))
-            and (entry.count is None or entry.vendor == "cpu" or device.id not in taken)
-        ]
-        taken |= {device.id for device in real[position][: entry.count]}
+        if entry.vendor == "cpu":
+            own = CpuBackend.describe(0)
+            matches = entry.match is None or named(entry.match, own.name)
+            real[position] = [Found(own)] if matches else []
+            continue
+        there = pool.of_vendor(entry.vendor, entry.match)
+        free = [card for card in there if pool.why_not(card, entry.python) is None]
+        real[position] = [card for card in free or there if entry.count is None or card.spec.id not in taken]
+        taken |= {card.spec.id for card in real[position][: entry.count]}
     return real
 
 
@@ -175,27 +162,22 @@ def _wanted(entry: DeviceEntry) -> str:
 
 
 def _add_named(
-    selection: Selection,
-    key: str,
-    entry: DeviceEntry,
-    found: Sequence[DeviceSpec],
-    drivable: bool | None,
-    catalogue: Catalogue,
+    selection: Selection, key: str, entry: DeviceEntry, pool: CardPool, catalogue: Catalogue
 ) -> None:
     assert entry.device is not None
     parsed = _NAME.fullmatch(entry.device)
     backend, which = (parsed["backend"], parsed["which"]) if parsed else ("", None)
-    known = {device.id: device for device in found}
+    known = {card.spec.id: card for card in pool.cards}
     if entry.device == "auto":
-        _add_auto(selection, found, drivable is not False or entry.python is not None)
+        pool.take_auto(selection, entry.python)
     elif backend == "cpu" and (which is None or which.isdigit()):
-        _add_cpus(selection, int(which) if which else None, entry.count or 1)
+        add_cpus(selection, int(which) if which else None, entry.count or 1)
         return
     elif backend == "emulated" and which is not None:
         _add_emulated(selection, f"`{key}` (emulated:<card>)", which, entry, catalogue)
         return
     elif entry.device in known:
-        _add_real(selection, key, [known[entry.device]], entry, drivable)
+        _add_real(selection, key, [known[entry.device]], entry, pool)
     else:
         accepted = ["auto", "cpu", *known, *(f"emulated:{name}" for name in sorted(catalogue.cards))]
         selection.problems.append(must_be(f"{key}.device", "one of " + ", ".join(accepted), entry.device))
@@ -203,59 +185,36 @@ def _add_named(
         selection.problems.append(must_be(f"{key}.count", "absent for a single named device", entry.count))
 
 
-def _add_cpus(selection: Selection, first: int | None, count: int) -> None:
-    """Add the CPU as so many devices, numbered from `first` on or by the lowest free numbers."""
-    taken = {device.index for device in selection.devices if device.backend == "cpu"}
-    free = (i for i in itertools.count() if i not in taken)
-    numbers = itertools.count(first) if first is not None else free
-    selection.devices += [CpuBackend.describe(i) for i in itertools.islice(numbers, count)]
-
-
-def _add_auto(selection: Selection, found: Sequence[DeviceSpec], drivable: bool) -> None:
-    if found and drivable:
-        selection.devices += found
-        selection.reasons.append(f"Every accelerator of this machine takes part ({len(found)} found).")
-        return
-    _add_cpus(selection, None, 1)
-    if found:
-        names = ", ".join(device.name for device in found)
-        selection.reasons.append(
-            f"{names}: found, but this interpreter's torch is not built for it, so the CPU trains alone. "
-            "Install a CUDA build of torch to use it."
-        )
-    else:
-        selection.reasons.append("No accelerator was found: the CPU trains alone.")
-    selection.reasons += [f"{card}." for card in selection.undriven]
-
-
 def _add_vendor(
-    selection: Selection, key: str, entry: DeviceEntry, cards: Sequence[DeviceSpec], drivable: bool | None
+    selection: Selection, key: str, entry: DeviceEntry, cards: Sequence[Found], pool: CardPool
 ) -> None:
     if entry.vendor == "cpu":
-        _add_cpus(selection, None, entry.count or 1)
+        add_cpus(selection, None, entry.count or 1)
         return
     if entry.count is not None and entry.count > len(cards):
         what = _wanted(entry).removesuffix(" card")
         selection.problems.append(
             must_be(f"{key}.count", f"at most {len(cards)}, the {what} cards found here", entry.count)
         )
-    _add_real(selection, key, cards[: entry.count], entry, drivable)
+    _add_real(selection, key, cards[: entry.count], entry, pool)
+
+
+def _tell_left_out(selection: Selection, entry: DeviceEntry, cards: Sequence[Found], pool: CardPool) -> None:
+    """Say which cards of the vendor do not take part because they cannot."""
+    for card in pool.of_vendor(entry.vendor or "", entry.match):
+        why = pool.why_not(card, entry.python)
+        if why is not None and card not in cards:
+            selection.reasons.append(f"{card.spec} is left out: {why}.")
 
 
 def _add_real(
-    selection: Selection,
-    key: str,
-    cards: Sequence[DeviceSpec],
-    entry: DeviceEntry,
-    drivable: bool | None,
+    selection: Selection, key: str, cards: Sequence[Found], entry: DeviceEntry, pool: CardPool
 ) -> None:
-    if drivable is False and entry.python is None:
-        selection.problems.append(
-            f"`{key}` must be drivable by this interpreter's torch, but that is not built for "
-            f"{cards[0].name}. Install a CUDA build of torch, or name an interpreter that has one "
-            f"(`python:` beside the device)."
-        )
-    selection.devices += cards
+    for card in cards:
+        why = pool.why_not(card, entry.python)
+        if why is not None:
+            selection.problems.append(f"`{key}` must be a device that can be used, but {card.spec} is {why}.")
+        selection.devices.append(pool.spec(card, entry.python))
 
 
 def _add_stand_in(selection: Selection, key: str, entry: DeviceEntry, catalogue: Catalogue) -> None:
@@ -288,19 +247,13 @@ def _add_emulated(
     selection.devices += [EmulatedBackend.describe_card(number, card) for number in numbers]
 
 
-def _absent(
-    selection: Selection,
-    key: str,
-    entry: DeviceEntry,
-    found: Sequence[DeviceSpec],
-    mix: Sequence[tuple[str, DeviceEntry]],
-) -> str:
+def _absent(key: str, entry: DeviceEntry, pool: CardPool, mix: Sequence[tuple[str, DeviceEntry]]) -> str:
     """Say that a card of the request is not there.
 
     Args:
         mix: all entries, where they come from `hardware.cards`.
     """
-    there = ", ".join([*map(str, found), *selection.undriven]) or "no accelerator"
+    there = ", ".join(_with_reason(card, pool) for card in pool.cards) or "no accelerator"
     fix = (
         "Use hardware.missing=emulate to emulate the missing card beside the real ones, or "
         "hardware.missing=drop to go without it."
@@ -323,11 +276,45 @@ def _absent(
     )
 
 
-def _check_twice(selection: Selection) -> None:
-    seen: set[str] = set()
+def _with_reason(card: Found, pool: CardPool) -> str:
+    why = pool.why_not(card)
+    return str(card.spec) if why is None else f"{card.spec}, {why}"
+
+
+def _tell_apart(selection: Selection, shared: bool) -> None:
+    """Give ranks that share a card names of their own (`cuda:0`, `cuda:0.1`), or refuse the second one."""
+    counts: dict[str, int] = {}
+    devices = []
     for device in selection.devices:
-        if device.id in seen:
-            selection.problems.append(
-                f"`hardware.devices` must name each device once, but names {device.id} twice."
+        count = counts.get(device.id, 0)
+        counts[device.id] = count + 1
+        if count and not (shared and device.backend not in ("cpu", "emulated")):
+            fix = (
+                " hardware.share_devices=true lets several ranks share a card."
+                if device.number is not None
+                else ""
             )
-        seen.add(device.id)
+            selection.problems.append(
+                f"`hardware.devices` must name each device once, but names {device.id} twice.{fix}"
+            )
+        devices.append(replace(device, id=f"{device.id}.{count}") if count else device)
+    selection.devices = devices
+
+
+def _tell_throttled(selection: Selection, inventory: Inventory) -> None:
+    """Say which of the chosen cards are held back at the moment: their speed is not what it could be."""
+    chosen = {device.id for device in selection.devices}
+    for card in inventory.cards:
+        if card.spec.id in chosen and card.reading.throttled:
+            why = ", ".join(card.reading.throttled)
+            selection.reasons.append(f"{card.spec} is throttled at the moment: {why}.")
+
+
+def _check_hosts(config: HardwareConfig, selection: Selection, known: Catalogue) -> None:
+    """Look up the network between hosts, where emulated devices are in several."""
+    if len({device.host for device in selection.devices}) < 2:
+        return
+    selection.network = known.links.get(config.network)
+    if selection.network is None:
+        accepted = f"one of {', '.join(sorted(known.links))}"
+        selection.problems.append(must_be("hardware.network", accepted, config.network))

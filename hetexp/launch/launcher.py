@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from rich.console import Console
 
 import hetexp
 from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError, SetupError
 from hetexp.core.files import remove_temporary_folders, write_json
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import backend_class
+from hetexp.hardware.detection import detect
+from hetexp.hardware.lease import Leases
 from hetexp.launch.display import Display, show_plan, show_summary
 from hetexp.launch.preflight import check_machine
 from hetexp.launch.process import RankProcess, Start, rank_environment, signal_group, start_rank
@@ -41,7 +44,8 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
 
     Raises:
         ConfigError: `launch.port` is taken.
-        SetupError: the machine is not ready (see `hetexp.launch.preflight`), or a rank cannot be started.
+        SetupError: the machine is not ready (see `hetexp.launch.preflight`), another run holds a card, or a
+            rank cannot be started.
         RunFailedError: a rank failed (the reason is on the screen and in the summary), or a signal came.
     """
     from dataclasses import replace
@@ -56,7 +60,9 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     show_plan(plan, console)
     store = host_store(listener)
     run = _Run(plan, config, console, store)
-    with _signals() as caught:
+    # A shared card is nobody's own.
+    leases = nullcontext() if config.hardware.share_devices else Leases(plan.devices, plan.run_dir)
+    with leases, _signals() as caught:
         try:
             run.start(plan_path)
             run.follow(caught)
@@ -218,6 +224,9 @@ class _Run:
             told = ", ".join(f"rank {f.rank} ({'lost a peer' if f.peer_lost else f.kind})" for f in others)
             self.console.print(f"Followed by: {told}.", highlight=False)
         self._print(f"Logs of all ranks: {self.log_path(0).parent}")
+        state = card_state(device)
+        if state is not None:
+            self._print(f"{device} is {state}. It is not chosen again while that is so.")
         last_line = cause.message.strip().splitlines()[-1]
         if device.python is not None:
             self._print(f"Its interpreter: {device.python}")
@@ -235,6 +244,18 @@ def environment_of(plan: Plan, rank: int) -> dict[str, str]:
     device = plan.devices[rank]
     visible = backend_class(device.backend).environment(device)
     return rank_environment(os.environ, visible, plan.threads[rank], package_root())
+
+
+def card_state(device: DeviceSpec) -> str | None:
+    """Return what is wrong with a real card itself by now, `None` where its driver tells of nothing."""
+    if backend_class(device.backend).computes_on_cpu:
+        return None
+    for card in detect(builds=[]).cards:
+        same_uuid = device.uuid is not None and card.spec.uuid == device.uuid
+        # A driver that is gone tells no UUID, and instances share their card's address.
+        if same_uuid or (card.spec.uuid is None and device.pci is not None and card.spec.pci == device.pci):
+            return f"lost ({card.lost})" if card.lost is not None else card.undriven
+    return "no longer in the machine's list of cards"
 
 
 def package_root() -> str | None:

@@ -32,13 +32,15 @@ import sys
 from pathlib import Path
 from hetexp.core.config import HardwareConfig, read_config
 from hetexp.hardware.backend import BACKENDS, backend_class
-from hetexp.hardware.selection import detect_accelerators, select_devices
+from hetexp.hardware.detection import detect
+from hetexp.hardware.selection import select_devices
 from hetexp.plan.planner import Request, check_plan, make_plan
 
 for name in BACKENDS:
-    backend = backend_class(name)
-    for device in backend.detect():
-        backend.environment(device)
+    backend_class(name)
+inventory = detect()
+for card in inventory.cards:
+    backend_class(card.spec.backend).environment(card.spec)
 assert "torch" not in sys.modules, "detecting devices imports torch"
 for strategy, devices in (("ddp.DDP", ["cpu", "emulated:rtx_3090"]), ("single.Single", ["cpu"])):
     part = {"_target_": "unused"}
@@ -50,7 +52,7 @@ for strategy, devices in (("ddp.DDP", ["cpu", "emulated:rtx_3090"]), ("single.Si
         "trainer": {"global_batch_size": 8, "max_steps": 1},
     }
     config = read_config(raw)
-    selection = select_devices(config.hardware, detect_accelerators())
+    selection = select_devices(config.hardware, inventory)
     assert check_plan(config, selection) == []
     plan = make_plan(config, raw, selection, Request(Path("/tmp/run"), Path("/tmp")))
     assert sum(plan.local_batch_sizes) == 8

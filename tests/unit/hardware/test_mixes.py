@@ -12,7 +12,10 @@ from omegaconf import OmegaConf
 from hetexp.app import compose_config, conf_dir
 from hetexp.core.config import check_config, read_config
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.selection import Selection, select_devices
+from hetexp.hardware.detection import Inventory
+from hetexp.hardware.found import Found
+from hetexp.hardware.pool import Selection
+from hetexp.hardware.selection import select_devices
 
 FILES = sorted((conf_dir() / "hardware").glob("*.yaml"))
 BACKENDS = {"nvidia": "cuda", "intel": "xpu", "amd": "hip", "apple": "mps"}
@@ -84,7 +87,8 @@ def raw(*overrides: str) -> dict[str, Any]:
 
 
 def select(devices: list[DeviceSpec], *overrides: str) -> Selection:
-    return select_devices(read_config(raw(*overrides)).hardware, devices)
+    inventory = Inventory([Found(device) for device in devices])
+    return select_devices(read_config(raw(*overrides)).hardware, inventory)
 
 
 def chosen(devices: list[DeviceSpec], *overrides: str) -> list[str]:

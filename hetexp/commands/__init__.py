@@ -1,0 +1,1 @@
+"""The subcommands of `hetexp`, one file each."""

@@ -1,0 +1,197 @@
+"""`hetexp gpus`: every card of the machine, what it does at the moment, and what keeps it from use."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hetexp.core.device import GIB
+from hetexp.hardware.busy import who_is_busy
+from hetexp.hardware.detection import Inventory, detect
+from hetexp.hardware.found import Found
+from hetexp.hardware.machine import Machine
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_UNKNOWN = "n/a"
+_STYLES = {"available": "green", "busy": "yellow", "hidden": "dim", "unusable": "red", "lost": "bold red"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the cards as a table or as JSON, once or again and again."""
+    parser = argparse.ArgumentParser(
+        prog="hetexp gpus", description="List every card of this machine, usable or not, whatever its vendor."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; what is not known is null")
+    parser.add_argument(
+        "--watch",
+        type=_positive,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="print again every 2 (or so many) seconds until Ctrl-C",
+    )
+    options = parser.parse_args(list(arguments))
+    if options.watch is None:
+        show(options.json)
+        return 0
+    try:
+        if options.json or not sys.stdout.isatty():
+            while True:  # one JSON document or table after the other, for pipes
+                show(options.json)
+                sys.stdout.flush()
+                time.sleep(options.watch)
+        _watch(options.watch)
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 0
+    return 0
+
+
+def show(as_json: bool) -> None:
+    """Print the cards once."""
+    inventory = inspect()
+    if as_json:
+        print(json.dumps([as_dict(card) for card in inventory.cards], indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    for part in rendered(inventory, console.width):
+        console.print(part)
+
+
+def inspect() -> Inventory:
+    """Return the cards of this machine with who uses them."""
+    from hetexp.hardware.probe import torch_devices
+
+    # What no driver can be asked is asked of an interpreter's torch, which takes seconds: the answer is
+    # fetched in the background and shown by the next call.
+    machine = Machine(torch_sees=partial(torch_devices, wait=False))
+    return detect(machine, busy=who_is_busy(machine))
+
+
+def as_dict(card: Found) -> dict[str, Any]:
+    """Return a card as plain types, for JSON; what is not known is null, never 0."""
+    spec, reading = card.spec, card.reading
+    used = card.python or (sys.executable if card.unusable is None and card.undriven is None else None)
+    return {
+        "id": spec.number,
+        "device": spec.id,
+        "vendor": spec.vendor,
+        "name": spec.name,
+        "uuid": spec.uuid,
+        "pci": spec.pci,
+        "architecture": spec.architecture,
+        "driver": spec.driver,
+        "integrated": spec.integrated,
+        "unified_memory": spec.unified_memory,
+        "precisions": list(spec.precisions) if spec.precisions is not None else None,
+        "memory_bytes": spec.memory_bytes,
+        "memory_free_bytes": reading.memory_free_bytes,
+        "utilisation": reading.utilisation,
+        "temperature_celsius": reading.temperature_celsius,
+        "power_watts": reading.power_watts,
+        "power_limit_watts": reading.power_limit_watts,
+        "throttled": list(reading.throttled),
+        "processes": [asdict(p) for p in reading.processes] if reading.processes is not None else None,
+        "python": used if card.lost is None else None,
+        "state": card.state,
+        "why_not": card.why_not,
+    }
+
+
+def rendered(inventory: Inventory, width: int) -> list[RenderableType]:
+    """Return the table and the lines below it.
+
+    Args:
+        width: of the terminal; a narrow one gets fewer columns.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    if not inventory.cards:
+        return [
+            "No accelerator in this machine: hetexp trains on the CPU, or emulates the cards that you name "
+            "(python train.py hardware=nvidia_arc)."
+        ]
+    table = Table()
+    wide = width >= 100
+    columns = ["id", "device", "name", "memory", "util", "temp", "power", "state"]
+    columns = [column for column in columns if wide or column not in ("temp", "power")]
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("id", "util", "temp") else "left")
+    for card in inventory.cards:
+        cells = _cells(card)
+        table.add_row(
+            *(
+                Text(cells[column], style=_STYLES[card.state] if column == "state" else "")
+                for column in columns
+            )
+        )
+    return [table, *_notes(inventory)]
+
+
+def _cells(card: Found) -> dict[str, str]:
+    spec, reading = card.spec, card.reading
+    limit = _number(reading.power_limit_watts, ".0f", " W")
+    name = spec.name + (" (integrated)" if spec.integrated else "")
+    name += " (unified memory)" if spec.unified_memory and not spec.integrated else ""
+    return {
+        "id": str(spec.number),
+        "device": spec.id,
+        "name": f"{spec.vendor}: {name}",
+        "memory": f"{_gib(reading.memory_free_bytes)} free of {_gib(spec.memory_bytes)}",
+        "util": _number(reading.utilisation, ".0%"),
+        "temp": _number(reading.temperature_celsius, ".0f", " °C"),
+        "power": f"{_number(reading.power_watts, '.0f', ' W')} of {limit}",
+        "state": card.state + (" (throttled)" if reading.throttled else ""),
+    }
+
+
+def _notes(inventory: Inventory) -> list[RenderableType]:
+    """Lines for what does not fit a cell: reasons, fixes, interpreters."""
+    from rich.text import Text
+
+    lines = []
+    for card in inventory.cards:
+        if card.why_not is not None:
+            lines.append(f"{card.spec.id}: {card.why_not}.")
+        if card.reading.throttled:
+            lines.append(f"{card.spec.id}: its clocks are held back: {', '.join(card.reading.throttled)}.")
+        if card.python is not None:
+            lines.append(f"{card.spec.id}: driven by {card.python}.")
+    lines += [problem for problems in inventory.mask_problems.values() for problem in problems]
+    return [Text(f"· {line}") for line in lines]
+
+
+def _watch(seconds: float) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    console = Console()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(Group(*rendered(inspect(), console.width)), refresh=True)
+            time.sleep(seconds)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, but is {text} instead")
+    return value
+
+
+def _gib(value: int | None) -> str:
+    return _UNKNOWN if value is None else f"{value / GIB:.1f} GiB"
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return _UNKNOWN if value is None else f"{value:{form}}{unit}"

@@ -1,0 +1,28 @@
+"""What a person typed, before Hydra reads it: short forms that mean something else in Hydra's grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_CARDS = re.compile(r"(?:hardware\.)?(?P<key>gpu_ids|cuda_ids)=(?P<value>.*)", re.DOTALL)
+_SWEEPING = ("choice(", "range(", "interval(", "glob(", "shuffle(", "sort(")
+
+
+def written_out(words: Sequence[str]) -> list[str]:
+    """Return the words with `gpu_ids=0,1` as `hardware.gpu_ids=[0,1]`.
+
+    With `-m` a comma sweeps, as for every key: `gpu_ids=0,1` is two jobs of one card each, and
+    `'gpu_ids=choice([0,1],[2])'` two jobs of a list each.
+    """
+    sweep = any(word in ("-m", "--multirun") for word in words)
+    return [_written_out(word, sweep) for word in words]
+
+
+def _written_out(word: str, sweep: bool) -> str:
+    match = _CARDS.fullmatch(word)
+    if match is None:
+        return word
+    value = match["value"]
+    bare = "," in value and not value.startswith(("[", "'", '"', *_SWEEPING))
+    return f"hardware.{match['key']}=" + (f"[{value}]" if bare and not sweep else value)
