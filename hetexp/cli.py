@@ -38,6 +38,30 @@ def train(arguments: list[str]) -> int:
     return 0
 
 
+@command
+def gpus(arguments: list[str]) -> int:
+    """List every card of this machine, usable or not, and why not (hetexp gpus --help)."""
+    from hetexp.commands.gpus import main as gpus_main
+
+    return gpus_main(arguments)
+
+
+@command
+def env(arguments: list[str]) -> int:
+    """List, create and check the interpreters that drive other vendors' cards (hetexp env --help)."""
+    from hetexp.commands.env import main as env_main
+
+    return env_main(arguments)
+
+
+@command
+def doctor(arguments: list[str]) -> int:
+    """Check this machine and say what to fix (hetexp doctor --help)."""
+    from hetexp.commands.doctor import main as doctor_main
+
+    return doctor_main(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a subcommand may also leave by `SystemExit`.
 
