@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -24,6 +25,13 @@ SET_BY_IMPORTS = {
 """Variables that other libraries set when they are first imported."""
 
 
+def _enable_loggers() -> None:
+    """Undo what Hydra does for a job that is run in this process: it switches all known loggers off."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("hetexp") and isinstance(logger, logging.Logger):
+            logger.disabled = False
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing() -> Iterator[None]:
     environment = dict(os.environ)
@@ -32,6 +40,7 @@ def leaves_nothing() -> Iterator[None]:
     shared = _shared_memory()
     processes = _children()
     yield
+    _enable_loggers()
     left = _children() - processes
     _, alive = psutil.wait_procs(left, timeout=10)  # ended children are reaped, slow ones get their chance
     for process in alive:

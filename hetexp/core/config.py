@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hetexp.core.errors import ConfigError, did_you_mean, how_to_write, must_be
+from hetexp.core.precision import long_name
 
 COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
 """Sections built by `_target_`."""
@@ -79,6 +80,27 @@ class HardwareConfig(Section):
     cards: Annotated[list[str], Field(min_length=1)] | None = None
     """A mix by card names: each the real card where it is found, the emulated one where none of them is."""
     devices: list[DeviceEntry] = []
+    gpu_ids: int | str | list[int | str] | None = None
+    """Cards by number, `cuda:0`, UUID or PCI address, or `all`, `available`, `recommend:2`, in place of
+    `devices: [auto]` (see `hetexp.hardware.request`)."""
+    cuda_ids: int | str | list[int | str] | None = None
+    """An older name of `gpu_ids`."""
+    default_gpu_selection: Literal["all", "available", "manual"] = "available"
+    """What `auto` takes: every usable card, those that nobody uses, or none without `gpu_ids`."""
+    multi_gpu_enabled: bool = True
+    """Whether several cards may take part; else one does."""
+    share_devices: bool = False
+    """Whether a card may be one that others use, and several ranks' at once."""
+    busy_memory_mib: NonNegativeFloat = 256.0
+    """Memory from which on another process that computes on a card makes it busy."""
+    max_temperature_celsius: PositiveFloat = 90.0
+    """A card that is hotter is not chosen."""
+    power_budget_watts: PositiveFloat | None = None
+    """Most that the power limits of all chosen cards may add up to."""
+    device_power_watts: PositiveFloat | None = None
+    """Highest power limit that a chosen card may have."""
+    check_memory: bool = True
+    """Whether a run that does not fit its devices' memory is refused before it starts."""
     missing: Literal["auto", "emulate", "error", "drop"] = "auto"
     """What to do when a vendor of the mix is absent: `auto` emulates only if all of them are."""
     threads_per_rank: PositiveInt | None = None
@@ -134,7 +156,11 @@ class TrainerConfig(Section):
     microbatch_size: PositiveInt | None = None
     """Most samples of one forward pass, instead of `accumulate`; ranks then differ in their number."""
     clip_norm: PositiveFloat | None = None
-    precision: Literal["float32", "float64"] = "float32"
+    precision: Literal["auto", "auto_common", "float32", "bfloat16", "float16", "float64"] = "float32"
+    """What the devices compute in (`hetexp.core.precision`); `fp32`, `bf16`, `fp16`, `fp64` mean the same."""
+    non_finite: Literal["stop", "skip", "continue"] = "stop"
+    """What becomes of a step whose gradient is not finite, where no smaller loss scale would help: `stop` the
+    run before its weights are harmed, `skip` the step on all ranks, `continue` without looking."""
     loss: str = "cross_entropy"
     """`cross_entropy`, `mse`, or the dotted path of a loss class (see `hetexp.training.loss`)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -154,6 +180,11 @@ class TrainerConfig(Section):
     overfit_batches: NonNegativeInt = 0
     """Use only the first so many global batches, in the same order every epoch."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _short_precisions(cls, value: Any) -> Any:
+        return long_name(value)
 
     @field_validator("fast_dev_run", mode="before")
     @classmethod

@@ -11,6 +11,18 @@ from typing import Any
 from hetexp.core.device import DeviceSpec
 from hetexp.core.files import write_json
 
+_TUPLES = (
+    "shares",
+    "local_batch_sizes",
+    "threads",
+    "overrides",
+    "precisions",
+    "memory_bytes",
+    "reasons",
+    "import_paths",
+)
+"""Fields that JSON turns into lists."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -40,6 +52,10 @@ class Plan:
     """Which option of each Hydra group made this plan, for names and tags."""
     overrides: tuple[str, ...] = ()
     """What the person typed, for the run's name."""
+    precisions: tuple[str, ...] = ()
+    """What each rank computes in: `float32`, `bfloat16`, `float16` or `float64`."""
+    memory_bytes: tuple[int | None, ...] = ()
+    """What each rank is estimated to need of its device, `None` where that is not known."""
     reasons: tuple[str, ...] = ()
     """Why it looks like this, one sentence each."""
     network: dict[str, Any] | None = None
@@ -82,7 +98,7 @@ class Plan:
         raw = json.loads(path.read_text(encoding="utf-8"))
         raw.pop("world_size")
         raw.pop("emulated")
-        raw["devices"] = tuple(DeviceSpec(**device) for device in raw["devices"])
-        for name in ("shares", "local_batch_sizes", "threads", "overrides", "reasons", "import_paths"):
+        raw["devices"] = tuple(DeviceSpec.from_dict(device) for device in raw["devices"])
+        for name in _TUPLES:
             raw[name] = tuple(raw[name])
         return cls(**raw)

@@ -7,6 +7,7 @@ from typing import Any
 
 import hetexp
 from hetexp.core.plan import Plan
+from hetexp.core.precision import exchanged_in
 
 SCHEMA = 1
 LOST_TO = ("imbalance", "communication", "rounding", "data", "other")
@@ -50,7 +51,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "measured_step_s": None,
         "comm": {
             "backend": plan.collective_backend,
-            "wire_dtype": config["trainer"]["precision"],
+            "wire_dtype": exchanged_in(plan.precisions),
             "bytes_per_step": None,
             "exposed_s": None,
         },
@@ -76,7 +77,7 @@ def _device(plan: Plan, rank: int) -> dict[str, Any]:
         "share": plan.shares[rank],
         "local_batch": plan.local_batch_sizes[rank],
         "micro_batch": None,
-        "precision": plan.config["trainer"]["precision"],
+        "precision": plan.precisions[rank] if plan.precisions else None,
         "samples_per_s": None,
         "solo_samples_per_s": None,
         "idle_s": None,

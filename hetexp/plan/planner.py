@@ -16,10 +16,11 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
+from hetexp.core.precision import choose_precisions, precision_problems, precision_reasons
 from hetexp.core.split import apportion
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.catalogue import card_of
-from hetexp.hardware.selection import Selection, threads_for
+from hetexp.hardware.pool import Selection
+from hetexp.hardware.selection import threads_for
 from hetexp.strategy.base import Strategy
 
 _DEFAULT_FOLDER = re.compile(r"\d\d-\d\d-\d\d-[0-9a-f]{6}")
@@ -44,7 +45,7 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
     """
     problems = list(selection.problems)
     devices = selection.devices
-    problems += _check_precision(config, devices)
+    problems += precision_problems(config.trainer.precision, devices)
     problems += _check_collective(config, devices)
     problems += _check_faults(config, devices)
     if components and devices:
@@ -75,6 +76,7 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
     reasons = [
         *selection.reasons,
         f"Policy {policy_name} splits {config.trainer.global_batch_size} samples a step: {split}.",
+        *precision_reasons(config.trainer.precision, devices),
         why,
     ]
     return Plan(
@@ -91,6 +93,7 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         threads=threads_for(devices, config.hardware.threads_per_rank),
         choices=request.choices,
         overrides=request.overrides,
+        precisions=choose_precisions(config.trainer.precision, devices),
         reasons=tuple(reasons),
         network=selection.network.model_dump() if selection.network is not None else None,
         working_dir=str(request.working_dir),
@@ -102,8 +105,16 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
 
 def choose_collective(wanted: str, devices: Sequence[DeviceSpec]) -> tuple[str, str]:
     """Return the collective backend and the sentence that explains it."""
-    native = {backend_class(device.backend).native_collective for device in devices}
-    only = next(iter(native)) if len(native) == 1 else None
+    # By address: instances that one card is cut into have UUIDs of their own.
+    cards = [device.pci or device.uuid or device.id for device in devices]
+    if len(set(cards)) < len(cards):
+        return (
+            "gloo",
+            "gloo exchanges the gradients through host memory: ranks share a card, which NCCL refuses.",
+        )
+    backends = {device.backend for device in devices}
+    # AMD's library answers to NVIDIA's name, and the two do not understand each other.
+    only = backend_class(*backends).native_collective if len(backends) == 1 else None
     if wanted in ("auto", "native") and only is not None:
         return only, f"All devices are one vendor's: {only} exchanges the gradients."
     kinds = ", ".join(dict.fromkeys(device.backend for device in devices))
@@ -126,18 +137,6 @@ def run_name(request: Request) -> str:
         return ",".join(typed)
     keys = ("hardware", "strategy", "balancing", "model", "data")
     return " ".join(request.choices[key] for key in keys if request.choices.get(key))
-
-
-def _check_precision(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
-    precision = config.trainer.precision
-    problems = []
-    for device in devices:
-        known = card_of(device).tflops if device.card else None
-        if known is not None and precision not in known:
-            problems.append(
-                must_be("trainer.precision", f"one that {device} computes in ({', '.join(known)})", precision)
-            )
-    return problems
 
 
 def _check_faults(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:

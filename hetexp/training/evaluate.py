@@ -30,9 +30,10 @@ def evaluate(parts: Parts) -> dict[str, float]:
     parts.model.eval()
     with torch.inference_mode():
         for inputs, targets in _local_part(parts):
-            output = call_model(parts.model, parts.to_device(inputs))
             on_device = parts.to_device(targets)
-            loss_total += float(parts.loss.total(output, on_device))
+            with parts.autocast():
+                output = call_model(parts.model, parts.to_device(inputs))
+                loss_total += float(parts.local_loss(output, on_device))
             count += parts.loss.count(targets)
             right = parts.loss.correct(output, on_device)
             counts_correct &= right is not None

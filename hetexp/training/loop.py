@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from contextlib import nullcontext
@@ -12,10 +13,14 @@ import torch
 
 from hetexp.checkpoint.folder import TrainingState, save_checkpoint
 from hetexp.data.loader import LocalBatch, local_batches
+from hetexp.optimizer.build import restart_schedule
 from hetexp.training.evaluate import evaluate
 from hetexp.training.measure import Meter, Totals
 from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.precision import NonFiniteError, all_finite, explain_non_finite, settle
 from hetexp.training.state import Parts, Progress
+
+log = logging.getLogger(__name__)
 
 NO_SAMPLES = (None, None)
 """Stands for the only microbatch of a rank whose share is empty."""
@@ -44,6 +49,10 @@ class StepResult:
     """Before clipping, of the whole batch."""
     learning_rate: float
     """The one that this step used."""
+    skipped: bool = False
+    """Whether the gradient was not finite and the weights therefore stay as they were; on all ranks alike."""
+    beyond_mending: bool = False
+    """Whether, in addition, no smaller loss scale would help."""
 
 
 def train_step(
@@ -62,30 +71,40 @@ def train_step(
         last = position == len(microbatches) - 1
         with nullcontext() if last else parts.strategy.accumulate(parts.module):
             start = parts.backend.mark()
-            output = parts.module(parts.to_device(inputs))
-            total = output if inputs is None else parts.loss.total(output, parts.to_device(targets))
+            with parts.autocast():
+                output = parts.module(parts.to_device(inputs))
+                total = output if inputs is None else parts.local_loss(output, targets)
             meter.span(start, parts.backend.mark())
             if position == 0:
                 factor, global_count = normalizer.factor()
             meter.backward(total * factor)
         loss_sum += total.detach()
     parts.backend.begin_update()
-    grad_norm = None
-    if parts.config.trainer.clip_norm is not None:
+    gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+    finite, mendable = settle(gradients, normalizer.loss_scale, parts.config.trainer.non_finite != "continue")
+    grad_norm, clip_norm = None, parts.config.trainer.clip_norm
+    if clip_norm is not None:
         # After the exchange and the weighting: every rank clips the gradient of the whole batch.
-        grad_norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.config.trainer.clip_norm)
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if finite:
+            torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), clip_norm, grad_norm)
     learning_rate = float(parts.optimizer.param_groups[0]["lr"])
-    parts.optimizer.step()
-    parts.schedule.step()
+    if finite:
+        parts.optimizer.step()
+        parts.schedule.step()
+    else:  # the rate follows the number of the step, also of one that changes nothing
+        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
     meter.samples += batch.local_samples
-    return StepResult(loss_sum, global_count, grad_norm, learning_rate)
+    return StepResult(loss_sum, global_count, grad_norm, learning_rate, not finite, not mendable)
 
 
 def train(parts: Parts, progress: Progress) -> Outcome:
     """Train from `progress` to the last step, evaluating, logging and saving on the way."""
     trainer = parts.config.trainer
     averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
-    normalizer = LossNormalizer(parts.communicator, averaged_over, parts.config.debug.normalizer)
+    normalizer = LossNormalizer(
+        parts.communicator, averaged_over, parts.config.debug.normalizer, parts.loss_scale
+    )
     window = Window(parts)
     outcome = Outcome(progress, window.totals)
     evaluated_at = saved_at = -1
@@ -107,7 +126,10 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         progress.step += 1
         progress.samples += batch.global_samples
         progress.position = batch.position
+        progress.skipped_steps += result.skipped
         window.add(result, batch)
+        if result.beyond_mending and trainer.non_finite != "continue":
+            face_non_finite(parts, progress, result, window)
         if progress.step % trainer.log_every == 0:
             outcome.train_loss = window.log(progress)
         if trainer.eval_every and progress.step % trainer.eval_every == 0:
@@ -143,6 +165,8 @@ class Window:
         self._count = self._samples = 0
         self._seconds = self._resumed_at = 0.0
         self._last: StepResult | None = None
+        self.warned = False
+        """Whether a step that was left out has been told of."""
 
     def restart(self) -> None:
         """Let the clock run: steps follow."""
@@ -208,10 +232,42 @@ class Window:
         }
         if self._last.grad_norm is not None:
             line["train/grad_norm"] = float(self._last.grad_norm)
+        if self.parts.loss_scale is not None:
+            line["train/loss_scale"] = self.parts.loss_scale.value
+        if self.parts.loss_scale is not None or self.parts.config.trainer.non_finite == "skip":
+            line["train/skipped_steps"] = progress.skipped_steps
         for device, seconds, count in zip(self.parts.plan.devices, compute, samples, strict=True):
             line[f"device/{device.id}/share"] = count / self._samples
             line[f"device/{device.id}/samples_per_second"] = count / seconds if count else None
         return line
+
+
+def face_non_finite(parts: Parts, progress: Progress, result: StepResult, window: Window) -> None:
+    """Tell once which ranks' losses are not finite, and end the run where `trainer.non_finite` says so.
+
+    All ranks come here at the same step, so that they may ask each other.
+
+    Raises:
+        NonFiniteError: under `stop`; the weights are still those of the step before.
+    """
+    stop = parts.config.trainer.non_finite == "stop"
+    if window.warned and not stop:
+        return
+    window.warned = True
+    losses = torch.zeros(parts.communicator.world_size, dtype=torch.float64)
+    losses[parts.rank] = float(result.loss_sum)
+    losses = parts.communicator.all_reduce(losses)
+    first = next(
+        name for name, p in parts.model.named_parameters() if p.grad is not None and not all_finite([p.grad])
+    )
+    told = explain_non_finite(progress.step, losses.tolist(), parts.plan.devices, first)
+    if stop:
+        window.log(progress)  # the loss that ends the run is seen in its curve
+        parts.communicator.barrier()  # nobody leaves while rank 0 still writes
+        fix = "Lower `optimizer.lr` or set `trainer.clip_norm`; trainer.non_finite=skip leaves it out."
+        raise NonFiniteError(f"{told} {fix}")
+    if parts.rank == 0:
+        log.warning("%s The step was left out on all ranks; later ones are counted only.", told)
 
 
 def evaluate_and_log(parts: Parts, progress: Progress) -> dict[str, float]:
@@ -241,6 +297,18 @@ def should_stop(parts: Parts, progress: Progress, evaluation: dict[str, float]) 
     return progress.bad_evaluations >= early.patience
 
 
+def provenance(parts: Parts) -> list[dict[str, Any]]:
+    """Return what trained the model: each rank's device, its part of the batch, and what it ran on."""
+    plan = parts.plan
+    kept = ("id", "backend", "vendor", "name", "uuid", "architecture", "driver", "emulated")
+    return [
+        {key: getattr(device, key) for key in kept}
+        | {"share": plan.shares[rank], "precision": plan.precisions[rank] if plan.precisions else None}
+        | (parts.run_on[rank] if parts.run_on else {})
+        for rank, device in enumerate(plan.devices)
+    ]
+
+
 def save(parts: Parts, progress: Progress) -> str | None:
     """Write a checkpoint on rank 0, whose replica is as good as any; return its path there."""
     if parts.rank != 0:
@@ -253,8 +321,9 @@ def save(parts: Parts, progress: Progress) -> str | None:
             "run_id": parts.plan.run_id,
             "progress": progress.to_dict(),
             "emulated": parts.plan.emulated,
-            "devices": [str(device) for device in parts.plan.devices],
+            "devices": provenance(parts),
             "config": parts.plan.config,
+            "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
         },
     )
     return str(save_checkpoint(parts.checkpoints, parts.model, parts.optimizer, state))

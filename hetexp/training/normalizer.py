@@ -4,6 +4,9 @@ With the loss summed locally, rank r's backward gives g_r = ∇ Σ_{i in its sli
 the global batch is (Σ_r g_r) / N with N the *global* count of samples or unmasked tokens. An exchange that
 averages over W ranks yields (Σ_r g_r) / W instead, so each local sum is multiplied by W / N beforehand. N is
 known only after a small all-reduce, which travels while the forward pass runs. See pytorch/pytorch#67253.
+
+Where a rank computes in float16, all ranks multiply by the one loss scale as well; `settle` in
+`hetexp/training/precision.py` divides the exchanged gradient by it again.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Literal
 import torch
 
 from hetexp.comm.communicator import Communicator, Pending
+from hetexp.training.precision import LossScale
 
 
 class LossNormalizer:
@@ -21,6 +25,7 @@ class LossNormalizer:
     Args:
         averaged_over: number of ranks by which the strategy's exchange divides the summed gradient.
         per: `global` is exact; `per_rank` divides by the rank's own count, as plain DDP would.
+        loss_scale: what all ranks multiply by beside that; `None`: nothing.
     """
 
     def __init__(
@@ -28,7 +33,9 @@ class LossNormalizer:
         communicator: Communicator,
         averaged_over: int,
         per: Literal["global", "per_rank"] = "global",
+        loss_scale: LossScale | None = None,
     ) -> None:
+        self.loss_scale = loss_scale
         self._communicator = communicator
         self._averaged_over = averaged_over
         self._per = per
@@ -44,11 +51,12 @@ class LossNormalizer:
         """Wait for the other ranks' counts.
 
         Returns:
-            What to multiply the local loss sums by (0 where nothing in the whole batch counts), and the
-            global count.
+            What to multiply the local loss sums by (0 where nothing in the whole batch counts), the loss
+            scale included, and the global count.
         """
         assert self._pending is not None, "start() comes first"
         global_count = int(self._pending.wait())
+        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         if self._per == "per_rank":
-            return 1.0 / max(self._local_count, 1), global_count
-        return (self._averaged_over / global_count if global_count else 0.0), global_count
+            return scale / max(self._local_count, 1), global_count
+        return (scale * self._averaged_over / global_count if global_count else 0.0), global_count

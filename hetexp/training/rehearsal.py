@@ -45,7 +45,8 @@ def _real_steps(parts: Parts) -> None:
     optimizer = copy.deepcopy(parts.optimizer.state_dict())
     generator = torch.get_rng_state()
     averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
-    normalizer = LossNormalizer(parts.communicator, averaged_over)
+    scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts anew
+    normalizer = LossNormalizer(parts.communicator, averaged_over, loss_scale=scale)
     meter = Meter(parts.backend)
     trainer = parts.config.trainer
     batches = local_batches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from hetexp.hardware.backend import Backend
 from hetexp.logger.base import Logger
 from hetexp.strategy.base import Strategy
 from hetexp.training.loss import Loss
+from hetexp.training.precision import LossScale, widened
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -52,10 +54,24 @@ class Parts:
     """Filled on rank 0 only."""
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
+    run_on: tuple[dict[str, str], ...] = ()
+    """Each rank's versions of Python and torch."""
+    loss_scale: LossScale | None = None
+    """All ranks have one where any of them computes in float16."""
+
+    @property
+    def precision(self) -> str:
+        """What this rank computes in."""
+        return self.plan.precisions[self.rank]
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float64 if self.config.trainer.precision == "float64" else torch.float32
+        """The type of weights, gradients, inputs and loss; the same on every rank."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for forward passes and losses; gradients are taken outside of it."""
+        return self.backend.autocast(self.precision)
 
     @property
     def checkpoints(self) -> Path:
@@ -65,8 +81,13 @@ class Parts:
         """Return every rank's part of a batch of so many samples; the same on every rank."""
         return apportion(num_samples, self.plan.shares)
 
+    def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
+        """Return the sum of the loss over a microbatch; never in half precision, whatever the model gives."""
+        total: torch.Tensor = widened(self.loss.total(widened(output), self.to_device(targets)))
+        return total
+
     def to_device(self, value: Any) -> Any:
-        """Move a microbatch's inputs or targets to the device, floating-point ones in the run's precision."""
+        """Move a microbatch's inputs or targets to the device, floating-point ones in the weights' type."""
         if isinstance(value, torch.Tensor):
             dtype = self.dtype if value.is_floating_point() else value.dtype
             return value.to(self.device, dtype, non_blocking=True)
@@ -86,6 +107,8 @@ class Progress:
     """Best value of the early-stopping metric so far."""
     bad_evaluations: int = 0
     """Evaluations since then."""
+    skipped_steps: int = 0
+    """Those of all steps whose gradient was not finite, so that the weights stayed as they were."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types for a checkpoint."""
@@ -93,6 +116,7 @@ class Progress:
             "samples": self.samples,
             "best": self.best,
             "bad_evaluations": self.bad_evaluations,
+            "skipped_steps": self.skipped_steps,
         }
 
     @classmethod

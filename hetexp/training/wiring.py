@@ -32,6 +32,7 @@ from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer, build_schedule, restart_schedule
 from hetexp.training.loss import build_loss
+from hetexp.training.precision import LossScale, check_device
 from hetexp.training.state import Parts, Progress
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,9 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     backend = backend_class(spec.backend)(spec)
     backend.faults = FaultSchedule(config.fault.events, spec.id)
     backend.deviation_seed = config.hardware.deviation_seed
+    backend.precision = plan.precisions[rank]
     device = backend.torch_device()
+    check_device(backend, plan.precisions[rank])
     data = build_data(config.data)
     num_samples = len(data.train)  # type: ignore[arg-type]  # map-style, as build_data checked
     sampler = GlobalSampler(
@@ -61,8 +64,9 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     # The same seed and the CPU's generator on every rank: the same weights whatever the device.
     torch.manual_seed(trainer.seed)
     model = build_model(config.model, data.facts)
-    model.to(torch.float64 if trainer.precision == "float64" else torch.float32)
-    agree(plan, config, rank, store, {"data": data_facts(data, sampler), "model": model_facts(model)})
+    model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
+    facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
+    run_on = agree(plan, config, rank, store, facts)
     # From here on dropout differs from rank to rank, as the samples do.
     torch.manual_seed(trainer.seed + 1 + rank)
     model.to(device)
@@ -89,6 +93,8 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         exchange=None,
         loggers=(),
         total_steps=total_steps,
+        run_on=tuple(run_on),
+        loss_scale=LossScale() if "float16" in plan.precisions else None,
     )
     inputs, _ = next(iter(DataLoader(data.train, batch_size=min(2, num_samples))))
     # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
@@ -111,10 +117,15 @@ def _communicator(
     return form_group(store, rank, plan.world_size, plan.collective_backend, device, limit)
 
 
-def agree(plan: Plan, config: Config, rank: int, store: dist.Store, facts: dict[str, Any]) -> None:
+def agree(
+    plan: Plan, config: Config, rank: int, store: dist.Store, facts: dict[str, Any]
+) -> list[dict[str, str]]:
     """Compare with the other ranks what must be equal before they train together.
 
     Versions of torch and Python may differ from vendor to vendor; those of hetexp may not.
+
+    Returns:
+        What each rank runs on (`versions`).
 
     Raises:
         HandshakeError: names each fact that differs, or the rank that did not come.
@@ -128,7 +139,8 @@ def agree(plan: Plan, config: Config, rank: int, store: dist.Store, facts: dict[
     if any(one != run_on[0] for one in run_on):
         builds = (", ".join(f"{key} {value}" for key, value in one.items()) for one in run_on)
         told = "; ".join(f"{name}: {build}" for name, build in zip(names, builds, strict=True))
-        log.info("ranks of different builds: %s; all compute in %s", told, config.trainer.precision)
+        log.info("ranks of different builds: %s; they compute in %s", told, ", ".join(plan.precisions))
+    return run_on
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
@@ -176,6 +188,8 @@ def resume(parts: Parts) -> Progress:
     state = load_checkpoint(folder, parts.model, parts.optimizer)
     # The rates are a function of the step: they follow from it and from this run's own configuration.
     restart_schedule(parts.schedule, state.step)
+    if parts.loss_scale is not None and state.extra.get("loss_scale") is not None:
+        parts.loss_scale = LossScale.from_dict(state.extra["loss_scale"])
     return Progress.from_dict(state.step, state.position, state.extra["progress"])
 
 

@@ -269,6 +269,26 @@ def test_what_a_run_leaves_behind(train: Train) -> None:
     assert "test accuracy" in run.screen
 
 
+def test_what_trained_what_is_in_plan_summary_and_checkpoint(train: Train) -> None:
+    run = train(*TINY, "trainer.max_steps=2", *layout(3, 1))
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert [device["torch"] for device in plan["devices"]] == [torch.__version__] * 2
+    state = json.loads((Path(run.summary["checkpoint"]) / "state.json").read_text())
+    first, second = state["extra"]["devices"]
+    assert (first["id"], first["vendor"], first["share"], first["precision"]) == (
+        "cpu:0",
+        "cpu",
+        0.75,
+        "float32",
+    )
+    assert (second["id"], second["share"]) == ("cpu:1", 0.25)
+    for device, told in zip((first, second), run.summary["devices"], strict=True):
+        assert device["torch"] == told["torch"] == torch.__version__
+        assert device["python"] == told["python"]
+        assert device["name"] == told["name"]
+        assert device["emulated"] is False
+
+
 def test_emulation_is_labelled_everywhere(train: Train) -> None:
     """Invariant 6: name, plan, screen, summary, metrics."""
     run = train(*TINY, "hardware=nvidia_arc", "trainer.max_steps=4")

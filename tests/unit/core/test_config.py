@@ -187,8 +187,9 @@ def test_the_debug_option_changes_the_trainer() -> None:
         ),
         (
             "trainer__precision",
-            "bf16",
-            "`trainer.precision` must be 'float32' or 'float64', but is 'bf16' instead.",
+            "bf17",
+            "`trainer.precision` must be 'auto', 'auto_common', 'float32', 'bfloat16', 'float16' or "
+            "'float64', but is 'bf17' instead.",
         ),
         ("trainer__early_stopping__patience", -1, "`trainer.early_stopping.patience` must be greater than 0"),
         ("launch__port", 65536, "`launch.port` must be less than or equal to 65535, but is 65536 instead."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from hetexp.core.device import DeviceSpec
 from hetexp.hardware.catalogue import card
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.emulated import EmulatedBackend
-from hetexp.hardware.selection import Selection
+from hetexp.hardware.pool import Selection
 from hetexp.plan.planner import Request, check_plan, choose_collective, make_plan, run_id, run_name
 
 CPU = [CpuBackend.describe(i) for i in range(3)]
 CUDA = [
     DeviceSpec(id=f"cuda:{i}", backend="cuda", index=i, name=f"Card {i}", vendor="nvidia") for i in range(2)
 ]
+HIP, HIP_2 = (
+    DeviceSpec(id=f"hip:{i}", backend="hip", index=i, name=f"Radeon {i}", vendor="amd") for i in range(2)
+)
 EMULATED = [
     EmulatedBackend.describe_card(0, card("rtx_3090")),
     EmulatedBackend.describe_card(1, card("arc_a770")),
@@ -63,6 +67,9 @@ def manual(*weights: float) -> dict[str, Any]:
         (CUDA, "native", "nccl"),
         (CUDA, "gloo", "gloo"),
         ([*CUDA, CPU[0]], "auto", "gloo"),
+        ([replace(card, pci="0000:01:00.0") for card in CUDA], "auto", "gloo"),  # one card, twice or cut
+        ([CUDA[0], HIP], "auto", "gloo"),
+        ([HIP, HIP_2], "auto", "nccl"),
         ([CPU[0], *CUDA], "native", "gloo"),
         (EMULATED, "auto", "gloo"),
         ([CUDA[0], EMULATED[1]], "auto", "gloo"),

@@ -25,6 +25,7 @@ from hetexp.optimizer.build import build_schedule
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.loss import build_loss
+from hetexp.training.precision import LossScale
 from hetexp.training.state import Parts
 
 
@@ -116,6 +117,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
         climb: bool = False,
         total_steps: int | None = None,
         normalizer: str = "global",
+        precisions: tuple[str, ...] = (),
         **trainer: Any,
     ) -> Parts:
         rank = communicator.rank
@@ -148,6 +150,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
             local_batch_sizes=apportion(settings.global_batch_size, shares).counts,
             collective_backend="gloo",
             threads=(1,) * len(weights),
+            precisions=precisions or (settings.precision,) * len(weights),
         )
         data = samples(24) if train is None else train
         if model is None:
@@ -188,6 +191,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
             exchange=None,
             loggers=(Recorder(),) if rank == 0 else (),
             total_steps=steps,
+            loss_scale=LossScale() if "float16" in plan.precisions else None,
         )
 
     return make

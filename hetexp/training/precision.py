@@ -1,0 +1,144 @@
+"""Gradients that are not finite, and the scale that keeps float16 ones from vanishing.
+
+Everything here is decided from the exchanged gradient, which all ranks hold alike, so that all take the same
+decision without asking each other (NVIDIA/apex#237: only after the all-reduce is it safe). torch's own
+`GradScaler` needs float64, which Arc cards and Apple's GPUs lack (pytorch/pytorch#147731, #142397).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import HetexpError, SetupError
+from hetexp.hardware.backend import Backend
+
+
+class NonFiniteError(HetexpError):
+    """A gradient is not finite, and no smaller loss scale would mend it."""
+
+
+@dataclass
+class LossScale:
+    """A power of two that losses are multiplied by and gradients are divided by again, one for all ranks.
+
+    It halves after a step whose gradient is not finite, and doubles after `GROWTH_INTERVAL` steps in a row
+    whose gradient is, as `torch.amp.GradScaler` does. Both are exact in float32: a rank that computes in
+    another precision than float16 gets the very gradient that it would get without a scale.
+    """
+
+    GROWTH_INTERVAL: ClassVar[int] = 2000
+    LARGEST: ClassVar[float] = 2.0**127
+    """The largest power of two that float32 holds."""
+    SMALLEST: ClassVar[float] = 2.0**-14
+    """A gradient that still overflows at this scale does not do so because of it."""
+
+    value: float = 2.0**16
+    good_steps: int = 0
+    """Steps since the last change."""
+
+    def update(self, finite: bool) -> bool:
+        """Take in whether a step's gradient was finite.
+
+        Returns:
+            Whether it was finite or a smaller scale may mend it.
+        """
+        if not finite:
+            self.good_steps = 0
+            if self.value <= self.SMALLEST:
+                return False
+            self.value /= 2.0
+            return True
+        self.good_steps += 1
+        if self.good_steps == self.GROWTH_INTERVAL:
+            self.good_steps = 0
+            self.value = min(self.value * 2.0, self.LARGEST)
+        return True
+
+    def unscale(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Divide gradients by the scale, in place."""
+        for gradient in gradients:
+            gradient.mul_(1.0 / self.value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> LossScale:
+        """Read what `to_dict` returned."""
+        return cls(**raw)
+
+
+def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
+    """Return whether no gradient holds an infinity or a NaN; waits for the device."""
+    found = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    # The largest magnitude, not the norm: a norm may overflow on one kind of device and not on another.
+    return not found or math.isfinite(float(torch.nn.utils.get_total_norm(found, math.inf)))
+
+
+def settle(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool) -> tuple[bool, bool]:
+    """Undo the loss scale in the exchanged gradients, and judge them.
+
+    Args:
+        look: whether to look for values that are not finite where there is no scale to adapt.
+
+    Returns:
+        Whether the gradients are finite (where nobody looks they are taken to be), and whether they are or a
+        smaller scale may make them so; the same on every rank.
+    """
+    if loss_scale is None:
+        finite = not look or all_finite(gradients)
+        return finite, finite
+    loss_scale.unscale(gradients)
+    finite = all_finite(gradients)
+    return finite, loss_scale.update(finite)
+
+
+def widened(output: Any) -> Any:
+    """Return a model's output with half-precision tensors in float32: a sum over a batch needs the digits."""
+    if isinstance(output, torch.Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if type(output) in (tuple, list):
+        return type(output)(widened(item) for item in output)
+    if type(output) is dict:
+        return {key: widened(item) for key, item in output.items()}
+    return output
+
+
+def check_device(backend: Backend, precision: str) -> None:
+    """Ask the device in hand whether it computes in what the plan says.
+
+    Raises:
+        SetupError: it does not.
+    """
+    # Everything computes in float32, and to ask costs a kernel.
+    if precision == "float32" or backend.computes_in(precision) is not False:
+        return
+    raise SetupError(
+        f"{backend.spec} was to compute in {precision}, but the device itself says that it cannot do so "
+        "natively. Write trainer.precision=float32, which every device can."
+    )
+
+
+def explain_non_finite(step: int, losses: Iterable[float], devices: Iterable[DeviceSpec], first: str) -> str:
+    """Return what is told of a step whose gradient is not finite.
+
+    Args:
+        step: number of the step, counted from 1.
+        losses: each rank's own sum.
+        devices: one a rank.
+        first: name of the first parameter whose gradient is not finite.
+    """
+    bad = [
+        f"{loss} on rank {rank}, {device}"
+        for rank, (loss, device) in enumerate(zip(losses, devices, strict=True))
+        if not math.isfinite(loss)
+    ]
+    cause = f"the loss is {'; '.join(bad)}" if bad else "every loss is finite"
+    return f"The gradient of step {step} is not finite (first in {first}), and {cause}."
