@@ -11,13 +11,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetexp.core.conf_folders import conf_dir as conf_dir
 from hetexp.core.conf_folders import name_own_conf_dir
 from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
+from hetexp.core.words import written_out
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from rich.console import Console
 
-    from hetexp.core.config import Config
+    from hetexp.core.config import Config, HardwareConfig
+    from hetexp.core.plan import Plan
+    from hetexp.hardware.detection import Inventory
     from hetexp.plan.planner import Request
 
 CONFIG_NAME = "config"
@@ -52,6 +55,7 @@ def main() -> None:
     _share_config_store()
     # A person's own classes are found beside train.py and in the folder that it is started from.
     sys.path.append(str(Path.cwd()))
+    sys.argv[1:] = written_out(sys.argv[1:])
     arguments = get_args_parser().parse_args()
     name_own_conf_dir(Path(arguments.config_dir) if arguments.config_dir else None)
     problems = check_command_line(arguments)
@@ -200,7 +204,7 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     from rich.console import Console
 
     from hetexp.core.files import write_text
-    from hetexp.hardware.selection import Selection
+    from hetexp.hardware.pool import Selection
     from hetexp.launch.launcher import launch
     from hetexp.plan.planner import make_plan
 
@@ -215,9 +219,34 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     assert config is not None
     assert isinstance(selection, Selection)
     request.run_dir.mkdir(parents=True, exist_ok=True)
-    plan = make_plan(config, raw, selection, request)
+    plan = with_memory(make_plan(config, raw, selection, request), config)
     write_text(request.run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
     return launch(plan, config, console or Console())
+
+
+def with_memory(plan: Plan, config: Config) -> Plan:
+    """Return the plan with what each device will hold.
+
+    Nothing is estimated where only the CPU trains: that takes longer than a first small run does.
+
+    Raises:
+        ConfigError: a device has less memory than it needs, and `hardware.check_memory` is set.
+    """
+    from dataclasses import replace
+
+    if all(device.backend == "cpu" for device in plan.devices):
+        return plan
+    from hetexp.core.instantiate import instantiate
+    from hetexp.training.estimate import RunMemory
+
+    strategy = instantiate(config.strategy)
+    memory = RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
+    problems = memory.problems() if config.hardware.check_memory else []
+    if problems:
+        raise ConfigError(problems)
+    needs = tuple(one.total_bytes if one is not None else None for one in memory.estimates)
+    unknown = [f"The memory that it needs is not known: {memory.reason}."] if memory.reason else []
+    return replace(plan, memory_bytes=needs, reasons=(*plan.reasons, *unknown))
 
 
 def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | None, Any, list[str]]:
@@ -228,8 +257,7 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
     """
     from hetexp.core.config import COMPONENTS, check_config
     from hetexp.core.instantiate import check_component
-    from hetexp.hardware.pci import undriven_cards
-    from hetexp.hardware.selection import detect_accelerators, select_devices
+    from hetexp.hardware.selection import select_devices
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.planner import check_plan
 
@@ -242,10 +270,10 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
     selection = None
     if config is not None:
         found += _check_run(config, working_dir)
-        found_cards = detect_accelerators()
-        selection = select_devices(
-            config.hardware, found_cards, _torch_drives_accelerators(), undriven_cards(found_cards)
-        )
+        inventory = detect_for(config.hardware, working_dir)
+        usable = not any(components.values())
+        need = partial(need_bytes, config, inventory) if usable else None
+        selection = select_devices(config.hardware, inventory, need)
         found += check_plan(config, selection, not (components["strategy"] or components["balancing"]))
     # What is missing was told already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
@@ -315,7 +343,29 @@ def _check_run(config: Config, working_dir: Path) -> list[str]:
     return problems
 
 
-def _torch_drives_accelerators() -> bool:
-    import torch
+def need_bytes(config: Config, inventory: Inventory, count: int) -> int | None:
+    """Return what the run needs on each of so many cards that share its batch evenly, `None` if not known."""
+    from hetexp.core.instantiate import instantiate
+    from hetexp.core.precision import choose_precisions
+    from hetexp.training.estimate import RunMemory
 
-    return torch.version.cuda is not None
+    devices = [card.spec for card in inventory.cards][:1]
+    if not devices:
+        return None
+    local = -(-config.trainer.global_batch_size // count)
+    precisions = choose_precisions(config.trainer.precision, devices)
+    (estimate,) = RunMemory(config, devices, [local], precisions, instantiate(config.strategy)).estimates
+    return estimate.total_bytes if estimate is not None else None
+
+
+def detect_for(hardware: HardwareConfig, working_dir: Path) -> Inventory:
+    """Return the machine's cards, and who could drive and who uses them, as a configuration asks."""
+    from hetexp.hardware.builds import known_builds, read_builds
+    from hetexp.hardware.busy import who_is_busy
+    from hetexp.hardware.detection import detect
+    from hetexp.hardware.machine import Machine
+
+    machine = Machine()
+    named = [str(working_dir / entry.python) for entry in hardware.devices if entry.python is not None]
+    builds = [*known_builds(), *read_builds(path for path in named if Path(path).is_file())]
+    return detect(machine, builds, who_is_busy(machine, hardware.busy_memory_mib))

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from hetexp.core.device import GIB
 from hetexp.core.plan import Plan
 
 LINE_EVERY_SECONDS = 5.0
@@ -130,19 +131,34 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(Panel(_banner(plan), title=_title(plan), border_style="bold yellow", style="yellow"))
     # As text, not markup: a name holds what the person typed, brackets too.
     table = Table(title=Text(plan.name), title_justify="left", title_style="bold")
-    for column in ("rank", "device", "name", "share", "samples a step"):
+    columns = ["rank", "device", "name", "share", "samples a step"]
+    columns += ["precision"] if len(set(plan.precisions)) > 1 else []
+    columns += ["memory"] if any(need is not None for need in plan.memory_bytes) else []
+    for column in columns:
         table.add_column(column, justify="right" if column in ("rank", "share", "samples a step") else "left")
     for rank, device in enumerate(plan.devices):
-        table.add_row(
-            str(rank),
-            device.id,
-            Text(device.name),
-            f"{plan.shares[rank]:.1%}",
-            str(plan.local_batch_sizes[rank]),
-        )
+        cells: dict[str, str | Text] = {
+            "rank": str(rank),
+            "device": device.id,
+            "name": Text(device.name),
+            "share": f"{plan.shares[rank]:.1%}",
+            "samples a step": str(plan.local_batch_sizes[rank]),
+            "precision": plan.precisions[rank] if plan.precisions else "",
+            "memory": _memory(plan, rank),
+        }
+        table.add_row(*(cells[column] for column in columns))
     console.print(table)
     for reason in plan.reasons:
         console.print(f"· {reason}", markup=False, highlight=False)
+
+
+def _memory(plan: Plan, rank: int) -> str:
+    """What a rank needs of what its device has, as estimated."""
+    need = plan.memory_bytes[rank] if plan.memory_bytes else None
+    has = plan.devices[rank].memory_bytes
+    if need is None:
+        return "–"
+    return f"{need / GIB:.1f}" + (f"/{has / GIB:.0f}" if has is not None else "") + " GiB"
 
 
 def _title(plan: Plan) -> str:

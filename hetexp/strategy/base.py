@@ -45,3 +45,16 @@ class Strategy(ABC):
     @abstractmethod
     def averaged_over(self, world_size: int) -> int:
         """Return the number of ranks that the exchanged gradient is divided by, for the normaliser."""
+
+    def keeps_gradients(self) -> bool:
+        """Return whether the gradients' memory stays taken between steps, also where they are set to none."""
+        return False
+
+    def bucket_bytes(self, gradient_bytes: int, accumulates: bool) -> int:
+        """Return what the exchange holds on the device beside the gradients, from the first step to the last.
+
+        Args:
+            gradient_bytes: of all parameters that are trained.
+            accumulates: whether a step adds up the gradients of several microbatches.
+        """
+        return 0

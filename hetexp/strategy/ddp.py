@@ -97,6 +97,18 @@ class DDP(Strategy):
     def averaged_over(self, world_size: int) -> int:
         return world_size
 
+    def keeps_gradients(self) -> bool:
+        return self.gradient_as_bucket_view
+
+    def bucket_bytes(self, gradient_bytes: int, accumulates: bool) -> int:
+        """Return the bytes of torch's buckets, which hold each gradient once (`reducer.cpp`).
+
+        As views into the buckets, gradients take no memory of their own. But `no_sync` leaves the buckets
+        alone: the first microbatch's gradients are tensors of their own, and become views at the exchange.
+        The buckets of the first step give way to those of the second before its forward pass.
+        """
+        return 0 if self.gradient_as_bucket_view and not accumulates else gradient_bytes
+
 
 def _warn_of_batch_norm(model: nn.Module) -> None:
     """Say what is not exact: the statistics of a batch are each rank's own."""

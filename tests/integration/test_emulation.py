@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from support import Run, Train, difference
 
 from hetexp.core.device import GIB
-from hetexp.core.errors import RunFailedError
+from hetexp.core.errors import ConfigError, RunFailedError
 from hetexp.hardware.catalogue import Card, card
 from hetexp.hardware.memory_model import CONTEXT_BYTES
 
@@ -327,9 +328,27 @@ LARGE = (
 """1.1 MiB of weights, gradients and moments; 2048 samples a rank keep 2 · 256 numbers each, 4 MiB."""
 
 
+def test_a_batch_that_does_not_fit_is_refused_with_the_microbatch_that_does(
+    train: Train, own_cards: str
+) -> None:
+    cards = devices("emulated:rtx_3090", "emulated:small")
+    with pytest.raises(ConfigError) as refused:
+        train(*TINY, *LARGE, own_cards, cards)
+    (problem,) = refused.value.problems
+    assert "emulated:1 (Small (emulated))" in problem
+    advised = re.search(r"trainer\.microbatch_size=(\d+)", problem)
+    assert advised is not None
+    run = train(*TINY, *LARGE, own_cards, cards, advised[0])
+    assert run.summary["status"] == "completed"
+    assert (
+        run.summary["devices"][1]["peak_memory"]
+        <= json.loads((run.folder / "plan.json").read_text())["devices"][1]["memory_bytes"]
+    )
+
+
 def test_a_batch_that_does_not_fit(train: Train, tmp_path: Path, own_cards: str) -> None:
     cards = devices("emulated:rtx_3090", "emulated:small")
-    failed = Failed(train, tmp_path / "run", *LARGE, own_cards, cards)
+    failed = Failed(train, tmp_path / "run", *LARGE, own_cards, cards, "hardware.check_memory=false")
     assert "OutOfMemoryError: Out of memory on emulated:1 (Small (emulated))" in failed.summary["error"]
     assert "Tried to allocate" in failed.summary["error"]
     assert failed.by_device["emulated:1"]["kind"] == "OutOfMemoryError"

@@ -1,0 +1,149 @@
+"""What memory a run's ranks need, from its configuration and its plan's facts; nothing touches a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
+from hetexp.data.base import build_data
+from hetexp.data.loader import cut
+from hetexp.hardware.memory_estimate import (
+    MemoryEstimate,
+    Workload,
+    estimate_memory,
+    largest_microbatch,
+    readable,
+)
+from hetexp.hardware.memory_rules import rules_for
+from hetexp.model.base import build_model
+from hetexp.optimizer.build import build_optimizer
+from hetexp.strategy.base import Strategy
+from hetexp.training.loss import build_loss
+from hetexp.training.precision import widened
+
+
+class RunMemory:
+    """Estimates of every rank of a run.
+
+    The data set is built as the ranks build it, its first sample stands for all, and the model is built
+    without memory where it can be. Nothing here raises for a person's own class that does not work: ranks
+    tell that better, and `reason` has the first line.
+
+    Args:
+        devices: one a rank, as `local_batch_sizes` and `precisions` are.
+        local_batch_sizes: each rank's samples of a full global batch.
+        precisions: what each rank computes in (`float32`, `bfloat16`, …).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        devices: Sequence[DeviceSpec],
+        local_batch_sizes: Sequence[int],
+        precisions: Sequence[str],
+        strategy: Strategy,
+    ) -> None:
+        self._config, self._strategy = config, strategy
+        self._ranks = list(zip(devices, local_batch_sizes, precisions, strict=True))
+        self.reason: str | None = None
+        """Why there is no estimate at all."""
+        self._known: dict[Any, MemoryEstimate] = {}
+        try:
+            data = build_data(config.data)
+            self._sample = next(iter(DataLoader(data.train, batch_size=1)))
+            inputs, targets = self._sample
+            self._model = _build(config, data.facts, precisions)
+            self._loss = build_loss(config.trainer.loss)
+        except Exception as error:  # a person's own classes run any code
+            cause = error.__cause__ or error  # Hydra wraps what a constructor raises
+            self.reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+
+    @cached_property
+    def estimates(self) -> list[MemoryEstimate | None]:
+        """What each rank needs; `None` where `reason` says why it is not known."""
+        return [self._estimate(*rank) for rank in self._ranks]
+
+    def problems(self) -> list[str]:
+        """Return one sentence a device whose memory is known and too small, with what would fit."""
+        pairs = zip(self._ranks, self.estimates, strict=True)
+        return [
+            self._problem(device, precision, estimate)
+            for (device, _, precision), estimate in pairs
+            if estimate is not None
+            and device.memory_bytes is not None
+            and estimate.total_bytes > device.memory_bytes
+        ]
+
+    def _estimate(self, device: DeviceSpec, local_batch_size: int, precision: str) -> MemoryEstimate | None:
+        if self.reason is not None:
+            return None
+        trainer = self._config.trainer
+        sizes = cut(local_batch_size, trainer.accumulate, trainer.microbatch_size)
+        rules = rules_for(device)
+        key = (rules, tuple(sizes[:1]), len(sizes) > 1, precision)
+        if key not in self._known:  # devices of one kind need the same
+            workload = self._workload(precision, accumulates=len(sizes) > 1)
+            self._known[key] = estimate_memory(workload, sizes[0] if sizes else 0, rules)
+        return self._known[key]
+
+    def _workload(self, precision: str, accumulates: bool) -> Workload:
+        return Workload(
+            model=self._model,
+            build_optimizer=lambda model: build_optimizer(self._config.optimizer, model),
+            # As `hetexp.training.state.Parts.local_loss` takes it.
+            loss=lambda output, targets: widened(self._loss.total(widened(output), targets)),
+            sample=self._sample,
+            precision=precision,
+            accumulates=accumulates,
+            keeps_gradients=self._strategy.keeps_gradients(),
+            bucket_bytes=self._strategy.bucket_bytes,
+        )
+
+    def _problem(self, device: DeviceSpec, precision: str, estimate: MemoryEstimate) -> str:
+        assert device.memory_bytes is not None
+        has = readable(device.memory_bytes)
+        # A smaller microbatch is one of several: their gradients are added up.
+        workload = self._workload(precision, accumulates=True)
+        rules, size = rules_for(device), estimate.microbatch_size
+        largest = None
+        if estimate.measured and size > 1:
+            try:
+                largest = largest_microbatch(
+                    workload, device.memory_bytes, rules.with_headroom(), most=size - 1
+                ) or largest_microbatch(workload, device.memory_bytes, rules, most=size - 1)
+            except ValueError:  # fewer samples cannot be measured: that the least is too much still holds
+                return _too_many(self._config, f"less than {size} on {device}", estimate, has, "")
+        if largest is None:
+            alone = estimate if size <= 1 else estimate_memory(workload, 1, rules)
+            needs = (alone if alone.measured else estimate).explain()
+            return (
+                f"`model` must fit on {device}, which has {has}, but needs {needs} instead. Choose a smaller "
+                "model, an optimizer with less state, or a device with more memory."
+            )
+        fix = f"Write trainer.microbatch_size={largest}"
+        fix += " and trainer.accumulate=1." if self._config.trainer.accumulate > 1 else "."
+        return _too_many(self._config, f"at most {largest} on {device}", estimate, has, fix)
+
+
+def _too_many(config: Config, accepted: str, estimate: MemoryEstimate, has: str, fix: str) -> str:
+    needs = f"A step needs {estimate.explain()} and the device has {has}. {fix}".strip()
+    return must_be("trainer.microbatch_size", accepted, config.trainer.microbatch_size, needs)
+
+
+def _build(config: Config, facts: Any, precisions: Sequence[str]) -> nn.Module:
+    """Build the model as `hetexp.training.wiring` does, on the meta device if its constructor allows it."""
+    try:
+        with torch.device("meta"):
+            model = build_model(config.model, facts)
+    except Exception:  # it reads values while it is built, or is simply wrong: then this raises, too
+        with torch.random.fork_rng(devices=[]):
+            model = build_model(config.model, facts)
+    return model.to(torch.float64 if "float64" in precisions else torch.float32)
