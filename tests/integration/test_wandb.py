@@ -207,6 +207,7 @@ def test_nan_is_seen_and_the_configuration_comes_back(
         "trainer.max_epochs=null",
         "trainer.max_steps=4",
         "trainer.log_every=1",
+        "trainer.non_finite=continue",
         "trainer.seed=7",
     )
     found = records(wandb_file(done.folder))

@@ -10,6 +10,7 @@ import pytest
 from hydra.errors import HydraException
 
 from hetexp.app import compose_config, conf_dir
+from hetexp.core.words import written_out
 
 ROOT = conf_dir().parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -46,10 +47,16 @@ def commands() -> list[str]:
     return sorted(set(found))
 
 
+def _one_of(word: str) -> str:
+    """Return a sweep's word with its first choice only."""
+    word = re.sub(r"=choice\((.*)\)$", r"=\1", word)
+    return word if "=[" in word else re.sub(r"=([\w.:]+),.*", r"=\1", word)
+
+
 @pytest.mark.parametrize("typed", commands())
 def test_commands_compose(typed: str) -> None:
     """Commands that the documents show as wrong are those that they show refused."""
-    words = [word for word in shlex.split(typed) if not word.startswith("-")]
+    words = [word for word in written_out(shlex.split(typed)) if not word.startswith("-")]
     if "dpp" in typed:
         with pytest.raises(HydraException):
             compose_config(words)
@@ -57,6 +64,4 @@ def test_commands_compose(typed: str) -> None:
     if "--" in typed:
         return
     sweep = "-m" in typed.split()
-    compose_config(
-        [re.sub(r"=([\w.]+),.*", r"=\1", word) if sweep and "[" not in word else word for word in words]
-    )
+    compose_config([_one_of(word) if sweep else word for word in words])

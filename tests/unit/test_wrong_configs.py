@@ -26,7 +26,7 @@ WRONG = {
     "infinite clip": (["trainer.clip_norm=inf"], ["`trainer.clip_norm` must be a finite number", "inf"]),
     "unknown precision": (
         ["trainer.precision=bf17"],
-        ["`trainer.precision`", "'float32' or 'float64'", "'bf17'"],
+        ["`trainer.precision`", "'auto'", "'float16' or 'float64'", "'bf17'"],
     ),
     "unknown loss": (["trainer.loss=hinge"], ["`trainer.loss`", "cross_entropy, mse", "'hinge'"]),
     "no end": (["trainer.max_epochs=null"], ["`trainer.max_steps` or `trainer.max_epochs` must be given"]),
