@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,16 @@ def test_convnet_takes_images_of_any_size() -> None:
     assert model(torch.rand(2, 3, 5, 9)).shape == (2, 2)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small operations: on a busy machine two threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_convnet_learns_real_digits(digits: Any) -> None:
     (train_x, train_y), (test_x, test_y) = digits.train.tensors, digits.evaluation.tensors
     torch.manual_seed(0)
