@@ -221,7 +221,24 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     request.run_dir.mkdir(parents=True, exist_ok=True)
     plan = with_memory(make_plan(config, raw, selection, request), config)
     write_text(request.run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
-    return launch(plan, config, console or Console())
+    console = console or Console()
+    return launch(with_measured_split(plan, config, console), config, console)
+
+
+def with_measured_split(plan: Plan, config: Config, console: Console) -> Plan:
+    """Return the plan with the split that measures best, where the policy measures and there is a choice."""
+    from hetexp.core.calibration import DeviceCalibration, Exchange
+    from hetexp.core.instantiate import instantiate
+    from hetexp.launch.launcher import measure
+    from hetexp.plan.measured import choose, replanned
+
+    policy = instantiate(config.balancing)
+    if not policy.measures or plan.world_size < 2:
+        return plan
+    measured = measure(plan, config, console)
+    devices = [DeviceCalibration.from_dict(one) for one in measured["devices"]]
+    choice = choose(plan, devices, Exchange.from_dict(measured["exchange"]), policy.drop_slower)
+    return replanned(plan, measured, choice)
 
 
 def with_memory(plan: Plan, config: Config) -> Plan:

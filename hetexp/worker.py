@@ -20,7 +20,7 @@ from hetexp.core.config import Config, read_config
 from hetexp.core.errors import HetexpError, PeerLostError
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
-from hetexp.launch.launcher import READY
+from hetexp.launch.launcher import CALIBRATION, READY
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
 from hetexp.launch.preflight import check_checkpoint_space
 from hetexp.launch.process import LAUNCHER_PID
@@ -137,8 +137,9 @@ class _Rank:
         self.loggers: tuple[Logger, ...] = ()
 
     def run(self) -> None:
-        """Meet the other ranks, agree with them, train, report."""
+        """Meet the other ranks, agree with them, train (or only measure), report."""
         from hetexp.comm.rendezvous import connect_store
+        from hetexp.training.calibrate import calibrate
         from hetexp.training.loop import train
         from hetexp.training.rehearsal import rehearse
         from hetexp.training.result import report
@@ -149,6 +150,14 @@ class _Rank:
         store.set(f"hello/{self.rank}", platform.node())
         self.parts = parts = build_parts(self.plan, config, self.rank, store)
         time_scale = rehearse(parts)
+        if self.plan.measuring:
+            if self.rank == 0:
+                store.set(READY, "0")
+            measured = calibrate(parts, store, time_scale)
+            if self.rank == 0:
+                write_json(Path(self.plan.run_dir) / CALIBRATION, measured)
+            parts.communicator.close()
+            return
         self.progress = resume(parts)
         if self.rank == 0:
             count = num_checkpoints(config, self.progress.step, parts.total_steps)

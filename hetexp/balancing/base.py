@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from hetexp.core.device import DeviceSpec
 
@@ -11,9 +12,15 @@ from hetexp.core.device import DeviceSpec
 class BalancingPolicy(ABC):
     """Decides which fraction of each global batch a device takes."""
 
+    measures: ClassVar[bool] = False
+    """Whether the devices are measured before the run, and the split is the one that measures best."""
+
     @abstractmethod
-    def shares(self, devices: Sequence[DeviceSpec]) -> tuple[float, ...]:
-        """Return one fraction a device, in the same order, summing to 1.
+    def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
+        """Return one fraction a device, in the same order, summing to 1; nothing is measured yet.
+
+        Args:
+            precisions: what each device computes in.
 
         Raises:
             ConfigError: the policy's own configuration does not fit these devices.

@@ -12,5 +12,5 @@ from hetexp.core.split import normalise
 class Equal(BalancingPolicy):
     """Gives each of n devices 1/n of the batch."""
 
-    def shares(self, devices: Sequence[DeviceSpec]) -> tuple[float, ...]:
+    def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
         return normalise([1.0] * len(devices))

@@ -28,7 +28,7 @@ class Manual(BalancingPolicy):
             )
         self.weights = weights
 
-    def shares(self, devices: Sequence[DeviceSpec]) -> tuple[float, ...]:
+    def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
         if len(self.weights) != len(devices):
             names = ", ".join(device.id for device in devices)
             raise ConfigError(

@@ -46,6 +46,8 @@ class DeviceSpec:
     """Of it, what nobody held when the device was chosen."""
     power_limit_watts: float | None = None
     """What the driver lets it draw, or the catalogue's figure of an emulated card."""
+    rates: dict[str, float] | None = field(default=None, hash=False)
+    """Peak rates of the catalogue in TFLOP/s by precision, where it knows the card."""
     mask: str | None = None
     """What the vendor's visibility variable must be so that a process sees this device only."""
     card: str | None = None

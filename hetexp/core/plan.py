@@ -58,6 +58,10 @@ class Plan:
     """What each rank is estimated to need of its device, `None` where that is not known."""
     reasons: tuple[str, ...] = ()
     """Why it looks like this, one sentence each."""
+    measuring: bool = False
+    """Whether the ranks only measure their devices (`hetexp.training.calibrate`)."""
+    calibration: dict[str, Any] | None = None
+    """What was measured of these devices, and the step that is predicted from it."""
     network: dict[str, Any] | None = None
     """Figures of the link between hosts, where emulated devices are in several."""
     store_host: str = "127.0.0.1"

@@ -102,6 +102,7 @@ class EmulatedBackend(CpuBackend):
             vendor=card.vendor,
             memory_bytes=int(card.memory_gib * GIB),
             power_limit_watts=card.power_limit_watts,
+            rates=dict(card.tflops),
             precisions=tuple(card.tflops),
             card=card.key,
             card_facts=card.model_dump(mode="json"),

@@ -78,6 +78,7 @@ class CardPool:
             python=python or card.python,
             memory_free_bytes=card.reading.memory_free_bytes,
             power_limit_watts=card.reading.power_limit_watts,
+            rates=self.rates(card),
         )
 
     def take_auto(self, selection: Selection, python: str | None = None) -> None:
@@ -150,12 +151,16 @@ class CardPool:
             and (not card.spec.integrated if match is None else named(match, card.spec.name))
         ]
 
-    def tflops(self, card: Found) -> float | None:
-        """Return the catalogue's float32 rate of a card, `None` where the catalogue does not know it."""
+    def rates(self, card: Found) -> dict[str, float] | None:
+        """Return the catalogue's rates of a card by precision, `None` where it does not know the card."""
         for known in self._catalogue.cards.values():
             if known.vendor == card.spec.vendor and named(known.match or known.name, card.spec.name):
-                return known.tflops.get("float32")
+                return dict(known.tflops)
         return None
+
+    def tflops(self, card: Found) -> float | None:
+        """Return the catalogue's float32 rate of a card, `None` where the catalogue does not know it."""
+        return (self.rates(card) or {}).get("float32")
 
     def _take_recommended(self, selection: Selection, count: int, key: str) -> None:
         eligible = self._eligible(selection, False, only_one=False)

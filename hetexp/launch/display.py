@@ -206,6 +206,8 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
     table.add_section()
     table.add_row(whole, "", "100.0%", _number(summary["samples_per_s"], ",.0f"), "", "")
     console.print(table)
+    if summary["efficiency"] is not None:
+        _show_efficiency(summary, console)
     final = summary["final"]
     parts = [f"{summary['steps']} steps, {summary['samples']:,} samples in {summary['wall_s']:.1f} s"]
     parts.append(f"train loss {_number(final['train_loss'], '.4f')}")
@@ -227,6 +229,20 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         text = f"NOT VALID: {summary['invalid_reason']}"
         console.print(text, style="bold red", markup=False, highlight=False)
     console.print(f"Everything about this run: {run_dir}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_efficiency(summary: dict[str, Any], console: Console) -> None:
+    """Say how near the run came to its devices' own speeds, and where the rest went."""
+    lost = {name: share for name, share in summary["lost_to"].items() if share and abs(share) >= 0.005}
+    where = ", ".join(f"{name} {share:.1%}" for name, share in lost.items())
+    alone = f"{summary['solo_samples_per_s']:,.0f} samples/s; at most {summary['ceiling']:.1%} can be had"
+    console.print(
+        f"{summary['efficiency']:.1%} of the sum of what the devices do alone ({alone})"
+        + (f"; lost to {where}" if where else ""),
+        highlight=False,
+    )
+    predicted, measured = summary["predicted_step_s"], summary["measured_step_s"]
+    console.print(f"Step: predicted {predicted:.4g} s, measured {measured:.4g} s", highlight=False)
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

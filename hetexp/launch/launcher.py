@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -32,6 +33,8 @@ from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
 from hetexp.launch.store import bind, host_store
 
 POLL_SECONDS = 0.05
+CALIBRATION = "calibration.json"
+"""What ranks that only measure leave in their folder."""
 READY = "ready"
 """Store key under which rank 0 writes the number of steps once all ranks agree."""
 
@@ -48,8 +51,36 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
             rank cannot be started.
         RunFailedError: a rank failed (the reason is on the screen and in the summary), or a signal came.
     """
-    from dataclasses import replace
+    show_plan(plan, console)
+    summary, caught = _run_ranks(plan, config, console)
+    if summary["status"] == "completed":
+        show_summary(summary, Path(plan.run_dir), console)
+        return summary
+    _raise(summary, caught, console)
 
+
+def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+    """Let the ranks of a plan measure their devices, in a folder of the run's own.
+
+    Returns:
+        What `hetexp.training.calibrate.calibrate` returned on rank 0.
+
+    Raises:
+        ConfigError, SetupError, RunFailedError: as `launch`.
+    """
+    plan = replace(plan, run_dir=str(Path(plan.run_dir) / "calibration"), measuring=True)
+    names = ", ".join(device.id for device in plan.devices)
+    console.print(f"Measuring {names} before the run …", highlight=False)
+    summary, caught = _run_ranks(plan, config, console)
+    path = Path(plan.run_dir) / CALIBRATION
+    if caught or not path.exists():
+        _raise(summary, caught, console)
+    measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return measured
+
+
+def _run_ranks(plan: Plan, config: Config, console: Console) -> tuple[dict[str, Any], list[signal.Signals]]:
+    """Start one rank a device, follow them to their end, and return the summary and the signals that came."""
     check_machine(plan, config, [environment_of(plan, rank) for rank in range(plan.world_size)])
     listener = bind(plan.store_host, config.launch.port)
     plan = replace(plan, store_port=listener.getsockname()[1])
@@ -57,7 +88,6 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     plan_path = run_dir / "plan.json"
     plan.write(plan_path)
-    show_plan(plan, console)
     store = host_store(listener)
     run = _Run(plan, config, console, store)
     # A shared card is nobody's own.
@@ -68,11 +98,12 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
             run.follow(caught)
         finally:
             run.end()
-        summary = run.conclude(caught)
-    del store
-    if summary["status"] == "completed":
-        show_summary(summary, run_dir, console)
-        return summary
+        if plan.measuring and not run.failures and not caught and (run_dir / CALIBRATION).exists():
+            return blank_summary(plan, "completed"), caught
+        return run.conclude(caught), caught
+
+
+def _raise(summary: dict[str, Any], caught: list[signal.Signals], console: Console) -> NoReturn:
     if caught:
         console.print(f"Stopped by {caught[0].name}; every rank has ended.", style="bold yellow")
         raise RunFailedError(f"stopped by {caught[0].name}", exit_code=128 + caught[0])

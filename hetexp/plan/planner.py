@@ -57,7 +57,7 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
         try:
             policy: BalancingPolicy = instantiate(config.balancing)
             if not selection.problems:
-                policy.shares(devices)
+                policy.shares(devices, choose_precisions(config.trainer.precision, devices))
         except ConfigError as error:
             problems += error.problems
     return problems
@@ -68,7 +68,8 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
     devices = selection.devices
     strategy: Strategy = instantiate(config.strategy)
     policy: BalancingPolicy = instantiate(config.balancing)
-    shares = policy.shares(devices)
+    precisions = choose_precisions(config.trainer.precision, devices)
+    shares = policy.shares(devices, precisions)
     backend, why = choose_collective(config.comm.backend, devices)
     local = apportion(config.trainer.global_batch_size, shares).counts
     policy_name = type(policy).__name__.lower()
@@ -93,7 +94,7 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         threads=threads_for(devices, config.hardware.threads_per_rank),
         choices=request.choices,
         overrides=request.overrides,
-        precisions=choose_precisions(config.trainer.precision, devices),
+        precisions=precisions,
         reasons=tuple(reasons),
         network=selection.network.model_dump() if selection.network is not None else None,
         working_dir=str(request.working_dir),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,7 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         trainer.num_workers,
     )
     window.restart()
-    for batch in batches:
+    for batch in window.loaded(batches):
         result = train_step(parts, progress.step, batch, normalizer, window.meter)
         progress.step += 1
         progress.samples += batch.global_samples
@@ -180,6 +181,16 @@ class Window:
         now = time.perf_counter()
         self._seconds += now - self._resumed_at
         self._resumed_at = now
+
+    def loaded(self, batches: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
+        """Yield the batches, and count the time that they keep the step waiting."""
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.totals.data_seconds += time.perf_counter() - started
+            yield batch
 
     def add(self, result: StepResult, batch: LocalBatch) -> None:
         """Take a step in."""

@@ -70,6 +70,8 @@ class Totals:
     """In steps, waiting and logging included, evaluation and checkpoints not."""
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
+    data_seconds: float = 0.0
+    """Waiting for samples to be loaded."""
     local_samples: int = 0
     global_samples: int = 0
     steps: int = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -27,7 +29,8 @@ def rehearse(parts: Parts) -> float | None:
         return None
     scale = parts.config.hardware.time_scale
     if scale is None:
-        _real_steps(parts)
+        with undone(parts):
+            _real_steps(parts)
         own = parts.backend.rehearsal_scale() or 0.0
         links = parts.exchange.real_ratio() * SCALE_MARGIN if parts.exchange is not None else 0.0
         needed = torch.tensor([max(own, links)], dtype=torch.float64)
@@ -39,11 +42,25 @@ def rehearse(parts: Parts) -> float | None:
     return scale
 
 
-def _real_steps(parts: Parts) -> None:
-    """Train a little at full speed and undo it."""
+@contextmanager
+def undone(parts: Parts) -> Iterator[None]:
+    """Let the block train, and put weights, optimizer, schedule and random states back afterwards."""
     weights = copy.deepcopy(parts.model.state_dict())
     optimizer = copy.deepcopy(parts.optimizer.state_dict())
     generator = torch.get_rng_state()
+    parts.model.train()
+    yield
+    parts.backend.resume()
+    parts.optimizer.zero_grad(set_to_none=True)
+    parts.model.load_state_dict(weights)
+    parts.optimizer.state.clear()
+    parts.optimizer.load_state_dict(optimizer)
+    restart_schedule(parts.schedule, 0)
+    torch.set_rng_state(generator)
+
+
+def _real_steps(parts: Parts) -> None:
+    """Train a little at full speed."""
     averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
     scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts anew
     normalizer = LossNormalizer(parts.communicator, averaged_over, loss_scale=scale)
@@ -59,13 +76,5 @@ def _real_steps(parts: Parts) -> None:
         trainer.accumulate,
         trainer.microbatch_size,
     )
-    parts.model.train()
     for batch in batches:
         train_step(parts, -1, batch, normalizer, meter)
-    parts.backend.resume()
-    parts.optimizer.zero_grad(set_to_none=True)
-    parts.model.load_state_dict(weights)
-    parts.optimizer.state.clear()
-    parts.optimizer.load_state_dict(optimizer)
-    restart_schedule(parts.schedule, 0)
-    torch.set_rng_state(generator)

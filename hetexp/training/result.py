@@ -9,15 +9,19 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hetexp.balancing.accounting import account
 from hetexp.comm.rendezvous import exchange
+from hetexp.core.calibration import DeviceCalibration
 from hetexp.core.cost import Work, step_seconds
 from hetexp.core.files import write_json
+from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
 from hetexp.data.loader import cut
 from hetexp.hardware.emulated import OUTRUN_TOLERANCE
 from hetexp.hardware.links import build_links
 from hetexp.hardware.pacing import tensors
 from hetexp.training.loop import Outcome
+from hetexp.training.measure import Totals
 from hetexp.training.state import Parts
 from hetexp.training.wiring import versions
 
@@ -51,7 +55,41 @@ def report(
     summary["versions"] |= versions()
     for device, rank in zip(summary["devices"], everyone, strict=True):
         device |= rank["device"]
+    if totals.steps:
+        # The rank that never waits for another's work waits for the exchange alone.
+        summary["comm"]["exposed_s"] = min(rank["device"]["idle_s"] for rank in everyone) / totals.steps
+    if parts.plan.calibration is not None and totals.steps:
+        summary |= _accounted(parts.plan, summary, totals, time_scale or 1.0)
+        for device, solo in zip(summary["devices"], summary.pop("solo"), strict=True):
+            device["solo_samples_per_s"] = solo
     return summary
+
+
+def _accounted(plan: Plan, summary: dict[str, Any], totals: Totals, scale: float) -> dict[str, Any]:
+    """Return the fields that say how near the run came to what its devices do alone.
+
+    Args:
+        scale: real seconds a second of the calibration's clock.
+    """
+    assert plan.calibration is not None
+    predicted = plan.calibration["predicted_step_seconds"]
+    full_step = plan.config["trainer"]["global_batch_size"] / summary["samples_per_s"] / scale
+    found = account(
+        [DeviceCalibration.from_dict(one).curve for one in plan.calibration["devices"]],
+        plan.local_batch_sizes,
+        predicted,
+        predicted,
+        full_step,
+        totals.data_seconds / totals.steps / scale,
+    )
+    return {
+        "predicted_step_s": predicted * scale,
+        "solo_samples_per_s": sum(found.solo_samples_per_second) / scale,
+        "ceiling": found.ceiling,
+        "efficiency": found.efficiency,
+        "lost_to": found.lost_to,
+        "solo": [one / scale for one in found.solo_samples_per_second],
+    }
 
 
 def _emulation(parts: Parts, everyone: list[dict[str, Any]], time_scale: float) -> dict[str, Any]:

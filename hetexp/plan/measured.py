@@ -1,0 +1,105 @@
+"""From what was measured of the devices to the plan: who takes part, with what share, and what it will take.
+
+A device takes part only if the step is quicker with it: its share of the work is gained, its exchange, its
+fixed costs and the wait for it are paid. Of the sets of devices tried, fastest first, the one with the
+shortest predicted step wins; the fastest device alone is always among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetexp.balancing.solver import solve
+from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
+from hetexp.core.plan import Plan
+from hetexp.core.split import Split
+from hetexp.hardware.links import build_links
+
+LEAST_GAIN = 0.01
+"""Fraction by which a device must make the step quicker to be worth taking: less cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The devices that take part, and what is predicted of them."""
+
+    ranks: tuple[int, ...]
+    """Of the measured plan."""
+    split: Split
+    """Of the global batch over these."""
+    step_seconds: float
+    reasons: tuple[str, ...]
+
+
+def choose(
+    plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, drop_slower: bool = True
+) -> Choice:
+    """Return the set of devices and the split whose step is predicted to be the shortest.
+
+    Args:
+        plan: that was measured.
+        drop_slower: whether a device may be left out.
+    """
+    total = plan.config["trainer"]["global_batch_size"]
+    ordered = sorted(range(len(devices)), key=lambda r: (devices[r].curve.seconds(total), r))
+    sets = [tuple(sorted(ordered[:count])) for count in range(1, len(devices) + 1)]
+    tried = [predicted(plan, devices, exchange, ranks) for ranks in (sets if drop_slower else sets[-1:])]
+    best = tried[0]
+    for choice in tried[1:]:
+        if choice.step_seconds < best.step_seconds * (1 - LEAST_GAIN):
+            best = choice
+    names = [str(device) for device in plan.devices]
+    reasons = []
+    for rank in ordered:
+        if rank not in best.ranks:
+            whole = predicted(plan, devices, exchange, tuple(sorted((*best.ranks, rank))))
+            reasons.append(
+                f"{names[rank]} is left out: with it a step is predicted to take {whole.step_seconds:.4g} s, "
+                f"without it {best.step_seconds:.4g} s."
+            )
+    counts = ", ".join(
+        f"{plan.devices[rank].id} {count}" for rank, count in zip(best.ranks, best.split.counts, strict=True)
+    )
+    reasons.append(
+        f"Measured, the split of {total} samples that ends a step soonest: {counts}; predicted "
+        f"{best.step_seconds:.4g} s a step."
+    )
+    return replace(best, reasons=tuple(reasons))
+
+
+def predicted(
+    plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, ranks: Sequence[int]
+) -> Choice:
+    """Return the best split over a set of the plan's devices, and its step as predicted."""
+    total = plan.config["trainer"]["global_batch_size"]
+    chosen = [devices[rank] for rank in ranks]
+    split = solve([device.curve for device in chosen], total)
+    links = build_links([plan.devices[rank] for rank in ranks], plan.network, exchange.measured)
+    return Choice(tuple(ranks), split, joint_seconds(chosen, split.counts, links, exchange), ())
+
+
+def replanned(plan: Plan, calibration: Mapping[str, Any], choice: Choice) -> Plan:
+    """Return the plan of the chosen devices, with what was measured of them."""
+    total = plan.config["trainer"]["global_batch_size"]
+
+    def kept(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values[rank] for rank in choice.ranks) if values else ()
+
+    old = [reason for reason in plan.reasons if not reason.startswith("Policy ")]
+    return replace(
+        plan,
+        devices=kept(plan.devices),
+        shares=tuple(count / total for count in choice.split.counts),
+        local_batch_sizes=choice.split.counts,
+        threads=kept(plan.threads),
+        precisions=kept(plan.precisions),
+        memory_bytes=kept(plan.memory_bytes),
+        reasons=(*choice.reasons, *old),
+        calibration={
+            "devices": list(kept(calibration["devices"])),
+            "exchange": calibration["exchange"],
+            "predicted_step_seconds": choice.step_seconds,
+        },
+    )

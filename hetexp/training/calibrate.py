@@ -1,0 +1,247 @@
+"""Measures each device before a run: its own work at several batch sizes, then a few steps of all together.
+
+All ranks measure at the same time, as they will train, and none waits for another inside what is timed
+(invariant 4). Weights, optimizer and random states are left as they were.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Subset
+
+from hetexp.balancing.fit import fit_curve, sizes_to_measure
+from hetexp.balancing.solver import solve
+from hetexp.comm.rendezvous import exchange
+from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
+from hetexp.core.cost import Channel
+from hetexp.core.speed import SpeedCurve
+from hetexp.core.split import Split
+from hetexp.data.loader import local_batches
+from hetexp.hardware.links import build_links
+from hetexp.training.loop import train_step
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.rehearsal import undone
+from hetexp.training.state import Parts, Progress
+
+NUM_SIZES = 7
+REPETITIONS = 3
+MOST_OF_SHARE = 2.0
+"""How far beyond its likely share a device is measured: shares move, and the line goes on from there."""
+JOINT_STEPS = 6
+SMALL_BYTES, LARGE_BYTES = 2**16, 2**24
+"""Messages by which an all-reduce's latency and rate are told apart."""
+
+
+@dataclass
+class _Passes:
+    """Single passes of one rank, timed."""
+
+    points: list[tuple[int, float]]
+    updates: list[float]
+    backward: list[float]
+    """Fraction of each pass that was backward."""
+
+
+def calibrate(parts: Parts, store: dist.Store, time_scale: float | None) -> dict[str, Any]:
+    """Return what was measured, the same on every rank: `devices` and `exchange`, as plain types.
+
+    Args:
+        time_scale: of emulated devices, whose times are given in modelled seconds.
+    """
+    scale = time_scale or 1.0
+    with undone(parts):
+        passes = _measure_passes(parts, scale)
+        mine = _fitted(parts, passes)
+        told = exchange(
+            store, "calibration", parts.rank, parts.plan.world_size, mine.to_dict(), _limit(parts)
+        )
+        devices = [DeviceCalibration.from_dict(one) for one in told]
+        joint = _measure_joint(parts, devices, scale)
+    return {"devices": told, "exchange": joint.to_dict()}
+
+
+def _limit(parts: Parts) -> float:
+    return parts.config.comm.timeout_seconds
+
+
+def _measure_passes(parts: Parts, scale: float) -> _Passes:
+    """Time passes of growing sizes, up to somewhat more than the device's likely share."""
+    total = parts.config.trainer.global_batch_size
+    batch = _samples(parts, total)
+    passes = _Passes([], [], [])
+    first = max(1, total // (4 * parts.plan.world_size))
+    for warm in (True, False):
+        _time_steps(parts, batch, first, passes if not warm else _Passes([], [], []), scale, 2)
+    speeds = torch.zeros(parts.plan.world_size, dtype=torch.float64)
+    speeds[parts.rank] = first / statistics.median(seconds for _, seconds in passes.points)
+    speeds = parts.communicator.all_reduce(speeds)
+    likely = total * float(speeds[parts.rank] / speeds.sum())
+    largest = min(total, max(4, round(MOST_OF_SHARE * likely)))
+    largest = min(largest, parts.config.trainer.microbatch_size or largest)
+    for size in sizes_to_measure(largest, NUM_SIZES):
+        _time_steps(parts, batch, size, passes, scale, REPETITIONS)
+    return passes
+
+
+def _time_steps(
+    parts: Parts, batch: tuple[Any, Any], size: int, passes: _Passes, scale: float, repetitions: int
+) -> None:
+    """Do steps of one pass each, without exchange, and add their times."""
+    inputs, targets = (_first(value, size) for value in batch)
+    backend = parts.backend
+    backend.resume()
+    backend.synchronize()
+    marks = []
+    began = time.perf_counter()
+    for _ in range(repetitions):
+        backend.begin_step(-1)
+        start = backend.mark()
+        with parts.autocast():
+            loss = parts.local_loss(parts.model(parts.to_device(inputs)), targets) / size
+        middle = backend.mark()
+        loss.backward()
+        marks.append((start, middle, backend.mark()))
+        backend.begin_update()
+        parts.optimizer.step()
+        parts.optimizer.zero_grad(set_to_none=True)
+    backend.pause()  # an emulated device ends its update
+    backend.synchronize()
+    cycle = (time.perf_counter() - began) / repetitions / scale
+    seconds = [backend.seconds_between(start, end) / scale for start, _, end in marks]
+    passes.points += [(size, one) for one in seconds]
+    passes.updates.append(max(0.0, cycle - statistics.fmean(seconds)))
+    passes.backward += [
+        backend.seconds_between(middle, end) / backend.seconds_between(start, end)
+        for start, middle, end in marks
+    ]
+
+
+def _fitted(parts: Parts, passes: _Passes) -> DeviceCalibration:
+    """Return the curve of a whole step, with the microbatches that the configuration cuts it into."""
+    fit = fit_curve(passes.points)
+    trainer = parts.config.trainer
+    curve = replace(
+        _in_pieces(fit.curve, trainer.accumulate),
+        update_seconds=statistics.median(passes.updates),
+        microbatch_size=trainer.microbatch_size,
+    )
+    return DeviceCalibration(
+        curve=curve,
+        backward_share=statistics.median(passes.backward),
+        spread=fit.spread,
+        standard_error=fit.standard_error,
+        points=tuple(passes.points),
+    )
+
+
+def _in_pieces(curve: SpeedCurve, pieces: int) -> SpeedCurve:
+    """Return the curve of a local batch that is always cut into so many passes."""
+    if pieces == 1:
+        return curve
+    kinks = tuple((at * pieces, slope) for at, slope in curve.kinks)
+    return replace(curve, fixed_seconds=curve.fixed_seconds * pieces, kinks=kinks)
+
+
+def _measure_joint(parts: Parts, devices: list[DeviceCalibration], scale: float) -> Exchange:
+    """Time steps of all ranks with the split that fits them best, exchange included."""
+    world = parts.communicator.world_size
+    if world == 1:
+        return Exchange()
+    total = parts.config.trainer.global_batch_size
+    split = solve([device.curve for device in devices], total)
+    measured = _measure_all_reduce(parts) if not parts.plan.paced else None
+    seconds = _joint_steps(parts, split) / scale
+    buckets = _buckets(parts)
+    known = Exchange(buckets, measured)
+    links = build_links(parts.plan.devices, parts.plan.network, measured)
+    other = seconds - joint_seconds(devices, split.counts, links, known)
+    agreed = torch.tensor([other], dtype=torch.float64)
+    other = float(parts.communicator.all_reduce(agreed)) / world
+    return Exchange(buckets, measured, max(0.0, other))
+
+
+def _joint_steps(parts: Parts, split: Split) -> float:
+    """Return the median seconds of a training step with this split, from one step's end to the next."""
+    averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
+    normalizer = LossNormalizer(parts.communicator, averaged_over)
+    trainer = parts.config.trainer
+    counts = parts.split if split.total != trainer.global_batch_size else (lambda n: split)
+    batches = local_batches(
+        parts.train_data,
+        parts.sampler,
+        Progress().position,
+        JOINT_STEPS + 1,
+        lambda n: counts(n) if n == split.total else parts.split(n),
+        parts.rank,
+        trainer.accumulate,
+        trainer.microbatch_size,
+    )
+    ends, meter = [], Meter(parts.backend)
+    parts.backend.resume()
+    for batch in batches:
+        train_step(parts, -1, batch, normalizer, meter)
+        parts.backend.pause()
+        parts.backend.synchronize()
+        ends.append(time.perf_counter())
+    parts.communicator.barrier()
+    return statistics.median(later - earlier for earlier, later in zip(ends, ends[1:], strict=False))
+
+
+def _measure_all_reduce(parts: Parts) -> Channel:
+    """Return the group's all-reduce as a channel of the cost model: latency a round, rate of the ring."""
+    seconds = []
+    for num_bytes in (SMALL_BYTES, LARGE_BYTES):
+        tensor = torch.zeros(num_bytes // 4, device=parts.device)
+        times = []
+        for _ in range(6):
+            parts.communicator.barrier()
+            parts.backend.synchronize()
+            start = time.perf_counter()
+            dist.all_reduce(tensor)
+            parts.backend.synchronize()
+            times.append(time.perf_counter() - start)
+        seconds.append(statistics.median(times[1:]))
+    slowest = parts.communicator.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
+    small, large = slowest.tolist()
+    rounds = 2 * (parts.communicator.world_size - 1)
+    travelled = rounds / parts.communicator.world_size
+    rate = (LARGE_BYTES - SMALL_BYTES) * travelled / max(large - small, 1e-9)
+    return Channel(max(0.0, small - SMALL_BYTES * travelled / rate) / rounds, rate)
+
+
+def _buckets(parts: Parts) -> tuple[tuple[float, int], ...]:
+    """Return what leaves this model in a step; the first rank with samples tells all."""
+    if parts.exchange is not None and parts.exchange.buckets:
+        return tuple(parts.exchange.buckets)
+    num_bytes = sum(p.numel() * p.element_size() for p in parts.model.parameters() if p.requires_grad)
+    cap = int(getattr(parts.strategy, "bucket_cap_mb", 25.0) * 2**20)
+    sizes = [min(cap, num_bytes - start) for start in range(0, num_bytes, cap)]
+    done, buckets = 0, []
+    for size in sizes:  # by bytes: where the work lies is not counted on real devices
+        done += size
+        buckets.append((done / num_bytes, size))
+    return tuple(buckets)
+
+
+def _samples(parts: Parts, count: int) -> tuple[Any, Any]:
+    """Return so many training samples as one batch on the host; they repeat where there are not as many."""
+    indices = [i % len(parts.train_data) for i in range(count)]  # type: ignore[arg-type]
+    loader = DataLoader(Subset(parts.train_data, indices), batch_size=count)
+    inputs, targets = next(iter(loader))
+    return inputs, targets
+
+
+def _first(value: Any, count: int) -> Any:
+    """Return the first samples of a batch, whatever it is made of."""
+    if isinstance(value, torch.Tensor):
+        return value[:count]
+    if isinstance(value, dict):
+        return {key: _first(item, count) for key, item in value.items()}
+    return value

@@ -1,0 +1,105 @@
+"""Measured shares: what is hidden is found, what slows the job is left out, and the run accounts for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import Train, difference
+
+from hetexp.core.errors import RunFailedError
+
+CARDS = """
+cards:
+  fast:
+    name: Fast
+    vendor: nvidia
+    memory_gib: 8
+    tflops: {float32: 6.0e-6}
+    bandwidth_gb_per_second: 300
+    link: pcie4x16
+  slow:
+    name: Slow
+    vendor: intel
+    memory_gib: 8
+    tflops: {float32: 2.0e-6}
+    bandwidth_gb_per_second: 100
+    link: pcie4x16
+"""
+RUN = (
+    "model=mlp",
+    "model.hidden_sizes=[16]",
+    "data=synthetic",
+    "data.num_samples=2048",
+    "trainer.global_batch_size=128",
+    "trainer.max_steps=8",
+    "trainer.max_epochs=null",
+    "trainer.log_every=4",
+    "hardware.devices=[emulated:fast,emulated:slow]",
+    "hardware.time_scale=1",
+)
+
+
+@pytest.fixture
+def own_cards(tmp_path: Path) -> str:
+    path = tmp_path / "cards.yaml"
+    path.write_text(CARDS)
+    return f"hardware.catalogue={path}"
+
+
+def test_hidden_speeds_are_found_and_the_weights_are_the_same(train: Train, own_cards: str) -> None:
+    run = train(*RUN, own_cards, "balancing=profiled", "hardware.deviation_seed=3")
+    plan = json.loads((run.folder / "plan.json").read_text())
+    measured = plan["calibration"]["devices"]
+    assert sum(plan["local_batch_sizes"]) == 128
+    # What the split balances is what was measured, not what the catalogue says.
+    fast, slow = (one["curve"]["seconds_per_sample"] for one in measured)
+    first, second = plan["local_batch_sizes"]
+    assert first > second > 0
+    assert first / second == pytest.approx(slow / fast, rel=0.25)
+    summary = run.summary
+    assert 0 < summary["efficiency"] <= 1.1
+    assert sum(summary["lost_to"].values()) == pytest.approx(1 - summary["efficiency"])
+    assert summary["solo_samples_per_s"] == pytest.approx(
+        sum(device["solo_samples_per_s"] for device in summary["devices"])
+    )
+    assert summary["predicted_step_s"] > 0
+    assert summary["ceiling"] <= 1.0
+    assert "of the sum of what the devices do alone" in run.screen
+    # Measuring changes nothing that is learned.
+    same = train(*RUN, own_cards, "hardware.deviation_seed=3")
+    assert difference(run.parameters(), same.parameters()) < 1e-5
+
+
+def test_a_device_that_slows_the_job_is_left_out_with_the_reason(train: Train, own_cards: str) -> None:
+    cards = "hardware.devices=[emulated:rtx_4090,emulated:arc_a380]"
+    large = ("model.hidden_sizes=[512,512]", "hardware.time_scale=null")
+    run = train(*RUN, own_cards, cards, *large, "balancing=profiled")
+    assert [device["id"] for device in run.summary["devices"]] == ["emulated:0"]
+    assert run.summary["world_size"] == 1
+    told = " ".join(run.screen.split())
+    assert "Arc A380 (emulated)) is left out: with it a step is predicted to take" in told
+
+
+def test_one_device_is_not_measured(train: Train) -> None:
+    run = train(*RUN[:-2], "hardware=cpu", "balancing=profiled")
+    assert not (run.folder / "calibration").exists()
+    assert run.summary["efficiency"] is None
+
+
+def test_a_failure_while_measuring_is_told_as_any_other(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broken = ("data=custom", "data._target_=faulty.Data", "model=custom", "model._target_=faulty.Net")
+    with pytest.raises(RunFailedError, match="rank 1, cpu:1 .* does not like its input"):
+        train(
+            *broken,
+            "+model.fail_at=2",
+            "hardware.devices=[cpu,cpu]",
+            "balancing=profiled",
+            "trainer.global_batch_size=8",
+            "trainer.max_steps=2",
+            folder=folder,
+        )
+    assert (folder / "calibration" / "logs" / "rank_1.log").exists()
+    assert json.loads((folder / "calibration" / "summary.json").read_text())["status"] == "failed"

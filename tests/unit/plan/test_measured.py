@@ -1,0 +1,104 @@
+"""From measurements to the plan: the best split, and no device that makes the job slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetexp.core.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost import Channel
+from hetexp.core.device import DeviceSpec
+from hetexp.core.plan import Plan
+from hetexp.core.speed import SpeedCurve
+from hetexp.plan.measured import choose, predicted, replanned
+
+
+def plan_of(count: int, total: int = 64) -> Plan:
+    devices = [DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia") for i in range(count)]
+    return Plan(
+        run_id="run",
+        run_dir="/tmp/run",
+        name="run",
+        group=None,
+        config={"trainer": {"global_batch_size": total}},
+        devices=tuple(devices),
+        strategy="ddp",
+        shares=(1 / count,) * count,
+        local_batch_sizes=(total // count,) * count,
+        collective_backend="nccl",
+        threads=(1,) * count,
+        precisions=("float32",) * count,
+        memory_bytes=(None,) * count,
+        reasons=("Policy profiled splits 64 samples a step.", "nccl exchanges the gradients."),
+    )
+
+
+def device(per_sample: float, fixed: float = 0.0) -> DeviceCalibration:
+    return DeviceCalibration(SpeedCurve(fixed, per_sample), 0.5, 0.0, 0.0)
+
+
+def linked(seconds: float) -> Exchange:
+    """An exchange that takes so long, whatever the number of devices (two: 2 rounds of one latency)."""
+    return Exchange(((1.0, 0),), Channel(seconds / 2))
+
+
+def test_two_that_help_each_other() -> None:
+    choice = choose(plan_of(2), [device(0.01), device(0.03)], linked(0.02))
+    assert choice.ranks == (0, 1)
+    assert choice.split.counts == (48, 16)
+    assert choice.step_seconds == pytest.approx(0.5)
+    (reason,) = choice.reasons
+    assert "cuda:0 48, cuda:1 16; predicted 0.5 s a step" in reason
+
+
+def test_one_that_slows_the_job_is_left_out_with_the_reason() -> None:
+    choice = choose(plan_of(2), [device(0.2), device(0.01)], linked(0.1))
+    assert choice.ranks == (1,)
+    assert choice.split.counts == (64,)
+    assert choice.step_seconds == pytest.approx(0.64)
+    assert choice.reasons[0].startswith(
+        "cuda:0 (Card 0) is left out: with it a step is predicted to take 0.7"
+    )
+    assert choice.reasons[0].endswith("without it 0.64 s.")
+
+
+def test_a_gain_that_cannot_be_measured_is_no_reason_to_take_it() -> None:
+    slow = device(10.0, fixed=0.3)
+    assert choose(plan_of(2), [device(0.01), slow], Exchange()).ranks == (0,)
+    assert choose(plan_of(2), [device(0.01), slow], Exchange(), drop_slower=False).ranks == (0, 1)
+
+
+DEVICES = st.lists(st.builds(device, st.floats(1e-3, 1.0), st.floats(0.0, 0.5)), min_size=1, max_size=5)
+
+
+@given(DEVICES, st.floats(0.0, 2.0))
+def test_never_slower_than_the_fastest_alone(devices: list[DeviceCalibration], seconds: float) -> None:
+    plan = plan_of(len(devices))
+    choice = choose(plan, devices, linked(seconds))
+    alone = min(one.curve.seconds(64) for one in devices)
+    assert choice.step_seconds <= alone * (1 + 1e-9)
+    assert choice.split.total == 64
+    for rank in range(len(devices)):
+        assert (rank in choice.ranks) or any(str(plan.devices[rank]) in reason for reason in choice.reasons)
+
+
+def test_the_plan_of_those_that_take_part() -> None:
+    plan = plan_of(3)
+    devices = [device(0.01), device(10.0, fixed=5.0), device(0.01)]
+    choice = choose(plan, devices, Exchange())
+    measured: dict[str, Any] = {"devices": [d.to_dict() for d in devices], "exchange": Exchange().to_dict()}
+    new = replanned(plan, measured, choice)
+    assert [d.id for d in new.devices] == ["cuda:0", "cuda:2"]
+    assert new.shares == (0.5, 0.5)
+    assert new.local_batch_sizes == (32, 32)
+    assert new.threads == (1, 1)
+    assert new.calibration is not None
+    assert new.calibration["devices"] == [devices[0].to_dict(), devices[2].to_dict()]
+    assert new.calibration["predicted_step_seconds"] == choice.step_seconds
+    assert not any(reason.startswith("Policy") for reason in new.reasons)
+    assert new.reasons[-1] == "nccl exchanges the gradients."
+    assert predicted(plan, devices, Exchange(), (0, 2)) == replace(choice, reasons=())
