@@ -58,8 +58,10 @@ class Exchange:
     """In the order in which they leave: fraction of the last backward pass done by then, bytes."""
     measured: Channel | None = None
     """The group's all-reduce as measured between real devices; emulated ones have the catalogue's links."""
+    data_seconds: float = 0.0
+    """Of a step, waiting for samples to be loaded; a device alone waits for them, too."""
     other_seconds: float = 0.0
-    """Of a joint step, beyond the devices' own work and the exchange that does not hide."""
+    """Of a joint step, beyond the devices' own work, the samples and the exchange that does not hide."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types; `from_dict` reads them."""
@@ -67,6 +69,7 @@ class Exchange:
         return {
             "buckets": [list(bucket) for bucket in self.buckets],
             "measured": [channel.latency_seconds, channel.bytes_per_second] if channel is not None else None,
+            "data_seconds": self.data_seconds,
             "other_seconds": self.other_seconds,
         }
 
@@ -75,7 +78,7 @@ class Exchange:
         """Read what `to_dict` returned."""
         channel = Channel(*map(float, raw["measured"])) if raw["measured"] is not None else None
         buckets = tuple((float(fraction), int(num_bytes)) for fraction, num_bytes in raw["buckets"])
-        return cls(buckets, channel, float(raw["other_seconds"]))
+        return cls(buckets, channel, float(raw["data_seconds"]), float(raw["other_seconds"]))
 
 
 def joint_work(devices: Sequence[DeviceCalibration], counts: Sequence[int]) -> list[Work]:
@@ -91,5 +94,6 @@ def joint_seconds(
     """Return what a step of these devices with this split takes, waiting and exchange included."""
     work = joint_work(devices, counts)
     if len(devices) == 1:
-        return devices[0].curve.seconds(counts[0])
-    return step_seconds(work, links, exchange.buckets) + exchange.other_seconds
+        return devices[0].curve.seconds(counts[0]) + exchange.data_seconds
+    joint = step_seconds(work, links, exchange.buckets)
+    return joint + exchange.data_seconds + exchange.other_seconds

@@ -34,7 +34,7 @@ NUM_SIZES = 7
 REPETITIONS = 3
 MOST_OF_SHARE = 2.0
 """How far beyond its likely share a device is measured: shares move, and the line goes on from there."""
-JOINT_STEPS = 6
+WARM_STEPS, JOINT_STEPS = 3, 8
 SMALL_BYTES, LARGE_BYTES = 2**16, 2**24
 """Messages by which an all-reduce's latency and rate are told apart."""
 
@@ -77,8 +77,7 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
     batch = _samples(parts, total)
     passes = _Passes([], [], [])
     first = max(1, total // (4 * parts.plan.world_size))
-    for warm in (True, False):
-        _time_steps(parts, batch, first, passes if not warm else _Passes([], [], []), scale, 2)
+    _time_steps(parts, batch, first, passes, scale, REPETITIONS)
     speeds = torch.zeros(parts.plan.world_size, dtype=torch.float64)
     speeds[parts.rank] = first / statistics.median(seconds for _, seconds in passes.points)
     speeds = parts.communicator.all_reduce(speeds)
@@ -93,14 +92,22 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
 def _time_steps(
     parts: Parts, batch: tuple[Any, Any], size: int, passes: _Passes, scale: float, repetitions: int
 ) -> None:
-    """Do steps of one pass each, without exchange, and add their times."""
+    """Do steps of one pass each, without exchange, and add their times.
+
+    The first one is left out: kernels are chosen and memory is taken once for each size.
+    """
     inputs, targets = (_first(value, size) for value in batch)
     backend = parts.backend
-    backend.resume()
-    backend.synchronize()
-    marks = []
-    began = time.perf_counter()
-    for _ in range(repetitions):
+    marks: list[tuple[Any, Any, Any]] = []
+    began = 0.0
+    for repetition in range(repetitions + 1):
+        if repetition == 1:
+            backend.pause()
+            backend.synchronize()
+            marks.clear()
+            began = time.perf_counter()
+        if repetition <= 1:
+            backend.resume()
         backend.begin_step(-1)
         start = backend.mark()
         with parts.autocast():
@@ -157,18 +164,16 @@ def _measure_joint(parts: Parts, devices: list[DeviceCalibration], scale: float)
     total = parts.config.trainer.global_batch_size
     split = solve([device.curve for device in devices], total)
     measured = _measure_all_reduce(parts) if not parts.plan.paced else None
-    seconds = _joint_steps(parts, split) / scale
-    buckets = _buckets(parts)
-    known = Exchange(buckets, measured)
+    agreed = torch.tensor(_joint_steps(parts, split), dtype=torch.float64)
+    seconds, data = (parts.communicator.all_reduce(agreed, "max") / scale).tolist()
+    known = Exchange(_buckets(parts), measured, data_seconds=data)
     links = build_links(parts.plan.devices, parts.plan.network, measured)
     other = seconds - joint_seconds(devices, split.counts, links, known)
-    agreed = torch.tensor([other], dtype=torch.float64)
-    other = float(parts.communicator.all_reduce(agreed)) / world
-    return Exchange(buckets, measured, max(0.0, other))
+    return replace(known, other_seconds=max(0.0, other))
 
 
-def _joint_steps(parts: Parts, split: Split) -> float:
-    """Return the median seconds of a training step with this split, from one step's end to the next."""
+def _joint_steps(parts: Parts, split: Split) -> tuple[float, float]:
+    """Return the mean seconds of a training step with this split, and those of waiting for samples in it."""
     averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
     normalizer = LossNormalizer(parts.communicator, averaged_over)
     trainer = parts.config.trainer
@@ -177,21 +182,31 @@ def _joint_steps(parts: Parts, split: Split) -> float:
         parts.train_data,
         parts.sampler,
         Progress().position,
-        JOINT_STEPS + 1,
+        WARM_STEPS + JOINT_STEPS,
         lambda n: counts(n) if n == split.total else parts.split(n),
         parts.rank,
         trainer.accumulate,
         trainer.microbatch_size,
     )
-    ends, meter = [], Meter(parts.backend)
-    parts.backend.resume()
-    for batch in batches:
+    meter, waited, began = Meter(parts.backend), 0.0, 0.0
+    for step in range(WARM_STEPS + JOINT_STEPS):
+        if step in (0, WARM_STEPS):
+            _rest(parts)
+            waited, began = 0.0, time.perf_counter()
+        asked = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - asked
         train_step(parts, -1, batch, normalizer, meter)
-        parts.backend.pause()
-        parts.backend.synchronize()
-        ends.append(time.perf_counter())
+    _rest(parts)
+    return (time.perf_counter() - began) / JOINT_STEPS, waited / JOINT_STEPS
+
+
+def _rest(parts: Parts) -> None:
+    """Let all ranks finish what they do, and begin anew together."""
+    parts.backend.pause()
+    parts.backend.synchronize()
     parts.communicator.barrier()
-    return statistics.median(later - earlier for earlier, later in zip(ends, ends[1:], strict=False))
+    parts.backend.resume()
 
 
 def _measure_all_reduce(parts: Parts) -> Channel:

@@ -20,7 +20,9 @@ def test_it_survives_json(device: DeviceCalibration) -> None:
     assert DeviceCalibration.from_dict(json.loads(json.dumps(device.to_dict()))) == device
 
 
-@pytest.mark.parametrize("exchange", [Exchange(), Exchange(((0.5, 10), (1.0, 4)), Channel(1e-4, 1e9), 0.01)])
+@pytest.mark.parametrize(
+    "exchange", [Exchange(), Exchange(((0.5, 10), (1.0, 4)), Channel(1e-4, 1e9), 0.02, 0.01)]
+)
 def test_the_exchange_survives_json(exchange: Exchange) -> None:
     assert Exchange.from_dict(json.loads(json.dumps(exchange.to_dict()))) == exchange
 
@@ -36,12 +38,11 @@ def test_together_they_take_what_the_slowest_takes_and_the_exchange() -> None:
     assert joint_seconds([FAST, SLOW], (1, 16), FREE, Exchange()) == pytest.approx(0.06)
     # 1 s of exchange after the last gradient, twice (n − 1) / n of the bytes.
     slow_link = Links(device=(Channel(), Channel()), exchange=(Channel(0.0, 1e6),), staged=False)
-    exchange = Exchange(((1.0, 10**6),), other_seconds=0.5)
-    assert joint_seconds([FAST, SLOW], (64, 16), slow_link, exchange) == pytest.approx(1.574)
+    exchange = Exchange(((1.0, 10**6),), data_seconds=0.1, other_seconds=0.5)
+    assert joint_seconds([FAST, SLOW], (64, 16), slow_link, exchange) == pytest.approx(1.674)
 
 
-def test_alone_there_is_no_exchange() -> None:
+def test_alone_there_is_no_exchange_and_samples_are_waited_for() -> None:
     alone = Links(device=(Channel(),), exchange=(Channel(1.0, 1.0),), staged=False)
-    assert joint_seconds([SLOW], (16,), alone, Exchange(((1.0, 10),), other_seconds=3.0)) == pytest.approx(
-        0.06
-    )
+    exchange = Exchange(((1.0, 10),), data_seconds=0.04, other_seconds=3.0)
+    assert joint_seconds([SLOW], (16,), alone, exchange) == pytest.approx(0.1)
