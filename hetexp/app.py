@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetexp.core.conf_folders import conf_dir as conf_dir
 from hetexp.core.conf_folders import name_own_conf_dir
-from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
+from hetexp.core.errors import ConfigError, HetexpError, RunFailedError, must_be
 from hetexp.core.words import written_out
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hetexp.core.plan import Plan
     from hetexp.hardware.detection import Inventory
     from hetexp.plan.planner import Request
+    from hetexp.training.estimate import RunMemory
 
 CONFIG_NAME = "config"
 PARENT_POLL_SECONDS = 0.5
@@ -219,10 +220,10 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     assert config is not None
     assert isinstance(selection, Selection)
     request.run_dir.mkdir(parents=True, exist_ok=True)
-    plan = with_memory(make_plan(config, raw, selection, request), config)
+    plan = make_plan(config, raw, selection, request)
     write_text(request.run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
     console = console or Console()
-    return launch(with_measured_split(plan, config, console), config, console)
+    return launch(with_memory(with_measured_split(plan, config, console), config), config, console)
 
 
 def with_measured_split(plan: Plan, config: Config, console: Console) -> Plan:
@@ -235,10 +236,36 @@ def with_measured_split(plan: Plan, config: Config, console: Console) -> Plan:
     policy = instantiate(config.balancing)
     if not policy.measures or plan.world_size < 2:
         return plan
+    memory = memory_of(plan, config) if config.hardware.check_memory else None
+    caps = memory.caps() if memory is not None else [None] * plan.world_size
     measured = measure(plan, config, console)
-    devices = [DeviceCalibration.from_dict(one) for one in measured["devices"]]
-    choice = choose(plan, devices, Exchange.from_dict(measured["exchange"]), policy.drop_slower)
-    return replanned(plan, measured, choice)
+    devices = [
+        DeviceCalibration.from_dict(one).capped(cap)
+        for one, cap in zip(measured["devices"], caps, strict=True)
+    ]
+    try:
+        choice = choose(plan, devices, Exchange.from_dict(measured["exchange"]), policy.drop_slower)
+    except ValueError as error:  # their memory together does not hold the batch
+        raise ConfigError(
+            must_be(
+                "trainer.global_batch_size",
+                "what the devices' memory holds",
+                config.trainer.global_batch_size,
+                f"{error}. A smaller trainer.microbatch_size needs less.",
+            )
+        ) from error
+    return replanned(plan, devices, measured["exchange"], choice)
+
+
+def memory_of(plan: Plan, config: Config) -> RunMemory | None:
+    """Return the estimates of a plan's ranks; none where only the CPU trains."""
+    if all(device.backend == "cpu" for device in plan.devices):
+        return None
+    from hetexp.core.instantiate import instantiate
+    from hetexp.training.estimate import RunMemory
+
+    strategy = instantiate(config.strategy)
+    return RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
 
 
 def with_memory(plan: Plan, config: Config) -> Plan:
@@ -251,13 +278,9 @@ def with_memory(plan: Plan, config: Config) -> Plan:
     """
     from dataclasses import replace
 
-    if all(device.backend == "cpu" for device in plan.devices):
+    memory = memory_of(plan, config)
+    if memory is None:
         return plan
-    from hetexp.core.instantiate import instantiate
-    from hetexp.training.estimate import RunMemory
-
-    strategy = instantiate(config.strategy)
-    memory = RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
     problems = memory.problems() if config.hardware.check_memory else []
     if problems:
         raise ConfigError(problems)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetexp.core.cost import Channel, Links, Work, step_seconds
@@ -24,6 +24,11 @@ class DeviceCalibration:
     """Of the curve where it is least sure, as a fraction."""
     points: tuple[tuple[int, float], ...] = ()
     """What the curve was fitted to: samples of a pass, seconds."""
+
+    def capped(self, most: int | None) -> DeviceCalibration:
+        """Return the device with a further limit to its samples a step; `None` sets none."""
+        limits = [limit for limit in (most, self.curve.cap) if limit is not None]
+        return replace(self, curve=replace(self.curve, cap=min(limits))) if limits else self
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types; `from_dict` reads them."""

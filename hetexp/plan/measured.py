@@ -41,11 +41,18 @@ def choose(
     Args:
         plan: that was measured.
         drop_slower: whether a device may be left out.
+
+    Raises:
+        ValueError: the devices' memory together does not hold the batch.
     """
     total = plan.config["trainer"]["global_batch_size"]
     ordered = sorted(range(len(devices)), key=lambda r: (devices[r].curve.seconds(total), r))
     sets = [tuple(sorted(ordered[:count])) for count in range(1, len(devices) + 1)]
-    tried = [predicted(plan, devices, exchange, ranks) for ranks in (sets if drop_slower else sets[-1:])]
+    if not drop_slower:
+        sets = sets[-1:]
+    # A set whose memory cannot hold the batch is none; all devices together must.
+    tried = [predicted(plan, devices, exchange, s) for s in sets[:-1] if _holds(devices, s, total)]
+    tried.append(predicted(plan, devices, exchange, sets[-1]))
     best = tried[0]
     for choice in tried[1:]:
         if choice.step_seconds < best.step_seconds * (1 - LEAST_GAIN):
@@ -69,6 +76,11 @@ def choose(
     return replace(best, reasons=tuple(reasons))
 
 
+def _holds(devices: Sequence[DeviceCalibration], ranks: Sequence[int], total: int) -> bool:
+    caps = [devices[rank].curve.cap for rank in ranks]
+    return None in caps or sum(cap or 0 for cap in caps) >= total
+
+
 def predicted(
     plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, ranks: Sequence[int]
 ) -> Choice:
@@ -80,8 +92,14 @@ def predicted(
     return Choice(tuple(ranks), split, joint_seconds(chosen, split.counts, links, exchange), ())
 
 
-def replanned(plan: Plan, calibration: Mapping[str, Any], choice: Choice) -> Plan:
-    """Return the plan of the chosen devices, with what was measured of them."""
+def replanned(
+    plan: Plan, devices: Sequence[DeviceCalibration], exchange: Mapping[str, Any], choice: Choice
+) -> Plan:
+    """Return the plan of the chosen devices, with what was measured of them.
+
+    Args:
+        exchange: plain types of the `Exchange` that the choice was made with.
+    """
     total = plan.config["trainer"]["global_batch_size"]
 
     def kept(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -95,11 +113,11 @@ def replanned(plan: Plan, calibration: Mapping[str, Any], choice: Choice) -> Pla
         local_batch_sizes=choice.split.counts,
         threads=kept(plan.threads),
         precisions=kept(plan.precisions),
-        memory_bytes=kept(plan.memory_bytes),
+        memory_bytes=(),
         reasons=(*choice.reasons, *old),
         calibration={
-            "devices": list(kept(calibration["devices"])),
-            "exchange": calibration["exchange"],
+            "devices": [devices[rank].to_dict() for rank in choice.ranks],
+            "exchange": exchange,
             "predicted_step_seconds": choice.step_seconds,
         },
     )

@@ -47,6 +47,8 @@ class _Passes:
     updates: list[float]
     backward: list[float]
     """Fraction of each pass that was backward."""
+    cap: int | None = None
+    """Most samples of a step, where the memory did not suffice for more."""
 
 
 def calibrate(parts: Parts, store: dist.Store, time_scale: float | None) -> dict[str, Any]:
@@ -73,7 +75,8 @@ def _limit(parts: Parts) -> float:
 
 def _measure_passes(parts: Parts, scale: float) -> _Passes:
     """Time passes of growing sizes, up to somewhat more than the device's likely share."""
-    total = parts.config.trainer.global_batch_size
+    trainer = parts.config.trainer
+    total = trainer.global_batch_size
     batch = _samples(parts, total)
     passes = _Passes([], [], [])
     first = max(1, total // (4 * parts.plan.world_size))
@@ -83,9 +86,18 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
     speeds = parts.communicator.all_reduce(speeds)
     likely = total * float(speeds[parts.rank] / speeds.sum())
     largest = min(total, max(4, round(MOST_OF_SHARE * likely)))
-    largest = min(largest, parts.config.trainer.microbatch_size or largest)
+    largest = min(largest, trainer.microbatch_size or largest)
+    fits = 0
     for size in sizes_to_measure(largest, NUM_SIZES):
-        _time_steps(parts, batch, size, passes, scale, REPETITIONS)
+        try:
+            _time_steps(parts, batch, size, passes, scale, REPETITIONS)
+        except torch.OutOfMemoryError:  # nobody waits for this rank here: it goes no further, and says so
+            if not fits:
+                raise
+            parts.optimizer.zero_grad(set_to_none=True)
+            passes.cap = fits * trainer.accumulate if trainer.microbatch_size is None else None
+            break
+        fits = size
     return passes
 
 
@@ -138,6 +150,7 @@ def _fitted(parts: Parts, passes: _Passes) -> DeviceCalibration:
         _in_pieces(fit.curve, trainer.accumulate),
         update_seconds=statistics.median(passes.updates),
         microbatch_size=trainer.microbatch_size,
+        cap=passes.cap,
     )
     return DeviceCalibration(
         curve=curve,

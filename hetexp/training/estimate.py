@@ -82,6 +82,30 @@ class RunMemory:
             and estimate.total_bytes > device.memory_bytes
         ]
 
+    def caps(self) -> list[int | None]:
+        """Return the most samples a step that each device's memory allows, `None` where it sets no limit.
+
+        It sets none where its size or the need is not known, and where `trainer.microbatch_size` cuts every
+        local batch into passes of one size. A device that cannot hold one sample has the cap 0.
+        """
+        if self.reason is not None or self._config.trainer.microbatch_size is not None:
+            return [None] * len(self._ranks)
+        return [self._cap(device, precision) for device, _, precision in self._ranks]
+
+    def _cap(self, device: DeviceSpec, precision: str) -> int | None:
+        if device.memory_bytes is None:
+            return None
+        trainer = self._config.trainer
+        most = -(-trainer.global_batch_size // trainer.accumulate)
+        workload = self._workload(precision, accumulates=trainer.accumulate > 1)
+        try:
+            largest = largest_microbatch(workload, device.memory_bytes, rules_for(device), most=most)
+        except ValueError:  # the model cannot be measured
+            return None
+        if largest is None:
+            return 0
+        return None if largest >= most else largest * trainer.accumulate
+
     def _estimate(self, device: DeviceSpec, local_batch_size: int, precision: str) -> MemoryEstimate | None:
         if self.reason is not None:
             return None

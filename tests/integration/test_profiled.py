@@ -9,6 +9,7 @@ import pytest
 from support import Train, difference
 
 from hetexp.core.errors import RunFailedError
+from hetexp.core.speed import SpeedCurve
 
 CARDS = """
 cards:
@@ -53,11 +54,14 @@ def test_hidden_speeds_are_found_and_the_weights_are_the_same(train: Train, own_
     plan = json.loads((run.folder / "plan.json").read_text())
     measured = plan["calibration"]["devices"]
     assert sum(plan["local_batch_sizes"]) == 128
-    # What the split balances is what was measured, not what the catalogue says.
-    fast, slow = (one["curve"]["seconds_per_sample"] for one in measured)
+    # What the split balances is what was measured, not what the catalogue says: one sample more on either
+    # device would make the step longer.
+    fast, slow = (SpeedCurve.from_dict(one["curve"]) for one in measured)
     first, second = plan["local_batch_sizes"]
     assert first > second > 0
-    assert first / second == pytest.approx(slow / fast, rel=0.25)
+    step = max(fast.seconds(first), slow.seconds(second))
+    assert step <= min(slow.seconds(second + 1), fast.seconds(first + 1))
+    assert all(len(one["points"]) >= 20 for one in measured)
     summary = run.summary
     assert 0 < summary["efficiency"] <= 1.1
     assert sum(summary["lost_to"].values()) == pytest.approx(1 - summary["efficiency"])
@@ -80,6 +84,21 @@ def test_a_device_that_slows_the_job_is_left_out_with_the_reason(train: Train, o
     assert run.summary["world_size"] == 1
     told = " ".join(run.screen.split())
     assert "Arc A380 (emulated)) is left out: with it a step is predicted to take" in told
+
+
+def test_memory_limits_the_measured_shares(train: Train, tmp_path: Path) -> None:
+    """The small card is as fast as the other and has room for a part of its half."""
+    path = tmp_path / "small.yaml"
+    small = CARDS.replace("memory_gib: 8", "memory_gib: 0.2935", 1).replace("2.0e-6", "6.0e-6")
+    path.write_text(small)
+    wide = ("model.hidden_sizes=[64]", "hardware.time_scale=0.02", f"hardware.catalogue={path}")
+    run = train(*RUN, *wide, "trainer.global_batch_size=2048", "balancing=profiled", "trainer.max_steps=2")
+    plan = json.loads((run.folder / "plan.json").read_text())
+    first, second = plan["local_batch_sizes"]
+    assert first + second == 2048
+    assert 0 < first < 900
+    needs, (card, _) = plan["memory_bytes"], plan["devices"]
+    assert needs[0] <= card["memory_bytes"]
 
 
 def test_one_device_is_not_measured(train: Train) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -86,12 +85,25 @@ def test_never_slower_than_the_fastest_alone(devices: list[DeviceCalibration], s
         assert (rank in choice.ranks) or any(str(plan.devices[rank]) in reason for reason in choice.reasons)
 
 
+def test_memory_limits_the_shares_and_the_sets() -> None:
+    # Alone the fast one holds 16 of 64 samples: it needs company, however slow.
+    fast, slow = device(0.01).capped(16), device(0.03)
+    choice = choose(plan_of(2), [fast, slow], Exchange())
+    assert choice.split.counts == (16, 48)
+    choice = choose(plan_of(3), [fast, slow, device(0.03)], Exchange())
+    assert choice.split.counts == (16, 24, 24)
+    with pytest.raises(ValueError, match="64"):
+        choose(plan_of(2), [fast, slow.capped(47)], Exchange())
+    assert choose(plan_of(2), [fast, slow.capped(48)], Exchange()).split.counts == (16, 48)
+    # The slower one alone would do, and the fast one cannot hold a sample.
+    assert choose(plan_of(2), [device(0.01).capped(0), slow], Exchange()).ranks in ((1,), (0, 1))
+
+
 def test_the_plan_of_those_that_take_part() -> None:
     plan = plan_of(3)
     devices = [device(0.01), device(10.0, fixed=5.0), device(0.01)]
     choice = choose(plan, devices, Exchange())
-    measured: dict[str, Any] = {"devices": [d.to_dict() for d in devices], "exchange": Exchange().to_dict()}
-    new = replanned(plan, measured, choice)
+    new = replanned(plan, devices, Exchange().to_dict(), choice)
     assert [d.id for d in new.devices] == ["cuda:0", "cuda:2"]
     assert new.shares == (0.5, 0.5)
     assert new.local_batch_sizes == (32, 32)
