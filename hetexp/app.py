@@ -236,7 +236,7 @@ def with_measured_split(plan: Plan, config: Config, console: Console) -> Plan:
     policy = instantiate(config.balancing)
     if not policy.measures or plan.world_size < 2:
         return plan
-    memory = memory_of(plan, config) if config.hardware.check_memory else None
+    memory = memory_of(plan, config)
     caps = memory.caps() if memory is not None else [None] * plan.world_size
     measured = measure(plan, config, console)
     devices = [
@@ -258,8 +258,8 @@ def with_measured_split(plan: Plan, config: Config, console: Console) -> Plan:
 
 
 def memory_of(plan: Plan, config: Config) -> RunMemory | None:
-    """Return the estimates of a plan's ranks; none where only the CPU trains."""
-    if all(device.backend == "cpu" for device in plan.devices):
+    """Return the estimates of a plan's ranks; none where only the CPU trains, or nobody wants them."""
+    if not config.hardware.check_memory or all(device.backend == "cpu" for device in plan.devices):
         return None
     from hetexp.core.instantiate import instantiate
     from hetexp.training.estimate import RunMemory
@@ -271,17 +271,18 @@ def memory_of(plan: Plan, config: Config) -> RunMemory | None:
 def with_memory(plan: Plan, config: Config) -> Plan:
     """Return the plan with what each device will hold.
 
-    Nothing is estimated where only the CPU trains: that takes longer than a first small run does.
+    Nothing is estimated where only the CPU trains, since that takes longer than a first small run does, nor
+    with `hardware.check_memory=false`, since the data set is built for it.
 
     Raises:
-        ConfigError: a device has less memory than it needs, and `hardware.check_memory` is set.
+        ConfigError: a device has less memory than it needs.
     """
     from dataclasses import replace
 
     memory = memory_of(plan, config)
     if memory is None:
         return plan
-    problems = memory.problems() if config.hardware.check_memory else []
+    problems = memory.problems()
     if problems:
         raise ConfigError(problems)
     needs = tuple(one.total_bytes if one is not None else None for one in memory.estimates)

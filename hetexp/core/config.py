@@ -100,7 +100,7 @@ class HardwareConfig(Section):
     device_power_watts: PositiveFloat | None = None
     """Highest power limit that a chosen card may have."""
     check_memory: bool = True
-    """Whether a run that does not fit its devices' memory is refused before it starts."""
+    """Whether memory is estimated (the data set is built once more for it) and what does not fit refused."""
     missing: Literal["auto", "emulate", "error", "drop"] = "auto"
     """What to do when a vendor of the mix is absent: `auto` emulates only if all of them are."""
     threads_per_rank: PositiveInt | None = None
