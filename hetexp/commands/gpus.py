@@ -140,17 +140,17 @@ def rendered(inventory: Inventory, width: int) -> list[RenderableType]:
 
 def _cells(card: Found) -> dict[str, str]:
     spec, reading = card.spec, card.reading
-    limit = _number(reading.power_limit_watts, ".0f", " W")
-    name = spec.name + (" (integrated)" if spec.integrated else "")
+    vendor = "" if spec.vendor in spec.name.lower() else f"{spec.vendor}: "
+    name = vendor + spec.name + (" (integrated)" if spec.integrated else "")
     name += " (unified memory)" if spec.unified_memory and not spec.integrated else ""
     return {
         "id": str(spec.number),
         "device": spec.id,
-        "name": f"{spec.vendor}: {name}",
-        "memory": f"{_gib(reading.memory_free_bytes)} free of {_gib(spec.memory_bytes)}",
+        "name": name,
+        "memory": f"{_gib(reading.memory_free_bytes)}/{_gib(spec.memory_bytes)} GiB free",
         "util": _number(reading.utilisation, ".0%"),
         "temp": _number(reading.temperature_celsius, ".0f", " °C"),
-        "power": f"{_number(reading.power_watts, '.0f', ' W')} of {limit}",
+        "power": f"{_number(reading.power_watts, '.0f')}/{_number(reading.power_limit_watts, '.0f')} W",
         "state": card.state + (" (throttled)" if reading.throttled else ""),
     }
 
@@ -190,7 +190,7 @@ def _positive(text: str) -> float:
 
 
 def _gib(value: int | None) -> str:
-    return _UNKNOWN if value is None else f"{value / GIB:.1f} GiB"
+    return _UNKNOWN if value is None else f"{value / GIB:.1f}"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
