@@ -1,0 +1,408 @@
+"""When to split anew: a pure function of what all ranks have measured, so that all ranks decide the same.
+
+After each step every rank hands in the same numbers: each rank's own compute seconds and local samples. There
+is no clock here, nothing is read or written, and nothing but +, −, ×, ÷, rounding and square roots decides.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from hetexp.balancing.average import ASSUMED_SPREAD, ASSUMED_VALUES, SpeedAverage
+from hetexp.balancing.estimate import DeviceEstimate
+from hetexp.balancing.solver import solve, step_times
+from hetexp.core.speed import SpeedCurve
+from hetexp.core.split import Split, apportion
+
+ALARM_STEPS = 5
+ALARM_GAIN = 1.5
+"""For so many steps after a lasting change was noticed, a gain of so many times `min_gain` needs no proof by
+the averages, which know little yet."""
+PROBE_BACKOFF = 16
+"""The pause between probes of a device that stays slow doubles up to so many times `probe_every`; where it is
+as fast as ever, it is so long from the first probe on."""
+_LISTED = 8
+"""Most ranks whose samples a sentence names."""
+
+_NUMBERS = ("_seen", "_alarm", "_looked", "_gain", "_probing", "_probe_after", "_probe_pause")
+
+Action = Literal["keep", "resplit", "move", "probe", "return"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do from `step` on, and why."""
+
+    step: int
+    """First step that uses the split."""
+    split: Split
+    action: Action
+    """`keep`: as before; `resplit`: a new split, or the first part of the way there; `move`: further on the
+    way; `probe`: for this one step a device without share gets samples; `return`: back from a probe."""
+    reason: str
+    """A sentence for people."""
+    predicted_seconds: float | None = None
+    """Of a step with this split; `None` while devices are unknown."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the split differs from the one before."""
+        return self.action != "keep"
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """How eagerly to split anew."""
+
+    min_gain: float = 0.02
+    """Predicted gain in speed below which a new split is not worth its change, as a fraction."""
+    certainty: float = 200.0
+    """A gain that no lasting change explains must be so large that chance would show it once in about so many
+    looks, over all ranks."""
+    max_move: float = 0.25
+    """Most of the batch that changes ranks from one step to the next, as a fraction."""
+    warmup_steps: int = 1
+    """First steps that are not counted: compilers and allocators are at work in them."""
+    probe_every: int = 50
+    """Steps between two probes of a device without samples; 0 for none."""
+    probe_slowdown: float = 1.5
+    """How much longer a step may take for a probe with more than one sample."""
+    alpha: float = 0.02
+    """Of the running averages (`SpeedAverage`)."""
+
+    def __post_init__(self) -> None:
+        if self.min_gain < 0 or self.certainty < 1 or not 0 < self.max_move <= 1:
+            raise ValueError(f"min_gain is 0 or more, certainty 1 or more, max_move in (0, 1]: {self}")
+        if self.warmup_steps < 0 or self.probe_every < 0 or self.probe_slowdown < 1:
+            raise ValueError(f"warmup_steps and probe_every are 0 or more, probe_slowdown 1 or more: {self}")
+
+
+class BalanceScheduler:
+    """Follows the devices' speeds and says when another split is worth it.
+
+    Args:
+        curves: one a rank, as calibrated or as the catalogue says; only their shape needs to be right.
+        total: samples of the global batch.
+        split: the one that training begins with; by default the best by the curves.
+        settings: how eagerly.
+        minimum: fewest samples of each rank.
+        communication: seconds after the work, as for `solve`.
+        names: of the devices, for sentences.
+
+    Raises:
+        ValueError: as `solve`.
+    """
+
+    def __init__(
+        self,
+        curves: Sequence[SpeedCurve],
+        total: int,
+        split: Split | None = None,
+        settings: SchedulerSettings = SchedulerSettings(),
+        minimum: Sequence[int] | None = None,
+        communication: float | Sequence[float] = 0.0,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.settings, self.total = settings, total
+        self.devices = [DeviceEstimate(c, SpeedAverage(settings.alpha)) for c in curves]
+        self.minimum = None if minimum is None else list(minimum)
+        self.communication = communication if isinstance(communication, (int, float)) else list(communication)
+        self.names = [f"rank {r}" if names is None else f"rank {r} ({names[r]})" for r in range(len(curves))]
+        self.split = solve(curves, total, minimum, None, communication) if split is None else split
+        """What the ranks use; during a probe, what they go back to."""
+        self.target: Split | None = None
+        """Where `split` is on the way to."""
+        if len(self.split.counts) != len(curves) or self.split.total != total:
+            raise ValueError(
+                f"the first split must be of {total} samples over {len(curves)} ranks: {self.split}"
+            )
+        self.paused = False
+        self._seen = 0
+        # The chance that a normal value exceeds this many deviations is below 1 / (certainty · ranks).
+        # Rounded, since logarithms may differ in the last digit from platform to platform.
+        self._deviations = round(math.sqrt(2 * math.log(settings.certainty * len(curves))), 6)
+        self._looked: list[float] = []
+        """Factors when the best split was last looked for."""
+        self._gain = 0.0
+        """What it would have gained."""
+        self._alarm = 0
+        """Steps for which a lasting change still counts as news."""
+        self._probing: list[int] = []
+        self._probe_after = [settings.probe_every] * len(curves)
+        """Steps until each rank's next probe, should it have no samples."""
+        self._probe_pause = [settings.probe_every] * len(curves)
+
+    @property
+    def curves(self) -> list[SpeedCurve]:
+        """Return each rank's curve as it is now; one not measured yet is off by what the others are off."""
+        measured = [device.average.value for device in self.devices if device.average.num_values]
+        typical = statistics.median(measured) if measured else 1.0
+        return [device.curve.scaled(device.average.value or typical) for device in self.devices]
+
+    def split_for(self, total: int) -> Split:
+        """Return the best split of a batch of another size, such as the last of an epoch.
+
+        Minimum shares do not hold for it.
+        """
+        return solve(self.curves, total, None, None, self.communication)
+
+    def stragglers(self, threshold: float = 1.25) -> dict[int, float]:
+        """Return the ranks that are slower than at their best, and by what factor."""
+        slower = {
+            rank: device.average.value / device.best
+            for rank, device in enumerate(self.devices)
+            if device.best is not None
+        }
+        return {rank: factor for rank, factor in slower.items() if factor >= threshold}
+
+    def observe(self, step: int, seconds: Sequence[float], samples: Sequence[int]) -> Decision:
+        """Take in what each rank did in a step and decide on the next; the same on every rank.
+
+        Args:
+            step: the one that was done.
+            seconds: each rank's own forward and backward work, waiting left out. Of several steps with one
+                split: their means.
+            samples: each rank's local samples.
+
+        Raises:
+            ValueError: numbers are missing, or a rank worked for no time.
+        """
+        ranks = len(self.devices)
+        if len(seconds) != ranks or len(samples) != ranks:
+            raise ValueError(f"seconds and samples must be {ranks} numbers each, one a rank")
+        if self.paused:
+            return self._ignore(step, "measurements are paused")
+        self._seen += 1
+        if self._seen <= self.settings.warmup_steps:
+            return self._ignore(step, f"step {step} warms up and is not counted")
+        if (given := sum(samples)) != self.total:
+            return self._ignore(step, f"a batch of {given} samples instead of {self.total} tells nothing")
+        shifted = []
+        for rank, device in enumerate(self.devices):
+            if samples[rank] and device.observe(seconds[rank], samples[rank], bool(self._probing)):
+                shifted.append(rank)
+        self._pool_spreads()
+        return self._decide(step, shifted)
+
+    def revise(self, step: int, rank: int, curve: SpeedCurve) -> Decision:
+        """Go on with another curve of a device, as after its memory ran out, from the next step on.
+
+        Raises:
+            ValueError: the caps no longer hold the batch.
+        """
+        self.devices[rank].revise(curve)
+        now = self.curves
+        self.split, self.target, self._probing = self._solve(now), None, []
+        reason = (
+            f"{self.names[rank]} works in other passes or within another limit: {_listed(self.split)} samples"
+        )
+        return self._result(step, self.split, "resplit", reason, now)
+
+    def _pool_spreads(self) -> None:
+        """Let each device assume the noise that all show: with many devices it is known after few steps."""
+        squares, values = ASSUMED_SPREAD**2 * ASSUMED_VALUES, float(ASSUMED_VALUES)
+        for device in self.devices:
+            squares += device.average.variance * device.average.variance_values
+            values += device.average.variance_values
+        for device in self.devices:
+            device.average.assumed_spread = math.sqrt(squares / values)
+
+    def _decide(self, step: int, shifted: list[int]) -> Decision:
+        now, was_probing = self.curves, self._probing
+        unknown = [r for r, n in enumerate(self.split.counts) if n and not self.devices[r].known]
+        if unknown:
+            return self._ignore(step, f"{self.names[unknown[0]]} is not measured well enough yet")
+        self._alarm = ALARM_STEPS if shifted else max(self._alarm - 1, 0)
+        self._probing = []
+        again = [r for r in was_probing if not self.devices[r].known or self.devices[r].shifts.suspects_less]
+        if again and not shifted:
+            return self._probe(step, again, now)
+        reason = ""
+        if self.target is None or shifted:
+            self.target, reason = self._better(now, shifted)
+        if self.target is not None:
+            return self._move(step, reason, now)
+        if probed := self._due(was_probing):
+            return self._probe(step, probed, now)
+        if was_probing:
+            slow = ", ".join(self.names[rank] for rank in was_probing)
+            return self._result(step, self.split, "return", f"{slow} would still make the step longer", now)
+        return Decision(step + 1, self.split, "keep", reason, self._slowest(now, self.split))
+
+    def _better(self, now: Sequence[SpeedCurve], shifted: Sequence[int]) -> tuple[Split | None, str]:
+        """Return a split that is worth the change, if there is one, and the reason either way."""
+        chance = self._by_chance(now)
+        if self._alarm:  # the few values since the change were enough to act, and may be put right soon
+            chance = min(chance, ALARM_GAIN * self.settings.min_gain)
+        needed = max(self.settings.min_gain, chance)
+        factors = [device.average.value for device in self.devices]
+        if shifted or self._moved_since_look(factors) or self._gain >= needed:
+            target = self._solve(now)
+            self._looked = factors
+            self._gain = self._slowest(now, self.split) / self._slowest(now, target) - 1
+            if self._gain >= needed and target != self.split:
+                return target, self._why(now, target, shifted)
+        limit = "worth a change" if chance < needed else "what noise can feign"
+        return None, f"the best split would be {self._gain:.1%} faster, and {needed:.1%} is {limit}"
+
+    def _moved_since_look(self, factors: Sequence[float]) -> bool:
+        """Whether an estimate has moved so far that the best split may have; solving costs a millisecond."""
+        least = self.settings.min_gain / 4
+        return any(
+            abs(new - old) > least * old for new, old in zip(factors, self._looked or [0.0], strict=False)
+        )
+
+    def _by_chance(self, now: Sequence[SpeedCurve]) -> float:
+        """Return the gain that the averages' own errors can feign."""
+        times = step_times(now, self.split, self.communication)
+        slowest = times.index(max(times))
+        variance = 0.0
+        for rank, device in enumerate(self.devices):
+            share = self.split.counts[rank] / self.total
+            error = device.average.standard_error if self.split.counts[rank] else 0.0
+            # The step follows the slowest; the best split shares out everybody's error.
+            variance += ((rank == slowest) - share) ** 2 * error**2
+        return self._deviations * math.sqrt(variance)
+
+    def _move(self, step: int, reason: str, now: Sequence[SpeedCurve]) -> Decision:
+        assert self.target is not None
+        action: Action = "resplit" if reason else "move"
+        most = max(int(self.settings.max_move * self.total), 1)
+        self.split = _towards(self.split, self.target, most)
+        left = sum(max(t - s, 0) for t, s in zip(self.target.counts, self.split.counts, strict=True))
+        if not reason:
+            reason = f"on the way to the split decided on: {_listed(self.split)} samples"
+        if left:
+            reason += f"; {left} samples move later, at most {most} a step"
+        else:
+            self.target = None
+        for rank, count in enumerate(self.split.counts):
+            if count:
+                self._probe_after[rank] = self._probe_pause[rank] = self.settings.probe_every
+        return self._result(step, self.split, action, reason, now)
+
+    def _due(self, was_probing: Sequence[int]) -> list[int]:
+        """Return the ranks that get samples for one step, to see whether they have recovered."""
+        due = []
+        for rank, count in enumerate(self.split.counts):
+            device = self.devices[rank]
+            if count or device.curve.cap == 0 or not self.settings.probe_every:
+                continue
+            if rank in was_probing:
+                longest = PROBE_BACKOFF * self.settings.probe_every
+                # One that was never faster is unlikely to become so: it costs as few probes as can be.
+                hopeful = rank in self.stragglers()
+                self._probe_pause[rank] = min(2 * self._probe_pause[rank], longest) if hopeful else longest
+                self._probe_after[rank] = self._probe_pause[rank]
+            self._probe_after[rank] -= 1
+            if self._probe_after[rank] <= 0:
+                due.append(rank)
+        return due
+
+    def _probe(self, step: int, ranks: list[int], now: Sequence[SpeedCurve]) -> Decision:
+        limit = self.settings.probe_slowdown * self._slowest(now, self.split)
+        least = list(self.minimum or [0] * len(now))
+        caps: list[int | None] = [None] * len(now)
+        most = max(self.total // (4 * len(now)), 1)  # the others hardly notice
+        for rank in ranks:
+            within = now[rank].samples_within(limit)
+            least[rank] = caps[rank] = max(min(most if within is None else within, most), 1)
+        self._probing = ranks
+        split = solve(now, self.total, least, caps, self.communication)
+        given = ", ".join(f"{self.names[rank]} gets {least[rank]}" for rank in ranks)
+        reason = f"{given} of {self.total} samples for one step, to see how fast it is now"
+        return self._result(step, split, "probe", reason, now)
+
+    def _why(self, now: Sequence[SpeedCurve], target: Split, shifted: Sequence[int]) -> str:
+        current, best = self._slowest(now, self.split), self._slowest(now, target)
+        causes = []
+        for rank in shifted[:_LISTED]:
+            device = self.devices[rank]
+            change = device.average.value / (device.before or device.average.value)
+            only = "only " if change < 1 else ""
+            causes.append(f"{self.names[rank]} takes {only}{change:.2f} times as long a sample as before")
+        cause = ", ".join(causes) or "the devices' speeds are known better now"
+        moved = f"{_listed(self.split)} to {_listed(target)} samples"
+        return f"{cause}: from {moved}, {best:.4g} s instead of {current:.4g} s a step"
+
+    def _solve(self, now: Sequence[SpeedCurve]) -> Split:
+        return solve(now, self.total, self.minimum, None, self.communication)
+
+    def _slowest(self, now: Sequence[SpeedCurve], split: Split) -> float:
+        return max(step_times(now, split, self.communication))
+
+    def _ignore(self, step: int, reason: str) -> Decision:
+        action: Action = "return" if self._probing else "keep"  # a probe that could not be read is over, too
+        self._probing = []
+        return Decision(step + 1, self.split, action, reason)
+
+    def _result(
+        self, step: int, split: Split, action: Action, reason: str, now: Sequence[SpeedCurve]
+    ) -> Decision:
+        self._gain, self._looked = 0.0, []
+        return Decision(step + 1, split, action, reason, self._slowest(now, split))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that decides, as JSON can hold it: a checkpoint keeps it, a rank that joins gets it."""
+        return {
+            "settings": asdict(self.settings),
+            "total": self.total,
+            "minimum": self.minimum,
+            "communication": self.communication,
+            "devices": [device.to_dict() for device in self.devices],
+            "split": list(self.split.counts),
+            "target": None if self.target is None else list(self.target.counts),
+            "paused": self.paused,
+            "numbers": copy.deepcopy({name: getattr(self, name) for name in _NUMBERS}),
+        }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any], names: Sequence[str] | None = None) -> BalanceScheduler:
+        """Return the scheduler that `to_dict` stored; it decides exactly as that one would have."""
+        devices = [DeviceEstimate.from_dict(device) for device in stored["devices"]]
+        scheduler = cls(
+            [device.curve for device in devices],
+            stored["total"],
+            Split(tuple(stored["split"])),
+            SchedulerSettings(**stored["settings"]),
+            stored["minimum"],
+            stored["communication"],
+            names,
+        )
+        scheduler.devices = devices
+        scheduler.target = None if stored["target"] is None else Split(tuple(stored["target"]))
+        scheduler.paused = stored["paused"]
+        for name in _NUMBERS:
+            setattr(scheduler, name, stored["numbers"][name])
+        return scheduler
+
+
+def imbalance(seconds: Sequence[float], samples: Sequence[int]) -> float | None:
+    """Return the slowest rank's own time ÷ the mean, of the ranks that had samples; `None` if none had."""
+    worked = [s for s, n in zip(seconds, samples, strict=True) if n]
+    return max(worked) * len(worked) / math.fsum(worked) if worked and max(worked) > 0 else None
+
+
+def idle_seconds(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return how long each rank waited for the slowest one, from each rank's own time of a step."""
+    return tuple(max(seconds) - own for own in seconds)
+
+
+def _towards(split: Split, target: Split, most: int) -> Split:
+    """Return the split on the way to the target that moves at most so many samples."""
+    gained = [max(t - s, 0) for s, t in zip(split.counts, target.counts, strict=True)]
+    lost = [max(s - t, 0) for s, t in zip(split.counts, target.counts, strict=True)]
+    if sum(gained) <= most:
+        return target
+    changes = zip(split.counts, apportion(most, gained).counts, apportion(most, lost).counts, strict=True)
+    return Split(tuple(count + more - less for count, more, less in changes))
+
+
+def _listed(split: Split) -> str:
+    shown = " / ".join(str(count) for count in split.counts[:_LISTED])
+    return shown + (" / …" if len(split.counts) > _LISTED else "")
