@@ -223,11 +223,17 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     plan = make_plan(config, raw, selection, request)
     write_text(request.run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
     console = console or Console()
-    return launch(with_memory(with_measured_split(plan, config, console), config), config, console)
+    memory = memory_of(plan, config)
+    plan = with_measured_split(plan, config, memory, console)
+    return launch(with_memory(plan, memory), config, console)
 
 
-def with_measured_split(plan: Plan, config: Config, console: Console) -> Plan:
-    """Return the plan with the split that measures best, where the policy measures and there is a choice."""
+def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, console: Console) -> Plan:
+    """Return the plan with the split that measures best, where the policy measures and there is a choice.
+
+    Args:
+        memory: caps the devices' shares.
+    """
     from hetexp.core.calibration import DeviceCalibration, Exchange
     from hetexp.core.instantiate import instantiate
     from hetexp.launch.launcher import measure
@@ -236,7 +242,6 @@ def with_measured_split(plan: Plan, config: Config, console: Console) -> Plan:
     policy = instantiate(config.balancing)
     if not policy.measures or plan.world_size < 2:
         return plan
-    memory = memory_of(plan, config)
     caps = memory.caps() if memory is not None else [None] * plan.world_size
     measured = measure(plan, config, console)
     devices = [
@@ -258,7 +263,11 @@ def with_measured_split(plan: Plan, config: Config, console: Console) -> Plan:
 
 
 def memory_of(plan: Plan, config: Config) -> RunMemory | None:
-    """Return the estimates of a plan's ranks; none where only the CPU trains, or nobody wants them."""
+    """Return the estimates of a plan's ranks; none where only the CPU trains, or nobody wants them.
+
+    Where only the CPU trains they take longer than a first small run does. The data set is built for them:
+    `hardware.check_memory=false` does without.
+    """
     if not config.hardware.check_memory or all(device.backend == "cpu" for device in plan.devices):
         return None
     from hetexp.core.instantiate import instantiate
@@ -268,20 +277,17 @@ def memory_of(plan: Plan, config: Config) -> RunMemory | None:
     return RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
 
 
-def with_memory(plan: Plan, config: Config) -> Plan:
-    """Return the plan with what each device will hold.
-
-    Nothing is estimated where only the CPU trains, since that takes longer than a first small run does, nor
-    with `hardware.check_memory=false`, since the data set is built for it.
+def with_memory(plan: Plan, memory: RunMemory | None) -> Plan:
+    """Return the plan with what each of its devices will hold.
 
     Raises:
         ConfigError: a device has less memory than it needs.
     """
     from dataclasses import replace
 
-    memory = memory_of(plan, config)
     if memory is None:
         return plan
+    memory = memory.of(plan.devices, plan.local_batch_sizes, plan.precisions)
     problems = memory.problems()
     if problems:
         raise ConfigError(problems)

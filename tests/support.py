@@ -42,6 +42,24 @@ class Run:
         return load_file(chosen / "model.safetensors")
 
 
+def unbuilt_config(**sections: Any) -> dict[str, Any]:
+    """Return a whole configuration whose components are never built, with sections laid over it."""
+    part = {"_target_": "unused"}
+    raw: dict[str, Any] = {
+        "hardware": {"devices": ["cpu"]},
+        "strategy": {"_target_": "hetexp.strategy.ddp.DDP"},
+        "balancing": {"_target_": "hetexp.balancing.equal.Equal"},
+        "model": part,
+        "data": part,
+        "optimizer": part,
+        "logger": part,
+        "trainer": {"global_batch_size": 8, "max_steps": 1},
+    }
+    for name, section in sections.items():
+        raw[name] = {**raw[name], **section} if name in ("trainer", "hardware") else section
+    return raw
+
+
 Train = Callable[..., Run]
 
 

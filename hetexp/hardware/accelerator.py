@@ -97,6 +97,28 @@ class AcceleratorBackend(Backend):
         return int(self._module().max_memory_allocated())
 
 
+class CudaNamespaceBackend(AcceleratorBackend):
+    """Drives a card whose torch answers as `cuda`: NVIDIA's, and AMD's by a ROCm build."""
+
+    torch_type: ClassVar[str] = "cuda"
+    built_for: ClassVar[str]
+    """Attribute of `torch.version` that a build for this vendor has: `cuda` or `hip`."""
+
+    def torch_device(self) -> torch.device:
+        import torch
+
+        if getattr(torch.version, self.built_for) is None and torch.cuda.is_available():
+            raise SetupError(  # the other vendor's build
+                f"{self.spec} cannot be driven by torch {torch.__version__}, {self._build()}. Give the "
+                "device an interpreter whose torch can (`python:` in `hardware.devices`, hetexp env create "
+                f"{self.wheel})."
+            )
+        # float32 means float32: TF32, cuDNN's default (an MI300 has it, too), keeps 10 bits of the mantissa.
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return super().torch_device()
+
+
 def seen_uuid(module: Any) -> str | None:
     """Return the UUID of the only device that torch sees, `None` where this torch does not tell it."""
     uuid = getattr(module.get_device_properties(0), "uuid", None)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import SetupError
 from hetexp.hardware import nvml
-from hetexp.hardware.accelerator import AcceleratorBackend
+from hetexp.hardware.accelerator import CudaNamespaceBackend
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.cuda_mask import MASK, Mask
 from hetexp.hardware.found import Found, Seen
@@ -18,14 +17,11 @@ from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
 from hetexp.hardware.pci_names import chip, unnamed
 
-if TYPE_CHECKING:
-    import torch
 
-
-class CudaBackend(AcceleratorBackend):
+class CudaBackend(CudaNamespaceBackend):
     """Drives one NVIDIA card, or one MIG instance, the only one that its process sees."""
 
-    torch_type: ClassVar[str] = "cuda"
+    built_for: ClassVar[str] = "cuda"
     vendor: ClassVar[str] = "nvidia"
     wheel: ClassVar[str] = "cuda"
     native_collective: ClassVar[str | None] = "nccl"
@@ -70,21 +66,6 @@ class CudaBackend(AcceleratorBackend):
             # Only where there is no UUID. Our numbers follow the bus, CUDA's by default the cards' speed.
             return {MASK: mask, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return {MASK: mask}
-
-    def torch_device(self) -> torch.device:
-        import torch
-
-        if torch.version.cuda is None and torch.cuda.is_available():
-            raise SetupError(  # a ROCm build answers as `cuda`, too
-                f"{self.spec} cannot be driven by torch {torch.__version__}, {self._build()}. Give the "
-                "device an interpreter whose torch can (`python:` in `hardware.devices`, hetexp env create "
-                f"{self.wheel})."
-            )
-        device = super().torch_device()
-        # float32 means float32: cuDNN's default of TF32 keeps 10 bits of the mantissa.
-        torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cuda.matmul.allow_tf32 = False
-        return device
 
     def _seen_uuid(self, module: Any) -> str | None:
         # CUDA runtimes differ in whether they tell an instance's own UUID or its card's.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware import amd_smi, hip_mask, kfd, sysfs
-from hetexp.hardware.accelerator import AcceleratorBackend, bare_uuid, seen_uuid
+from hetexp.hardware.accelerator import CudaNamespaceBackend, bare_uuid, seen_uuid
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.found import Found, Process, Reading
 from hetexp.hardware.machine import Machine
@@ -37,10 +37,10 @@ _BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 _CONTAINER = "--device /dev/kfd --device /dev/dri"
 
 
-class HipBackend(AcceleratorBackend):
+class HipBackend(CudaNamespaceBackend):
     """Drives one AMD card, the only one that its process sees; RCCL answers as `nccl`."""
 
-    torch_type: ClassVar[str] = "cuda"
+    built_for: ClassVar[str] = "hip"
     vendor: ClassVar[str] = "amd"
     wheel: ClassVar[str] = "rocm"
     native_collective: ClassVar[str | None] = "nccl"
@@ -81,17 +81,6 @@ class HipBackend(AcceleratorBackend):
         return {hip_mask.ROCR: spec.mask or spec.uuid or str(spec.index)}
 
     def torch_device(self) -> torch.device:
-        import torch
-
-        if torch.version.hip is None and torch.cuda.is_available():
-            raise SetupError(  # a CUDA build answers as `cuda`, too
-                f"{self.spec} cannot be driven by torch {torch.__version__}, {self._build()}. Give the "
-                "device an interpreter whose torch can (`python:` in `hardware.devices`, hetexp env create "
-                f"{self.wheel})."
-            )
-        # As on NVIDIA's cards, float32 means float32; the chips of an MI300 have TF32, too.
-        torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cuda.matmul.allow_tf32 = False
         try:
             return super().torch_device()
         except SetupError as error:

@@ -18,7 +18,7 @@ from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import normalised
 from hetexp.hardware.sysfs import host_memory
 
-NO_PERMISSION, NOT_FOUND, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND = 4, 6, 9, 12, 13
+NO_PERMISSION, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND = 4, 9, 12, 13
 GPU_IS_LOST, RESET_REQUIRED, VERSION_MISMATCH, UNKNOWN = 15, 16, 18, 999
 
 INTEGRATED = ("sm_53", "sm_62", "sm_72", "sm_87", "sm_101", "sm_110", "sm_121")

@@ -133,10 +133,6 @@ class CardPool:
         else:
             self._take_named(selection, wish.names, key)
 
-    def eligible_of(self, vendor: str, match: str | None, busy_too: bool = False) -> list[Found]:
-        """Return a vendor's cards that can be taken; integrated ones only if `match` has their name."""
-        return [card for card in self.of_vendor(vendor, match) if self.why_not(card, None, busy_too) is None]
-
     def of_vendor(self, vendor: str, match: str | None) -> list[Found]:
         """Return a vendor's cards as a mix counts them, usable or not.
 

@@ -61,16 +61,11 @@ def calibrate(parts: Parts, store: dist.Store, time_scale: float | None) -> dict
     with undone(parts):
         passes = _measure_passes(parts, scale)
         mine = _fitted(parts, passes)
-        told = exchange(
-            store, "calibration", parts.rank, parts.plan.world_size, mine.to_dict(), _limit(parts)
-        )
+        limit = parts.config.comm.timeout_seconds
+        told = exchange(store, "calibration", parts.rank, parts.plan.world_size, mine.to_dict(), limit)
         devices = [DeviceCalibration.from_dict(one) for one in told]
         joint = _measure_joint(parts, devices, scale)
     return {"devices": told, "exchange": joint.to_dict()}
-
-
-def _limit(parts: Parts) -> float:
-    return parts.config.comm.timeout_seconds
 
 
 def _measure_passes(parts: Parts, scale: float) -> _Passes:
@@ -190,13 +185,12 @@ def _joint_steps(parts: Parts, split: Split) -> tuple[float, float]:
     averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
     normalizer = LossNormalizer(parts.communicator, averaged_over)
     trainer = parts.config.trainer
-    counts = parts.split if split.total != trainer.global_batch_size else (lambda n: split)
     batches = local_batches(
         parts.train_data,
         parts.sampler,
         Progress().position,
         WARM_STEPS + JOINT_STEPS,
-        lambda n: counts(n) if n == split.total else parts.split(n),
+        lambda n: split if n == split.total else parts.split(n),
         parts.rank,
         trainer.accumulate,
         trainer.microbatch_size,

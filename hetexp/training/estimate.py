@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -65,6 +66,15 @@ class RunMemory:
         except Exception as error:  # a person's own classes run any code
             cause = error.__cause__ or error  # Hydra wraps what a constructor raises
             self.reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+
+    def of(
+        self, devices: Sequence[DeviceSpec], local_batch_sizes: Sequence[int], precisions: Sequence[str]
+    ) -> RunMemory:
+        """Return the estimates of other ranks of the same run; data and model are not built again."""
+        other = copy.copy(self)
+        other.__dict__.pop("estimates", None)
+        other._ranks = list(zip(devices, local_batch_sizes, precisions, strict=True))
+        return other
 
     @cached_property
     def estimates(self) -> list[MemoryEstimate | None]:

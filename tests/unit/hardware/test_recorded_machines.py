@@ -14,6 +14,7 @@ from typing import Any
 import fake_drivers as drivers
 import fake_nvml as nvml
 import pytest
+from support import unbuilt_config
 
 from hetexp.core.config import read_config
 from hetexp.core.device import GIB
@@ -296,17 +297,9 @@ def inventory(recorded: Recorded, machine: Machine) -> Inventory:
 
 
 def plan_of(inventory: Inventory, **hardware: Any) -> Plan:
-    part = {"_target_": "unused"}
-    raw: dict[str, Any] = {
-        "hardware": {"devices": ["auto"], **hardware},
-        "strategy": {"_target_": "hetexp.strategy.ddp.DDP"},
-        "balancing": {"_target_": "hetexp.balancing.equal.Equal"},
-        "model": part,
-        "data": part,
-        "optimizer": part,
-        "logger": part,
-        "trainer": {"global_batch_size": 12, "max_steps": 1},
-    }
+    raw = unbuilt_config(
+        hardware={"devices": ["auto"], **hardware}, trainer={"global_batch_size": 12, "max_steps": 1}
+    )
     config = read_config(raw)
     selection = select_devices(config.hardware, inventory)
     assert check_plan(config, selection) == []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import unbuilt_config
 
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
@@ -33,20 +34,7 @@ EMULATED = [
 
 
 def config(**sections: Any) -> Config:
-    part = {"_target_": "unused"}
-    raw: dict[str, Any] = {
-        "hardware": {"devices": ["cpu"]},
-        "strategy": {"_target_": "hetexp.strategy.ddp.DDP"},
-        "balancing": {"_target_": "hetexp.balancing.equal.Equal"},
-        "model": part,
-        "data": part,
-        "optimizer": part,
-        "logger": part,
-        "trainer": {"global_batch_size": 8, "max_steps": 1},
-    }
-    for name, section in sections.items():
-        raw[name] = {**raw[name], **section} if name in ("trainer", "hardware") else section
-    return read_config(raw)
+    return read_config(unbuilt_config(**sections))
 
 
 def manual(*weights: float) -> dict[str, Any]:

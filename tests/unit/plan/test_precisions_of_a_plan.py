@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support import unbuilt_config
 
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
@@ -24,18 +24,7 @@ TURING = replace(AMPERE, id="cuda:1", name="RTX 2080 Ti", precisions=("float64",
 
 
 def config(precision: str) -> Config:
-    part = {"_target_": "unused"}
-    raw: dict[str, Any] = {
-        "hardware": {"devices": ["cpu"]},
-        "strategy": {"_target_": "hetexp.strategy.ddp.DDP"},
-        "balancing": {"_target_": "hetexp.balancing.equal.Equal"},
-        "model": part,
-        "data": part,
-        "optimizer": part,
-        "logger": part,
-        "trainer": {"global_batch_size": 8, "max_steps": 1, "precision": precision},
-    }
-    return read_config(raw)
+    return read_config(unbuilt_config(trainer={"precision": precision}))
 
 
 def plan_of(precision: str, *devices: DeviceSpec) -> Plan:
