@@ -6,14 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.core.device import DeviceSpec
 
 
 class BalancingPolicy(ABC):
     """Decides which fraction of each global batch a device takes."""
 
-    measures: ClassVar[bool] = False
+    measures: bool = False
     """Whether the devices are measured before the run, and the split is the one that measures best."""
+
+    follows: ClassVar[bool] = False
+    """Whether the split follows the devices' speeds during the run, by the policy's `settings`."""
+    settings: SchedulerSettings
+    """How eagerly, where it does."""
 
     @abstractmethod
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:

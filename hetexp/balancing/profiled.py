@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from hetexp.balancing.base import BalancingPolicy
-from hetexp.balancing.tflops import known_rate
+from hetexp.balancing.tflops import assumed_shares
 from hetexp.core.device import DeviceSpec
-from hetexp.core.split import normalise
 
 
 class Profiled(BalancingPolicy):
@@ -18,13 +16,11 @@ class Profiled(BalancingPolicy):
         drop_slower: whether a device may be left out; else each keeps at least nothing, and stays in step.
     """
 
-    measures: ClassVar[bool] = True
+    measures = True
 
     def __init__(self, drop_slower: bool = True) -> None:
         self.drop_slower = drop_slower
 
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
         """Return the shares that the devices have while they are measured."""
-        rates = [known_rate(device, precision) for device, precision in zip(devices, precisions, strict=True)]
-        known = [rate for rate in rates if rate is not None]
-        return normalise(known if len(known) == len(devices) else [1.0] * len(devices))
+        return assumed_shares(devices, precisions)

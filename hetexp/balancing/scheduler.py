@@ -378,7 +378,7 @@ class BalanceScheduler:
         scheduler.target = None if stored["target"] is None else Split(tuple(stored["target"]))
         scheduler.paused = stored["paused"]
         for name in _NUMBERS:
-            setattr(scheduler, name, stored["numbers"][name])
+            setattr(scheduler, name, copy.deepcopy(stored["numbers"][name]))
         return scheduler
 
 

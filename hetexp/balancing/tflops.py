@@ -28,3 +28,10 @@ class Tflops(BalancingPolicy):
 def known_rate(device: DeviceSpec, precision: str) -> float | None:
     """Return a device's peak rate in TFLOP/s as the catalogue has it, `None` where it has none."""
     return (device.rates or {}).get(precision)
+
+
+def assumed_shares(devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
+    """Return the shares by the catalogue's rates, equal ones where it does not know all devices."""
+    rates = [known_rate(device, precision) for device, precision in zip(devices, precisions, strict=True)]
+    known = [rate for rate in rates if rate is not None]
+    return normalise(known if len(known) == len(devices) else [1.0] * len(devices))

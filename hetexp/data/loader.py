@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hetexp.core.split import Split
 from hetexp.data.sampler import GlobalSampler, Position
+
+PREFETCH = 2
+"""Items that each process of a `DataLoader` loads ahead, torch's own default."""
 
 
 @dataclass(frozen=True)
@@ -45,39 +48,52 @@ def local_batches(
     sampler: GlobalSampler,
     start: Position,
     num_steps: int,
-    split: Callable[[int], Split],
+    split: Callable[[int, int], Split],
     rank: int,
     accumulate: int = 1,
     microbatch_size: int | None = None,
     num_workers: int = 0,
+    first_step: int = 0,
 ) -> Iterator[LocalBatch]:
     """Yield this rank's part of the next `num_steps` global batches.
 
     Args:
         sampler: draws the same global batches on every rank.
-        split: maps the size of a global batch to every rank's count.
+        split: maps the number of a step and the size of its global batch to every rank's count. It is asked
+            for at most `read_ahead(num_workers)` steps beyond the batch that was yielded last, and must then
+            always give the same answer.
         num_workers: processes that load samples ahead.
+        first_step: number of the first one.
     """
 
     def parts() -> Iterator[tuple[list[list[int]], int, Position]]:
         position = start
-        for _ in range(num_steps):
+        for step in range(first_step, first_step + num_steps):
             indices, position = sampler.batch(position)
-            first, end = split(len(indices)).bounds(rank)
+            first, end = split(step, len(indices)).bounds(rank)
             mine: list[int] = indices[first:end].tolist()
             yield list(chop(mine, cut(len(mine), accumulate, microbatch_size))), len(indices), position
 
     # The loader walks the same deterministic sequence a second time, so that its processes can read ahead.
-    order = (microbatch for microbatches, _, _ in parts() for microbatch in microbatches)
-    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=_Once(order), num_workers=num_workers)
+    # A step without samples is an item, too: else the loader would run through to the next one with some.
+    order = (microbatch for microbatches, _, _ in parts() for microbatch in microbatches or [[]])
+    loader: DataLoader[Any] = DataLoader(
+        _Microbatches(dataset), sampler=_Once(order), batch_size=None, num_workers=num_workers
+    )
     loaded = iter(loader)
     for microbatches, global_samples, position in parts():
+        items = [next(loaded) for _ in microbatches or [[]]]
         yield LocalBatch(
-            microbatches=[next(loaded) for _ in microbatches],
+            microbatches=items if microbatches else [],
             local_samples=sum(map(len, microbatches)),
             global_samples=global_samples,
             position=position,
         )
+
+
+def read_ahead(num_workers: int) -> int:
+    """Return how many steps beyond the present one the loader may have drawn already."""
+    return PREFETCH * num_workers
 
 
 def chop(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -88,8 +104,21 @@ def chop(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
         start += size
 
 
+class _Microbatches(Dataset[Any]):
+    """Maps the indices of a microbatch to its samples, collated as `DataLoader` would; none to `None`."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        if not indices:
+            return None
+        many = getattr(self._dataset, "__getitems__", None)
+        return default_collate(many(indices) if many else [self._dataset[index] for index in indices])
+
+
 class _Once:
-    """An iterable over a generator; DataLoader takes its batch sampler only as an iterable object."""
+    """An iterable over a generator; DataLoader takes its sampler only as an iterable object."""
 
     def __init__(self, order: Iterator[list[int]]) -> None:
         self._order = order

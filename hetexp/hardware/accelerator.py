@@ -90,6 +90,9 @@ class AcceleratorBackend(Backend):
     def seconds_between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) / 1000.0
 
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
     def synchronize(self) -> None:
         self._module().synchronize()
 

@@ -137,6 +137,10 @@ class Backend(ABC):
     def synchronize(self) -> None:
         """Wait until the device has finished all queued work."""
 
+    def wait(self, mark: Any) -> None:
+        """Return once the device has come to the mark."""
+        self.synchronize()
+
     @abstractmethod
     def peak_memory_bytes(self) -> int | None:
         """Return the most memory this process has held on the device, `None` where nobody counts."""

@@ -190,7 +190,7 @@ def _joint_steps(parts: Parts, split: Split) -> tuple[float, float]:
         parts.sampler,
         Progress().position,
         WARM_STEPS + JOINT_STEPS,
-        lambda n: split if n == split.total else parts.split(n),
+        lambda step, n: split if n == split.total else parts.balancer.split(step, n),
         parts.rank,
         trainer.accumulate,
         trainer.microbatch_size,

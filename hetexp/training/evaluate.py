@@ -58,7 +58,7 @@ def _local_part(parts: Parts) -> Iterator[Any]:
     batch = max(sizes, default=1)
     if trainer.fast_dev_run:
         total = min(total, trainer.fast_dev_run * trainer.global_batch_size)
-    first, end = parts.split(total).bounds(parts.rank)
+    first, end = parts.balancer.now(total).bounds(parts.rank)
     if first == end:
         return
     batches = list(chop(range(first, end), cut(end - first, 1, batch)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hetexp.balancing.scheduler import imbalance
 from hetexp.checkpoint.folder import TrainingState, save_checkpoint
 from hetexp.data.loader import LocalBatch, local_batches
 from hetexp.optimizer.build import restart_schedule
@@ -115,15 +116,21 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         parts.sampler,
         progress.position,
         parts.total_steps - progress.step,
-        parts.split,
+        parts.balancer.split,
         parts.rank,
         trainer.accumulate,
         trainer.microbatch_size,
         trainer.num_workers,
+        progress.step,
     )
+    before: LocalBatch | None = None
     window.restart()
     for batch in window.loaded(batches):
+        normalizer.tell = parts.balancer.own_seconds(window.meter)
         result = train_step(parts, progress.step, batch, normalizer, window.meter)
+        if before is not None:
+            rebalance(parts, progress.step, before, normalizer.told)
+        before = batch
         progress.step += 1
         progress.samples += batch.global_samples
         progress.position = batch.position
@@ -152,6 +159,19 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         outcome.checkpoint = save(parts, progress)
     parts.communicator.barrier()  # nobody leaves while rank 0 still writes
     return outcome
+
+
+def rebalance(parts: Parts, step: int, before: LocalBatch, seconds: Sequence[float]) -> None:
+    """Decide, all ranks alike, whether the batches to come are split anew.
+
+    Args:
+        step: the one that is just over.
+        before: what this rank did in the step before.
+        seconds: what the step before took each rank.
+    """
+    decision = parts.balancer.observe(step - 1, before.global_samples, seconds, step)
+    if parts.rank == 0:
+        parts.balancer.tell(decision)
 
 
 class Window:
@@ -241,15 +261,22 @@ class Window:
             "samples_per_second": self._samples / self._seconds,
             "step_seconds": self._seconds / self.num_steps,
         }
+        if len(compute) > 1:
+            line["imbalance"] = imbalance(compute, [round(count) for count in samples])
         if self._last.grad_norm is not None:
             line["train/grad_norm"] = float(self._last.grad_norm)
+        if self.parts.balancer.follows:
+            line["train/splits"] = self.parts.balancer.num_changes
         if self.parts.loss_scale is not None:
             line["train/loss_scale"] = self.parts.loss_scale.value
         if self.parts.loss_scale is not None or self.parts.config.trainer.non_finite == "skip":
             line["train/skipped_steps"] = progress.skipped_steps
+        slowest = max(compute)
         for device, seconds, count in zip(self.parts.plan.devices, compute, samples, strict=True):
             line[f"device/{device.id}/share"] = count / self._samples
             line[f"device/{device.id}/samples_per_second"] = count / seconds if count else None
+            if len(compute) > 1:
+                line[f"device/{device.id}/idle_seconds"] = (slowest - seconds) / self.num_steps
         return line
 
 
@@ -334,6 +361,7 @@ def save(parts: Parts, progress: Progress) -> str | None:
             "emulated": parts.plan.emulated,
             "devices": provenance(parts),
             "config": parts.plan.config,
+            "balancer": parts.balancer.to_dict(),
             "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
         },
     )

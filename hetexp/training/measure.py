@@ -21,6 +21,8 @@ class Meter:
     wait_seconds: float = 0.0
     """Time in backward after the last own gradient, the exchange of gradients included."""
     samples: int = 0
+    _told: float = 0.0
+    """Of `compute_seconds`, what `since_last` has told; below 0 after a `take` that came before it."""
     _spans: list[tuple[Any, Any]] = field(default_factory=list)
     _waits: list[tuple[Any, Any]] = field(default_factory=list)
 
@@ -49,15 +51,27 @@ class Meter:
     def settle(self) -> None:
         """Wait for the device and read all marks taken so far."""
         self.backend.synchronize()
-        self.compute_seconds += sum(self.backend.seconds_between(a, b) for a, b in self._spans)
+        self._read_spans()
         self.wait_seconds += sum(self.backend.seconds_between(a, b) for a, b in self._waits)
-        self._spans.clear()
         self._waits.clear()
+
+    def since_last(self) -> float:
+        """Return the own work since the last call, whose end on the device is waited for."""
+        if self._spans:
+            self.backend.wait(self._spans[-1][1])
+            self._read_spans()
+        told, self._told = self._told, self.compute_seconds
+        return self.compute_seconds - told
+
+    def _read_spans(self) -> None:
+        self.compute_seconds += sum(self.backend.seconds_between(a, b) for a, b in self._spans)
+        self._spans.clear()
 
     def take(self) -> tuple[float, float, int]:
         """Settle, return compute seconds, wait seconds and samples, and start again from zero."""
         self.settle()
         taken = self.compute_seconds, self.wait_seconds, self.samples
+        self._told -= self.compute_seconds
         self.compute_seconds, self.wait_seconds, self.samples = 0.0, 0.0, 0
         return taken
 

@@ -5,6 +5,9 @@ the global batch is (Σ_r g_r) / N with N the *global* count of samples or unmas
 averages over W ranks yields (Σ_r g_r) / W instead, so each local sum is multiplied by W / N beforehand. N is
 known only after a small all-reduce, which travels while the forward pass runs. See pytorch/pytorch#67253.
 
+The same all-reduce carries one more number of each rank, where the loop has something to tell (the seconds
+that the step before took it: see `hetexp/training/balancer.py`).
+
 Where a rank computes in float16, all ranks multiply by the one loss scale as well; `settle` in
 `hetexp/training/precision.py` divides the exchanged gradient by it again.
 """
@@ -39,13 +42,21 @@ class LossNormalizer:
         self._communicator = communicator
         self._averaged_over = averaged_over
         self._per = per
+        self.tell: float | None = None
+        """A number for all ranks to know, sent with the next count: of every rank or of none."""
+        self.told: list[float] = []
+        """What each rank told in the step of the last `factor`."""
         self._local_count = 0
         self._pending: Pending | None = None
 
     def start(self, local_count: int) -> None:
         """Begin a step with this rank's count; every rank must call it once a step."""
         self._local_count = local_count
-        self._pending = self._communicator.all_reduce_async(torch.tensor([local_count], dtype=torch.int64))
+        numbers = torch.tensor([local_count], dtype=torch.int64)
+        if self.tell is not None:
+            numbers = torch.zeros(1 + self._communicator.world_size, dtype=torch.float64)
+            numbers[0], numbers[1 + self._communicator.rank] = local_count, self.tell
+        self._pending = self._communicator.all_reduce_async(numbers)
 
     def factor(self) -> tuple[float, int]:
         """Wait for the other ranks' counts.
@@ -55,7 +66,8 @@ class LossNormalizer:
             scale included, and the global count.
         """
         assert self._pending is not None, "start() comes first"
-        global_count = int(self._pending.wait())
+        count, *self.told = self._pending.wait().tolist()
+        global_count = int(count)  # exact up to 2^53, as a float, too
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         if self._per == "per_rank":
             return scale / max(self._local_count, 1), global_count

@@ -71,7 +71,7 @@ def _real_steps(parts: Parts) -> None:
         parts.sampler,
         Progress().position,
         REHEARSED_STEPS,
-        parts.split,
+        parts.balancer.split,
         parts.rank,
         trainer.accumulate,
         trainer.microbatch_size,

@@ -15,11 +15,11 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
-from hetexp.core.split import Split, apportion
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
 from hetexp.logger.base import Logger
 from hetexp.strategy.base import Strategy
+from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
 from hetexp.training.precision import LossScale, widened
 
@@ -56,6 +56,8 @@ class Parts:
     """Optimizer steps of the whole run, those before a resume included."""
     run_on: tuple[dict[str, str], ...] = ()
     """Each rank's versions of Python and torch."""
+    balancer: Balancer = field(kw_only=True)
+    """Says how each batch is split."""
     loss_scale: LossScale | None = None
     """All ranks have one where any of them computes in float16."""
 
@@ -76,10 +78,6 @@ class Parts:
     @property
     def checkpoints(self) -> Path:
         return Path(self.plan.run_dir) / "checkpoints"
-
-    def split(self, num_samples: int) -> Split:
-        """Return every rank's part of a batch of so many samples; the same on every rank."""
-        return apportion(num_samples, self.plan.shares)
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return the sum of the loss over a microbatch; never in half precision, whatever the model gives."""

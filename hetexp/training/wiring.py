@@ -31,6 +31,7 @@ from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer, build_schedule, restart_schedule
+from hetexp.training.balancer import Balancer
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale, check_device
 from hetexp.training.state import Parts, Progress
@@ -74,6 +75,8 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     communicator = _communicator(plan, config, rank, store, device, solo=strategy.name == "single")
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, model)
+    policy = instantiate(config.balancing)
+    settings = policy.settings if policy.follows else None
     parts = Parts(
         plan=plan,
         config=config,
@@ -94,6 +97,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         loggers=(),
         total_steps=total_steps,
         run_on=tuple(run_on),
+        balancer=Balancer(plan, settings, trainer.num_workers),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
     )
     inputs, _ = next(iter(DataLoader(data.train, batch_size=min(2, num_samples))))
@@ -188,6 +192,7 @@ def resume(parts: Parts) -> Progress:
     state = load_checkpoint(folder, parts.model, parts.optimizer)
     # The rates are a function of the step: they follow from it and from this run's own configuration.
     restart_schedule(parts.schedule, state.step)
+    parts.balancer.restore(state.extra.get("balancer"))
     if parts.loss_scale is not None and state.extra.get("loss_scale") is not None:
         parts.loss_scale = LossScale.from_dict(state.extra["loss_scale"])
     return Progress.from_dict(state.step, state.position, state.extra["progress"])

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetexp.balancing.adaptive import Adaptive
 from hetexp.balancing.equal import Equal
 from hetexp.balancing.manual import Manual
 from hetexp.balancing.profiled import Profiled
+from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.balancing.tflops import Tflops
 from hetexp.balancing.vram import Vram, usable_bytes
 from hetexp.core.device import GIB, DeviceSpec
@@ -142,3 +144,14 @@ def test_profiled_starts_from_the_catalogue_where_that_knows_all() -> None:
     assert Profiled().measures
     assert Profiled().shares([fast, slow], ["float32"] * 2) == (0.75, 0.25)
     assert Profiled().shares([fast, card(1)], ["float32"] * 2) == (0.5, 0.5)
+
+
+def test_adaptive_starts_where_profiled_does_and_follows() -> None:
+    fast, slow = card(0, rates={"float32": 30.0}), card(1, rates={"float32": 10.0})
+    policy = Adaptive(min_gain=0.05, max_move=0.5, probe_every=7)
+    assert policy.follows and not policy.measures
+    assert policy.shares([fast, slow], ["float32"] * 2) == (0.75, 0.25)
+    assert policy.shares([fast, card(1)], ["float32"] * 2) == (0.5, 0.5)
+    assert policy.settings == SchedulerSettings(min_gain=0.05, max_move=0.5, probe_every=7)
+    assert Adaptive(calibrate=True).measures
+    assert not Profiled().follows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from hetexp.core.split import Split, apportion
-from hetexp.data.loader import LocalBatch, chop, cut, local_batches
+from hetexp.data.loader import LocalBatch, chop, cut, local_batches, read_ahead
 from hetexp.data.sampler import GlobalSampler, Position
 
 SIZES = st.integers(1, 30)
@@ -43,7 +43,7 @@ def steps_of(
     dataset: Numbers | None = None,
     **options: Any,
 ) -> list[LocalBatch]:
-    def split(count: int) -> Split:
+    def split(step: int, count: int) -> Split:
         return apportion(count, weights)
 
     dataset = dataset or Numbers(sampler.num_samples)
@@ -219,6 +219,66 @@ def test_no_steps_no_batches() -> None:
 
 def test_loading_goes_no_further_than_the_step() -> None:
     sampler, dataset = GlobalSampler(12, 4, seed=2), Numbers(12)
-    batches = local_batches(dataset, sampler, Position(), 3, lambda n: Split((n,)), 0, num_workers=0)
+    batches = local_batches(dataset, sampler, Position(), 3, lambda step, n: Split((n,)), 0, num_workers=0)
     next(batches)
     assert len(dataset.asked) == 4
+
+
+class Changing:
+    """A split that changes with the step; remembers the steps that were asked for."""
+
+    def __init__(self, counts: Mapping[int, Sequence[int]]) -> None:
+        self.counts = counts
+        self.asked: list[int] = []
+
+    def __call__(self, step: int, count: int) -> Split:
+        self.asked.append(step)
+        return Split(tuple(self.counts[max(first for first in self.counts if first <= step)]))
+
+
+def test_splits_that_change_see_every_sample_once() -> None:
+    sampler = GlobalSampler(400, 20, seed=4)
+    splits = {0: [10, 10], 5: [16, 4], 9: [20, 0], 12: [10, 10]}
+    ranks = [
+        list(local_batches(Numbers(400), sampler, Position(), 20, Changing(splits), rank))
+        for rank in range(2)
+    ]
+    steps = [[number for rank in ranks for number in numbers(rank[step])] for step in range(20)]
+    assert steps == global_batches(sampler, 20)
+    assert sorted(number for step in steps for number in step) == list(range(400))
+    assert [batch.local_samples for batch in ranks[0]] == [10] * 5 + [16] * 4 + [20] * 3 + [10] * 8
+
+
+def test_a_run_that_goes_on_asks_for_its_own_steps() -> None:
+    split = Changing({0: [4], 7: [4]})
+    sampler = GlobalSampler(40, 4, seed=4)
+    list(local_batches(Numbers(40), sampler, Position(0, 28), 2, split, 0, first_step=7))
+    assert set(split.asked) == {7, 8}
+
+
+@pytest.mark.parametrize("counts", [[4, 0], [0, 4]])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_loader_looks_no_further_ahead_than_it_says(counts: list[int], num_workers: int) -> None:
+    # Also for a rank without samples, whose loader would else run through to the end.
+    sampler, split = GlobalSampler(80, 4, seed=2), Changing({0: counts})
+    batches = local_batches(
+        Numbers(80), sampler, Position(), 20, split, 0, num_workers=num_workers, accumulate=2
+    )
+    for step in range(5):
+        next(batches)
+        assert max(split.asked) <= step + read_ahead(num_workers)
+
+
+class Rows(Numbers):
+    """Gives many samples at once, as data sets of Hugging Face do."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self.asked += [-len(indices)]
+        return [(torch.tensor(index), torch.tensor(10 * index)) for index in indices]
+
+
+def test_a_data_set_that_gives_many_samples_at_once() -> None:
+    dataset = Rows(8)
+    (batch,) = steps_of(GlobalSampler(8, 8, seed=1), [3.0, 1.0], 0, 1, dataset=dataset, accumulate=2)
+    assert dataset.asked == [-3, -3]
+    assert sorted(numbers(batch)) == sorted(GlobalSampler(8, 8, seed=1).batch(Position())[0][:6].tolist())

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils.data import TensorDataset
 
+from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.comm.communicator import Communicator
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
@@ -24,6 +25,7 @@ from hetexp.logger.base import Logger, RunInfo
 from hetexp.optimizer.build import build_schedule
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.empty_share import EmptyShareGuard
+from hetexp.training.balancer import Balancer
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale
 from hetexp.training.state import Parts
@@ -118,6 +120,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
         total_steps: int | None = None,
         normalizer: str = "global",
         precisions: tuple[str, ...] = (),
+        follow: SchedulerSettings | None = None,
         **trainer: Any,
     ) -> Parts:
         rank = communicator.rank
@@ -191,6 +194,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
             exchange=None,
             loggers=(Recorder(),) if rank == 0 else (),
             total_steps=steps,
+            balancer=Balancer(plan, settings=follow, num_workers=settings.num_workers),
             loss_scale=LossScale() if "float16" in plan.precisions else None,
         )
 

@@ -473,7 +473,11 @@ def test_a_line_tells_every_ranks_share_and_speed(make_parts: MakeParts, clock: 
         "device/cpu:0/samples_per_second": 3.0,
         "device/cpu:1/samples_per_second": pytest.approx(2 / 3),
         "device/cpu:2/samples_per_second": None,
+        "device/cpu:0/idle_seconds": 1.0,
+        "device/cpu:1/idle_seconds": 0.0,
+        "device/cpu:2/idle_seconds": 3.0,
     }
+    assert line["imbalance"] == 3.0 / 2.5  # of the ranks that had work
     json.dumps(line)
 
 

@@ -115,3 +115,32 @@ def test_gradients_are_those_of_a_plain_backward(backend: ClockBackend) -> None:
     metered = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(plain) == len(metered) == 4
     assert all(torch.equal(a, b) for a, b in zip(plain, metered, strict=True))
+
+
+def test_each_steps_own_work_is_told_once(backend: ClockBackend) -> None:
+    meter = Meter(backend)
+    assert meter.since_last() == 0.0
+    for seconds in (2.0, 3.0):
+        start = backend.mark()
+        backend.work(seconds)
+        meter.span(start, backend.mark())
+        assert meter.since_last() == seconds
+    assert meter.since_last() == 0.0
+    assert meter.take()[0] == 5.0  # the window has both
+
+
+def test_a_step_before_the_line_was_written_is_told_after_it(backend: ClockBackend) -> None:
+    meter = Meter(backend)
+    for seconds in (1.0, 4.0):
+        if seconds == 4.0:
+            meter.since_last()
+        start = backend.mark()
+        backend.work(seconds)
+        meter.span(start, backend.mark())
+    assert meter.take()[0] == 5.0
+    assert meter.since_last() == 4.0
+    start = backend.mark()
+    backend.work(0.5)
+    meter.span(start, backend.mark())
+    assert meter.since_last() == 0.5
+    assert meter.take()[0] == 0.5

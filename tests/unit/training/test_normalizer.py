@@ -70,3 +70,20 @@ def test_counts_beyond_floats_stay_exact() -> None:
 def test_a_step_starts_with_its_count() -> None:
     with pytest.raises(AssertionError, match="start"):
         LossNormalizer(SoloCommunicator(), 1).factor()
+
+
+def test_every_rank_learns_what_each_told() -> None:
+    def rank(comm: Communicator) -> tuple[tuple[float, int], list[float]]:
+        normalizer = LossNormalizer(comm, 3)
+        normalizer.tell = 0.1 + comm.rank
+        normalizer.start(5 * comm.rank)
+        return normalizer.factor(), normalizer.told
+
+    assert FakeGroup(3).run(rank) == [((3 / 15, 15), [0.1, 1.1, 2.1])] * 3
+
+
+def test_nobody_tells_nothing_is_told() -> None:
+    normalizer = LossNormalizer(SoloCommunicator(), 1)
+    normalizer.start(4)
+    assert normalizer.factor() == (0.25, 4)
+    assert normalizer.told == []

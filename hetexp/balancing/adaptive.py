@@ -1,0 +1,45 @@
+"""Shares that follow the devices' speeds while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
+
+from hetexp.balancing.base import BalancingPolicy
+from hetexp.balancing.scheduler import SchedulerSettings
+from hetexp.balancing.tflops import assumed_shares
+from hetexp.core.device import DeviceSpec
+
+
+class Adaptive(BalancingPolicy):
+    """Begins with what is known of the devices, measures each one's own work and splits anew where it pays.
+
+    What is known is the calibration, where the devices are measured first, else the catalogue.
+
+    Args:
+        calibrate: whether the devices are measured before the run, as `profiled` does.
+        drop_slower: whether a device may then be left out, where the job is slower with it.
+        min_gain: predicted gain in speed from which on another split is worth it, as a fraction.
+        max_move: most of the batch that changes ranks from one step to the next, as a fraction.
+        probe_every: steps after which a device without samples is tried again; 0 for never.
+    """
+
+    follows: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        calibrate: bool = False,
+        drop_slower: bool = True,
+        min_gain: NonNegativeFloat = 0.02,
+        max_move: Annotated[float, Field(gt=0, le=1)] = 0.25,
+        probe_every: NonNegativeInt = 50,
+    ) -> None:
+        self.measures = calibrate
+        self.drop_slower = drop_slower
+        self.settings = SchedulerSettings(min_gain=min_gain, max_move=max_move, probe_every=probe_every)
+
+    def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
+        """Return the shares by the catalogue's rates; equal ones where it does not know all devices."""
+        return assumed_shares(devices, precisions)

@@ -1,0 +1,165 @@
+"""Which rank takes how many samples of each step; the same answer on every rank.
+
+Under a policy that follows the devices' speeds each rank tells the others with every step how long the step
+before took it (`LossNormalizer` carries the number), and all of them ask the same `BalanceScheduler`. The
+loader may have read some steps ahead: a decision holds from the first step on that no loader has seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hetexp.balancing.scheduler import BalanceScheduler, Decision, SchedulerSettings
+from hetexp.core.plan import Plan
+from hetexp.core.speed import SpeedCurve
+from hetexp.core.split import Split, apportion
+from hetexp.data.loader import read_ahead
+from hetexp.training.measure import Meter
+
+log = logging.getLogger(__name__)
+
+SPLITS_FILE = "splits.jsonl"
+"""In the run's folder: every change of the split, one a line."""
+
+
+class Balancer:
+    """Every rank's part of every step, from the plan or as the devices' speeds ask.
+
+    Args:
+        plan: gives the split to begin with, and what is known of the devices.
+        settings: how eagerly to split anew; `None`: the plan's split holds for the whole run.
+        num_workers: of the loader.
+    """
+
+    def __init__(self, plan: Plan, settings: SchedulerSettings | None = None, num_workers: int = 0) -> None:
+        self._plan = plan
+        self._lead = 1 + read_ahead(num_workers)
+        self.scheduler: BalanceScheduler | None = None
+        if settings is not None and plan.world_size > 1:
+            first = Split(tuple(plan.local_batch_sizes))
+            names = [device.id for device in plan.devices]
+            self.scheduler = BalanceScheduler(start_curves(plan), first.total, first, settings, names=names)
+        self._timeline: list[tuple[int, Split]] = []
+        """From which step on a split holds, in rising order; the plan's before the first of them."""
+        self._probe_step: int | None = None
+        """Step of a probe that is decided on and not yet measured."""
+        self.num_changes = 0
+
+    @property
+    def follows(self) -> bool:
+        return self.scheduler is not None
+
+    def split(self, step: int, num_samples: int) -> Split:
+        """Return every rank's samples of a step.
+
+        Args:
+            step: at most as far ahead as the loader reads.
+            num_samples: of its global batch; the last one of an epoch may be short.
+        """
+        planned = [split for first, split in self._timeline if first <= step]
+        if not planned:
+            return apportion(num_samples, self._plan.shares)
+        split = planned[-1]
+        return split if num_samples == split.total else apportion(num_samples, split.counts)
+
+    def now(self, num_samples: int) -> Split:
+        """Return every rank's part of what is no training step, such as an evaluation."""
+        shares = self._plan.shares if self.scheduler is None else self.scheduler.split.counts
+        return apportion(num_samples, shares)
+
+    def own_seconds(self, meter: Meter) -> float | None:
+        """Return what to tell the other ranks: this one's own work in the step before."""
+        return meter.since_last() if self.follows else None
+
+    def observe(self, step: int, num_samples: int, seconds: Sequence[float], now: int) -> Decision | None:
+        """Take in what all ranks told of a step, and return what follows from it.
+
+        Args:
+            step: that the seconds are of.
+            num_samples: of its global batch.
+            seconds: each rank's own work.
+            now: the step that is just over.
+        """
+        if self.scheduler is None or (self._probe_step is not None and step < self._probe_step):
+            return None  # what is decided on has not been tried yet
+        counts = self.split(step, num_samples).counts
+        self._probe_step = None
+        decision = self.scheduler.observe(step, seconds, counts)
+        if decision.action in ("resplit", "move", "probe"):
+            first = now + self._lead
+            self._timeline = [*self._since(step), (first, decision.split)]
+            if decision.action == "probe":
+                self._probe_step = first
+                self._timeline.append((first + 1, self.scheduler.split))
+            self.num_changes += 1
+            return Decision(first, *(getattr(decision, key) for key in _KEPT))
+        return decision
+
+    def _since(self, step: int) -> list[tuple[int, Split]]:
+        """Return the part of the timeline that is still asked for, from `step` on."""
+        begun = max((first for first, _ in self._timeline if first <= step), default=0)
+        return [entry for entry in self._timeline if entry[0] >= begun]
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Return what a checkpoint keeps, as JSON can hold it; nothing of a split that holds still."""
+        if self.scheduler is None:
+            return None
+        return {
+            "devices": self._identities(),
+            "scheduler": self.scheduler.to_dict(),
+            "timeline": [[first, list(split.counts)] for first, split in self._timeline],
+            "probe_step": self._probe_step,
+        }
+
+    def restore(self, stored: dict[str, Any] | None) -> bool:
+        """Go on where `to_dict` stopped, if that was about these devices and this batch; tell whether."""
+        if self.scheduler is None or stored is None or stored["devices"] != self._identities():
+            return False
+        if stored["scheduler"]["total"] != self.scheduler.total:
+            return False
+        settings = self.scheduler.settings  # this run's own
+        names = [device.id for device in self._plan.devices]
+        self.scheduler = BalanceScheduler.from_dict(stored["scheduler"], names)
+        self.scheduler.settings = settings
+        self._timeline = [(first, Split(tuple(counts))) for first, counts in stored["timeline"]]
+        self._probe_step = stored["probe_step"]
+        return True
+
+    def _identities(self) -> list[list[str | None]]:
+        return [[device.id, device.uuid, device.card, device.name] for device in self._plan.devices]
+
+    def tell(self, decision: Decision | None) -> None:
+        """Write a change of the split into the run's folder and the log; rank 0 calls it."""
+        if decision is None or decision.action not in ("resplit", "move", "probe"):
+            return
+        line = {
+            "step": decision.step,
+            "action": decision.action,
+            "counts": list(decision.split.counts),
+            "reason": decision.reason,
+            "predicted_seconds": decision.predicted_seconds,
+        }
+        with (Path(self._plan.run_dir) / SPLITS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        level = logging.INFO if decision.action == "resplit" else logging.DEBUG
+        log.log(level, "another split from step %d on: %s.", decision.step, decision.reason)
+
+
+_KEPT = ("split", "action", "reason", "predicted_seconds")
+
+
+def start_curves(plan: Plan) -> list[SpeedCurve]:
+    """Return what the devices' speeds are taken for at first: as measured, else as the shares have it.
+
+    Of the latter only the ratios mean something: a step with these shares is taken to last a second.
+    """
+    if plan.calibration is not None:
+        return [SpeedCurve.from_dict(device["curve"]) for device in plan.calibration["devices"]]
+    total = sum(plan.local_batch_sizes)
+    least = 1e-6  # a device that the catalogue takes for infinitely slow is tried all the same
+    size = plan.config["trainer"]["microbatch_size"]
+    return [SpeedCurve(0.0, 1.0 / (max(share, least) * total), microbatch_size=size) for share in plan.shares]
