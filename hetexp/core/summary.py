@@ -44,11 +44,13 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "wall_s": None,
         "samples_per_s": None,
         "solo_samples_per_s": None,
+        "solo_source": None,
         "ceiling": None,
         "efficiency": None,
         "lost_to": dict.fromkeys(LOST_TO),
         "predicted_step_s": None,
         "measured_step_s": None,
+        "splits": None,
         "comm": {
             "backend": plan.collective_backend,
             "wire_dtype": exchanged_in(plan.precisions),

@@ -235,14 +235,19 @@ def _show_efficiency(summary: dict[str, Any], console: Console) -> None:
     """Say how near the run came to its devices' own speeds, and where the rest went."""
     lost = {name: share for name, share in summary["lost_to"].items() if share and abs(share) >= 0.005}
     where = ", ".join(f"{name} {share:.1%}" for name, share in lost.items())
-    alone = f"{summary['solo_samples_per_s']:,.0f} samples/s; at most {summary['ceiling']:.1%} can be had"
+    alone = f"{summary['solo_samples_per_s']:,.0f} samples/s"
+    if summary["ceiling"] is not None:
+        alone += f"; at most {summary['ceiling']:.1%} can be had"
+    else:
+        alone += " by their own work in this run"
     console.print(
         f"{summary['efficiency']:.1%} of the sum of what the devices do alone ({alone})"
         + (f"; lost to {where}" if where else ""),
         highlight=False,
     )
     predicted, measured = summary["predicted_step_s"], summary["measured_step_s"]
-    console.print(f"Step: predicted {predicted:.4g} s, measured {measured:.4g} s", highlight=False)
+    if predicted is not None:
+        console.print(f"Step: predicted {predicted:.4g} s, measured {measured:.4g} s", highlight=False)
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

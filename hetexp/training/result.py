@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from hetexp.balancing.accounting import account
+from hetexp.balancing.accounting import Account, account
 from hetexp.comm.rendezvous import exchange
 from hetexp.core.calibration import DeviceCalibration
 from hetexp.core.cost import Work, step_seconds
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
+from hetexp.core.speed import SpeedCurve
 from hetexp.core.summary import blank_summary
 from hetexp.data.loader import cut
 from hetexp.hardware.emulated import OUTRUN_TOLERANCE
@@ -51,6 +53,7 @@ def report(
         "measured_step_s": seconds / totals.steps if totals.steps else None,
         "final": {"train_loss": outcome.train_loss, "eval": outcome.evaluation or None},
         "checkpoint": outcome.checkpoint,
+        "splits": parts.balancer.num_changes,
     }
     summary["versions"] |= versions()
     for device, rank in zip(summary["devices"], everyone, strict=True):
@@ -58,34 +61,62 @@ def report(
     if totals.steps:
         # The rank that never waits for another's work waits for the exchange alone.
         summary["comm"]["exposed_s"] = min(rank["device"]["idle_s"] for rank in everyone) / totals.steps
-    if parts.plan.calibration is not None and totals.steps:
-        summary |= _accounted(parts.plan, summary, totals, time_scale or 1.0)
-        for device, solo in zip(summary["devices"], summary.pop("solo"), strict=True):
+    if totals.steps:
+        counts = parts.balancer.now(parts.config.trainer.global_batch_size).counts
+        if parts.plan.calibration is not None:
+            accounted = _by_calibration(parts.plan, summary, totals, counts, time_scale or 1.0)
+        else:
+            accounted = _by_own_work(summary, totals, counts, [rank["own"] for rank in everyone])
+        for device, solo in zip(summary["devices"], accounted.pop("solo", []), strict=False):
             device["solo_samples_per_s"] = solo
+        summary |= accounted
     return summary
 
 
-def _accounted(plan: Plan, summary: dict[str, Any], totals: Totals, scale: float) -> dict[str, Any]:
-    """Return the fields that say how near the run came to what its devices do alone.
+def _by_calibration(
+    plan: Plan, summary: dict[str, Any], totals: Totals, counts: Sequence[int], scale: float
+) -> dict[str, Any]:
+    """Return the fields that say how near the run came to what its devices do alone, as measured before.
 
     Args:
+        counts: the split, at the end where it followed the devices' speeds.
         scale: real seconds a second of the calibration's clock.
     """
     assert plan.calibration is not None
     predicted = plan.calibration["predicted_step_seconds"]
     full_step = plan.config["trainer"]["global_batch_size"] / summary["samples_per_s"] / scale
-    found = account(
-        [DeviceCalibration.from_dict(one).curve for one in plan.calibration["devices"]],
-        plan.local_batch_sizes,
-        predicted,
-        predicted,
-        full_step,
-        totals.data_seconds / totals.steps / scale,
-    )
+    curves = [DeviceCalibration.from_dict(one).curve for one in plan.calibration["devices"]]
+    data = totals.data_seconds / totals.steps / scale
+    found = account(curves, counts, predicted, predicted, full_step, data)
+    return _fields(found, "calibration", scale) | {"predicted_step_s": predicted * scale}
+
+
+def _by_own_work(
+    summary: dict[str, Any], totals: Totals, counts: Sequence[int], own: Sequence[dict[str, float]]
+) -> dict[str, Any]:
+    """Return these fields from each device's own work during the run, where nothing was measured before it.
+
+    A device's time is taken to grow with its samples, so that large fixed costs make its own speed look
+    lower than it is. Nothing is told where a device had no samples, or of a device alone.
+    """
+    if len(own) < 2 or not all(one["compute"] > 0 and one["samples"] for one in own):
+        return {}
+    curves = [
+        SpeedCurve(0.0, one["compute"] / one["samples"], update_seconds=max(one["rest"], 0.0) / totals.steps)
+        for one in own
+    ]
+    full_step = sum(counts) / summary["samples_per_s"]
+    slowest = max(curve.seconds(count) for curve, count in zip(curves, counts, strict=True))
+    joint = slowest + summary["comm"]["exposed_s"]
+    data = totals.data_seconds / totals.steps
+    return _fields(account(curves, counts, joint, joint, full_step, data), "run", 1.0)
+
+
+def _fields(found: Account, source: str, scale: float) -> dict[str, Any]:
     return {
-        "predicted_step_s": predicted * scale,
         "solo_samples_per_s": sum(found.solo_samples_per_second) / scale,
-        "ceiling": found.ceiling,
+        "solo_source": source,
+        "ceiling": found.ceiling if source == "calibration" else None,
         "efficiency": found.efficiency,
         "lost_to": found.lost_to,
         "solo": [one / scale for one in found.solo_samples_per_second],
@@ -146,7 +177,8 @@ def _invalid_reason(parts: Parts) -> str | None:
 def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
     """Return what only this rank knows."""
     trainer, totals = parts.config.trainer, outcome.totals
-    sizes = cut(parts.plan.local_batch_sizes[parts.rank], trainer.accumulate, trainer.microbatch_size)
+    split = parts.balancer.now(trainer.global_batch_size)
+    sizes = cut(split.counts[parts.rank], trainer.accumulate, trainer.microbatch_size)
     inputs, _ = parts.train_data[0]
     bytes_per_sample = sum(t.numel() * t.element_size() for t in tensors(parts.to_device(inputs)))
     work = parts.backend.modelled_work(sizes, bytes_per_sample)
@@ -156,8 +188,16 @@ def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
         "work": asdict(work) if work is not None else None,
         "buckets": parts.exchange.buckets if parts.exchange is not None else [],
         "phases": _phases(parts),
+        "own": {
+            "compute": totals.compute_seconds,
+            "samples": totals.local_samples,
+            # The update, and what the host does between two steps.
+            "rest": totals.train_seconds - totals.compute_seconds - totals.wait_seconds - totals.data_seconds,
+        },
         "device": {
             **versions(),
+            "share": totals.local_samples / totals.global_samples if totals.steps else None,
+            "local_batch": split.counts[parts.rank],
             "micro_batch": max(sizes, default=0),
             "samples_per_s": totals.local_samples / totals.compute_seconds if working else None,
             "idle_s": totals.wait_seconds,
