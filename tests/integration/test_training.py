@@ -299,7 +299,9 @@ def test_emulation_is_labelled_everywhere(train: Train) -> None:
     assert json.loads((run.folder / "plan.json").read_text())["emulated"] is True
     assert "EMULATED DEVICES" in run.screen
     assert "Not a measurement of hardware" in run.screen
-    assert run.summary["efficiency"] is None  # nothing is calibrated yet
+    assert 0 < run.summary["efficiency"] < 1.1
+    assert run.summary["solo_source"] == "run"  # nothing was measured before it
+    assert run.summary["ceiling"] is None
 
 
 def test_dropout_differs_between_ranks_and_repeats(train: Train) -> None:
