@@ -207,6 +207,7 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     from hetexp.core.files import write_text
     from hetexp.hardware.pool import Selection
     from hetexp.launch.launcher import launch
+    from hetexp.plan.calibrations import drop_if_wrong
     from hetexp.plan.planner import make_plan
 
     raw, config, selection, problems = check(cfg, request.working_dir)
@@ -225,31 +226,47 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     console = console or Console()
     memory = memory_of(plan, config)
     plan = with_measured_split(plan, config, memory, console)
-    return launch(with_memory(plan, memory), config, console)
+    plan = with_memory(plan, memory)
+    summary = launch(plan, config, console)
+    told = drop_if_wrong(plan, summary)
+    if told is not None:
+        console.print(told, style="yellow", highlight=False, soft_wrap=True)
+    return summary
 
 
 def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, console: Console) -> Plan:
     """Return the plan with the split that measures best, where the policy measures and there is a choice.
 
+    Devices that were measured for the same job before are not measured again. The split is chosen anew each
+    time: the batch, the memory or the policy may ask for another one.
+
     Args:
         memory: caps the devices' shares.
     """
+    from dataclasses import replace
+
     from hetexp.core.calibration import DeviceCalibration, Exchange
     from hetexp.core.instantiate import instantiate
     from hetexp.launch.launcher import measure
+    from hetexp.plan import calibrations
     from hetexp.plan.measured import choose, replanned
 
     policy = instantiate(config.balancing)
     if not policy.measures or plan.world_size < 2:
         return plan
     caps = memory.caps() if memory is not None else [None] * plan.world_size
-    measured = measure(plan, config, console)
-    devices = [
-        DeviceCalibration.from_dict(one).capped(cap)
-        for one, cap in zip(measured["devices"], caps, strict=True)
-    ]
+    kept = calibrations.names(plan, config)
+    cached = calibrations.find(plan, config) if not policy.recalibrate else None
+    if cached is None:
+        told = measure(plan, config, console)
+        own, exchange = [DeviceCalibration.from_dict(one) for one in told["devices"]], told["exchange"]
+        measured_at = calibrations.store(plan, config, told)
+    else:
+        own, exchange, measured_at = list(cached.devices), cached.exchange.to_dict(), cached.measured_at
+        plan = replace(plan, reasons=(cached.reason(), *plan.reasons))
+    devices = [device.capped(cap) for device, cap in zip(own, caps, strict=True)]
     try:
-        choice = choose(plan, devices, Exchange.from_dict(measured["exchange"]), policy.drop_slower)
+        choice = choose(plan, devices, Exchange.from_dict(exchange), policy.drop_slower)
     except ValueError as error:  # their memory together does not hold the batch
         raise ConfigError(
             must_be(
@@ -259,7 +276,8 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
                 f"{error}. A smaller trainer.microbatch_size needs less.",
             )
         ) from error
-    return replanned(plan, devices, measured["exchange"], choice)
+    source = {"measured_at": measured_at, "cached": cached is not None, "entries": kept}
+    return replanned(plan, devices, exchange, choice, source)
 
 
 def memory_of(plan: Plan, config: Config) -> RunMemory | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,21 @@ def _enable_loggers() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("hetexp") and isinstance(logger, logging.Logger):
             logger.disabled = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hetexp_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep hetexp's own files out of the person's home; runs that tests start as commands inherit it."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEXP_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured_yet(hetexp_home: Path) -> None:
+    """Let no test get the calibrations of another one."""
+    shutil.rmtree(hetexp_home / "calibrations", ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

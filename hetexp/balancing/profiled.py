@@ -14,12 +14,14 @@ class Profiled(BalancingPolicy):
 
     Args:
         drop_slower: whether a device may be left out; else each keeps at least nothing, and stays in step.
+        recalibrate: whether to measure also where the same devices were measured for the same job before.
     """
 
     measures = True
 
-    def __init__(self, drop_slower: bool = True) -> None:
+    def __init__(self, drop_slower: bool = True, recalibrate: bool = False) -> None:
         self.drop_slower = drop_slower
+        self.recalibrate = recalibrate
 
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
         """Return the shares that the devices have while they are measured."""

@@ -48,6 +48,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "ceiling": None,
         "efficiency": None,
         "lost_to": dict.fromkeys(LOST_TO),
+        "calibration": _calibration(plan),
         "predicted_step_s": None,
         "measured_step_s": None,
         "splits": None,
@@ -63,6 +64,14 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "checkpoint": None,
         "versions": {"hetexp": hetexp.__version__, "python": platform.python_version()},
     }
+
+
+def _calibration(plan: Plan) -> dict[str, Any] | None:
+    """Return when the devices were measured, and whether that was kept from an earlier run."""
+    known = plan.calibration or {}
+    if "measured_at" not in known:
+        return None
+    return {"measured_at": known["measured_at"], "cached": known["cached"]}
 
 
 def _device(plan: Plan, rank: int) -> dict[str, Any]:

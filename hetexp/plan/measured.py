@@ -93,12 +93,18 @@ def predicted(
 
 
 def replanned(
-    plan: Plan, devices: Sequence[DeviceCalibration], exchange: Mapping[str, Any], choice: Choice
+    plan: Plan,
+    devices: Sequence[DeviceCalibration],
+    exchange: Mapping[str, Any],
+    choice: Choice,
+    source: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return the plan of the chosen devices, with what was measured of them.
 
     Args:
         exchange: plain types of the `Exchange` that the choice was made with.
+        source: when that was measured, whether it was kept from then, and the names of its entries
+            (`hetexp.plan.calibrations`).
     """
     total = plan.config["trainer"]["global_batch_size"]
 
@@ -119,5 +125,6 @@ def replanned(
             "devices": [devices[rank].to_dict() for rank in choice.ranks],
             "exchange": exchange,
             "predicted_step_seconds": choice.step_seconds,
+            **(source or {}),
         },
     )

@@ -76,6 +76,17 @@ def test_hidden_speeds_are_found_and_the_weights_are_the_same(train: Train, own_
     assert difference(run.parameters(), same.parameters()) < 1e-5
 
 
+def test_what_was_measured_serves_the_next_run(train: Train, own_cards: str) -> None:
+    first, second = (train(*RUN, own_cards, "balancing=profiled", "trainer.max_steps=2") for _ in range(2))
+    assert (first.folder / "calibration").exists()
+    assert not (second.folder / "calibration").exists()
+    assert "Measuring" in first.screen and "Measuring" not in second.screen
+    assert "balancing.recalibrate=true measures anew" in " ".join(second.screen.split())
+    plans = [json.loads((run.folder / "plan.json").read_text()) for run in (first, second)]
+    assert plans[0]["calibration"] | {"cached": True} == plans[1]["calibration"]
+    assert [run.summary["calibration"]["cached"] for run in (first, second)] == [False, True]
+
+
 def test_a_device_that_slows_the_job_is_left_out_with_the_reason(train: Train, own_cards: str) -> None:
     cards = "hardware.devices=[emulated:rtx_4090,emulated:arc_a380]"
     large = ("model.hidden_sizes=[512,512]", "hardware.time_scale=null")

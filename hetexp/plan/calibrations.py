@@ -1,0 +1,266 @@
+"""What was measured of devices is kept in `$HETEXP_HOME/calibrations`: the same job need not measure again.
+
+One file a job has all that was measured for it. Beside it, one file a device has what is known of the device
+whatever it was measured beside. The name of a file is a hash of all that the measured times depend on; the
+file holds these facts, too, so that people can read what it is about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import hetexp
+from hetexp.core.calibration import DeviceCalibration, Exchange
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.files import write_json
+from hetexp.core.plan import Plan
+from hetexp.hardware.backend import backend_class
+from hetexp.hardware.builds import home
+from hetexp.plan.sources import source_hashes
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+MOST_DAYS = 30
+"""Age at which devices are measured anew: what ages a machine without a new driver or version (dust, other
+cards beside it, firmware) is slow, and no fact that could be in a key."""
+WRONG_BY = 0.1
+"""Fraction by which a run's steps may differ from what was predicted before the calibration is dropped."""
+LEAST_WINDOWS, LEAST_STEPS = 3, 30
+"""Log lines and steps after the first line from which a run's step time is judged."""
+
+
+@dataclass(frozen=True)
+class Cached:
+    """All that a measurement of these devices would tell."""
+
+    devices: tuple[DeviceCalibration, ...]
+    exchange: Exchange
+    measured_at: str
+    """ISO 8601, UTC."""
+
+    def reason(self) -> str:
+        """Return the sentence for the plan."""
+        local = datetime.fromisoformat(self.measured_at).astimezone()
+        return (
+            f"The devices were measured at {local:%Y-%m-%d %H:%M} for the same job; "
+            "balancing.recalibrate=true measures anew."
+        )
+
+
+def find(plan: Plan, config: Config) -> Cached | None:
+    """Return what was measured for this job before, of all its devices together; `None` where nothing was."""
+    if not _keeps(plan, config):
+        return None
+    name, facts = _job_entry(plan, config)
+    entry = _read(name, facts)
+    return Cached(*_measured(entry["calibration"]), entry["measured_at"]) if entry is not None else None
+
+
+def known_devices(plan: Plan, config: Config) -> list[DeviceCalibration | None]:
+    """Return what each of the plan's devices is known to do by itself, whatever it was measured beside.
+
+    The global batch may have been another one: a curve says nothing certain of passes smaller or larger than
+    those that were measured (`DeviceCalibration.points`).
+    """
+    if not _keeps(plan, config):
+        return [None] * plan.world_size
+    entries = (_read(name, facts) for name, facts in _device_entries(plan, config))
+    return [
+        DeviceCalibration.from_dict(entry["calibration"]) if entry is not None else None for entry in entries
+    ]
+
+
+def store(plan: Plan, config: Config, measured: Mapping[str, Any]) -> str:
+    """Keep what was measured, and return when that was (now; ISO 8601, UTC).
+
+    A run does not fail for it: where nothing can be written, a line in the log says so.
+
+    Args:
+        measured: plain types of all `devices` of the plan, in its order, and of their `exchange`.
+    """
+    measured_at = datetime.now(timezone.utc).isoformat()
+    if not _keeps(plan, config):
+        return measured_at
+    entries = [*_device_entries(plan, config), _job_entry(plan, config)]
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        _remove_old()
+        for (name, facts), calibration in zip(entries, [*measured["devices"], measured], strict=True):
+            entry = {"format": FORMAT, "measured_at": measured_at, "facts": facts, "calibration": calibration}
+            write_json(folder() / name, entry)
+    except OSError as error:
+        log.warning("what was measured could not be kept in %s: %s", folder(), error.strerror or error)
+    return measured_at
+
+
+def names(plan: Plan, config: Config) -> list[str]:
+    """Return the names of the entries that this plan reads and writes; none where it keeps nothing."""
+    if not _keeps(plan, config):
+        return []
+    return [name for name, _ in (*_device_entries(plan, config), _job_entry(plan, config))]
+
+
+def drop_if_wrong(plan: Plan, summary: Mapping[str, Any]) -> str | None:
+    """Drop the entries that a finished run's split came from, where its steps took otherwise than predicted.
+
+    The next run then measures anew. Short runs, those with ordered faults and those whose timing is not valid
+    tell nothing.
+
+    Returns:
+        The sentence that says so, `None` where the entries stay.
+    """
+    entries = (plan.calibration or {}).get("entries")
+    if not entries or plan.config.get("fault", {}).get("events") or summary["valid"] is False:
+        return None
+    predicted, measured = summary["predicted_step_s"], _steady_step_seconds(Path(plan.run_dir))
+    if predicted is None or measured is None or abs(measured / predicted - 1) <= WRONG_BY:
+        return None
+    for name in entries:
+        (folder() / name).unlink(missing_ok=True)
+    return (
+        f"A step took {measured:.4g} s and was predicted to take {predicted:.4g} s: the kept calibration is "
+        "dropped, and the next run measures anew."
+    )
+
+
+def folder() -> Path:
+    """Return the folder of all entries."""
+    return home() / "calibrations"
+
+
+def _keeps(plan: Plan, config: Config) -> bool:
+    """Whether times may be kept: those of a card that others use, too, are those of a moment."""
+    on_cards = any(not backend_class(device.backend).computes_on_cpu for device in plan.devices)
+    return not (config.hardware.share_devices and on_cards)
+
+
+def _job_entry(plan: Plan, config: Config) -> tuple[str, dict[str, Any]]:
+    """Return name and facts of this job's entry: the devices in their order, and what they exchange by."""
+    trainer = config.trainer
+    facts = {
+        "devices": [name for name, _ in _device_entries(plan, config)],
+        "global_batch_size": trainer.global_batch_size,  # the sizes measured and the samples loaded follow it
+        "clip_norm": trainer.clip_norm,
+        "non_finite": trainer.non_finite,
+        "collective_backend": plan.collective_backend,
+        "network": plan.network,
+        "hosts": [device.host for device in plan.devices],
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},
+    }
+    return f"job-{_hash(facts)}.json", facts
+
+
+def _device_entries(plan: Plan, config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and facts of each device's entry."""
+    work = _work_facts(plan, config)
+    devices = [_device_facts(plan, config, rank) | work for rank in range(plan.world_size)]
+    return [(f"device-{_hash(facts)}.json", facts) for facts in devices]
+
+
+def _work_facts(plan: Plan, config: Config) -> dict[str, Any]:
+    """Return what the work of a pass depends on, whatever the device. The global batch is none of it."""
+    trainer = config.trainer
+    sections = {key: getattr(config, key) for key in ("model", "data", "optimizer", "strategy")}
+    return {
+        **sections,
+        "loss": trainer.loss,
+        "accumulate": trainer.accumulate,
+        "microbatch_size": trainer.microbatch_size,
+        "detect_anomaly": config.debug.detect_anomaly,
+        "hetexp": hetexp.__version__,
+        "sources": source_hashes([*sections.values(), trainer.loss], plan.import_paths),
+        # Ranks on the CPU take cores from each other and from what feeds the cards.
+        "cpu_ranks": sum(backend_class(device.backend).computes_on_cpu for device in plan.devices),
+    }
+
+
+def _device_facts(plan: Plan, config: Config, rank: int) -> dict[str, Any]:
+    device = plan.devices[rank]
+    return {
+        "device": _identity(device, config),
+        "slow": device.slow,
+        "memory_bytes": device.memory_bytes,
+        "power_limit_watts": device.power_limit_watts,
+        "driver": device.driver,
+        "precision": plan.precisions[rank] if plan.precisions else None,
+        "threads": plan.threads[rank],
+        "torch": device.torch,
+        "python": device.python or platform.python_version(),
+    }
+
+
+def _identity(device: DeviceSpec, config: Config) -> dict[str, Any]:
+    """Return what makes it this device. A rank on the CPU is any other one's equal."""
+    if device.backend == "emulated":
+        seed = config.hardware.deviation_seed
+        return {
+            "emulated": device.card_facts,
+            "deviation": [seed, device.index] if seed is not None else None,
+            "time_scale": config.hardware.time_scale,
+        }
+    if device.uuid is not None:
+        return {"uuid": device.uuid}
+    return {"machine": platform.node(), "backend": device.backend, "name": device.name, "pci": device.pci}
+
+
+def _hash(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _read(name: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an entry; `None` where there is none, it is damaged (the log says so) or too old."""
+    path = folder() / name
+    try:
+        entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if entry["format"] != FORMAT or entry["facts"] != json.loads(json.dumps(facts)):
+            raise ValueError("it is of another version")
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(entry["measured_at"])
+        read = _measured if name.startswith("job") else DeviceCalibration.from_dict
+        read(entry["calibration"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is not used, and the devices are measured anew: %s", path, error)
+        return None
+    return entry if age < timedelta(days=MOST_DAYS) else None
+
+
+def _measured(raw: Mapping[str, Any]) -> tuple[tuple[DeviceCalibration, ...], Exchange]:
+    """Read what ranks that only measure returned."""
+    return tuple(map(DeviceCalibration.from_dict, raw["devices"])), Exchange.from_dict(raw["exchange"])
+
+
+def _steady_step_seconds(run_dir: Path) -> float | None:
+    """Return the median of a run's log windows but the first, in which kernels are chosen and caches fill."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [row for row in map(json.loads, lines) if "step_seconds" in row]
+    except (OSError, ValueError):
+        return None
+    if len(rows) <= LEAST_WINDOWS or rows[-1]["step"] - rows[0]["step"] < LEAST_STEPS:
+        return None
+    return float(statistics.median(row["step_seconds"] for row in rows[1:]))
+
+
+def _remove_old() -> None:
+    """Remove what is too old to be used, and what a writer that was killed has left."""
+    limit = time.time() - MOST_DAYS * 24 * 3600
+    for path in folder().iterdir():
+        try:
+            if path.stat().st_mtime < limit:
+                path.unlink()
+        except FileNotFoundError:  # another run was quicker
+            continue

@@ -1,0 +1,101 @@
+"""Devices are measured once for a job; the split is chosen each time."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support import unbuilt_config
+
+from hetexp.app import with_measured_split
+from hetexp.core.calibration import DeviceCalibration, Exchange
+from hetexp.core.config import read_config
+from hetexp.core.cost import Channel
+from hetexp.core.device import DeviceSpec
+from hetexp.core.plan import Plan
+from hetexp.core.speed import SpeedCurve
+from hetexp.core.summary import blank_summary
+
+CARDS = tuple(DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia", uuid=f"GPU-{i}") for i in range(2))
+
+
+class Measuring:
+    """Stands in for the ranks that measure: the second card is a third as fast and has a fixed cost."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def __call__(self, plan: Plan, config: Any, console: Console) -> dict[str, Any]:
+        total = config.trainer.global_batch_size
+        self.batches.append(total)
+        curves = SpeedCurve(0.0, 0.001), SpeedCurve(0.0, 0.003, update_seconds=0.012)
+        devices = [
+            DeviceCalibration(c, 0.5, 0.01, 0.01, ((1, c.pass_seconds(1)), (total, c.pass_seconds(total))))
+            for c in curves
+        ]
+        exchange = Exchange(((1.0, 0),), Channel(1e-4))
+        return {"devices": [one.to_dict() for one in devices], "exchange": exchange.to_dict()}
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
+    stand_in = Measuring()
+    monkeypatch.setattr("hetexp.launch.launcher.measure", stand_in)
+    return stand_in
+
+
+def split(total: int = 64, model: str = "small", **policy: Any) -> Plan:
+    raw = unbuilt_config(
+        trainer={"global_batch_size": total, "seed": 0},
+        model={"_target_": "unused", "name": model},
+        balancing={"_target_": "hetexp.balancing.profiled.Profiled", **policy},
+    )
+    plan = Plan(
+        run_id="run",
+        run_dir="/tmp/run",
+        name="run",
+        group=None,
+        config=raw,
+        devices=CARDS,
+        strategy="ddp",
+        shares=(0.5, 0.5),
+        local_batch_sizes=(total // 2, total // 2),
+        collective_backend="nccl",
+        threads=(1, 1),
+        precisions=("float32", "float32"),
+    )
+    return with_measured_split(plan, read_config(raw), None, Console(file=io.StringIO()))
+
+
+def test_the_second_run_does_not_measure_and_says_when_the_first_did(measuring: Measuring) -> None:
+    first, second = split(), split()
+    assert measuring.batches == [64]
+    assert second.local_batch_sizes == first.local_batch_sizes == (51, 13)
+    assert not any("were measured at" in reason for reason in first.reasons)
+    (told,) = [reason for reason in second.reasons if "were measured at" in reason]
+    assert "balancing.recalibrate=true measures anew" in told
+    kept = [blank_summary(plan, "completed")["calibration"] for plan in (first, second)]
+    assert [one["cached"] for one in kept] == [False, True]
+    assert kept[0]["measured_at"] == kept[1]["measured_at"]
+    assert first.calibration is not None and second.calibration is not None
+    assert first.calibration | {"cached": True} == second.calibration
+
+
+def test_a_person_may_have_them_measured_anew(measuring: Measuring) -> None:
+    split()
+    split(recalibrate=True)
+    assert measuring.batches == [64, 64]
+
+
+def test_another_batch_or_model_is_another_choice(measuring: Measuring) -> None:
+    """Never worse: with few samples the second card's fixed cost does not pay, whatever is known already."""
+    assert len(split(64).devices) == 2
+    assert [device.id for device in split(8).devices] == ["cuda:0"]
+    assert len(split(64).devices) == 2
+    assert measuring.batches == [64, 8]
+    split(64, model="large")
+    assert measuring.batches == [64, 8, 64]
+    assert len(split(64, drop_slower=False).devices) == 2
+    assert measuring.batches == [64, 8, 64]
