@@ -235,10 +235,11 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
 
 
 def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, console: Console) -> Plan:
-    """Return the plan with the split that measures best, where the policy measures and there is a choice.
+    """Return the plan with the split that measures best, where the policy asks for it and there is a choice.
 
     Devices that were measured for the same job before are not measured again. The split is chosen anew each
-    time: the batch, the memory or the policy may ask for another one.
+    time: the batch, the memory or the policy may ask for another one. A policy that follows the devices
+    begins with whatever is known of them.
 
     Args:
         memory: caps the devices' shares.
@@ -249,14 +250,16 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
     from hetexp.core.instantiate import instantiate
     from hetexp.launch.launcher import measure
     from hetexp.plan import calibrations
-    from hetexp.plan.measured import choose, replanned
+    from hetexp.plan.measured import begun_with, choose, replanned
 
     policy = instantiate(config.balancing)
-    if not policy.measures or plan.world_size < 2:
+    if not (policy.measures or policy.follows) or plan.world_size < 2:
         return plan
     caps = memory.caps() if memory is not None else [None] * plan.world_size
     kept = calibrations.names(plan, config)
     cached = calibrations.find(plan, config) if not policy.recalibrate else None
+    if cached is None and (not policy.measures or config.trainer.fast_dev_run):
+        return begun_with(plan, calibrations.known_devices(plan, config), caps)
     if cached is None:
         told = measure(plan, config, console)
         own, exchange = [DeviceCalibration.from_dict(one) for one in told["devices"]], told["exchange"]

@@ -79,7 +79,9 @@ class Launched:
         self.run_dir = run_dir or folder / "run"
         self.mark = f"{os.getpid()}-{os.urandom(6).hex()}"
         self._screen = folder / "screen.txt"
-        self._command = [*prefix, sys.executable, str(TRAIN), *overrides]
+        # Equal shares unless the test says otherwise: nothing is measured first, and nobody left out.
+        shares = [] if any(text.startswith("balancing=") for text in overrides) else ["balancing=equal"]
+        self._command = [*prefix, sys.executable, str(TRAIN), *shares, *overrides]
         if run_dir is None and not {"-m", "--multirun"} & set(overrides):
             self._command.append(f"hydra.run.dir={self.run_dir}")
         self._options: dict[str, Any] = {

@@ -64,9 +64,14 @@ Train = Callable[..., Run]
 
 
 def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
-    """Run `train.py` with these overrides in this process; ranks are forked, threads and trackers off."""
+    """Run `train.py` with these overrides in this process; ranks are forked, threads and trackers off.
+
+    Shares are equal, and nothing is measured first, unless the overrides say otherwise.
+    """
     screen = io.StringIO()
     quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none"]
+    if not any(text.startswith("balancing=") for text in overrides):
+        quick.append("balancing=equal")
     cfg = compose_config([*quick, *overrides])
     console = Console(file=screen, width=160)
     try:

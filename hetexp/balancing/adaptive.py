@@ -16,11 +16,12 @@ from hetexp.core.device import DeviceSpec
 class Adaptive(BalancingPolicy):
     """Begins with what is known of the devices, measures each one's own work and splits anew where it pays.
 
-    What is known is the calibration, where the devices are measured first, else the catalogue.
+    What is known is the calibration, of this run or of an earlier one of the same job, else the catalogue.
 
     Args:
         calibrate: whether the devices are measured before the run, as `profiled` does.
-        drop_slower: whether a device may then be left out, where the job is slower with it.
+        drop_slower: whether a device may be left out, where it was measured and the job is slower with it.
+        recalibrate: whether to measure also where the same devices were measured for the same job before.
         min_gain: predicted gain in speed from which on another split is worth it, as a fraction.
         max_move: most of the batch that changes ranks from one step to the next, as a fraction.
         probe_every: steps after which a device without samples is tried again; 0 for never.
@@ -32,12 +33,14 @@ class Adaptive(BalancingPolicy):
         self,
         calibrate: bool = False,
         drop_slower: bool = True,
+        recalibrate: bool = False,
         min_gain: NonNegativeFloat = 0.02,
         max_move: Annotated[float, Field(gt=0, le=1)] = 0.25,
         probe_every: NonNegativeInt = 50,
     ) -> None:
         self.measures = calibrate
         self.drop_slower = drop_slower
+        self.recalibrate = recalibrate
         self.settings = SchedulerSettings(min_gain=min_gain, max_move=max_move, probe_every=probe_every)
 
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:

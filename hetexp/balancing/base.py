@@ -21,6 +21,11 @@ class BalancingPolicy(ABC):
     settings: SchedulerSettings
     """How eagerly, where it does."""
 
+    drop_slower: bool = True
+    """Whether a device that was measured may be left out where the job is slower with it."""
+    recalibrate: bool = False
+    """Whether to measure also where the same devices were measured for the same job before."""
+
     @abstractmethod
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
         """Return one fraction a device, in the same order, summing to 1; nothing is measured yet.

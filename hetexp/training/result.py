@@ -63,7 +63,7 @@ def report(
         summary["comm"]["exposed_s"] = min(rank["device"]["idle_s"] for rank in everyone) / totals.steps
     if totals.steps:
         counts = parts.balancer.now(parts.config.trainer.global_batch_size).counts
-        if parts.plan.calibration is not None:
+        if (parts.plan.calibration or {}).get("predicted_step_seconds") is not None:
             accounted = _by_calibration(parts.plan, summary, totals, counts, time_scale or 1.0)
         else:
             accounted = _by_own_work(summary, totals, counts, [rank["own"] for rank in everyone])

@@ -106,7 +106,7 @@ def test_what_the_sdist_holds(built: Path) -> None:
 
 def test_a_project_of_ones_own_trains(programs: Path, tmp_path: Path) -> None:
     project = write_project(tmp_path / "project")
-    words = ("experiment=mine", f"hydra.run.dir={tmp_path / 'run'}")
+    words = ("experiment=mine", "balancing=equal", f"hydra.run.dir={tmp_path / 'run'}")
     ended = start(programs, project, "hetexp", "train", *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

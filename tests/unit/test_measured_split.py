@@ -46,11 +46,14 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
     return stand_in
 
 
-def split(total: int = 64, model: str = "small", **policy: Any) -> Plan:
+PROFILED, ADAPTIVE = "hetexp.balancing.profiled.Profiled", "hetexp.balancing.adaptive.Adaptive"
+
+
+def split(total: int = 64, model: str = "small", kind: str = PROFILED, dev: int = 0, **policy: Any) -> Plan:
     raw = unbuilt_config(
-        trainer={"global_batch_size": total, "seed": 0},
+        trainer={"global_batch_size": total, "seed": 0, "fast_dev_run": dev},
         model={"_target_": "unused", "name": model},
-        balancing={"_target_": "hetexp.balancing.profiled.Profiled", **policy},
+        balancing={"_target_": kind, **policy},
     )
     plan = Plan(
         run_id="run",
@@ -99,3 +102,30 @@ def test_another_batch_or_model_is_another_choice(measuring: Measuring) -> None:
     assert measuring.batches == [64, 8, 64]
     assert len(split(64, drop_slower=False).devices) == 2
     assert measuring.batches == [64, 8, 64]
+
+
+def test_a_policy_that_follows_begins_with_what_is_known(measuring: Measuring) -> None:
+    unknown = split(kind=ADAPTIVE)
+    assert unknown.local_batch_sizes == (32, 32)
+    assert unknown.calibration is None
+    measured = split()
+    same = split(kind=ADAPTIVE)  # the same job: with its prediction and its choice of devices
+    assert same.local_batch_sizes == measured.local_batch_sizes
+    assert same.calibration is not None and same.calibration["predicted_step_seconds"] is not None
+    other = split(128, kind=ADAPTIVE)  # another batch: what each device does alone is known all the same
+    assert other.local_batch_sizes == (99, 29)
+    assert other.calibration is not None and other.calibration["predicted_step_seconds"] is None
+    assert "measured in an earlier run; it begins with cuda:0 99, cuda:1 29 samples" in other.reasons[0]
+    assert blank_summary(other, "completed")["calibration"] is None
+    assert split(64, model="large", kind=ADAPTIVE).calibration is None
+    assert measuring.batches == [64]
+
+
+def test_a_policy_that_follows_may_measure_first(measuring: Measuring) -> None:
+    assert split(kind=ADAPTIVE, calibrate=True).local_batch_sizes == (51, 13)
+    assert measuring.batches == [64]
+
+
+def test_nothing_is_measured_for_a_trial_of_a_few_batches(measuring: Measuring) -> None:
+    assert split(dev=2).calibration is None
+    assert measuring.batches == []
