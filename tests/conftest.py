@@ -51,12 +51,14 @@ def nothing_measured_yet(hetexp_home: Path) -> None:
 @pytest.fixture(autouse=True)
 def leaves_nothing() -> Iterator[None]:
     environment = dict(os.environ)
+    level = logging.root.level
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     folder, files = Path.cwd(), set(Path.cwd().iterdir())
     shared = _shared_memory()
     processes = _children()
     yield
     _enable_loggers()
+    logging.root.setLevel(level)  # Hydra's, too
     left = _children() - processes
     _, alive = psutil.wait_procs(left, timeout=10)  # ended children are reaped, slow ones get their chance
     for process in alive:
