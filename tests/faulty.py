@@ -87,3 +87,30 @@ class Net(nn.Module):
             raise ArithmeticError("this layer does not like its input")
         output: torch.Tensor = self.layers(inputs)
         return output
+
+
+class SlowToEvaluate:
+    """Training data that is read at once, and evaluation data that takes rank 0 its time.
+
+    Args:
+        seconds: for each sample of the evaluation, on rank 0.
+        stop_at: sample of the evaluation at which rank 1 stands still.
+    """
+
+    facts = Data.facts
+
+    def __init__(self, seconds: float = 0.0, stop_at: int | None = None) -> None:
+        self.train, self.evaluation = Data(), _Slow(seconds, stop_at)
+
+
+class _Slow(Data):
+    def __init__(self, seconds: float, stop_at: int | None) -> None:
+        super().__init__()
+        self.seconds, self.stop_at = seconds, stop_at
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if my_rank() == 0:
+            threading.Event().wait(self.seconds)
+        if index == self.stop_at and my_rank() == 1:
+            FAULTS["SIGSTOP"]()
+        return super().__getitem__(index)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+from hetexp.comm.pulse import Pulse
 from hetexp.core.errors import PeerLostError
 
 ReduceOp = Literal["sum", "max"]
@@ -48,6 +50,21 @@ class Communicator(ABC):
         """Reduce over all ranks and return the result on the tensor's own device."""
         return self.all_reduce_async(tensor, op).wait()
 
+    def meet(self) -> None:
+        """Return once every rank has called it, however long it takes those that give signs of life.
+
+        Raises:
+            PeerLostError: a rank is gone or gives none.
+        """
+        self.barrier()
+
+    def alive(self) -> None:  # noqa: B027 - nobody waits for a rank that is alone
+        """Give the others a sign of life, from within work that takes its time."""
+
+    def working(self) -> AbstractContextManager[None]:
+        """Give the others signs of life while the block runs."""
+        return nullcontext()
+
     def close(self) -> None:  # noqa: B027 - most communicators hold nothing
         """Give up what the communicator holds; no collective may follow."""
 
@@ -78,9 +95,11 @@ class ProcessGroupCommunicator(Communicator):
 
     Args:
         device: where the group's collectives read and write: the rank's own device for NCCL, else the CPU.
+        pulse: how the ranks know that the others are alive where they work by themselves.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pulse: Pulse) -> None:
+        self._pulse = pulse
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         native = dist.get_backend() != "gloo"
@@ -96,6 +115,15 @@ class ProcessGroupCommunicator(Communicator):
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1))
+
+    def meet(self) -> None:
+        self._pulse.meet()
+
+    def alive(self) -> None:
+        self._pulse.beat()
+
+    def working(self) -> AbstractContextManager[None]:
+        return self._pulse.beating()
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import Communicator, ProcessGroupCommunicator
+from hetexp.comm.pulse import Pulse
 from hetexp.core.errors import HandshakeError, SetupError
 
 
@@ -120,7 +121,8 @@ def form_group(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
         )
-        communicator = ProcessGroupCommunicator(device)
+        pulse = Pulse(dist.PrefixStore("life", store), rank, world_size, timeout_seconds)
+        communicator = ProcessGroupCommunicator(device, pulse)
         communicator.barrier()
     except RuntimeError as error:
         raise SetupError(

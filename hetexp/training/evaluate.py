@@ -39,7 +39,9 @@ def evaluate(parts: Parts) -> dict[str, float]:
             counts_correct &= right is not None
             correct += right or 0
             samples += _rows(targets)
+            parts.communicator.alive()
     parts.model.train()
+    parts.communicator.meet()  # a slow device may take longer than a collective would wait
     # A rank without samples never asked the loss, so "no rank said no" is what a maximum can tell.
     integers = parts.communicator.all_reduce(torch.tensor([count, correct, samples, int(not counts_correct)]))
     loss_sum = parts.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))

@@ -157,7 +157,6 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         outcome.evaluation = evaluate_and_log(parts, progress)
     if saved_at != progress.step and not trainer.fast_dev_run:
         outcome.checkpoint = save(parts, progress)
-    parts.communicator.barrier()  # nobody leaves while rank 0 still writes
     return outcome
 
 
@@ -348,9 +347,19 @@ def provenance(parts: Parts) -> list[dict[str, Any]]:
 
 
 def save(parts: Parts, progress: Progress) -> str | None:
-    """Write a checkpoint on rank 0, whose replica is as good as any; return its path there."""
-    if parts.rank != 0:
-        return None
+    """Write a checkpoint on rank 0, whose replica is as good as any; return its path there.
+
+    The others wait for it, as long as it takes.
+    """
+    path = None
+    if parts.rank == 0:
+        with parts.communicator.working():
+            path = _write(parts, progress)
+    parts.communicator.meet()
+    return path
+
+
+def _write(parts: Parts, progress: Progress) -> str:
     state = TrainingState(
         step=progress.step,
         position=progress.position.to_dict(),

@@ -181,3 +181,28 @@ def test_a_rank_that_stands_still(train: Train, tmp_path: Path) -> None:
     assert "Followed by: rank 0 (lost a peer)." in failed.screen
     assert failed.by_device["cpu:1"]["kind"] == "NotResponding"
     assert limit <= failed.seconds < limit + 20
+
+
+SLOW = (
+    "data=custom",
+    "data._target_=faulty.SlowToEvaluate",
+    "model=mlp",
+    "model.hidden_sizes=[8]",
+    "trainer.max_steps=2",
+    "trainer.eval_every=1",
+    "comm.timeout_seconds=2",
+)
+
+
+def test_an_evaluation_that_takes_longer_than_a_collective_waits(train: Train) -> None:
+    """Case 50: work that takes its time is no lost rank."""
+    run = train(*COMMON, *SLOW, "+data.seconds=0.1")
+    assert run.summary["status"] == "completed"
+    assert len([row for row in run.metrics if "eval/loss" in row]) == 2
+
+
+def test_a_rank_that_stands_still_in_an_evaluation(train: Train, tmp_path: Path) -> None:
+    failed = Failed(train, tmp_path / "run", *SLOW, "+data.seconds=0.01", "+data.stop_at=40")
+    assert "rank 1, cpu:1 (" in str(failed.error)
+    assert failed.by_device["cpu:1"]["kind"] == "NotResponding"
+    assert failed.seconds < 2 + 20

@@ -18,6 +18,7 @@ from hetexp.comm.communicator import (
     peer_lost,
     stage,
 )
+from hetexp.comm.pulse import Pulse
 from hetexp.core.errors import PeerLostError
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def alone(request: pytest.FixtureRequest) -> Iterator[Communicator]:
         yield SoloCommunicator()
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = ProcessGroupCommunicator(CPU)
+    group = ProcessGroupCommunicator(CPU, Pulse(dist.HashStore(), 0, 1, 30.0))
     yield group
     group.close()
     assert not dist.is_initialized()
@@ -127,7 +128,7 @@ def test_the_given_tensor_is_left_as_it_was(alone: Communicator) -> None:
 @pytest.fixture
 def group() -> Iterator[ProcessGroupCommunicator]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    communicator = ProcessGroupCommunicator(CPU)
+    communicator = ProcessGroupCommunicator(CPU, Pulse(dist.HashStore(), 0, 1, 30.0))
     yield communicator
     communicator.close()
 
