@@ -259,7 +259,8 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
     kept = calibrations.names(plan, config)
     cached = calibrations.find(plan, config) if not policy.recalibrate else None
     if cached is None and (not policy.measures or config.trainer.fast_dev_run):
-        return begun_with(plan, calibrations.known_devices(plan, config), caps)
+        known = [] if policy.recalibrate else calibrations.known_devices(plan, config)
+        return begun_with(plan, known, caps) if known else plan
     if cached is None:
         told = measure(plan, config, console)
         own, exchange = [DeviceCalibration.from_dict(one) for one in told["devices"]], told["exchange"]

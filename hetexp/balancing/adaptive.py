@@ -21,7 +21,7 @@ class Adaptive(BalancingPolicy):
     Args:
         calibrate: whether the devices are measured before the run, as `profiled` does.
         drop_slower: whether a device may be left out, where it was measured and the job is slower with it.
-        recalibrate: whether to measure also where the same devices were measured for the same job before.
+        recalibrate: whether to forget what earlier runs measured of these devices.
         min_gain: predicted gain in speed from which on another split is worth it, as a fraction.
         max_move: most of the batch that changes ranks from one step to the next, as a fraction.
         probe_every: steps after which a device without samples is tried again; 0 for never.

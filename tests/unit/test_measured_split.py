@@ -118,6 +118,7 @@ def test_a_policy_that_follows_begins_with_what_is_known(measuring: Measuring) -
     assert "measured in an earlier run; it begins with cuda:0 99, cuda:1 29 samples" in other.reasons[0]
     assert blank_summary(other, "completed")["calibration"] is None
     assert split(64, model="large", kind=ADAPTIVE).calibration is None
+    assert split(128, kind=ADAPTIVE, recalibrate=True).calibration is None
     assert measuring.batches == [64]
 
 
