@@ -62,7 +62,7 @@ class Run:
     def step_seconds(self) -> float:
         lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         windows = [row["step_seconds"] for row in map(json.loads, lines) if "step_seconds" in row]
-        return statistics.median(windows[2:])
+        return float(statistics.median(windows[2:]))
 
     @property
     def split(self) -> str:
