@@ -7,8 +7,9 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,3 +115,67 @@ class _Slow(Data):
         if index == self.stop_at and my_rank() == 1:
             FAULTS["SIGSTOP"]()
         return super().__getitem__(index)
+
+
+class _ShortInBackward(torch.autograd.Function):
+    """Passes values on, and raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the manual.")
+
+
+class Hungry(nn.Module):
+    """Four layers; on some ranks a pass over too many samples runs out of memory.
+
+    Args:
+        most: samples of a pass that the memory suffices for.
+        where: `forward`, or `backward` between its second layer and its third, counted from the end.
+        ranks: that have so little memory.
+        after: passes in which there is enough.
+        unused: whether there is a fifth layer, which takes no part.
+    """
+
+    def __init__(
+        self,
+        most: int = 1000,
+        where: str = "forward",
+        ranks: Sequence[int] = (1,),
+        after: int = 0,
+        unused: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)])
+        self.unused = nn.Linear(8, 8) if unused else None
+        self.most, self.where, self.after = most, where, after
+        self.short, self.passes = my_rank() in ranks, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        short = self.training and self.short and self.passes > self.after and len(inputs) > self.most
+        value = inputs
+        for number, layer in enumerate(self.layers):
+            value = torch.tanh(layer(value)) if number < 3 else layer(value)
+            if short and number == 1:
+                if self.where == "forward":
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                value = _ShortInBackward.apply(value)  # type: ignore[no-untyped-call]
+        return value
+
+
+class Greedy(torch.optim.SGD):
+    """Runs out of memory in its sixth step on rank 1."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 6 and my_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().step(closure)

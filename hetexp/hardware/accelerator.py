@@ -82,6 +82,20 @@ class AcceleratorBackend(Backend):
         total = module.get_device_properties(0).total_memory
         module.set_per_process_memory_fraction(min(1.0, self.spec.memory_bytes / total), 0)
 
+    def free_memory_bytes(self) -> int | None:
+        module = self._module()
+        held, kept = int(module.memory_allocated()), int(module.memory_reserved())
+        try:
+            free = int(module.mem_get_info()[0]) + kept - held
+        except RuntimeError:  # Level Zero does not tell it of every card
+            return None
+        if self.spec.limited and self.spec.memory_bytes is not None:
+            free = min(free, self.spec.memory_bytes - held)
+        return max(0, free)
+
+    def release_memory(self) -> None:
+        self._module().empty_cache()
+
     def mark(self) -> Any:
         event = self._module().Event(enable_timing=True)
         event.record()

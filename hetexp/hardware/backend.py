@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hetexp.hardware.memory_model import ModelledAllocator
+
 BACKENDS = {
     "cpu": "hetexp.hardware.cpu:CpuBackend",
     "cuda": "hetexp.hardware.cuda:CudaBackend",
@@ -78,6 +80,7 @@ class Backend(ABC):
         self.slower = spec.slow
         """How many times slower than by itself the device is made to be at the moment."""
         self._first_step_at: float | None = None
+        self._allocator: ModelledAllocator | None = None
 
     @classmethod
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[Found]:
@@ -175,7 +178,14 @@ class Backend(ABC):
         from hetexp.hardware.memory_model import ModelledAllocator
 
         assert self.spec.memory_bytes is not None
-        ModelledAllocator(model, optimizer, self.spec.memory_bytes, str(self.spec))
+        self._allocator = ModelledAllocator(model, optimizer, self.spec.memory_bytes, str(self.spec))
+
+    def free_memory_bytes(self) -> int | None:
+        """Return what the device could still give to tensors, `None` where that is not known."""
+        return self._allocator.free_bytes if self._allocator is not None else None
+
+    def release_memory(self) -> None:  # noqa: B027 - only some keep any
+        """Give memory that is kept for later tensors back to the device."""
 
     def begin_step(self, step: int) -> None:
         """Let the faults happen that are ordered for this step (the number of steps already done).

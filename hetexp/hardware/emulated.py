@@ -89,7 +89,6 @@ class EmulatedBackend(CpuBackend):
         self.times: CardTimes | None = None
         self._planned: CardTimes | None = None
         self.pacer: Pacer | None = None
-        self._memory: ModelledAllocator | None = None
 
     @classmethod
     def describe_card(cls, index: int, card: Card) -> DeviceSpec:
@@ -109,7 +108,7 @@ class EmulatedBackend(CpuBackend):
         )
 
     def peak_memory_bytes(self) -> int | None:
-        return self._memory.peak_bytes if self._memory is not None else None
+        return self._allocator.peak_bytes if self._allocator is not None else None
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
         """Count the model's work on `inputs` and hook the passes; nothing is delayed until `start_pacing`."""
@@ -124,7 +123,7 @@ class EmulatedBackend(CpuBackend):
         self.pacer = Pacer(model, self.times, fractions)
         capacity = self.spec.memory_bytes
         assert capacity is not None
-        self._memory = ModelledAllocator(model, optimizer, capacity, str(self.spec))
+        self._allocator = ModelledAllocator(model, optimizer, capacity, str(self.spec))
 
     def begin_step(self, step: int) -> None:
         if self.pacer is not None:

@@ -39,6 +39,8 @@ class ModelledAllocator:
         self._seen: set[int] = set()
         self._hooks: AbstractContextManager[Any] | None = None
         self.peak_bytes = self.static_bytes()
+        self.free_bytes: int | None = None
+        """Before the last tensor that did not fit; `None` while all did."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(lambda *_: self._end(), always_call=True)
 
@@ -79,7 +81,7 @@ class ModelledAllocator:
         self._activations += num_bytes
         held = self._static + self._activations
         if held > self._capacity:
-            free = max(0, self._capacity - held + num_bytes)
+            self.free_bytes = free = max(0, self._capacity - held + num_bytes)
             raise torch.OutOfMemoryError(
                 f"Out of memory on {self._name}. Tried to allocate {num_bytes / 2**20:.2f} MiB. The "
                 f"modelled card has a total capacity of {self._capacity / GIB:.2f} GiB of which "

@@ -103,6 +103,13 @@ class MpsBackend(AcceleratorBackend):
             min(1.0, self.spec.memory_bytes / module.recommended_max_memory())
         )
 
+    def free_memory_bytes(self) -> int | None:
+        module = self._module()
+        most = int(module.recommended_max_memory())
+        if self.spec.limited and self.spec.memory_bytes is not None:
+            most = min(most, self.spec.memory_bytes)
+        return max(0, most - int(module.current_allocated_memory()))
+
     def mark(self) -> Any:
         self._look_at_memory()
         return super().mark()

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hetexp.strategy.empty_share import EmptyShareGuard
+
 
 class Strategy(ABC):
     """Shares one model's training over the ranks.
@@ -41,6 +43,20 @@ class Strategy(ABC):
 
     def exchange_through(self, module: nn.Module, hook: Callable[[Any, Any], Any]) -> None:  # noqa: B027
         """Let a communication hook of DDP's form average the gradients, where any are exchanged."""
+
+    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
+        """Return the part of a wrapped module that calls the model.
+
+        `None` (a strategy that does not say): a rank that runs out of memory ends the run.
+        """
+        return None
+
+    def end_exchange(self, module: nn.Module, missing: Sequence[nn.Parameter]) -> None:  # noqa: B027
+        """End the exchange of a backward pass that broke off on this rank, so that no other rank waits.
+
+        Args:
+            missing: parameters whose gradients the pass did not come to; NaN is sent for them.
+        """
 
     @abstractmethod
     def averaged_over(self, world_size: int) -> int:

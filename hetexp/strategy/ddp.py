@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +18,8 @@ from hetexp.strategy.base import Strategy
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from hetexp.strategy.empty_share import EmptyShareGuard
 
 
 log = logging.getLogger(__name__)
@@ -93,6 +96,42 @@ class DDP(Strategy):
 
         assert isinstance(module, DistributedDataParallel)
         module.register_comm_hook(None, hook)
+
+    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        if self.static_graph:  # a step that is done again in smaller passes has another graph
+            return None
+        assert isinstance(module, DistributedDataParallel)
+        assert isinstance(module.module, EmptyShareGuard)
+        return module.module
+
+    def end_exchange(self, module: nn.Module, missing: Sequence[nn.Parameter]) -> None:
+        """Let the reducer's own hooks run for the missing parameters, as the rest of backward would have.
+
+        Every bucket is then sent, and the last one ends the reduction. Without `find_unused_parameters` each
+        hook may run only once in a step. With it the reducer counts parameters as ready that the step does
+        not use, and which these are is its secret: each parameter is tried by itself, and the reducer refuses
+        those before anything happens (`checkAndRaiseMarkedTwiceError` in torch's `reducer.cpp`).
+
+        Raises:
+            RuntimeError: every gradient was sent already, so that the other ranks cannot be told.
+        """
+        from hetexp.strategy.empty_share import given_gradient
+
+        if not missing:
+            raise RuntimeError("memory ran out after the last gradient was sent")
+        groups = [[parameter] for parameter in missing] if self.find_unused_parameters else [list(missing)]
+        for group in groups:
+            zero = given_gradient(group, math.nan)
+            assert zero is not None
+            try:
+                zero.backward()
+            except RuntimeError as error:
+                if not self.find_unused_parameters or "ready only once" not in str(error):
+                    raise
 
     def averaged_over(self, world_size: int) -> int:
         return world_size

@@ -1,44 +1,71 @@
-"""A rank without samples still takes part in the exchange, with gradients of zero."""
+"""A rank without samples takes part in the exchange with gradients of zero, one without memory with NaN."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hetexp.core.call import call_model
+from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 
 
-class _Zero(torch.autograd.Function):
-    """A scalar 0 that depends on a parameter, and on the zero before it, and sends a gradient of zero.
+class _Given(torch.autograd.Function):
+    """A scalar 0 that depends on a parameter, and on the one before it, and sends a given gradient.
 
     Multiplying a real output by zero would not do: 0 × inf is NaN, and some layers refuse an empty batch.
     """
 
     @staticmethod
-    def forward(ctx: Any, before: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, before: torch.Tensor | None, parameter: torch.Tensor, gradient: float
+    ) -> torch.Tensor:
         ctx.save_for_backward(parameter)
+        ctx.gradient = gradient
         return parameter.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        return gradients[0] if ctx.needs_input_grad[0] else None, torch.zeros_like(ctx.saved_tensors[0])
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
+        (parameter,) = ctx.saved_tensors
+        before = gradients[0] if ctx.needs_input_grad[0] else None
+        return before, torch.full_like(parameter, ctx.gradient), None
+
+
+def given_gradient(parameters: Iterable[nn.Parameter], gradient: float) -> torch.Tensor | None:
+    """Return a zero whose backward sends `gradient` to every element of the trained parameters."""
+    # A chain, so that gradients come in the order of a real backward: DDP takes rank 0's for all.
+    zero: torch.Tensor | None = None
+    for parameter in parameters:
+        if parameter.requires_grad:
+            zero = _Given.apply(zero, parameter, gradient)  # type: ignore[no-untyped-call]
+    return zero
 
 
 class EmptyShareGuard(nn.Module):
-    """Calls the model with inputs, or without any returns a zero that is connected to every parameter."""
+    """Calls the model with inputs, or without any returns a zero that is connected to every parameter.
+
+    A wrapper such as DDP goes around it: whatever happens to the model, the wrapper's own forward ends, and
+    with it what the ranks do together in it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.catches = False
+        """Whether the model's running out of memory is kept in `shortage` instead of being raised."""
+        self.shortage: str | None = None
+        """What the device said when its memory ran out; the model is not called until it is `None` again."""
 
     def forward(self, inputs: Any) -> Any:
-        if inputs is None:
-            # A chain, so that gradients come in the order of a real backward: DDP takes rank 0's for all.
-            zero: torch.Tensor | None = None
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    zero = _Zero.apply(zero, parameter)  # type: ignore[no-untyped-call]
-            return zero
-        return call_model(self.model, inputs)
+        if inputs is not None and self.shortage is None:
+            try:
+                return call_model(self.model, inputs)
+            except Exception as error:
+                if not self.catches or not is_out_of_memory(error):
+                    raise
+                self.shortage = first_line(error)
+            # The error is gone here, and with it the frames that held what the pass had computed so far.
+        return given_gradient(self.model.parameters(), 0.0 if self.shortage is None else math.nan)

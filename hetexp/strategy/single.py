@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hetexp.strategy.empty_share import EmptyShareGuard
+
 
 class Single(Strategy):
     """Trains on one device and exchanges nothing."""
@@ -36,6 +38,12 @@ class Single(Strategy):
 
     def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        assert isinstance(module, EmptyShareGuard)
+        return module
 
     def averaged_over(self, world_size: int) -> int:
         return 1

@@ -6,8 +6,10 @@ All ranks measure at the same time, as they will train, and none waits for anoth
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +26,15 @@ from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split
 from hetexp.data.loader import local_batches
 from hetexp.hardware.links import build_links
+from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.loop import train_step
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.rehearsal import undone
+from hetexp.training.shortage import ends_with_shortage
 from hetexp.training.state import Parts, Progress
+
+log = logging.getLogger(__name__)
 
 NUM_SIZES = 7
 REPETITIONS = 3
@@ -75,25 +81,42 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
     batch = _samples(parts, total)
     passes = _Passes([], [], [])
     first = max(1, total // (4 * parts.plan.world_size))
-    _time_steps(parts, batch, first, passes, scale, REPETITIONS)
+    # Nobody waits for this rank while it tries sizes: it finds out by itself what fits, and says so.
+    while not _time_if_it_fits(parts, batch, first, passes, scale):
+        first //= 2
     speeds = torch.zeros(parts.plan.world_size, dtype=torch.float64)
     speeds[parts.rank] = first / statistics.median(seconds for _, seconds in passes.points)
     speeds = parts.communicator.all_reduce(speeds)
     likely = total * float(speeds[parts.rank] / speeds.sum())
     largest = min(total, max(4, round(MOST_OF_SHARE * likely)))
-    largest = min(largest, trainer.microbatch_size or largest)
-    fits = 0
+    largest = min(largest, parts.microbatch_size or largest)
+    fits = first
     for size in sizes_to_measure(largest, NUM_SIZES):
-        try:
-            _time_steps(parts, batch, size, passes, scale, REPETITIONS)
-        except torch.OutOfMemoryError:  # nobody waits for this rank here: it goes no further, and says so
-            if not fits:
-                raise
-            parts.optimizer.zero_grad(set_to_none=True)
-            passes.cap = fits * trainer.accumulate if trainer.microbatch_size is None else None
+        if not _time_if_it_fits(parts, batch, size, passes, scale):
+            passes.cap = fits * trainer.accumulate if parts.microbatch_size is None else None
             break
-        fits = size
+        fits = max(fits, size)
     return passes
+
+
+def _time_if_it_fits(parts: Parts, batch: tuple[Any, Any], size: int, passes: _Passes, scale: float) -> bool:
+    """Time passes of a size; return whether the memory suffices for them.
+
+    Raises:
+        DeviceMemoryError: it does not even suffice for one sample. The launcher then ends all ranks.
+    """
+    try:
+        with ends_with_shortage(parts, -1, [1], "No share fits.") if size == 1 else nullcontext():
+            _time_steps(parts, batch, size, passes, scale, REPETITIONS)
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("a pass over %d samples does not fit: %s", size, first_line(error))
+    # Only now the frames are gone that held what the pass had computed.
+    parts.optimizer.zero_grad(set_to_none=True)
+    parts.backend.release_memory()
+    return False
 
 
 def _time_steps(
@@ -193,7 +216,7 @@ def _joint_steps(parts: Parts, split: Split) -> tuple[float, float]:
         lambda step, n: split if n == split.total else parts.balancer.split(step, n),
         parts.rank,
         trainer.accumulate,
-        trainer.microbatch_size,
+        parts.microbatch_size,
     )
     meter, waited, began = Meter(parts.backend), 0.0, 0.0
     for step in range(WARM_STEPS + JOINT_STEPS):

@@ -56,7 +56,7 @@ def _local_part(parts: Parts) -> Iterator[Any]:
     """Yield this rank's batches of the evaluation data, no larger than its largest training microbatch."""
     trainer = parts.config.trainer
     total = len(parts.eval_data)  # type: ignore[arg-type]
-    sizes = cut(parts.plan.local_batch_sizes[parts.rank], trainer.accumulate, trainer.microbatch_size)
+    sizes = parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank])
     batch = max(sizes, default=1)
     if trainer.fast_dev_run:
         total = min(total, trainer.fast_dev_run * trainer.global_batch_size)

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,14 @@ from hetexp.checkpoint.folder import TrainingState, save_checkpoint
 from hetexp.data.loader import LocalBatch, local_batches
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.evaluate import evaluate
+from hetexp.training.gradient import take_gradient
 from hetexp.training.measure import Meter, Totals
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError, all_finite, explain_non_finite, settle
+from hetexp.training.shortage import ends_with_shortage, halve_together, in_passes, sizes_of
 from hetexp.training.state import Parts, Progress
 
 log = logging.getLogger(__name__)
-
-NO_SAMPLES = (None, None)
-"""Stands for the only microbatch of a rank whose share is empty."""
 
 
 @dataclass
@@ -60,30 +58,25 @@ class StepResult:
 def train_step(
     parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
 ) -> StepResult:
-    """Do one optimizer step of the global batch: the same gradient as one device on all of it."""
-    normalizer.start(sum(parts.loss.count(targets) for _, targets in batch.microbatches))
-    parts.optimizer.zero_grad(set_to_none=True)
-    microbatches: list[Any] = batch.microbatches or [NO_SAMPLES]
-    loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
-    factor, global_count = 0.0, 0
-    parts.backend.begin_step(step)
-    if parts.exchange is not None:
-        parts.exchange.begin_step()
-    for position, (inputs, targets) in enumerate(microbatches):
-        last = position == len(microbatches) - 1
-        with nullcontext() if last else parts.strategy.accumulate(parts.module):
-            start = parts.backend.mark()
-            with parts.autocast():
-                output = parts.module(parts.to_device(inputs))
-                total = output if inputs is None else parts.local_loss(output, targets)
-            meter.span(start, parts.backend.mark())
-            if position == 0:
-                factor, global_count = normalizer.factor()
-            meter.backward(total * factor)
-        loss_sum += total.detach()
-    parts.backend.begin_update()
-    gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
-    finite, mendable = settle(gradients, normalizer.loss_scale, parts.config.trainer.non_finite != "continue")
+    """Do one optimizer step of the global batch: the same gradient as one device on all of it.
+
+    Where memory runs out on a rank, all of them do it again (`hetexp.training.shortage`).
+    """
+    look = parts.config.trainer.non_finite != "continue"
+    while True:
+        microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
+        bookmark = meter.bookmark()
+        gradient = take_gradient(parts, step, microbatches, normalizer, meter)
+        parts.backend.begin_update()
+        gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+        finite = settle(gradients, normalizer.loss_scale, look) and gradient.shortage is None
+        if finite or parts.guard is None:
+            break
+        if not halve_together(parts, step, microbatches, gradient.shortage):
+            break
+        meter.back_to(bookmark)
+        gradients.clear()  # the memory is needed
+    mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
     grad_norm, clip_norm = None, parts.config.trainer.clip_norm
     if clip_norm is not None:
         # After the exchange and the weighting: every rank clips the gradient of the whole batch.
@@ -92,11 +85,14 @@ def train_step(
             torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), clip_norm, grad_norm)
     learning_rate = float(parts.optimizer.param_groups[0]["lr"])
     if finite:
-        parts.optimizer.step()
+        why = "The optimizer's update cannot be done again: some weights may have moved."
+        with ends_with_shortage(parts, step, sizes_of(microbatches), why):
+            parts.optimizer.step()
         parts.schedule.step()
     else:  # the rate follows the number of the step, also of one that changes nothing
         restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
     meter.samples += batch.local_samples
+    loss_sum, global_count = gradient.loss_sum, gradient.global_count
     return StepResult(loss_sum, global_count, grad_norm, learning_rate, not finite, not mendable)
 
 
@@ -119,7 +115,7 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         parts.balancer.split,
         parts.rank,
         trainer.accumulate,
-        trainer.microbatch_size,
+        parts.microbatch_size,
         trainer.num_workers,
         progress.step,
     )
@@ -276,6 +272,9 @@ class Window:
             line[f"device/{device.id}/samples_per_second"] = count / seconds if count else None
             if len(compute) > 1:
                 line[f"device/{device.id}/idle_seconds"] = (slowest - seconds) / self.num_steps
+        for device, limit in zip(self.parts.plan.devices, self.parts.microbatch_limits, strict=True):
+            if limit is not None:
+                line[f"device/{device.id}/microbatch_size"] = limit
         return line
 
 
@@ -341,6 +340,7 @@ def provenance(parts: Parts) -> list[dict[str, Any]]:
     return [
         {key: getattr(device, key) for key in kept}
         | {"share": plan.shares[rank], "precision": plan.precisions[rank] if plan.precisions else None}
+        | {"microbatch_limit": parts.microbatch_limits[rank]}
         | (parts.run_on[rank] if parts.run_on else {})
         for rank, device in enumerate(plan.devices)
     ]

@@ -48,6 +48,15 @@ class Meter:
         """Count the time between two marks as own work; read later, so that nothing waits for it now."""
         self._spans.append((start, end))
 
+    def bookmark(self) -> tuple[int, int]:
+        """Return where the list of what was timed ends now."""
+        return len(self._spans), len(self._waits)
+
+    def back_to(self, bookmark: tuple[int, int]) -> None:
+        """Forget what was timed since then: it was for nothing, and no speed of the device."""
+        spans, waits = bookmark
+        del self._spans[spans:], self._waits[waits:]
+
     def settle(self) -> None:
         """Wait for the device and read all marks taken so far."""
         self.backend.synchronize()

@@ -82,22 +82,19 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     return not found or math.isfinite(float(torch.nn.utils.get_total_norm(found, math.inf)))
 
 
-def settle(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool) -> tuple[bool, bool]:
+def settle(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool) -> bool:
     """Undo the loss scale in the exchanged gradients, and judge them.
 
     Args:
         look: whether to look for values that are not finite where there is no scale to adapt.
 
     Returns:
-        Whether the gradients are finite (where nobody looks they are taken to be), and whether they are or a
-        smaller scale may make them so; the same on every rank.
+        Whether the gradients are finite (where nobody looks they are taken to be); the same on every rank.
     """
     if loss_scale is None:
-        finite = not look or all_finite(gradients)
-        return finite, finite
+        return not look or all_finite(gradients)
     loss_scale.unscale(gradients)
-    finite = all_finite(gradients)
-    return finite, loss_scale.update(finite)
+    return all_finite(gradients)
 
 
 def widened(output: Any) -> Any:

@@ -74,7 +74,7 @@ def _real_steps(parts: Parts) -> None:
         parts.balancer.split,
         parts.rank,
         trainer.accumulate,
-        trainer.microbatch_size,
+        parts.microbatch_size,
     )
     for batch in batches:
         train_step(parts, -1, batch, normalizer, meter)

@@ -18,7 +18,6 @@ from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.summary import blank_summary
-from hetexp.data.loader import cut
 from hetexp.hardware.emulated import OUTRUN_TOLERANCE
 from hetexp.hardware.links import build_links
 from hetexp.hardware.pacing import tensors
@@ -176,9 +175,9 @@ def _invalid_reason(parts: Parts) -> str | None:
 
 def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
     """Return what only this rank knows."""
-    trainer, totals = parts.config.trainer, outcome.totals
-    split = parts.balancer.now(trainer.global_batch_size)
-    sizes = cut(split.counts[parts.rank], trainer.accumulate, trainer.microbatch_size)
+    totals = outcome.totals
+    split = parts.balancer.now(parts.config.trainer.global_batch_size)
+    sizes = parts.pass_sizes(split.counts[parts.rank])
     inputs, _ = parts.train_data[0]
     bytes_per_sample = sum(t.numel() * t.element_size() for t in tensors(parts.to_device(inputs)))
     work = parts.backend.modelled_work(sizes, bytes_per_sample)

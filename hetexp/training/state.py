@@ -15,10 +15,12 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
+from hetexp.data.loader import cut
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
 from hetexp.logger.base import Logger
 from hetexp.strategy.base import Strategy
+from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
 from hetexp.training.precision import LossScale, widened
@@ -60,6 +62,13 @@ class Parts:
     """Says how each batch is split."""
     loss_scale: LossScale | None = None
     """All ranks have one where any of them computes in float16."""
+    guard: EmptyShareGuard | None = None
+    """Keeps the model's running out of memory; `None` where that ends the run."""
+    microbatch_limits: list[int | None] = field(default_factory=list)
+    """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
+
+    def __post_init__(self) -> None:
+        self.microbatch_limits = self.microbatch_limits or [None] * self.plan.world_size
 
     @property
     def precision(self) -> str:
@@ -78,6 +87,17 @@ class Parts:
     @property
     def checkpoints(self) -> Path:
         return Path(self.plan.run_dir) / "checkpoints"
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """Most samples of a pass of this rank, as configuration or plan say; `None`: no limit."""
+        return self.config.trainer.microbatch_size
+
+    def pass_sizes(self, num_samples: int) -> list[int]:
+        """Return the sizes of this rank's microbatches for so many local samples."""
+        sizes = cut(num_samples, self.config.trainer.accumulate, self.microbatch_size)
+        limit = self.microbatch_limits[self.rank]
+        return sizes if limit is None else [piece for size in sizes for piece in cut(size, 1, limit)]
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return the sum of the loss over a microbatch; never in half precision, whatever the model gives."""

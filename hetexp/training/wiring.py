@@ -34,6 +34,7 @@ from hetexp.optimizer.build import build_optimizer, build_schedule, restart_sche
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale, check_device
+from hetexp.training.shortage import recovering_guard
 from hetexp.training.state import Parts, Progress
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
     backend.attach(model, optimizer, parts.to_device(inputs))
     parts.module = strategy.wrap(model, device)
+    parts.guard = recovering_guard(parts)
     if plan.paced and communicator.world_size > 1:
         done = backend.backward_done
         links = build_links(plan.devices, plan.network)
@@ -195,7 +197,14 @@ def resume(parts: Parts) -> Progress:
     parts.balancer.restore(state.extra.get("balancer"))
     if parts.loss_scale is not None and state.extra.get("loss_scale") is not None:
         parts.loss_scale = LossScale.from_dict(state.extra["loss_scale"])
+    parts.microbatch_limits = _limits_before(parts, state.extra.get("devices", []))
     return Progress.from_dict(state.step, state.position, state.extra["progress"])
+
+
+def _limits_before(parts: Parts, devices: list[dict[str, Any]]) -> list[int | None]:
+    """Return the microbatch limits that memory set to the same devices before."""
+    known = {(one["id"], one["name"]): one.get("microbatch_limit") for one in devices}
+    return [known.get((device.id, device.name)) for device in parts.plan.devices]
 
 
 def start_loggers(parts: Parts) -> tuple[Logger, ...]:

@@ -20,7 +20,8 @@ from hetexp.data.loader import LocalBatch, chop, cut
 from hetexp.data.sampler import Position
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.training import loop
-from hetexp.training.loop import NO_SAMPLES, Outcome, Window, should_stop, train, train_step
+from hetexp.training.gradient import NO_SAMPLES
+from hetexp.training.loop import Outcome, Window, should_stop, train, train_step
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import Parts, Progress

@@ -1,0 +1,32 @@
+"""How torch says that a device's memory ran out: its errors for it have no class in common."""
+
+from __future__ import annotations
+
+_SIGNS = (
+    "out of memory",  # CUDA, HIP, XPU and MPS, each after its own name; also "CUDA error: out of memory"
+    "status_alloc_failed",  # cuBLAS, cuDNN, hipBLAS
+    "rocblas_status_memory_error",
+    "unable to find an engine to execute this computation",  # cuDNN: none of its kernels gets a workspace
+    "defaultcpuallocator",  # "can't allocate memory", on Windows "not enough memory"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory ran out, so that a smaller pass may succeed.
+
+    Errors of a collective do not count, also those that name memory: its other ranks cannot be helped by a
+    smaller pass here.
+    """
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return "nccl" not in text and "gloo" not in text and any(sign in text for sign in _SIGNS)
+
+
+def first_line(error: BaseException) -> str:
+    """Return what the device said, without torch's advice and stack."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,146 @@
+"""From this rank's microbatches to the exchanged gradient of the global batch, also when memory runs out."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.shortage import Shortage, ends_with_shortage, sizes_of
+from hetexp.training.state import Parts
+
+log = logging.getLogger(__name__)
+
+NO_SAMPLES = (None, None)
+"""Stands for the only microbatch of a rank whose share is empty."""
+Mark = tuple[int, int] | None
+"""Tells a gradient before a backward pass from the same after it: address and version."""
+
+
+@dataclass
+class Gradient:
+    """What this rank knows of the gradient that its parameters hold."""
+
+    loss_sum: torch.Tensor
+    """Sum over the local elements, on the device: reading it would wait for the device."""
+    global_count: int
+    shortage: Shortage | None = None
+    """Memory ran out on this rank: the gradient is NaN somewhere on all ranks, and must not count."""
+
+
+class _ShortInForwardError(RuntimeError):
+    """The model's memory ran out inside the strategy's wrapper, whose own forward has ended."""
+
+
+class _Passes:
+    """The passes of one step, and how far they have come."""
+
+    def __init__(self, parts: Parts, normalizer: LossNormalizer, meter: Meter) -> None:
+        self._parts, self._normalizer, self._meter = parts, normalizer, meter
+        self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
+        self.wrapping = False
+        """Whether the strategy's wrapper has begun a forward pass and not ended it."""
+        self.exchanging = False
+        """Whether it waits for the gradients of a backward pass, to exchange them."""
+        self._counted: tuple[float, int] | None = None
+        self._before: list[Mark] | None = None
+        """Of all parameters, when the backward pass that exchanges began."""
+
+    def factor(self) -> tuple[float, int]:
+        """Return what the normaliser gives; waits for the other ranks the first time."""
+        if self._counted is None:
+            self._counted = self._normalizer.factor()
+        return self._counted
+
+    def run(self, microbatches: list[Any]) -> None:
+        """Do forward and backward of all microbatches; the last one exchanges."""
+        parts, meter = self._parts, self._meter
+        for position, (inputs, targets) in enumerate(microbatches):
+            last = position == len(microbatches) - 1
+            with nullcontext() if last else parts.strategy.accumulate(parts.module):
+                start = parts.backend.mark()
+                with parts.autocast():
+                    output = self._forward(parts.to_device(inputs), last)
+                    total = output if inputs is None else parts.local_loss(output, targets)
+                meter.span(start, parts.backend.mark())
+                factor, _ = self.factor()
+                if last and parts.guard is not None:
+                    self._before = [_mark(p) for p in parts.model.parameters()]
+                meter.backward(total * factor)
+            self.loss_sum += total.detach()
+
+    def _forward(self, inputs: Any, last: bool) -> Any:
+        self.wrapping = True
+        output = self._parts.module(inputs)
+        self.wrapping, self.exchanging = False, last
+        guard = self._parts.guard
+        if guard is not None and guard.shortage is not None:
+            raise _ShortInForwardError(guard.shortage)
+        return output
+
+    def missing(self) -> list[torch.nn.Parameter]:
+        """Return the trained parameters that the backward pass that exchanges has not come to."""
+        trained = [p for p in self._parts.model.parameters() if p.requires_grad]
+        if self._before is None:
+            return trained
+        marked = zip(self._parts.model.parameters(), self._before, strict=True)
+        return [p for p, before in marked if p.requires_grad and _mark(p) == before]
+
+
+def take_gradient(
+    parts: Parts, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: Meter
+) -> Gradient:
+    """Compute this rank's part of the gradient and exchange it.
+
+    Raises:
+        DeviceMemoryError: memory ran out, and the other ranks cannot be told of it.
+    """
+    normalizer.start(sum(parts.loss.count(targets) for _, targets in microbatches))
+    parts.optimizer.zero_grad(set_to_none=True)
+    if parts.exchange is not None:
+        parts.exchange.begin_step()
+    passes = _Passes(parts, normalizer, meter)
+    with ends_with_shortage(parts, step, sizes_of(microbatches), "The step cannot be done again."):
+        try:
+            parts.backend.begin_step(step)
+            passes.run(microbatches or [NO_SAMPLES])
+            return Gradient(passes.loss_sum, passes.factor()[1])
+        except RuntimeError as error:
+            short = isinstance(error, _ShortInForwardError) or is_out_of_memory(error)
+            if parts.guard is None or passes.wrapping or not short:
+                raise
+            shortage = Shortage(first_line(error), parts.backend.free_memory_bytes())
+        # The error is gone here, and with it the frames that held what the passes had computed.
+        log.warning("out of memory: %s", shortage.said)
+        _end_with_nan(parts, passes, shortage.said)
+    return Gradient(torch.full_like(passes.loss_sum, math.nan), passes.factor()[1], shortage)
+
+
+def _end_with_nan(parts: Parts, passes: _Passes, said: str) -> None:
+    """Take part in what is left of the step's exchange."""
+    assert parts.guard is not None
+    passes.factor()
+    if not passes.exchanging:
+        parts.optimizer.zero_grad(set_to_none=True)  # of earlier microbatches: the memory is needed
+    parts.backend.release_memory()
+    with torch.autograd.set_detect_anomaly(False):  # these NaN are meant
+        if not passes.exchanging:
+            parts.guard.shortage = said
+            parts.module(None)
+        parts.strategy.end_exchange(parts.module, passes.missing())
+    parts.guard.shortage = None
+
+
+def _mark(parameter: torch.nn.Parameter) -> Mark:
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    # DDP puts its bucket's memory in a gradient's place; a sparse one has no address, and grows in place.
+    return 0 if gradient.is_sparse else gradient.data_ptr(), gradient._version
