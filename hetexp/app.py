@@ -242,7 +242,7 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
     begins with whatever is known of them.
 
     Args:
-        memory: caps the devices' shares.
+        memory: limits the devices' passes, and caps their shares.
     """
     from dataclasses import replace
 
@@ -255,7 +255,10 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
     policy = instantiate(config.balancing)
     if not (policy.measures or policy.follows) or plan.world_size < 2:
         return plan
-    caps = memory.caps() if memory is not None else [None] * plan.world_size
+    no_limit = [None] * plan.world_size
+    caps = memory.caps() if memory is not None else no_limit
+    whole = [config.trainer.global_batch_size] * plan.world_size
+    passes = memory.largest_passes(whole) if memory is not None else no_limit
     kept = calibrations.names(plan, config)
     cached = calibrations.find(plan, config) if not policy.recalibrate else None
     if cached is None and (not policy.measures or config.trainer.fast_dev_run):
@@ -268,7 +271,8 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
     else:
         own, exchange, measured_at = list(cached.devices), cached.exchange.to_dict(), cached.measured_at
         plan = replace(plan, reasons=(cached.reason(), *plan.reasons))
-    devices = [device.capped(cap) for device, cap in zip(own, caps, strict=True)]
+    limits = zip(own, caps, passes, strict=True)
+    devices = [device.capped(cap).in_passes(size or None) for device, cap, size in limits]
     try:
         choice = choose(plan, devices, Exchange.from_dict(exchange), policy.drop_slower)
     except ValueError as error:  # their memory together does not hold the batch
@@ -309,13 +313,36 @@ def with_memory(plan: Plan, memory: RunMemory | None) -> Plan:
 
     if memory is None:
         return plan
-    memory = memory.of(plan.devices, plan.local_batch_sizes, plan.precisions)
+    plan = with_microbatches(plan, memory.of(plan.devices, plan.local_batch_sizes, plan.precisions))
+    memory = memory.of(plan.devices, plan.local_batch_sizes, plan.precisions, plan.microbatch_sizes)
     problems = memory.problems()
     if problems:
         raise ConfigError(problems)
     needs = tuple(one.total_bytes if one is not None else None for one in memory.estimates)
     unknown = [f"The memory that it needs is not known: {memory.reason}."] if memory.reason else []
     return replace(plan, memory_bytes=needs, reasons=(*plan.reasons, *unknown))
+
+
+def with_microbatches(plan: Plan, memory: RunMemory) -> Plan:
+    """Return the plan with several passes a step for each device that does not hold its samples in one.
+
+    Args:
+        memory: of the plan's devices.
+    """
+    from dataclasses import replace
+
+    largest = memory.largest_passes(plan.local_batch_sizes)
+    before = plan.microbatch_sizes or (None,) * plan.world_size
+    # 0 stands for a device that holds not even one sample: that is told as a problem.
+    limits = [[n for n in pair if n] for pair in zip(before, largest, strict=True)]
+    sizes = [min(pair, default=None) for pair in limits]
+    reasons = [
+        f"{device} takes its {samples} samples of a step in passes of at most {size}: its memory does not "
+        "hold more."
+        for device, samples, size in zip(plan.devices, plan.local_batch_sizes, sizes, strict=True)
+        if size is not None and size < samples and plan.config["trainer"]["microbatch_size"] is None
+    ]
+    return replace(plan, microbatch_sizes=tuple(sizes), reasons=(*plan.reasons, *reasons))
 
 
 def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | None, Any, list[str]]:

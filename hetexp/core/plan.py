@@ -17,6 +17,7 @@ _TUPLES = (
     "threads",
     "overrides",
     "precisions",
+    "microbatch_sizes",
     "memory_bytes",
     "reasons",
     "import_paths",
@@ -54,6 +55,8 @@ class Plan:
     """What the person typed, for the run's name."""
     precisions: tuple[str, ...] = ()
     """What each rank computes in: `float32`, `bfloat16`, `float16` or `float64`."""
+    microbatch_sizes: tuple[int | None, ...] = ()
+    """Most samples of one pass of each rank, chosen for its memory; `None`: its local batch in one pass."""
     memory_bytes: tuple[int | None, ...] = ()
     """What each rank is estimated to need of its device, `None` where that is not known."""
     reasons: tuple[str, ...] = ()
@@ -85,6 +88,11 @@ class Plan:
     def paced(self) -> bool:
         """True if a device runs at the pace of a card that is not there: then links are paced as well."""
         return any(device.backend == "emulated" for device in self.devices)
+
+    def microbatch_size(self, rank: int) -> int | None:
+        """Return the most samples of one pass of a rank: what the person set, else what its memory holds."""
+        wanted: int | None = self.config["trainer"].get("microbatch_size")
+        return wanted if wanted is not None or not self.microbatch_sizes else self.microbatch_sizes[rank]
 
     @property
     def config_hash(self) -> str:

@@ -119,6 +119,7 @@ def replanned(
         local_batch_sizes=choice.split.counts,
         threads=kept(plan.threads),
         precisions=kept(plan.precisions),
+        microbatch_sizes=tuple(devices[rank].curve.microbatch_size for rank in choice.ranks),
         memory_bytes=(),
         reasons=(*choice.reasons, *old),
         calibration={

@@ -44,6 +44,10 @@ class Strategy(ABC):
     def exchange_through(self, module: nn.Module, hook: Callable[[Any, Any], Any]) -> None:  # noqa: B027
         """Let a communication hook of DDP's form average the gradients, where any are exchanged."""
 
+    def varies_passes(self) -> bool:
+        """Return whether ranks may differ in their number of passes, and change it during a run."""
+        return True
+
     def guard(self, module: nn.Module) -> EmptyShareGuard | None:
         """Return the part of a wrapped module that calls the model.
 

@@ -97,13 +97,14 @@ class DDP(Strategy):
         assert isinstance(module, DistributedDataParallel)
         module.register_comm_hook(None, hook)
 
+    def varies_passes(self) -> bool:
+        return not self.static_graph  # several passes have another graph than one
+
     def guard(self, module: nn.Module) -> EmptyShareGuard | None:
         from torch.nn.parallel import DistributedDataParallel
 
         from hetexp.strategy.empty_share import EmptyShareGuard
 
-        if self.static_graph:  # a step that is done again in smaller passes has another graph
-            return None
         assert isinstance(module, DistributedDataParallel)
         assert isinstance(module.module, EmptyShareGuard)
         return module.module

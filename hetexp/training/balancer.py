@@ -161,5 +161,7 @@ def start_curves(plan: Plan) -> list[SpeedCurve]:
         return [SpeedCurve.from_dict(device["curve"]) for device in plan.calibration["devices"]]
     total = sum(plan.local_batch_sizes)
     least = 1e-6  # a device that the catalogue takes for infinitely slow is tried all the same
-    size = plan.config["trainer"]["microbatch_size"]
-    return [SpeedCurve(0.0, 1.0 / (max(share, least) * total), microbatch_size=size) for share in plan.shares]
+    return [
+        SpeedCurve(0.0, 1.0 / (max(share, least) * total), microbatch_size=plan.microbatch_size(rank))
+        for rank, share in enumerate(plan.shares)
+    ]

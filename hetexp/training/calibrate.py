@@ -53,8 +53,8 @@ class _Passes:
     updates: list[float]
     backward: list[float]
     """Fraction of each pass that was backward."""
-    cap: int | None = None
-    """Most samples of a step, where the memory did not suffice for more."""
+    most: int | None = None
+    """Samples of the largest pass that fits, where the memory did not suffice for more."""
 
 
 def calibrate(parts: Parts, store: dist.Store, time_scale: float | None) -> dict[str, Any]:
@@ -70,6 +70,10 @@ def calibrate(parts: Parts, store: dist.Store, time_scale: float | None) -> dict
         limit = parts.config.comm.timeout_seconds
         told = exchange(store, "calibration", parts.rank, parts.plan.world_size, mine.to_dict(), limit)
         devices = [DeviceCalibration.from_dict(one) for one in told]
+        parts.microbatch_limits = [
+            min((n for n in (limit, device.curve.microbatch_size) if n is not None), default=None)
+            for limit, device in zip(parts.microbatch_limits, devices, strict=True)
+        ]
         joint = _measure_joint(parts, devices, scale)
     return {"devices": told, "exchange": joint.to_dict()}
 
@@ -93,7 +97,7 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
     fits = first
     for size in sizes_to_measure(largest, NUM_SIZES):
         if not _time_if_it_fits(parts, batch, size, passes, scale):
-            passes.cap = fits * trainer.accumulate if parts.microbatch_size is None else None
+            passes.most = fits
             break
         fits = max(fits, size)
     return passes
@@ -163,12 +167,16 @@ def _time_steps(
 def _fitted(parts: Parts, passes: _Passes) -> DeviceCalibration:
     """Return the curve of a whole step, with the microbatches that the configuration cuts it into."""
     fit = fit_curve(passes.points)
-    trainer = parts.config.trainer
+    pieces, size, cap = parts.config.trainer.accumulate, parts.microbatch_size, None
+    if passes.most is not None and pieces > 1:  # as many pieces as the person wants, and no larger ones
+        cap = passes.most * pieces
+    elif passes.most is not None:
+        size = passes.most
     curve = replace(
-        _in_pieces(fit.curve, trainer.accumulate),
+        _in_pieces(fit.curve, pieces),
         update_seconds=statistics.median(passes.updates),
-        microbatch_size=trainer.microbatch_size,
-        cap=passes.cap,
+        microbatch_size=size,
+        cap=cap,
     )
     return DeviceCalibration(
         curve=curve,

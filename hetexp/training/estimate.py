@@ -30,6 +30,9 @@ from hetexp.strategy.base import Strategy
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import widened
 
+_Rank = tuple[DeviceSpec, int, str, int | None]
+"""Device, local batch size, precision, most samples of a pass."""
+
 
 class RunMemory:
     """Estimates of every rank of a run.
@@ -53,10 +56,12 @@ class RunMemory:
         strategy: Strategy,
     ) -> None:
         self._config, self._strategy = config, strategy
-        self._ranks = list(zip(devices, local_batch_sizes, precisions, strict=True))
+        whole = [None] * len(devices)
+        self._ranks: list[_Rank] = list(zip(devices, local_batch_sizes, precisions, whole, strict=True))
         self.reason: str | None = None
         """Why there is no estimate at all."""
         self._known: dict[Any, MemoryEstimate] = {}
+        self._known_passes: dict[Any, int | None] = {}
         try:
             data = build_data(config.data)
             self._sample = next(iter(DataLoader(data.train, batch_size=1)))
@@ -68,12 +73,21 @@ class RunMemory:
             self.reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
     def of(
-        self, devices: Sequence[DeviceSpec], local_batch_sizes: Sequence[int], precisions: Sequence[str]
+        self,
+        devices: Sequence[DeviceSpec],
+        local_batch_sizes: Sequence[int],
+        precisions: Sequence[str],
+        microbatch_sizes: Sequence[int | None] = (),
     ) -> RunMemory:
-        """Return the estimates of other ranks of the same run; data and model are not built again."""
+        """Return the estimates of other ranks of the same run; data and model are not built again.
+
+        Args:
+            microbatch_sizes: most samples of a pass of each rank, where the configuration does not say it.
+        """
         other = copy.copy(self)
         other.__dict__.pop("estimates", None)
-        other._ranks = list(zip(devices, local_batch_sizes, precisions, strict=True))
+        sizes = microbatch_sizes or [None] * len(devices)
+        other._ranks = list(zip(devices, local_batch_sizes, precisions, sizes, strict=True))
         return other
 
     @cached_property
@@ -86,7 +100,7 @@ class RunMemory:
         pairs = zip(self._ranks, self.estimates, strict=True)
         return [
             self._problem(device, precision, estimate)
-            for (device, _, precision), estimate in pairs
+            for (device, _, precision, _), estimate in pairs
             if estimate is not None
             and device.memory_bytes is not None
             and estimate.total_bytes > device.memory_bytes
@@ -95,32 +109,70 @@ class RunMemory:
     def caps(self) -> list[int | None]:
         """Return the most samples a step that each device's memory allows, `None` where it sets no limit.
 
-        It sets none where its size or the need is not known, and where `trainer.microbatch_size` cuts every
-        local batch into passes of one size. A device that cannot hold one sample has the cap 0.
+        It sets none where its size or the need is not known, and where passes may be as small as need be.
+        A device that cannot hold one sample has the cap 0.
         """
-        if self.reason is not None or self._config.trainer.microbatch_size is not None:
-            return [None] * len(self._ranks)
-        return [self._cap(device, precision) for device, _, precision in self._ranks]
-
-    def _cap(self, device: DeviceSpec, precision: str) -> int | None:
-        if device.memory_bytes is None:
-            return None
         trainer = self._config.trainer
-        most = -(-trainer.global_batch_size // trainer.accumulate)
-        workload = self._workload(precision, accumulates=trainer.accumulate > 1)
-        try:
-            largest = largest_microbatch(workload, device.memory_bytes, rules_for(device), most=most)
-        except ValueError:  # the model cannot be measured
-            return None
-        if largest is None:
-            return 0
-        return None if largest >= most else largest * trainer.accumulate
+        if trainer.microbatch_size is not None:
+            return [None] * len(self._ranks)
+        if trainer.accumulate == 1 and self._strategy.varies_passes():
+            most = [trainer.global_batch_size] * len(self._ranks)
+            return [0 if size == 0 else None for size in self.largest_passes(most)]
+        most_of_pass = -(-trainer.global_batch_size // trainer.accumulate)
+        sizes = [
+            self._largest(device, precision, most_of_pass, trainer.accumulate > 1)
+            for device, _, precision, _ in self._ranks
+        ]
+        return [None if size is None else size * trainer.accumulate for size in sizes]
 
-    def _estimate(self, device: DeviceSpec, local_batch_size: int, precision: str) -> MemoryEstimate | None:
+    def largest_passes(self, num_samples: Sequence[int]) -> list[int | None]:
+        """Return the size of the largest pass that fits on each device, to be one of several.
+
+        `None` where so many samples fit in one pass, where memory or need are not known, and where the person
+        chose how a local batch is cut. 0 where not even one sample fits.
+
+        Args:
+            num_samples: of each rank.
+        """
+        trainer = self._config.trainer
+        chosen = trainer.microbatch_size is not None or trainer.accumulate > 1
+        if chosen or not self._strategy.varies_passes():
+            return [None] * len(self._ranks)
+        found: list[int | None] = []
+        for (device, _, precision, _), samples in zip(self._ranks, num_samples, strict=True):
+            whole = self._largest(device, precision, samples, accumulates=False)
+            if whole is None:  # all of them, or nobody knows
+                found.append(None)
+                continue
+            with_room = self._largest(device, precision, samples, accumulates=True, headroom=True)
+            size = with_room or self._largest(device, precision, samples, accumulates=True)
+            found.append(size if size is not None else samples)
+        return found
+
+    def _largest(
+        self, device: DeviceSpec, precision: str, most: int, accumulates: bool, headroom: bool = False
+    ) -> int | None:
+        """Return the largest pass below `most` samples that fits, `None` if those do or it is not known."""
+        if device.memory_bytes is None or self.reason is not None or most == 0:
+            return None
+        rules = rules_for(device).with_headroom() if headroom else rules_for(device)
+        key = (rules, device.memory_bytes, precision, most, accumulates)
+        if key not in self._known_passes:
+            workload = self._workload(precision, accumulates)
+            try:
+                largest = largest_microbatch(workload, device.memory_bytes, rules, most)
+            except ValueError:  # the model cannot be measured
+                largest = most
+            self._known_passes[key] = None if largest == most else largest or 0
+        return self._known_passes[key]
+
+    def _estimate(
+        self, device: DeviceSpec, local_batch_size: int, precision: str, microbatch_size: int | None
+    ) -> MemoryEstimate | None:
         if self.reason is not None:
             return None
         trainer = self._config.trainer
-        sizes = cut(local_batch_size, trainer.accumulate, trainer.microbatch_size)
+        sizes = cut(local_batch_size, trainer.accumulate, trainer.microbatch_size or microbatch_size)
         rules = rules_for(device)
         key = (rules, tuple(sizes[:1]), len(sizes) > 1, precision)
         if key not in self._known:  # devices of one kind need the same

@@ -54,7 +54,7 @@ def recovering_guard(parts: Parts) -> EmptyShareGuard | None:
     looks = parts.config.trainer.non_finite != "continue" or parts.loss_scale is not None
     if not looks and parts.communicator.world_size > 1:
         return None
-    guard = parts.strategy.guard(parts.module)
+    guard = parts.strategy.guard(parts.module) if parts.strategy.varies_passes() else None
     if guard is not None:
         guard.catches = True
     return guard

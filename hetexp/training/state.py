@@ -91,7 +91,7 @@ class Parts:
     @property
     def microbatch_size(self) -> int | None:
         """Most samples of a pass of this rank, as configuration or plan say; `None`: no limit."""
-        return self.config.trainer.microbatch_size
+        return self.plan.microbatch_size(self.rank)
 
     def pass_sizes(self, num_samples: int) -> list[int]:
         """Return the sizes of this rank's microbatches for so many local samples."""

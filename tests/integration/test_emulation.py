@@ -327,12 +327,25 @@ LARGE = (
 """1.1 MiB of weights, gradients and moments; 2048 samples a rank keep 2 · 256 numbers each, 4 MiB."""
 
 
-def test_a_batch_that_does_not_fit_is_refused_with_the_microbatch_that_does(
+def test_a_batch_that_does_not_fit_is_taken_in_passes_that_do(train: Train, own_cards: str) -> None:
+    run = train(*TINY, *LARGE, own_cards, devices("emulated:rtx_3090", "emulated:small"))
+    plan = json.loads((run.folder / "plan.json").read_text())
+    whole, most = plan["microbatch_sizes"]
+    assert whole is None
+    assert 256 <= most < 2048  # 256 fit, as below
+    assert any(f"2048 samples of a step in passes of at most {most}" in why for why in plan["reasons"])
+    small = run.summary["devices"][1]
+    assert small["micro_batch"] <= most
+    assert small["peak_memory"] <= plan["devices"][1]["memory_bytes"]
+    assert "ran out of memory" not in (run.folder / "logs" / "rank_0.log").read_text()
+
+
+def test_a_chosen_microbatch_that_does_not_fit_is_refused_with_the_one_that_does(
     train: Train, own_cards: str
 ) -> None:
     cards = devices("emulated:rtx_3090", "emulated:small")
     with pytest.raises(ConfigError) as refused:
-        train(*TINY, *LARGE, own_cards, cards)
+        train(*TINY, *LARGE, own_cards, cards, "trainer.microbatch_size=2048")
     (problem,) = refused.value.problems
     assert "emulated:1 (Small (emulated))" in problem
     advised = re.search(r"trainer\.microbatch_size=(\d+)", problem)

@@ -156,9 +156,8 @@ PROFILED = ("hardware.devices=[cpu,cpu]", "balancing=profiled", "balancing.drop_
 def test_the_probe_answers_what_fits(train: Train) -> None:
     run = train(*COMMON, *PROFILED, "+model.most=7")
     plan = json.loads((run.folder / "plan.json").read_text())
-    cap = plan["calibration"]["devices"][1]["curve"]["cap"]
-    assert 1 <= cap <= 7
-    assert plan["local_batch_sizes"][1] <= cap
+    assert 1 <= plan["calibration"]["devices"][1]["curve"]["microbatch_size"] <= 7
+    assert run.summary["devices"][1]["micro_batch"] <= 7
     assert run.summary["status"] == "completed"
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 from support import unbuilt_config
 
-from hetexp.app import with_measured_split
+from hetexp.app import with_measured_split, with_microbatches
 from hetexp.core.calibration import DeviceCalibration, Exchange
 from hetexp.core.config import read_config
 from hetexp.core.cost import Channel
@@ -130,3 +131,58 @@ def test_a_policy_that_follows_may_measure_first(measuring: Measuring) -> None:
 def test_nothing_is_measured_for_a_trial_of_a_few_batches(measuring: Measuring) -> None:
     assert split(dev=2).calibration is None
     assert measuring.batches == []
+
+
+class Memory:
+    """Stands in for the estimates: the second card holds 8 samples of a pass, the third none at all."""
+
+    def __init__(self, limits: list[int | None]) -> None:
+        self.limits = limits
+
+    def largest_passes(self, num_samples: list[int]) -> list[int | None]:
+        return [
+            limit if limit is not None and limit < samples else None
+            for limit, samples in zip(self.limits, num_samples, strict=True)
+        ]
+
+
+def plain_plan(**others: Any) -> Plan:
+    raw = unbuilt_config(trainer={"global_batch_size": 64})
+    raw["trainer"]["microbatch_size"] = None
+    plan = Plan(
+        run_id="run",
+        run_dir="/tmp/run",
+        name="run",
+        group=None,
+        config=raw,
+        devices=CARDS,
+        strategy="ddp",
+        shares=(0.5, 0.5),
+        local_batch_sizes=(32, 32),
+        collective_backend="nccl",
+        threads=(1, 1),
+    )
+    return replace(plan, **others)
+
+
+def test_only_a_device_that_does_not_hold_its_samples_gets_several_passes() -> None:
+    plan = with_microbatches(plain_plan(), cast(Any, Memory([None, 8])))
+    assert plan.microbatch_sizes == (None, 8)
+    (reason,) = plan.reasons
+    assert reason == (
+        "cuda:1 (Card 1) takes its 32 samples of a step in passes of at most 8: its memory does not hold "
+        "more."
+    )
+    assert with_microbatches(plain_plan(), cast(Any, Memory([64, 32]))).microbatch_sizes == (None, None)
+
+
+def test_a_device_that_holds_no_sample_is_left_to_the_refusal() -> None:
+    plan = with_microbatches(plain_plan(), cast(Any, Memory([None, 0])))
+    assert plan.microbatch_sizes == (None, None)
+    assert plan.reasons == ()
+
+
+def test_the_smaller_of_estimate_and_measurement_holds() -> None:
+    plan = with_microbatches(plain_plan(microbatch_sizes=(4, 16)), cast(Any, Memory([8, 8])))
+    assert plan.microbatch_sizes == (4, 8)
+    assert len(plan.reasons) == 2

@@ -114,3 +114,19 @@ def test_the_plan_of_those_that_take_part() -> None:
     assert not any(reason.startswith("Policy") for reason in new.reasons)
     assert new.reasons[-1] == "nccl exchanges the gradients."
     assert predicted(plan, devices, Exchange(), (0, 2)) == replace(choice, reasons=())
+
+
+def test_limits_of_a_pass_go_into_the_plan_and_cost_what_they_cost() -> None:
+    fast, slow = device(0.01, fixed=0.1), device(0.03)
+    assert fast.in_passes(None) is fast
+    assert fast.in_passes(16).in_passes(32).curve.microbatch_size == 16
+    devices = [fast.in_passes(8), slow]
+    choice = choose(plan_of(2), devices, Exchange())
+    whole = choose(plan_of(2), [fast, slow], Exchange())
+    assert choice.split.counts[0] < whole.split.counts[0]  # each of its passes has the fixed cost
+    plan = replanned(plan_of(2), devices, {}, choice)
+    assert plan.microbatch_sizes == (8, None)
+    assert [plan.microbatch_size(rank) for rank in (0, 1)] == [8, None]
+    asked = replace(plan, config={"trainer": {"global_batch_size": 64, "microbatch_size": 4}})
+    assert asked.microbatch_size(1) == 4
+    assert replace(plan, microbatch_sizes=()).microbatch_size(0) is None

@@ -177,6 +177,44 @@ def test_with_accumulation_the_advice_replaces_it() -> None:
     assert re.search(r"Write trainer.microbatch_size=\d+ and trainer.accumulate=1\.$", problem)
 
 
+SMALL = replace(CARD, memory_bytes=2 * GIB)
+
+
+def test_passes_are_chosen_only_where_the_whole_does_not_fit() -> None:
+    devices = [SMALL, CARD, replace(CARD, memory_bytes=None)]
+    memory = run_memory(devices, [16384] * 3)
+    size, *others = memory.largest_passes([16384] * 3)
+    assert others == [None, None]
+    assert size is not None and 1 < size < 16384
+    assert memory.largest_passes([1, 16384, 16384]) == [None] * 3
+    assert memory.largest_passes([0, 0, 0]) == [None] * 3
+    assert len(memory.problems()) == 1
+    chosen = memory.of(devices, [16384] * 3, ["float32"] * 3, [size, None, None])
+    assert chosen.problems() == []
+    assert estimate(chosen).microbatch_size <= size
+
+
+@pytest.mark.parametrize("trainer", [{"microbatch_size": 16384}, {"accumulate": 2}])
+def test_what_the_person_chose_is_kept(trainer: dict[str, Any]) -> None:
+    memory = run_memory([SMALL], [32768], **trainer)
+    assert memory.largest_passes([32768]) == [None]
+    assert len(memory.problems()) == 1
+
+
+def test_a_static_graph_has_one_pass() -> None:
+    memory = run_memory([SMALL], [16384], strategy=DDP(static_graph=True))
+    assert memory.largest_passes([16384]) == [None]
+    assert memory.caps()[0] not in (None, 0)
+
+
+def test_a_device_that_holds_no_sample_is_told_and_gets_no_share() -> None:
+    memory = run_memory([replace(CARD, memory_bytes=2**20), SMALL], [4096, 4096])
+    assert memory.largest_passes([4096, 0]) == [0, None]
+    assert memory.caps() == [0, None]
+    with_passes = memory.of([replace(CARD, memory_bytes=2**20)], [4096], ["float32"])
+    assert "`model` must fit on cuda:0" in only(with_passes.problems())
+
+
 def test_each_small_device_is_named() -> None:
     small = replace(CARD, id="cuda:1", name="Small card", memory_bytes=4 * GIB)
     problems = run_memory([CARD, small], [200_000, 200_000]).problems()
