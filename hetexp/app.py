@@ -351,7 +351,7 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
     Args:
         working_dir: folder that relative paths start from.
     """
-    from hetexp.core.config import COMPONENTS, check_config
+    from hetexp.core.config import COMPONENTS, check_config, for_devices
     from hetexp.core.instantiate import check_component
     from hetexp.hardware.selection import select_devices
     from hetexp.optimizer.build import check_optimizer
@@ -370,6 +370,11 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
         usable = not any(components.values())
         need = partial(need_bytes, config, inventory) if usable else None
         selection = select_devices(config.hardware, inventory, need)
+        each, count = config.trainer.batch_size_per_device, len(selection.devices)
+        config, raw = for_devices(config, raw, max(1, count))  # without a device nothing starts
+        if each is not None:
+            total = config.trainer.global_batch_size
+            selection.reasons.append(f"A step takes {total} samples: {each} × {count} chosen devices.")
         found += check_plan(config, selection, not (components["strategy"] or components["balancing"]))
     # What is missing was told already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
@@ -448,8 +453,9 @@ def need_bytes(config: Config, inventory: Inventory, count: int) -> int | None:
     devices = [card.spec for card in inventory.cards][:1]
     if not devices:
         return None
-    local = -(-config.trainer.global_batch_size // count)
-    precisions = choose_precisions(config.trainer.precision, devices)
+    trainer = config.trainer
+    local = trainer.batch_size_per_device or -(-trainer.global_batch_size // count)
+    precisions = choose_precisions(trainer.precision, devices)
     (estimate,) = RunMemory(config, devices, [local], precisions, instantiate(config.strategy)).estimates
     return estimate.total_bytes if estimate is not None else None
 

@@ -147,6 +147,9 @@ class EarlyStoppingConfig(Section):
 class TrainerConfig(Section):
     """The training itself, the same whatever the devices."""
 
+    batch_size_per_device: PositiveInt | None = None
+    """Instead of `global_batch_size`, which is then this × the number of chosen devices, before anything is
+    planned (`for_devices`); policies share that out as any other."""
     global_batch_size: PositiveInt
     """Samples of one optimizer step, over all ranks."""
     max_steps: PositiveInt | None = None
@@ -180,6 +183,12 @@ class TrainerConfig(Section):
     overfit_batches: NonNegativeInt = 0
     """Use only the first so many global batches, in the same order every epoch."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @field_validator("global_batch_size", mode="before")
+    @classmethod
+    def _of_one_device(cls, value: Any, info: ValidationInfo) -> Any:
+        """Stand for one device until the devices are known."""
+        return info.data.get("batch_size_per_device") if value is None else value
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -291,7 +300,29 @@ def check_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
         config = Config.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
         return None, explain(error, raw)
-    return config, _clashes(config)
+    return config, _batch_clash(raw["trainer"]) + _clashes(config)
+
+
+def for_devices(config: Config, raw: dict[str, Any], count: int) -> tuple[Config, dict[str, Any]]:
+    """Return both forms of the configuration with one global batch, whatever the person gave.
+
+    Args:
+        count: devices that take part.
+    """
+    each = config.trainer.batch_size_per_device
+    if each is None:
+        return config, raw
+    batch = {"batch_size_per_device": None, "global_batch_size": each * count}
+    trainer = config.trainer.model_copy(update=batch)
+    return config.model_copy(update={"trainer": trainer}), {**raw, "trainer": {**raw["trainer"], **batch}}
+
+
+def _batch_clash(trainer: dict[str, Any]) -> list[str]:
+    if trainer.get("batch_size_per_device") is None or trainer["global_batch_size"] is None:
+        return []
+    fix = "Both give the batch: keep one of them."
+    accepted = "null where `trainer.batch_size_per_device` is set"
+    return [must_be("trainer.global_batch_size", accepted, trainer["global_batch_size"], fix)]
 
 
 def _clashes(config: Config) -> list[str]:

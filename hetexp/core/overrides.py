@@ -27,6 +27,7 @@ _LISTS = ("experiment",)
 """Groups of which several options may be chosen at once: each lies over the one before."""
 _ELSEWHERE = {
     "batch_size": "trainer.global_batch_size",
+    "per_device_batch_size": "trainer.batch_size_per_device",
     "learning_rate": "optimizer.lr",
     "gpus": "hardware.gpu_ids",
     "num_epochs": "trainer.max_epochs",

@@ -34,6 +34,15 @@ WRONG = {
         ["trainer.accumulate=2", "trainer.microbatch_size=8"],
         ["`trainer.accumulate` must be 1", "2", "microbatch_size"],
     ),
+    "two batches": (
+        ["trainer.batch_size_per_device=8"],
+        ["`trainer.global_batch_size` must be null where `trainer.batch_size_per_device` is set", "64"],
+    ),
+    "no batch": (["trainer.global_batch_size=null"], ["`trainer.global_batch_size` must be", "null"]),
+    "batch a device 0": (
+        ["trainer.global_batch_size=null", "trainer.batch_size_per_device=0"],
+        ["`trainer.batch_size_per_device` must be greater than 0", "0"],
+    ),
     "early stopping without evaluation": (
         ["trainer.early_stopping.patience=2"],
         ["`trainer.eval_every` must be above 0", "0"],

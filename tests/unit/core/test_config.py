@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from support import unbuilt_config
 
-from hetexp.app import conf_dir
+from hetexp.app import check, compose_config, conf_dir
 from hetexp.core.config import (
     COMPONENTS,
     CommConfig,
@@ -25,6 +26,7 @@ from hetexp.core.config import (
     Section,
     TrainerConfig,
     check_config,
+    for_devices,
     read_config,
 )
 from hetexp.core.errors import ConfigError
@@ -367,3 +369,24 @@ def test_the_configuration_is_read_only(default: dict[str, Any]) -> None:
     config = read_config(default)
     with pytest.raises(ValueError, match="frozen"):
         config.trainer.seed = 1
+
+
+def test_a_batch_a_device_becomes_one_global_batch() -> None:
+    raw = unbuilt_config(trainer={"global_batch_size": None, "batch_size_per_device": 12})
+    config, problems = check_config(raw)
+    assert config is not None and problems == []
+    config, resolved = for_devices(config, raw, 3)
+    assert config.trainer.global_batch_size == resolved["trainer"]["global_batch_size"] == 36
+    assert raw["trainer"]["global_batch_size"] is None
+    assert read_config(resolved) == config  # as the ranks read it
+    assert for_devices(config, resolved, 5) == (config, resolved)
+
+
+def test_a_command_line_with_a_batch_a_device() -> None:
+    both = ["trainer.global_batch_size=null", "trainer.batch_size_per_device=12"]
+    cfg = compose_config(["hardware.devices=[cpu,cpu,cpu]", *both])
+    raw, config, selection, problems = check(cfg, Path.cwd())
+    assert problems == []
+    assert config is not None
+    assert config.trainer.global_batch_size == raw["trainer"]["global_batch_size"] == 36
+    assert "A step takes 36 samples: 12 × 3 chosen devices." in selection.reasons
