@@ -313,7 +313,12 @@ def with_memory(plan: Plan, memory: RunMemory | None) -> Plan:
 
     if memory is None:
         return plan
-    plan = with_microbatches(plan, memory.of(plan.devices, plan.local_batch_sizes, plan.precisions))
+    from hetexp.core.instantiate import instantiate
+
+    counts = list(plan.local_batch_sizes)
+    if instantiate(plan.config["balancing"]).follows:  # any device may get any part of the batch
+        counts = [sum(counts)] * plan.world_size
+    plan = with_microbatches(plan, memory.of(plan.devices, plan.local_batch_sizes, plan.precisions), counts)
     memory = memory.of(plan.devices, plan.local_batch_sizes, plan.precisions, plan.microbatch_sizes)
     problems = memory.problems()
     if problems:
@@ -323,15 +328,16 @@ def with_memory(plan: Plan, memory: RunMemory | None) -> Plan:
     return replace(plan, memory_bytes=needs, reasons=(*plan.reasons, *unknown))
 
 
-def with_microbatches(plan: Plan, memory: RunMemory) -> Plan:
+def with_microbatches(plan: Plan, memory: RunMemory, counts: Sequence[int]) -> Plan:
     """Return the plan with several passes a step for each device that does not hold its samples in one.
 
     Args:
         memory: of the plan's devices.
+        counts: the most samples that each of them may get.
     """
     from dataclasses import replace
 
-    largest = memory.largest_passes(plan.local_batch_sizes)
+    largest = memory.largest_passes(counts)
     before = plan.microbatch_sizes or (None,) * plan.world_size
     # 0 stands for a device that holds not even one sample: that is told as a problem.
     limits = [[n for n in pair if n] for pair in zip(before, largest, strict=True)]

@@ -166,23 +166,34 @@ def plain_plan(**others: Any) -> Plan:
 
 
 def test_only_a_device_that_does_not_hold_its_samples_gets_several_passes() -> None:
-    plan = with_microbatches(plain_plan(), cast(Any, Memory([None, 8])))
+    plan = with_microbatches(plain_plan(), cast(Any, Memory([None, 8])), (32, 32))
     assert plan.microbatch_sizes == (None, 8)
     (reason,) = plan.reasons
     assert reason == (
         "cuda:1 (Card 1) takes its 32 samples of a step in passes of at most 8: its memory does not hold "
         "more."
     )
-    assert with_microbatches(plain_plan(), cast(Any, Memory([64, 32]))).microbatch_sizes == (None, None)
+    assert with_microbatches(plain_plan(), cast(Any, Memory([64, 32])), (32, 32)).microbatch_sizes == (
+        None,
+        None,
+    )
 
 
 def test_a_device_that_holds_no_sample_is_left_to_the_refusal() -> None:
-    plan = with_microbatches(plain_plan(), cast(Any, Memory([None, 0])))
+    plan = with_microbatches(plain_plan(), cast(Any, Memory([None, 0])), (32, 32))
     assert plan.microbatch_sizes == (None, None)
     assert plan.reasons == ()
 
 
 def test_the_smaller_of_estimate_and_measurement_holds() -> None:
-    plan = with_microbatches(plain_plan(microbatch_sizes=(4, 16)), cast(Any, Memory([8, 8])))
+    plan = with_microbatches(plain_plan(microbatch_sizes=(4, 16)), cast(Any, Memory([8, 8])), (32, 32))
     assert plan.microbatch_sizes == (4, 8)
     assert len(plan.reasons) == 2
+
+
+def test_a_device_that_may_get_more_is_limited_before_it_does() -> None:
+    memory = cast(Any, Memory([40, None]))
+    assert with_microbatches(plain_plan(), memory, (32, 32)).microbatch_sizes == (None, None)
+    plan = with_microbatches(plain_plan(), memory, (64, 64))
+    assert plan.microbatch_sizes == (40, None)
+    assert not any("in passes of at most" in reason for reason in plan.reasons)  # not yet
