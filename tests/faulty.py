@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetexp.core.device import GIB
+
 FAULTS: dict[str, Callable[[], object]] = {
     "raise": lambda: _fail("this sample is broken"),
     "say gloo": lambda: _fail("Connection reset by peer while reading this sample"),
@@ -129,12 +131,27 @@ class _ShortInBackward(torch.autograd.Function):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the manual.")
 
 
+class _HoldsInBackward(torch.autograd.Function):
+    """Passes values on, and takes real memory of the device for a moment in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, gib_per_sample: float) -> torch.Tensor:
+        ctx.num_bytes = int(len(value) * gib_per_sample * GIB)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        torch.empty(ctx.num_bytes, dtype=torch.uint8, device=gradients[0].device)
+        return gradients[0], None
+
+
 class Hungry(nn.Module):
     """Four layers; on some ranks a pass over too many samples runs out of memory.
 
     Args:
         most: samples of a pass that the memory suffices for.
         where: `forward`, or `backward` between its second layer and its third, counted from the end.
+        gib_per_sample: of the device's real memory, taken there in any case.
         ranks: that have so little memory.
         after: passes in which there is enough.
         unused: whether there is a fifth layer, which takes no part.
@@ -147,11 +164,13 @@ class Hungry(nn.Module):
         ranks: Sequence[int] = (1,),
         after: int = 0,
         unused: bool = False,
+        gib_per_sample: float = 0.0,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)])
         self.unused = nn.Linear(8, 8) if unused else None
         self.most, self.where, self.after = most, where, after
+        self.gib_per_sample = gib_per_sample
         self.short, self.passes = my_rank() in ranks, 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -160,6 +179,9 @@ class Hungry(nn.Module):
         value = inputs
         for number, layer in enumerate(self.layers):
             value = torch.tanh(layer(value)) if number < 3 else layer(value)
+            if self.short and self.gib_per_sample and number == 1:
+                held = _HoldsInBackward.apply(value, self.gib_per_sample)  # type: ignore[no-untyped-call]
+                value = held
             if short and number == 1:
                 if self.where == "forward":
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

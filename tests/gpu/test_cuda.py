@@ -126,4 +126,4 @@ def test_a_limited_card_runs_out_of_memory(train: Train, tmp_path: Path) -> None
         train(*GPT, limited, "strategy=single", *large, "hardware.check_memory=false", folder=folder)
 
     failures = json.loads((folder / "summary.json").read_text())["failures"]
-    assert failures[0]["kind"] == "OutOfMemoryError"
+    assert failures[0]["kind"] == "DeviceMemoryError"
