@@ -1,8 +1,10 @@
 """From measured passes to a speed curve: a straight line, a line with one kink, or what was measured itself.
 
 Errors are relative: a pass that takes twice as long jitters twice as much. Single slow passes count for
-little (least squares, reweighted again and again by Huber's weights: Huber, Robust Estimation of a Location
-Parameter, 1964). A fit is made once and handed to all ranks: its last digits may differ by platform.
+little, and far ones for nothing: least squares, reweighted again and again, first by Huber's weights (Robust
+Estimation of a Location Parameter, 1964), then, from where these lead, by Tukey's biweight (Beaton and Tukey,
+1974), since what disturbs a device only ever makes it slower. A fit is made once and handed to all ranks: its
+last digits may differ by platform.
 """
 
 from __future__ import annotations
@@ -25,15 +27,26 @@ Floats = NDArray[np.float64]
 
 HUBER = 1.5
 """Residuals up to so many times their spread count in full."""
-ITERATIONS = 8
+ITERATIONS = 5
+BIWEIGHT = 4.7
+"""Residuals from so many times their spread on count for nothing."""
+BIWEIGHT_ITERATIONS = 3
+LEAST_WEIGHT = 1e-8
+"""What counts for nothing keeps this much, so that the equations stay solvable."""
+TO_DEVIATION = 1.4826
+"""From the median distance of normal values to their standard deviation."""
 SMALLEST_SPREAD = 1e-4
 """Relative; clocks tell no less. Below it a kink is not worth two more numbers."""
 KINK_PAYS = 6.0
 """How much a kink must lower the Bayesian information criterion (Schwarz, 1978); this much is strong evidence
 (Kass and Raftery, 1995)."""
 KINKS_TRIED = 32
+COMMON_PASSES = 3
 GRADE = 1.6
 """From one size to measure to the next."""
+FAR = 6.0
+"""When two shapes are compared, distances count up to so many times what passes of one size spread (Tukey's
+biweight loss): else the shape that happens to pass nearer to a few stray passes would win."""
 CURVED = 3.0
 """Where the median of a size lies so many times further from the fit than passes spread around their median,
 the shape is neither a line nor a line with a kink, and the medians themselves are the curve."""
@@ -104,20 +117,51 @@ def fit_curve(points: Iterable[Point]) -> Fit:
         spread = _spread([s / middle - 1 for _, s in measured])
         through_zero = SpeedCurve(0.0, middle / size)
         return Fit(through_zero, "line", spread, _of_median(spread, len(measured)), len(measured), size, size)
-    model = _best_model(measured, medians, sizes)
-    curve, error = model.curve(), model.standard_error()
-    shape: Literal["line", "kink", "points"] = "kink" if curve.kinks else "line"
     # A size's median is often one of its passes; that one tells nothing of jitter.
     apart = [s / medians[size] - 1 for size, s in measured if s != medians[size]]
     within = _spread(apart) if apart else math.inf
-    off = sorted(abs(curve.pass_seconds(size) / seconds - 1) for size, seconds in medians.items())
+    # Where each size has one pass only, all distances count.
+    model = _best_model(measured, medians, sizes, max(within, SMALLEST_SPREAD) if apart else 1.0)
+    curve, error = model.curve(), model.standard_error()
+    shape: Literal["line", "kink", "points"] = "kink" if curve.kinks else "line"
+    unsure = median_errors(measured)
+    far = [
+        size
+        for size, seconds in medians.items()
+        if abs(curve.pass_seconds(size) / seconds - 1)
+        > max(CURVED_AT_LEAST, CURVED * within, CURVED * unsure[size])
+    ]
     # One size alone may be what a busy moment made of it; a shape shows at two.
-    if len(sizes) > 2 and off[-2] > max(CURVED_AT_LEAST, CURVED * within):
+    if len(sizes) > 2 and len(far) > 1:
         curve, shape = SpeedCurve.through(sorted(medians.items())), "points"
         fewest = min(sum(n == size for n, _ in measured) for size in sizes)
         error = _of_median(within, fewest)
     spread = _spread([s / curve.pass_seconds(size) - 1 for size, s in measured])
     return Fit(curve, shape, spread, error, len(measured), sizes[0], sizes[-1])
+
+
+def median_errors(points: Iterable[Point]) -> dict[int, float]:
+    """Return how unsure the median of each size is: its standard error, as a fraction of it.
+
+    Few passes of a size may agree, or differ, by chance: how all sizes spread in the median counts as much as
+    `COMMON_PASSES` of its own. Of one pass a size nothing is known, and the error is infinite.
+    """
+    groups: dict[int, list[float]] = {}
+    for size, seconds in points:
+        groups.setdefault(size, []).append(seconds)
+    variances = {}
+    for size, group in groups.items():
+        middle = statistics.median(group)
+        if len(group) > 1:  # from the mean distance, of which one stray pass makes less than of squares
+            away = sum(abs(seconds / middle - 1) for seconds in group) / (len(group) - 1)
+            variances[size] = away * away * math.pi / 2
+    common = statistics.median(variances.values()) if variances else math.inf
+    errors = {}
+    for size, group in groups.items():
+        freedom = len(group) - 1
+        both = variances.get(size, 0.0) * freedom + common * COMMON_PASSES
+        errors[size] = _of_median(math.sqrt(both / (freedom + COMMON_PASSES)), len(group))
+    return errors
 
 
 def sizes_to_measure(largest: int, count: int = 8) -> list[int]:
@@ -140,23 +184,30 @@ def sizes_to_measure(largest: int, count: int = 8) -> list[int]:
 class _Model:
     """Seconds = fixed + first · samples up to the kink + second · samples beyond it, none below zero."""
 
-    def __init__(self, measured: Sequence[Point], medians: dict[int, float], kink: int | None) -> None:
+    def __init__(
+        self, measured: Sequence[Point], medians: dict[int, float], kink: int | None, noise: float
+    ) -> None:
         self.kink = kink
         self._scale = max(medians)  # columns of a like size solve well
         self._rows = self._columns([size for size, _ in measured])
         seconds = np.array([s for _, s in measured])
         middle = np.array([medians[size] for size, _ in measured])
         expected = middle
-        for _ in range(ITERATIONS):
+        for iteration in range(ITERATIONS + BIWEIGHT_ITERATIONS):
             off = np.abs(seconds / expected - 1)
-            self._spread = max(_spread(off), SMALLEST_SPREAD)
-            weights = np.minimum(1.0, HUBER * self._spread / np.maximum(off, SMALLEST_SPREAD))
+            self._spread = max(TO_DEVIATION * float(np.median(off)), SMALLEST_SPREAD)
+            if iteration < ITERATIONS:
+                weights = np.minimum(1.0, HUBER * self._spread / np.maximum(off, SMALLEST_SPREAD))
+            else:
+                near = 1 - np.minimum(off / (BIWEIGHT * self._spread), 1.0) ** 2
+                weights = np.maximum(near**2, LEAST_WEIGHT)
             self._weighted = self._rows * (np.sqrt(weights) / expected)[:, None]
             self.factors = _not_negative(self._weighted, np.sqrt(weights) * seconds / expected)
             # Errors count by what is expected, but a bad fit on the way must not make its own errors small.
             expected = np.clip(self._rows @ self.factors, middle / 2, middle * 2)
-        off = np.abs(seconds / expected - 1)
-        variance = max(float(np.mean(weights * off**2)), SMALLEST_SPREAD**2)
+        far = FAR * noise
+        near = 1 - np.minimum(np.abs(seconds / expected - 1) / far, 1.0) ** 2
+        variance = max(float(np.mean(far**2 / 3 * (1 - near**3))), SMALLEST_SPREAD**2)
         numbers = len(self.factors) + (kink is not None)
         self.criterion = len(seconds) * math.log(variance) + numbers * math.log(len(seconds))
         """Bayesian information criterion: the less, the better."""
@@ -213,15 +264,17 @@ def _checked(points: Iterable[Point]) -> list[Point]:
     return measured
 
 
-def _best_model(measured: Sequence[Point], medians: dict[int, float], sizes: Sequence[int]) -> _Model:
-    """Return the line, or the line with a kink where that pays."""
-    line = best = _Model(measured, medians, None)
+def _best_model(
+    measured: Sequence[Point], medians: dict[int, float], sizes: Sequence[int], noise: float
+) -> _Model:
+    """Return the line, or the line with a kink where that pays; `noise` is how passes of one size spread."""
+    line = best = _Model(measured, medians, None, noise)
     if len(sizes) < 4:
         return line
     # Two sizes or more on either side of the kink, its own counted on both.
     tried = _between(sizes[1], sizes[-2])
     for _ in range(2):  # all over, then closer around the best
-        best = min((_Model(measured, medians, at) for at in tried), key=lambda model: model.criterion)
+        best = min((_Model(measured, medians, at, noise) for at in tried), key=lambda model: model.criterion)
         at = tried.index(best.kink or 0)
         tried = _between(tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)])
     return best if best.criterion + KINK_PAYS < line.criterion else line
@@ -239,4 +292,4 @@ def _of_median(spread: float, num_values: int) -> float:
 
 def _spread(relative: Iterable[float]) -> float:
     """Return the standard deviation that the median distance from zero tells of, for normal errors."""
-    return 1.4826 * statistics.median(map(abs, relative))
+    return TO_DEVIATION * statistics.median(map(abs, relative))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Subset
 
-from hetexp.balancing.fit import fit_curve, sizes_to_measure
+from hetexp.balancing.fit import fit_curve, median_errors, sizes_to_measure
 from hetexp.balancing.solver import solve
 from hetexp.comm.rendezvous import exchange
 from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
@@ -37,7 +38,16 @@ from hetexp.training.state import Parts, Progress
 log = logging.getLogger(__name__)
 
 NUM_SIZES = 7
-REPETITIONS = 3
+FIRST_PASSES = 3
+"""Of the size by which the ranks find their likely shares."""
+PASSES = 2
+"""Of each size on the way up, and again on the way down: one that slows meanwhile does so for all sizes."""
+MOST_PASSES = 16
+"""Of a size, where passes spread."""
+SURE = 0.015
+"""Standard error of a size's median, as a fraction of it, below which it is not measured again."""
+LEAST_EXTRA_SECONDS = 1.0
+"""What measuring again may take; or as long as all sizes took before, where that is longer."""
 MOST_OF_SHARE = 2.0
 """How far beyond its likely share a device is measured: shares move, and the line goes on from there."""
 WARM_STEPS, JOINT_STEPS = 3, 8
@@ -86,7 +96,7 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
     passes = _Passes([], [], [])
     first = max(1, total // (4 * parts.plan.world_size))
     # Nobody waits for this rank while it tries sizes: it finds out by itself what fits, and says so.
-    while not _time_if_it_fits(parts, batch, first, passes, scale):
+    while not _time_if_it_fits(parts, batch, first, passes, scale, FIRST_PASSES):
         first //= 2
     speeds = torch.zeros(parts.plan.world_size, dtype=torch.float64)
     speeds[parts.rank] = first / statistics.median(seconds for _, seconds in passes.points)
@@ -94,16 +104,64 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
     likely = total * float(speeds[parts.rank] / speeds.sum())
     largest = min(total, max(4, round(MOST_OF_SHARE * likely)))
     largest = min(largest, parts.microbatch_size or largest)
-    fits = first
+    began = time.perf_counter()
+    fits: list[int] = []
     for size in sizes_to_measure(largest, NUM_SIZES):
         if not _time_if_it_fits(parts, batch, size, passes, scale):
-            passes.most = fits
+            passes.most = max([first, *fits])
             break
-        fits = max(fits, size)
+        fits.append(size)
+    for size in reversed(fits):
+        _measure_more(parts, batch, size, passes, scale)
+    _measure_again(parts, batch, passes, scale, time.perf_counter() - began)
     return passes
 
 
-def _time_if_it_fits(parts: Parts, batch: tuple[Any, Any], size: int, passes: _Passes, scale: float) -> bool:
+def _measure_more(
+    parts: Parts, batch: tuple[Any, Any], size: int, passes: _Passes, scale: float, repetitions: int = PASSES
+) -> None:
+    """Time more passes of a size that fitted before; where it no longer does, that is the limit."""
+    if passes.most is not None and size > passes.most:
+        return
+    if not _time_if_it_fits(parts, batch, size, passes, scale, repetitions, warm=True):
+        passes.most = max((other for other, _ in passes.points if other < size), default=1)
+
+
+def _measure_again(
+    parts: Parts, batch: tuple[Any, Any], passes: _Passes, scale: float, took_seconds: float
+) -> None:
+    """Repeat the sizes whose passes spread, in turn, until all are sure or it takes too long.
+
+    Args:
+        took_seconds: what all sizes took before.
+    """
+    deadline = time.perf_counter() + max(LEAST_EXTRA_SECONDS, took_seconds)
+    while True:
+        errors = median_errors(passes.points)
+        counts = Counter(size for size, _ in passes.points)
+        unsure = [
+            size
+            for size in errors
+            if errors[size] > SURE and counts[size] < MOST_PASSES and size <= (passes.most or size)
+        ]
+        if not unsure:
+            return
+        for size in unsure:
+            if time.perf_counter() > deadline:
+                return
+            more = min(PASSES, MOST_PASSES - counts[size])
+            _measure_more(parts, batch, size, passes, scale, more)
+
+
+def _time_if_it_fits(
+    parts: Parts,
+    batch: tuple[Any, Any],
+    size: int,
+    passes: _Passes,
+    scale: float,
+    repetitions: int = PASSES,
+    warm: bool = False,
+) -> bool:
     """Time passes of a size; return whether the memory suffices for them.
 
     Raises:
@@ -111,7 +169,7 @@ def _time_if_it_fits(parts: Parts, batch: tuple[Any, Any], size: int, passes: _P
     """
     try:
         with ends_with_shortage(parts, -1, [1], "No share fits.") if size == 1 else nullcontext():
-            _time_steps(parts, batch, size, passes, scale, REPETITIONS)
+            _time_steps(parts, batch, size, passes, scale, repetitions, warm)
         return True
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -124,17 +182,27 @@ def _time_if_it_fits(parts: Parts, batch: tuple[Any, Any], size: int, passes: _P
 
 
 def _time_steps(
-    parts: Parts, batch: tuple[Any, Any], size: int, passes: _Passes, scale: float, repetitions: int
+    parts: Parts,
+    batch: tuple[Any, Any],
+    size: int,
+    passes: _Passes,
+    scale: float,
+    repetitions: int,
+    warm: bool = False,
 ) -> None:
     """Do steps of one pass each, without exchange, and add their times.
 
-    The first one is left out: kernels are chosen and memory is taken once for each size.
+    Where the size is new, one more comes first and is left out: kernels are chosen and memory is taken once
+    for each size.
+
+    Args:
+        warm: whether passes of this size were done before.
     """
     inputs, targets = (_first(value, size) for value in batch)
     backend = parts.backend
     marks: list[tuple[Any, Any, Any]] = []
     began = 0.0
-    for repetition in range(repetitions + 1):
+    for repetition in range(1 if warm else 0, repetitions + 1):
         if repetition == 1:
             backend.pause()
             backend.synchronize()

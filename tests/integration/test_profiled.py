@@ -120,6 +120,32 @@ def test_one_device_is_not_measured(train: Train) -> None:
     assert run.summary["efficiency"] is None
 
 
+@pytest.mark.parametrize("slower", [1.5, 3.0, 5.0])
+def test_a_slow_backward_is_seen_although_the_other_rank_waits_for_it(train: Train, slower: float) -> None:
+    """The exchange sits in backward: there both ranks take equally long. Nor does a slow start count."""
+    run = train(
+        "data=custom",
+        "data._target_=faulty.Data",
+        "model=custom",
+        "model._target_=waiting_model.Waiting",
+        f"+model.slower={slower}",
+        "+model.first=0.5",
+        "hardware.devices=[cpu,cpu]",
+        "balancing=profiled",
+        "balancing.drop_slower=false",
+        "trainer.global_batch_size=60",
+        "trainer.max_steps=3",
+        "trainer.max_epochs=null",
+    )
+    plan = json.loads((run.folder / "plan.json").read_text())
+    curves = [SpeedCurve.from_dict(one["curve"]) for one in plan["calibration"]["devices"]]
+    assert curves[1].pass_seconds(20) / curves[0].pass_seconds(20) == pytest.approx(slower, rel=0.2)
+    first, second = plan["local_batch_sizes"]
+    assert first > 30 > second
+    assert first / second == pytest.approx(slower, rel=0.25)  # rounding to samples included
+    assert all(seconds < 0.45 for one in plan["calibration"]["devices"] for _, seconds in one["points"])
+
+
 def test_a_failure_while_measuring_is_told_as_any_other(train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     broken = ("data=custom", "data._target_=faulty.Data", "model=custom", "model._target_=faulty.Net")
