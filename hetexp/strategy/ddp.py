@@ -118,12 +118,14 @@ class DDP(Strategy):
         those before anything happens (`checkAndRaiseMarkedTwiceError` in torch's `reducer.cpp`).
 
         Raises:
-            RuntimeError: every gradient was sent already, so that the other ranks cannot be told.
+            torch.OutOfMemoryError: every gradient was sent already, so that the other ranks cannot be told.
         """
+        import torch
+
         from hetexp.strategy.empty_share import given_gradient
 
         if not missing:
-            raise RuntimeError("memory ran out after the last gradient was sent")
+            raise torch.OutOfMemoryError("Memory ran out after the last gradient was sent.")
         groups = [[parameter] for parameter in missing] if self.find_unused_parameters else [list(missing)]
         for group in groups:
             zero = given_gradient(group, math.nan)

@@ -27,8 +27,9 @@ GPT = (
     "model.num_heads=8",
     "model.embedding_size=512",
     "trainer.global_batch_size=32",
+    "trainer.precision=float64",
 )
-"""100 MiB of weights, as much of gradients, twice as much of moments; several GiB for 32 samples."""
+"""200 MiB of weights, as much of gradients, twice as much of moments; far more than 3 GiB for 32 samples."""
 HUNGRY = (
     *COMMON,
     "data=synthetic",
@@ -55,16 +56,15 @@ def log_of(run: Run, rank: int = 0) -> str:
 
 def test_a_batch_that_a_card_does_not_hold(train: Train) -> None:
     whole = train(*GPT, "hardware.devices=[cuda:0]", "strategy=single")
-    run = train(*GPT, f"hardware.devices=[{LIMITED}]", "strategy=single")
+    run = train(*GPT, "hardware.devices=[{device: cuda:0, memory_gib: 3}]", "strategy=single")
     loss, parameters = worst(run, whole, STEPS)
-    print(
-        f"halved to {run.summary['devices'][0]['micro_batch']}: loss {loss:.1e}, parameters {parameters:.1e}"
-    )
-    assert loss <= 1e-5
-    assert parameters <= 1e-5
+    size = run.summary["devices"][0]["micro_batch"]
+    print(f"halved to {size}: loss {loss:.1e}, parameters {parameters:.1e}")
+    assert loss <= 1e-11
+    assert parameters <= 1e-11
     assert "out of memory" in log_of(run)
-    assert run.summary["devices"][0]["micro_batch"] < 32
-    assert run.summary["devices"][0]["peak_memory"] <= 2 * 2**30
+    assert size < 32
+    assert run.summary["devices"][0]["peak_memory"] <= 3 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -178,3 +178,21 @@ def test_shares_that_move_keep_the_microbatch(train: Train, undisturbed: Callabl
     assert parameters <= 1e-12
     assert "Rank 1, cpu:1" in (run.folder / "logs" / "rank_0.log").read_text()
     assert run.summary["devices"][1]["micro_batch"] <= 5
+
+
+@pytest.mark.parametrize("scale", ["null", "20"], ids=["in the rehearsal", "in training"])
+def test_on_emulated_cards_and_paced_links(train: Train, scale: str) -> None:
+    cards = (
+        *BUCKETS,
+        "hardware.devices=[emulated:rtx_3090,emulated:arc_a770]",
+        "balancing.weights=[8,16]",
+        "trainer.precision=float32",
+        f"hardware.time_scale={scale}",
+    )
+    run = train(*COMMON, *cards, "+model.most=5", "+model.where=backward")
+    loss, parameters = worst(run, train(*COMMON, *cards, "hardware.time_scale=1"), STEPS)
+    assert loss <= 1e-5
+    assert parameters <= 1e-5
+    assert run.summary["devices"][1]["micro_batch"] == 4
+    when = "before the first step" if scale == "null" else "in step 1"
+    assert f"ran out of memory {when}" in (run.folder / "logs" / "rank_0.log").read_text()
