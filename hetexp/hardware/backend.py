@@ -157,7 +157,7 @@ class Backend(ABC):
         if self.spec.slow != 1.0 or self.faults.lasting:
             from hetexp.hardware.pacing import Slowdown
 
-            Slowdown(model, lambda: self.slower, self.synchronize)
+            Slowdown(model, lambda: self.slower, self)
         if self.spec.limited:
             self.limit_memory(model, optimizer)
 

@@ -57,6 +57,9 @@ class CpuBackend(Backend):
     def seconds_between(self, start: float, end: float) -> float:
         return end - start
 
+    def wait(self, mark: float) -> None:
+        return None
+
     def synchronize(self) -> None:
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetexp.core.call import call_model
@@ -160,29 +160,43 @@ class Pacer:
         self.paced.append((self._phase, elapsed, allowed))
 
 
+class Marks(Protocol):
+    """What a backend tells of its device's time."""
+
+    def mark(self) -> Any: ...
+    def wait(self, mark: Any) -> None: ...
+    def seconds_between(self, start: Any, end: Any) -> float: ...
+
+
+STRETCHES = 8
+"""Of a backward pass, after each of which a slowed device idles."""
+
+
 class Slowdown:
-    """Slows a real device: after each pass it idles for a multiple of the time that the pass took.
+    """Slows a real device: after each stretch of work it idles for a multiple of the time that this took.
+
+    Each stretch waits for the device, and the device for the next launch: few of them, so that the slowed
+    device is so many times slower and has no costs of its own. Only the stream that computes is waited for;
+    an exchange beside it may be waiting for other ranks.
 
     Args:
         model: hooked as it is.
-        factor: returns how many times slower than real; asked once a pass.
-        synchronize: waits for the device, so that its own work is measured.
+        factor: returns how many times slower than real; asked at each stretch.
+        device: gives the marks that the work is measured by.
     """
 
-    def __init__(
-        self, model: nn.Module, factor: Callable[[], float], synchronize: Callable[[], None]
-    ) -> None:
-        self._factor, self._synchronize = factor, synchronize
-        self._started: float | None = None
+    def __init__(self, model: nn.Module, factor: Callable[[], float], device: Marks) -> None:
+        self._factor, self._device = factor, device
+        self._started: Any = None
         model.register_forward_pre_hook(lambda *_: self._begin())
         model.register_forward_hook(self._end_forward)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        for parameter in parameters:
+        for parameter in spread_out([p for p in model.parameters() if p.requires_grad], STRETCHES):
             parameter.register_hook(lambda _: self._catch_up())
 
     def _begin(self) -> None:
-        self._synchronize()
-        self._started = time.perf_counter()
+        mark = self._device.mark()
+        self._device.wait(mark)
+        self._started = mark
 
     def _end_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._catch_up()
@@ -196,7 +210,11 @@ class Slowdown:
         from torch.autograd import Variable
 
         self._begin()
-        Variable._execution_engine.queue_callback(self._stop)
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._catch_up()  # of what no hook has followed
+        self._stop()
 
     def _stop(self) -> None:
         """What follows until the next pass is no work: not even the gradients of an empty share."""
@@ -207,10 +225,29 @@ class Slowdown:
         factor = self._factor()
         if factor <= 1.0 or self._started is None:
             return
-        self._synchronize()
-        worked = time.perf_counter() - self._started
-        time.sleep(worked * (factor - 1.0))
-        self._started = time.perf_counter()
+        mark = self._device.mark()
+        self._device.wait(mark)
+        time.sleep(self._device.seconds_between(self._started, mark) * (factor - 1.0))
+        self._started = self._device.mark()
+
+
+def spread_out(parameters: Sequence[nn.Parameter], count: int) -> list[nn.Parameter]:
+    """Return so many of the parameters, about evenly spread over the work, in the order of backward.
+
+    Where there are no more than `count`, all of them; else each ends about as large a part of the elements,
+    and the last one is among them.
+    """
+    backwards = list(reversed(parameters))
+    if len(backwards) <= count:
+        return backwards
+    total = sum(p.numel() for p in backwards)
+    chosen: list[nn.Parameter] = []
+    done = 0
+    for parameter in backwards:
+        done += parameter.numel()
+        if done * count >= (len(chosen) + 1) * total:
+            chosen.append(parameter)
+    return chosen
 
 
 def count_work(model: nn.Module, inputs: Any) -> tuple[float, float, list[tuple[torch.nn.Parameter, float]]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_clock import Clock, Working
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from hetexp.hardware import pacing
-from hetexp.hardware.pacing import Slowdown
+from hetexp.hardware.pacing import STRETCHES, Slowdown, spread_out
 from hetexp.strategy.empty_share import EmptyShareGuard
 
 
@@ -23,15 +25,22 @@ class Slowed:
     """Two layers that work 2 s and 3 s forward, 5 s and 7 s backward, on a device of changing speed."""
 
     def __init__(self, clock: Clock, factor: float) -> None:
-        self.factor, self.synchronized = factor, 0
+        self.factor, self.waited = factor, 0
+        self._clock = clock
         self.layers = first, second = Working(4, clock), Working(4, clock)
         first.forward_seconds, first.backward_seconds = 2.0, 5.0
         second.forward_seconds, second.backward_seconds = 3.0, 7.0
         self.model = nn.Sequential(first, second)
-        Slowdown(self.model, lambda: self.factor, self._synchronize)
+        Slowdown(self.model, lambda: self.factor, self)
 
-    def _synchronize(self) -> None:
-        self.synchronized += 1
+    def mark(self) -> float:
+        return self._clock.now
+
+    def wait(self, mark: float) -> None:
+        self.waited += 1
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
 
 
 def test_each_stretch_of_work_is_stretched(clock: Clock) -> None:
@@ -46,7 +55,7 @@ def test_each_stretch_of_work_is_stretched(clock: Clock) -> None:
     assert clock.now - start == pytest.approx(3.0 * 12.0)
     # After the later layer first, so that its gradient is not sent too early.
     assert clock.slept[1:] == pytest.approx([2.0 * 7.0, 2.0 * 5.0])
-    assert slowed.synchronized > 0
+    assert slowed.waited > 0
 
 
 def test_no_gradient_leaves_before_its_time(clock: Clock) -> None:
@@ -118,3 +127,33 @@ def test_an_empty_share_does_not_stretch_the_wait_before_it(clock: Clock) -> Non
     start = clock.now
     guard(None).backward()
     assert clock.now == start
+
+
+def test_a_deep_model_idles_after_few_stretches(clock: Clock) -> None:
+    layers = [Working(4, clock) for _ in range(40)]
+    for layer in layers:
+        layer.forward_seconds, layer.backward_seconds = 0.5, 1.0
+    slowed = Slowed(clock, 3.0)
+    slowed.model = nn.Sequential(*layers)
+    Slowdown(slowed.model, lambda: slowed.factor, slowed)
+    output = slowed.model(torch.zeros(2, 4))
+    start, slept = clock.now, len(clock.slept)
+    output.sum().backward()
+    assert clock.now - start == pytest.approx(3.0 * 40.0)
+    stretches = [seconds for seconds in clock.slept[slept:] if seconds]
+    assert len(stretches) == STRETCHES
+    assert max(stretches) <= 2.0 * (40.0 / STRETCHES + 1.0)
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=60), count=st.integers(1, 10))
+def test_parameters_are_spread_over_the_work(sizes: list[int], count: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    chosen = spread_out(parameters, count)
+    assert len(chosen) <= count
+    assert chosen[-1] is parameters[0]  # whose gradient comes last
+    order = [next(i for i, p in enumerate(parameters) if p is one) for one in chosen]
+    assert order == sorted(order, reverse=True)
+    if len(sizes) <= count:
+        assert len(chosen) == len(sizes)
+    ends = [sum(sizes[at:]) for at in order]
+    assert all(b - a <= sum(sizes) / count + 2 * max(sizes) for a, b in zip([0, *ends], ends, strict=False))
