@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Links:
     """Passed one after another by every bucket: the hosts' memory, then the network if there are several."""
     staged: bool = True
     """Whether a bucket goes to the host and back; within a vendor it stays on the cards."""
+    ring: int | None = None
+    """Ranks that exchange, where `device` has one of each kind only; `None`: as many as `device` has."""
 
     @property
     def world_size(self) -> int:
@@ -49,10 +51,11 @@ class Links:
 
     def exchange_seconds(self, num_bytes: float) -> float:
         """Return the time of an all-reduce: a ring moves 2 (n − 1) / n of the bytes through each rank."""
-        rounds = 2 * (self.world_size - 1)
+        ranks = self.ring or self.world_size
+        rounds = 2 * (ranks - 1)
         if rounds == 0:
             return 0.0
-        travelled = num_bytes * rounds / self.world_size
+        travelled = num_bytes * rounds / ranks
         return sum(
             channel.latency_seconds * rounds + travelled / channel.bytes_per_second
             for channel in self.exchange
@@ -115,7 +118,11 @@ def step_seconds(work: Sequence[Work], links: Links, buckets: Sequence[tuple[flo
 
     It is the slowest way from a rank back to itself, a step: the eigenvalue of the steps as a max-plus
     matrix (Baccelli et al., Synchronization and Linearity, 1992), so it never falls where something slows.
+    Ranks of the same work and link have the same rows in that matrix: one of each kind is enough.
     """
+    kinds = list(dict.fromkeys(zip(work, links.device, strict=True)))
+    work = [one for one, _ in kinds]
+    links = replace(links, device=tuple(link for _, link in kinds), ring=links.ring or links.world_size)
     slowest = 0.0
     ranks = range(links.world_size)
     for rank in ranks:

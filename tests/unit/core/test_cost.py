@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -336,3 +337,30 @@ def test_a_step_is_no_shorter_than_any_part_of_it(
     seconds = step_seconds(work, channels, buckets)
     assert seconds >= max(w.update + sum(w.forward) + sum(w.backward) for w in work) - 1e-9
     assert seconds >= sum(channels.exchange_seconds(num_bytes) for _, num_bytes in buckets) - 1e-9
+
+
+def every_rank_for_itself(
+    work: Sequence[Work], channels: Links, buckets: Sequence[tuple[float, float]]
+) -> float:
+    """`step_seconds` without putting ranks together that are alike."""
+    ranks = range(channels.world_size)
+    slowest = 0.0
+    for rank in ranks:
+        timeline = Timeline(channels, [0.0 if other == rank else -math.inf for other in ranks], -math.inf)
+        for steps in range(1, channels.world_size + 1):
+            timeline.step(work, buckets)
+            slowest = max(slowest, timeline.ends[rank] / steps)
+    return slowest
+
+
+@settings(deadline=None, max_examples=80)
+@given(cases(most_ranks=3), st.lists(st.integers(0, 2), min_size=1, max_size=7))
+def test_ranks_that_are_alike_count_once(
+    case: tuple[list[Work], Links, list[tuple[float, float]]], copies: list[int]
+) -> None:
+    work, channels, buckets = case
+    ranks = [copy % len(work) for copy in copies]
+    many = replace(channels, device=tuple(channels.device[rank] for rank in ranks))
+    jobs = [work[rank] for rank in ranks]
+    expected = every_rank_for_itself(jobs, many, buckets)
+    assert step_seconds(jobs, many, buckets) == pytest.approx(expected, rel=1e-12)
