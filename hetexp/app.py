@@ -105,39 +105,19 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
 
 def check_command_line(arguments: argparse.Namespace) -> list[str]:
     """Return every mistake in what the person typed, before Hydra would stop at the first one."""
-    from hydra._internal.hydra import Hydra
-    from hydra._internal.utils import create_config_search_path
-    from hydra.core.config_search_path import SearchPathQuery
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-
-    from hetexp.core.overrides import Overrides
+    from hetexp.core.overrides import compose_typed
 
     asks = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
     if any(asks) or not arguments.overrides or arguments.experimental_rerun:
         return []
-    search_path = create_config_search_path(str(arguments.config_path or conf_dir()))
-    if arguments.config_dir is not None:
-        folder = Path(arguments.config_dir).absolute()
-        search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
-    try:
-        loader = Hydra.create_main_hydra2("hetexp", search_path).config_loader
-        name = arguments.config_name or CONFIG_NAME
-        overrides = Overrides(loader, name, arguments.overrides, arguments.multirun)
-        if not arguments.multirun or overrides.problems:
-            # The values that could be read are checked too: one round of mending instead of two.
-            try:
-                composed = overrides.compose()
-            except HydraException as error:
-                return [*overrides.problems, str(error)]
-            composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-            return overrides.problems + check(composed, Path.cwd())[3]
-        return overrides.problems
-    except HydraException as error:
-        return [str(error)]
-    finally:
-        GlobalHydra.instance().clear()
+    composed, problems = compose_typed(
+        arguments.overrides,
+        arguments.multirun,
+        config_dir=arguments.config_dir,
+        config_path=arguments.config_path,
+        config_name=arguments.config_name or CONFIG_NAME,
+    )
+    return problems + (check(composed, Path.cwd())[3] if composed is not None else [])
 
 
 def _job(cfg: DictConfig) -> None:
@@ -195,7 +175,7 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     """Check, plan and launch one run.
 
     Returns:
-        Its summary.
+        Its summary; with `plan_only` what is predicted of it instead.
 
     Raises:
         ConfigError: everything that is wrong with the configuration, before any process starts.
@@ -224,6 +204,8 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     plan = make_plan(config, raw, selection, request)
     write_text(request.run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
     console = console or Console()
+    if config.plan_only:
+        return _predict(plan, config, console)
     memory = memory_of(plan, config)
     plan = with_measured_split(plan, config, memory, console)
     plan = with_memory(plan, memory)
@@ -232,6 +214,20 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     if told is not None:
         console.print(told, style="yellow", highlight=False, soft_wrap=True)
     return summary
+
+
+def _predict(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+    """Print what each strategy and policy would make of the devices, and write it to the run folder."""
+    from hetexp.core.files import write_json
+    from hetexp.launch.planning import Wanted, foresee
+    from hetexp.launch.prediction_display import show
+
+    found = foresee(plan, config, Wanted())
+    show(found, console)
+    path = Path(plan.run_dir) / "prediction.json"
+    write_json(path, found.to_dict())
+    console.print(f"Nothing was started (plan_only=true). The same as JSON: {path}", soft_wrap=True)
+    return found.to_dict()
 
 
 def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, console: Console) -> Plan:

@@ -39,6 +39,14 @@ def train(arguments: list[str]) -> int:
 
 
 @command
+def plan(arguments: list[str]) -> int:
+    """Predict steps, splits, memory and energy before anything runs (hetexp plan --help)."""
+    from hetexp.commands.plan import main as plan_main
+
+    return plan_main(arguments)
+
+
+@command
 def gpus(arguments: list[str]) -> int:
     """List every card of this machine, usable or not, and why not (hetexp gpus --help)."""
     from hetexp.commands.gpus import main as gpus_main
@@ -121,7 +129,7 @@ def _complete(words: list[str]) -> int:
     if len(typed) < 2 or (len(typed) == 2 and not line[-1].isspace()):
         start = typed[1] if len(typed) == 2 else ""
         print("\n".join(name for name in COMMANDS if name.startswith(start)))
-    elif typed[1] == "train":
+    elif typed[1] in ("train", "plan"):
         os.environ["COMP_LINE"] = " ".join(["hetexp", *typed[2:]]) + ("" if typed[2:] else " ")
         return train(words)
     return 0

@@ -83,6 +83,12 @@ class Ceiling:
     """Of each device alone, with the whole batch or its cap; 0 for a device that may take none."""
 
 
+def solo_rates(curves: Sequence[SpeedCurve], total: int) -> tuple[float, ...]:
+    """Return each device's samples a second alone, with the whole batch or its cap; 0 if it takes none."""
+    alone = [total if curve.cap is None else min(total, curve.cap) for curve in curves]
+    return tuple(n / curve.seconds(n) if n else 0.0 for curve, n in zip(curves, alone, strict=True))
+
+
 def ceiling(
     curves: Sequence[SpeedCurve],
     total: int,
@@ -100,8 +106,7 @@ def ceiling(
     """
     if total < 1:
         raise ValueError(f"efficiency needs a batch of one sample or more, not {total}")
-    alone = [total if curve.cap is None else min(total, curve.cap) for curve in curves]
-    solo = tuple(n / curve.seconds(n) if n else 0.0 for curve, n in zip(curves, alone, strict=True))
+    solo = solo_rates(curves, total)
     quiet = Table(curves, total, minimum, caps, 0.0)
     split = solve(curves, total, minimum, caps, communication)
     seconds = max(step_times(curves, split, communication))

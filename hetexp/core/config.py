@@ -272,6 +272,8 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     debug: DebugConfig = DebugConfig()
     fault: FaultConfig = FaultConfig()
+    plan_only: bool = False
+    """Whether to print what would come of it (`hetexp.plan.predict`), and start nothing."""
     resume: str | None = None
     """Checkpoint folder, or run folder whose newest checkpoint is meant."""
     name: str | None = None

@@ -219,6 +219,51 @@ class Overrides:
         return f" Did you mean `{keys[found.split('`')[1]]}`?" if found else ""
 
 
+def compose_typed(
+    typed: Sequence[str],
+    multirun: bool = False,
+    config_dir: str | None = None,
+    config_path: str | None = None,
+    config_name: str = "config",
+) -> tuple[DictConfig | None, list[str]]:
+    """Compose what a person typed, and find every mistake in its words.
+
+    Args:
+        config_dir: a person's own folder, before the shipped one.
+
+    Returns:
+        The configuration of all words that could be read, and one sentence a mistake; `None` for a sweep,
+        which has several, and where nothing can be composed.
+    """
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
+
+    from hetexp.core.conf_folders import conf_dir
+
+    search_path = create_config_search_path(str(config_path or conf_dir()))
+    if config_dir is not None:
+        folder = Path(config_dir).absolute()
+        search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    try:
+        loader = Hydra.create_main_hydra2("hetexp", search_path).config_loader
+        overrides = Overrides(loader, config_name, typed, multirun)
+        if multirun and not overrides.problems:
+            return None, []
+        # The values that could be read are checked too: one round of mending instead of two.
+        try:
+            composed = overrides.compose()
+        except HydraException as error:
+            return None, [*overrides.problems, str(error)]
+        keys = [key for key in composed if key != "hydra"]
+        return OmegaConf.masked_copy(composed, keys), overrides.problems
+    except HydraException as error:
+        return None, [str(error)]
+    finally:
+        GlobalHydra.instance().clear()
+
+
 def _end_of_word(words: Sequence[str]) -> int:
     """Return how many of the words the shell made of the first one: open brackets, or spaces around `=`."""
     if len(words) > 2 and words[1] == "=":

@@ -147,6 +147,13 @@ class Catalogue:
             "a YAML file that `hardware.catalogue` names, with the keys of hetexp/hardware/catalogue.yaml."
         )
 
+    def real(self, device: DeviceSpec) -> Card | None:
+        """Return the card that a real device is, by vendor and name; `None` if it is none of these."""
+        for card in self.cards.values():
+            if card.vendor == device.vendor and named(card.match or card.name, device.name):
+                return card
+        return None
+
 
 @cache
 def shipped() -> Catalogue:

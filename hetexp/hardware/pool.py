@@ -149,10 +149,8 @@ class CardPool:
 
     def rates(self, card: Found) -> dict[str, float] | None:
         """Return the catalogue's rates of a card by precision, `None` where it does not know the card."""
-        for known in self._catalogue.cards.values():
-            if known.vendor == card.spec.vendor and named(known.match or known.name, card.spec.name):
-                return dict(known.tflops)
-        return None
+        known = self._catalogue.real(card.spec)
+        return dict(known.tflops) if known is not None else None
 
     def tflops(self, card: Found) -> float | None:
         """Return the catalogue's float32 rate of a card, `None` where the catalogue does not know it."""

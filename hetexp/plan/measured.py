@@ -51,7 +51,7 @@ def choose(
     if not drop_slower:
         sets = sets[-1:]
     # A set whose memory cannot hold the batch is none; all devices together must.
-    tried = [predicted(plan, devices, exchange, s) for s in sets[:-1] if _holds(devices, s, total)]
+    tried = [predicted(plan, devices, exchange, s) for s in sets[:-1] if holds(devices, s, total)]
     tried.append(predicted(plan, devices, exchange, sets[-1]))
     best = tried[0]
     for choice in tried[1:]:
@@ -76,7 +76,8 @@ def choose(
     return replace(best, reasons=tuple(reasons))
 
 
-def _holds(devices: Sequence[DeviceCalibration], ranks: Sequence[int], total: int) -> bool:
+def holds(devices: Sequence[DeviceCalibration], ranks: Sequence[int], total: int) -> bool:
+    """Return whether a set of the devices holds a batch of so many samples."""
     caps = [devices[rank].curve.cap for rank in ranks]
     return None in caps or sum(cap or 0 for cap in caps) >= total
 
@@ -138,7 +139,7 @@ def begun_with(plan: Plan, known: Sequence[DeviceCalibration | None], caps: Sequ
     """
     devices = [one.capped(cap) for one, cap in zip(known, caps, strict=True) if one is not None]
     total = plan.config["trainer"]["global_batch_size"]
-    if len(devices) < len(known) or not _holds(devices, range(len(devices)), total):
+    if len(devices) < len(known) or not holds(devices, range(len(devices)), total):
         return plan
     counts = solve([device.curve for device in devices], total).counts
     told = ", ".join(f"{device.id} {count}" for device, count in zip(plan.devices, counts, strict=True))

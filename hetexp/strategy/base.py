@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
@@ -24,6 +24,9 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
+    predicted_as: ClassVar[Literal["alone", "all_reduce"] | None] = None
+    """How the cost model predicts a step: one device's own work, or the ranks' work with an all-reduce of
+    the gradients in backward; `None`: it does not know this strategy."""
 
     @abstractmethod
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:

@@ -33,6 +33,7 @@ class DDP(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    predicted_as = "all_reduce"
 
     def __init__(
         self,

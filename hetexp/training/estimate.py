@@ -64,9 +64,10 @@ class RunMemory:
         self._known_passes: dict[Any, int | None] = {}
         try:
             data = build_data(config.data)
-            self._sample = next(iter(DataLoader(data.train, batch_size=1)))
-            inputs, targets = self._sample
-            self._model = _build(config, data.facts, precisions)
+            self.data_facts = data.facts
+            self.sample = next(iter(DataLoader(data.train, batch_size=1)))
+            inputs, targets = self.sample
+            self.model = _build(config, data.facts, precisions)
             self._loss = build_loss(config.trainer.loss)
         except Exception as error:  # a person's own classes run any code
             cause = error.__cause__ or error  # Hydra wraps what a constructor raises
@@ -182,11 +183,11 @@ class RunMemory:
 
     def _workload(self, precision: str, accumulates: bool) -> Workload:
         return Workload(
-            model=self._model,
+            model=self.model,
             build_optimizer=lambda model: build_optimizer(self._config.optimizer, model),
             # As `hetexp.training.state.Parts.local_loss` takes it.
             loss=lambda output, targets: widened(self._loss.total(widened(output), targets)),
-            sample=self._sample,
+            sample=self.sample,
             precision=precision,
             accumulates=accumulates,
             keeps_gradients=self._strategy.keeps_gradients(),

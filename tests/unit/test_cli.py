@@ -166,11 +166,18 @@ def complete(folder: Path, install: str, *lines: str) -> dict[str, list[str]]:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_hetexp(tmp_path: Path) -> None:
-    lines = ("hetexp tr", "hetexp train strategy=", "hetexp train model=m", "hetexp nothing x")
+    lines = (
+        "hetexp tr",
+        "hetexp train strategy=",
+        "hetexp train model=m",
+        "hetexp plan model=m",
+        "hetexp nothing x",
+    )
     found = complete(write_project(tmp_path), "hetexp train -sc install=bash", *lines)
     assert found["hetexp tr"] == ["train"]
     assert {"strategy=ddp", "strategy=single"} <= set(found["hetexp train strategy="])
     assert {"model=mine", "model=mlp"} <= set(found["hetexp train model=m"])  # a person's own, too
+    assert found["hetexp plan model=m"] == found["hetexp train model=m"]
     assert found["hetexp nothing x"] == []
 
 

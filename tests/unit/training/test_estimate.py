@@ -73,7 +73,7 @@ def test_the_model_is_built_by_the_datas_facts_and_never_filled() -> None:
     assert found.weights == found.gradients == WEIGHTS
     assert found.optimizer_state == 0
     assert estimate(run_memory(optimizer="AdamW")).optimizer_state == 2 * WEIGHTS
-    assert all(p.is_meta for p in memory._model.parameters())
+    assert all(p.is_meta for p in memory.model.parameters())
 
 
 def test_every_rank_by_its_own_batch_precision_and_device() -> None:

@@ -1,0 +1,159 @@
+"""`hetexp plan`: what each strategy and policy would make of the devices, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetexp.launch.planning import OtherPlan, Wanted
+
+_EPILOG = """\
+examples
+  hetexp plan hardware=nvidia_arc model=gpt data=text trainer.global_batch_size=256
+  hetexp plan hardware=nvidia_arc --what-if +rtx_4090 --what-if -arc_a770
+  hetexp plan hardware=eight_mixed --scale 10000
+  hetexp plan hardware=nvidia_arc --objective budget --watts 300"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the prediction as tables or as JSON; return 2 where something that was typed cannot be used."""
+    options = _parser().parse_intermixed_args(_joined(arguments))
+    from hetexp.core.errors import HetexpError
+    from hetexp.launch.interpreter import check_own_interpreter
+
+    try:
+        check_own_interpreter()
+        return _run(options)
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hetexp plan",
+        description="Predict step time, samples a second, efficiency, split, memory and energy of every "
+        "strategy and policy on the given devices, and recommend one. Nothing is started.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", help="group=option and key=value, as for hetexp train")
+    parser.add_argument("--json", action="store_true", help="print JSON; what is not known is null")
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="CHANGE",
+        help="cards of the catalogue more (+rtx_4090, +2*t4) or devices fewer (-arc_a770, -cuda:1); may be "
+        "given several times, all changes apply together",
+    )
+    parser.add_argument(
+        "--scale", type=int, metavar="N", help="repeat the devices up to so many, in boxes of them"
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("time", "energy", "budget"),
+        default="time",
+        help="recommend the fastest, the thriftiest of those hardly slower, or the fastest within --watts",
+    )
+    parser.add_argument("--watts", type=float, metavar="W", help="most that the devices may draw together")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of options of your own")
+    return parser
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Return the words with `--what-if -card` as one: argparse takes what begins with `-` for an option."""
+    joined: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        joined.append(f"{word}={left.pop(0)}" if word == "--what-if" and left else word)
+    return joined
+
+
+def _run(options: argparse.Namespace) -> int:
+    from hetexp.app import check, register_resolvers
+    from hetexp.core.conf_folders import name_own_conf_dir
+    from hetexp.core.errors import ConfigError
+    from hetexp.core.overrides import compose_typed
+    from hetexp.core.words import written_out
+    from hetexp.hardware.pool import Selection
+    from hetexp.launch.planning import check_scale, foresee
+    from hetexp.plan.planner import Request, make_plan
+
+    register_resolvers()
+    here = Path.cwd()
+    sys.path.append(str(here))  # a person's own classes, as for `hetexp train`
+    name_own_conf_dir(Path(options.config_dir) if options.config_dir else None)
+    wanted, problems = _wanted(options)
+    composed, wrong = compose_typed(written_out(options.overrides), config_dir=options.config_dir)
+    problems += wrong
+    if composed is None:
+        raise ConfigError(problems)
+    raw, config, selection, wrong = check(composed, here)
+    problems += wrong
+    request = Request(here / "plan", here, overrides=tuple(options.overrides))
+    other = None
+    if config is not None and isinstance(selection, Selection) and not wrong:
+        problems += check_scale(wanted.scale, config)
+        other = _other(wanted, config, raw, selection, request, problems)
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    found = foresee(make_plan(config, raw, selection, request), config, wanted, other)
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0
+    from rich.console import Console
+
+    from hetexp.launch.prediction_display import show
+
+    show(found, Console())
+    return 0
+
+
+def _wanted(options: argparse.Namespace) -> tuple[Wanted, list[str]]:
+    """Return what the options ask for, and what is wrong with them."""
+    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.launch.planning import Wanted
+    from hetexp.plan.what_if import parse_changes
+
+    problems: list[str] = []
+    changes: list[Any] = []
+    try:
+        changes = parse_changes(options.what_if)
+    except ConfigError as error:
+        problems += error.problems
+    if options.objective == "budget" and options.watts is None:
+        problems.append("`--watts` must be given with --objective budget, but is missing.")
+    if options.watts is not None and options.objective != "budget":
+        problems.append(must_be("--objective", "budget where --watts is given", options.objective))
+    if options.watts is not None and not 0 < options.watts < float("inf"):
+        problems.append(must_be("--watts", "a number above 0", options.watts))
+    return Wanted(tuple(changes), options.scale, options.objective, options.watts), problems
+
+
+def _other(
+    wanted: Wanted, config: Any, raw: dict[str, Any], selection: Any, request: Any, problems: list[str]
+) -> OtherPlan | None:
+    """Return the plan after the wanted changes; what is wrong with them and the scale goes to `problems`."""
+    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.launch.planning import what_if
+    from hetexp.plan.scale import MOST
+
+    other = None
+    if wanted.changes:
+        try:
+            other = what_if(wanted.changes, config, raw, selection, request)
+        except ConfigError as error:
+            problems += error.problems
+    devices = len(other.plan.devices if other is not None else selection.devices)
+    if wanted.scale is not None and not devices <= wanted.scale <= MOST:
+        accepted = f"from {devices}, the devices given, to {MOST}"
+        problems.append(must_be("--scale", accepted, wanted.scale))
+    return other

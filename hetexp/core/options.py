@@ -1,0 +1,46 @@
+"""The options of a configuration group, shipped ones and a person's own, as what they compose to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def group_options(group: str, config_name: str = "config") -> dict[str, dict[str, Any]]:
+    """Return what each option of a group composes to, by its name; missing values are `???`.
+
+    Args:
+        group: `balancing`, `strategy`, …
+        config_name: the primary configuration that the options are composed in.
+
+    Raises:
+        ConfigError: an option cannot be composed.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from hetexp.core.conf_folders import conf_dir
+    from hetexp.core.errors import ConfigError
+
+    # A run that Hydra started has its own Hydra, which is put back.
+    own, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    found = {}
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            for name in loader.get_group_options(group):
+                try:
+                    node = compose(config_name, [f"{group}={name}"])[group]
+                    plain = OmegaConf.to_container(node, resolve=True)
+                except (HydraException, OmegaConfBaseException) as error:
+                    told = " ".join(f"{error}".split())
+                    raise ConfigError(
+                        f"`{group}={name}` must be an option that composes, but: {told}"
+                    ) from error
+                assert isinstance(plain, dict)
+                found[name] = {str(key): value for key, value in plain.items()}
+    finally:
+        GlobalHydra.instance().hydra = own
+    return found

@@ -1,0 +1,224 @@
+"""What would come of a plan: every strategy and policy on its devices, on others, on clusters of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hetexp.balancing.base import BalancingPolicy
+from hetexp.core.config import Config
+from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.instantiate import check_component, instantiate
+from hetexp.core.options import group_options
+from hetexp.core.plan import Plan
+from hetexp.hardware.catalogue import load_catalogue
+from hetexp.hardware.pool import Selection
+from hetexp.plan import calibrations
+from hetexp.plan.as_json import prediction
+from hetexp.plan.known import Known
+from hetexp.plan.planner import Request, check_plan, make_plan
+from hetexp.plan.predict import Forecast, Needs, Objective, Row, forecast
+from hetexp.plan.scale import Scaled, scaled
+from hetexp.plan.what_if import Change, changed
+from hetexp.strategy.base import Strategy
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person wants to know beside what the devices do as they are."""
+
+    changes: tuple[Change, ...] = ()
+    scale: int | None = None
+    objective: Objective = "time"
+    budget_watts: float | None = None
+
+
+@dataclass(frozen=True)
+class OtherPlan:
+    """The plan of other devices."""
+
+    plan: Plan
+    kept: tuple[int | None, ...]
+    """Of each device its place among those of the first plan, `None` for a new one."""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """All that was asked."""
+
+    as_it_is: Forecast
+    changes: tuple[Change, ...] = ()
+    what_if: Forecast | None = None
+    scaled: Scaled | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types, for JSON."""
+        return prediction(self.as_it_is, self.changes, self.what_if, self.scaled)
+
+
+@dataclass
+class Alternatives:
+    """The strategies and policies that are configured somewhere, by the names of their options."""
+
+    strategies: dict[str, Strategy] = field(default_factory=dict)
+    policies: dict[str, BalancingPolicy] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    """Option → why it cannot be built."""
+    own: dict[str, str] = field(default_factory=dict)
+    """Group → option that the run itself has."""
+
+
+def foresee(
+    plan: Plan,
+    config: Config,
+    wanted: Wanted,
+    other: OtherPlan | None = None,
+) -> Foreseen:
+    """Predict a plan, and what else is wanted.
+
+    Args:
+        plan: of the devices as they are.
+        other: what `what_if` returned, where devices are changed.
+
+    Raises:
+        ConfigError: an option cannot be composed, or nothing is known of a device that a cluster is made of.
+    """
+    choices = alternatives(config)
+
+    def predicted(plan: Plan, known: Known, needs: Needs | None) -> Forecast:
+        found = forecast(
+            plan,
+            known,
+            choices.strategies,
+            choices.policies,
+            needs,
+            objective=wanted.objective,
+            budget_watts=wanted.budget_watts,
+            preferred=choices.own["balancing"],
+        )
+        return _with_problems(found, choices)
+
+    known, needs = _known(plan, config)
+    first, second = predicted(plan, known, needs), None
+    if other is not None:
+        known, needs = _known(other.plan, config, other.kept, known)
+        second = predicted(other.plan, known, needs)
+    last = second or first
+    cluster = None
+    if wanted.scale is not None:
+        if not last.known.complete:
+            names = [str(d) for d, one in zip(last.plan.devices, known.devices, strict=True) if one is None]
+            raise ConfigError(
+                "`--scale` must repeat devices that the catalogue knows, but does not know "
+                f"{', '.join(names)}{f': {known.reason}' if known.reason else ''}."
+            )
+        network = load_catalogue(config.hardware.catalogue).links[config.hardware.network]
+        cluster = scaled(last.plan, last.known, wanted.scale, choices.policies, network)
+    return Foreseen(first, wanted.changes, second, cluster)
+
+
+def what_if(
+    changes: Sequence[Change], config: Config, raw: dict[str, Any], selection: Selection, request: Request
+) -> OtherPlan:
+    """Return the plan of the selected devices after some changes.
+
+    Raises:
+        ConfigError: everything that is wrong with the changes, or with the configuration on such devices.
+    """
+    devices, kept = changed(selection.devices, changes, load_catalogue(config.hardware.catalogue))
+    other = Selection(devices, network=selection.network)
+    problems = check_plan(config, other)
+    if problems:
+        raise ConfigError(
+            [f"With --what-if {','.join(map(str, changes))}: {problem}" for problem in problems]
+        )
+    return OtherPlan(make_plan(config, raw, other, request), tuple(kept))
+
+
+def alternatives(config: Config) -> Alternatives:
+    """Return every strategy and policy of the configuration folders, with the run's own settings of its own.
+
+    An option that leaves a value for the person to give (`weights: ???`) is left out unless it is the run's.
+    """
+    found = Alternatives()
+    for group, own, built in (
+        ("strategy", config.strategy, found.strategies),
+        ("balancing", config.balancing, found.policies),
+    ):
+        nodes = group_options(group)
+        name = _option_of(own, nodes)
+        nodes[name] = own
+        found.own[group] = name
+        for option, node in nodes.items():
+            if "???" in node.values():
+                continue
+            problems = check_component(group, node)
+            try:
+                if not problems:
+                    built[option] = instantiate(node)
+            except ConfigError as error:
+                problems = error.problems
+            if problems:
+                found.problems[f"{group}={option}"] = " ".join(problems)
+    return found
+
+
+def _option_of(own: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the option that a run's own section comes from: the one that differs least."""
+    alike = [name for name, node in nodes.items() if node.get("_target_") == own["_target_"]]
+    if not alike:
+        return str(own["_target_"].rpartition(".")[2].lower())
+    return min(alike, key=lambda name: sum(own.get(key) != value for key, value in nodes[name].items()))
+
+
+def check_scale(scale: int | None, config: Config) -> list[str]:
+    """Return what is wrong with a wish for a cluster, as far as it can be told beforehand."""
+    links = load_catalogue(config.hardware.catalogue).links
+    if scale is None or config.hardware.network in links:
+        return []
+    return [must_be("hardware.network", f"one of {', '.join(sorted(links))}", config.hardware.network)]
+
+
+def _known(
+    plan: Plan, config: Config, kept: Sequence[int | None] = (), old: Known | None = None
+) -> tuple[Known, Needs | None]:
+    """Return what is known of a plan's devices within their memory, and what tells a split's memory.
+
+    Args:
+        kept: of each device its place among those of `old`, `None` for a new one.
+        old: what is known of the devices before a change.
+    """
+    from hetexp.training.catalogue_curves import known_from_catalogue
+    from hetexp.training.estimate import RunMemory
+
+    strategy: Strategy = instantiate(config.strategy)
+    built = RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
+    cached = calibrations.find(plan, config)
+    if cached is not None:
+        known = Known.measured(plan.devices, cached.devices, cached.exchange)
+    else:
+        known = known_from_catalogue(config, plan.devices, plan.precisions, strategy, built, plan.paced)
+        if old is not None:
+            known = known.mixed(kept, old)
+    if not config.hardware.check_memory:
+        return known, None
+
+    def needs(ranks: Sequence[int], counts: Sequence[int]) -> list[int | None]:
+        devices = [plan.devices[rank] for rank in ranks]
+        precisions = [plan.precisions[rank] for rank in ranks]
+        sizes = [size or None for size in built.of(devices, counts, precisions).largest_passes(counts)]
+        estimates = built.of(devices, counts, precisions, sizes).estimates
+        return [one.total_bytes if one is not None else None for one in estimates]
+
+    whole = [config.trainer.global_batch_size] * plan.world_size
+    passes = [size or None for size in built.largest_passes(whole)]
+    return known.limited(built.caps(), passes), needs
+
+
+def _with_problems(found: Forecast, choices: Alternatives) -> Forecast:
+    rows = []
+    for option, why in choices.problems.items():
+        group, _, name = option.partition("=")
+        rows.append(Row(name, None, problem=why) if group == "strategy" else Row("", name, problem=why))
+    return replace(found, rows=(*found.rows, *rows))

@@ -1,0 +1,234 @@
+"""What a person sees of a prediction in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hetexp.core.device import GIB
+from hetexp.core.plan import Plan
+from hetexp.launch.planning import Foreseen
+from hetexp.plan.known import CATALOGUE, MEASURED, NOTHING
+from hetexp.plan.predict import Forecast, Row
+from hetexp.plan.scale import Scaled, ScaledRow
+
+MIB = 2**20
+WIDE = 100
+"""Columns of a terminal from which on the tables are whole."""
+LISTED = 8
+"""Most devices that are shown one by one; more are shown by kind."""
+UNKNOWN = "–"
+
+
+def show(found: Foreseen, console: Console) -> None:
+    """Print what was predicted."""
+    show_forecast(found.as_it_is, console)
+    if found.what_if is not None:
+        console.rule(Text(f"What if: {', '.join(map(str, found.changes))}"), align="left")
+        show_forecast(found.what_if, console)
+        _compare(found.as_it_is, found.what_if, console)
+    if found.scaled is not None:
+        base = found.what_if or found.as_it_is
+        console.rule(Text(f"At scale: {found.scaled.num_devices:,} devices"), align="left")
+        show_scaled(found.scaled, base.plan, console)
+
+
+def show_forecast(found: Forecast, console: Console) -> None:
+    """Print the table of strategies and policies, that of the devices, and the recommendation."""
+    table = Table(title=Text(_heading(found)), title_justify="left", title_style="bold")
+    columns = ["strategy", "policy", "step", "samples/s", "efficiency", "ceiling", "energy"]
+    columns = [name for name in columns if console.width >= WIDE or name != "ceiling"]
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("strategy", "policy") else "right", no_wrap=True)
+    for row in found.rows:
+        cells = {
+            "strategy": row.strategy or UNKNOWN,
+            "policy": row.policy or UNKNOWN,
+            "step": duration(row.step_seconds),
+            "samples/s": _number(row.samples_per_second, ",.0f"),
+            "efficiency": _number(row.efficiency, ".1%"),
+            "ceiling": _number(row.ceiling, ".1%"),
+            "energy": _energy(row.joules_per_sample),
+        }
+        style = "bold green" if row is found.best else "dim" if row.problem is not None else ""
+        marked = "→ " if row is found.best else "  "
+        cells["strategy"] = marked + cells["strategy"]
+        table.add_row(*(Text(cells[name]) for name in columns), style=style)
+    console.print(table)
+    _show_devices(found, console)
+    for reason in found.reasons:
+        _line(console, f"→ {reason}" if reason is found.reasons[0] else f"· {reason}")
+    for row in found.rows:
+        if row.problem is not None:
+            name = " + ".join(part for part in (row.strategy, row.policy) if part)
+            _line(console, f"· {name}: {row.problem.removesuffix('.')}.")
+    if not found.known.complete and found.known.reason is not None:
+        _line(console, f"· Nothing is predicted: {found.known.reason}.")
+
+
+def show_scaled(found: Scaled, plan: Plan, console: Console) -> None:
+    """Print what the policies make of a cluster."""
+    network = plan.config["hardware"]["network"]
+    boxes = f"{found.num_hosts:,} boxes of these {len(plan.devices)} devices on {network}"
+    title = f"{boxes}, {found.total:,} samples a step"
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    columns = ["policy", "devices", "step", "of it exchange", "samples/s", "efficiency", "solved in"]
+    columns = [name for name in columns if console.width >= WIDE or name != "solved in"]
+    for name in columns:
+        table.add_column(
+            name, justify="left" if name == "policy" else "right", no_wrap=name != "of it exchange"
+        )
+    for row in found.rows:
+        exposed = None
+        if row.step_seconds is not None and row.compute_seconds is not None:
+            exposed = row.step_seconds - row.compute_seconds
+        cells = {
+            "policy": row.policy,
+            "devices": f"{row.devices:,}" if row.devices else UNKNOWN,
+            "step": duration(row.step_seconds),
+            "of it exchange": duration(exposed),
+            "samples/s": _number(row.samples_per_second, ",.0f"),
+            "efficiency": _number(row.efficiency, ".2%"),
+            "solved in": duration(row.solve_seconds),
+        }
+        table.add_row(*(Text(cells[name]) for name in columns), style="dim" if row.problem else "")
+    console.print(table)
+    solved = [row for row in found.rows if row.kinds]
+    kinds = sorted({share.device for row in solved for share in row.kinds})
+    names = [[plan.devices[kind].name] for kind in kinds]
+    body = [[_kind_cell(row, kind) for row in solved] for kind in kinds]
+    _chunked(["kind"], names, [row.policy for row in solved], body, "Devices × samples", console)
+    for row in found.rows:
+        if row.problem is not None:
+            _line(console, f"· {row.policy}: {row.problem.removesuffix('.')}.")
+    _line(console, "· Boxes are joined by one flat ring; rings within rings are not modelled.")
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds for people: `12.3 ms`, `1.23 s`."""
+    if seconds is None:
+        return UNKNOWN
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1.0:
+            return f"{seconds * factor:,.4g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _energy(joules: float | None) -> str:
+    if joules is None:
+        return UNKNOWN
+    return f"{joules:,.3g} J/sample" if joules >= 1.0 else f"{joules * 1e3:.3g} mJ/sample"
+
+
+def _heading(found: Forecast) -> str:
+    sources = dict.fromkeys(found.known.sources)
+    where = {MEASURED: "from measurements", CATALOGUE: CATALOGUE, NOTHING: "where it can be"}
+    return f"Predicted {', '.join(where[one] for one in sources)}: {found.total:,} samples a step"
+
+
+def _show_devices(found: Forecast, console: Console) -> None:
+    """Print what each device would get, by policy; more than a few devices by kind."""
+    rows = [row for row in found.rows if row.counts and row.policy is not None]
+    devices = found.plan.devices
+    groups = [[rank] for rank in range(len(devices))]
+    if len(devices) > LISTED:
+        kinds: dict[str, list[int]] = {}
+        for rank, device in enumerate(devices):
+            kinds.setdefault(device.name, []).append(rank)
+        groups = list(kinds.values())
+    several = len(set(found.known.sources)) > 1  # else the heading says it
+    names = []
+    for group in groups:
+        device, speed = devices[group[0]], found.known.sources[group[0]]
+        who = device.id if len(group) == 1 else f"{len(group)} ×"
+        alone = _number(found.solo_samples_per_second[group[0]], ",.0f", "/s")
+        told = [speed.removeprefix("from the ")] if several else []
+        names.append([f"{who}\n{device.name}", *told, alone])
+    body = [[_cell(row, group) for row in rows] for group in groups]
+    labels = [row.policy or row.strategy for row in rows]
+    if len({row.strategy for row in rows}) > 1:
+        labels = [f"{row.strategy} {row.policy}" for row in rows]
+    title = "Samples a step, and the memory that they need"
+    fixed = ["device", *(["speed"] if several else []), "alone"]
+    _chunked(fixed, names, labels, body, title, console)
+
+
+def _cell(row: Row, group: Sequence[int]) -> str:
+    """Return a group's samples under a row, and below them the memory."""
+    memory = row.memory_bytes or (None,) * len(row.ranks)
+    own = [(c, m) for rank, c, m in zip(row.ranks, row.counts, memory, strict=True) if rank in group]
+    if not own:
+        return "left out"
+    counts = [count for count, _ in own]
+    text = _range(min(counts), max(counts))
+    text += f" of {len(own)}" if len(own) < len(group) else ""
+    needs = [need for _, need in own if need is not None]
+    return f"{text}\n{_memory(max(needs))}" if needs else text
+
+
+def _memory(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
+
+
+def _kind_cell(row: ScaledRow, place: int) -> str:
+    share = next((one for one in row.kinds if one.device == place), None)
+    return f"{share.devices:,} × {_range(share.fewest, share.most)}" if share is not None else "left out"
+
+
+def _range(fewest: int, most: int) -> str:
+    return f"{fewest:,}" if fewest == most else f"{fewest:,}–{most:,}"
+
+
+def _chunked(
+    fixed: Sequence[str],
+    names: Sequence[Sequence[str]],
+    labels: Sequence[str],
+    body: Sequence[Sequence[str]],
+    title: str,
+    console: Console,
+) -> None:
+    """Print a table whose columns may be too many for one: the first ones are repeated."""
+
+    def width(texts: Sequence[str]) -> int:
+        return 3 + max((len(line) for text in texts for line in text.split("\n")), default=0)
+
+    left = 1 + sum(width([name, *(row[at] for row in names)]) for at, name in enumerate(fixed))
+    widths = [width([label, *(row[at] for row in body)]) for at, label in enumerate(labels)]
+    start = 0
+    while start < len(labels):
+        end, used = start + 1, left + widths[start]
+        while end < len(labels) and used + widths[end] <= console.width:
+            used += widths[end]
+            end += 1
+        table = Table(title=Text(title), title_justify="left", title_style="bold")
+        for name in fixed:
+            table.add_column(name, justify="right" if name == "alone" else "left")
+        for label in labels[start:end]:
+            table.add_column(label, justify="right")
+        for own, cells in zip(names, body, strict=True):
+            table.add_row(*map(Text, own), *map(Text, cells[start:end]))
+        console.print(table)
+        start = end
+
+
+def _compare(now: Forecast, then: Forecast, console: Console) -> None:
+    before, after = (one.best.step_seconds if one.best is not None else None for one in (now, then))
+    if before is None or after is None:
+        _line(console, "· No comparison: not both are predicted.")
+        return
+    words = f"{before / after:.2f}× the speed of now" if after < before * 0.999 else "no quicker than now"
+    _line(
+        console,
+        f"→ With these changes a step takes {duration(after)} instead of {duration(before)}: {words}.",
+    )
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False)
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return UNKNOWN if value is None else f"{value:{form}}{unit}"
