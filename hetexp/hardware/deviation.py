@@ -23,10 +23,12 @@ class Deviation:
     Args:
         seed: `hardware.deviation_seed`, `None` for a card that is exactly as modelled.
         index: number of the emulated device.
+        jitter: most that a single pass is off, as a fraction; 0 shows what its passes take on average.
     """
 
     seed: int | None
     index: int
+    jitter: float = JITTER
 
     def __post_init__(self) -> None:
         self._random = random.Random(f"{self.seed}/{self.index}")
@@ -34,7 +36,7 @@ class Deviation:
         self._factor = 1.0 if known else self._random.uniform(*FACTOR_RANGE)
         self._kink = 1.0 if known else self._random.uniform(*KINK_RANGE)
         self._kink_at = self._random.randint(*KINK_BATCHES)
-        self._jitter = 0.0 if known else JITTER
+        self._jitter = 0.0 if known else self.jitter
 
     def seconds(self, fixed: float, per_sample: float, num_samples: int) -> float:
         """Return what a pass of this card takes, instead of `fixed + per_sample · num_samples`."""

@@ -271,7 +271,7 @@ def _measure_joint(parts: Parts, devices: list[DeviceCalibration], scale: float)
     total = parts.config.trainer.global_batch_size
     split = solve([device.curve for device in devices], total)
     measured = _measure_all_reduce(parts) if not parts.plan.paced else None
-    agreed = torch.tensor(_joint_steps(parts, split), dtype=torch.float64)
+    agreed = torch.tensor(joint_steps(parts, split), dtype=torch.float64)
     seconds, data = (parts.communicator.all_reduce(agreed, "max") / scale).tolist()
     known = Exchange(_buckets(parts), measured, data_seconds=data)
     links = build_links(parts.plan.devices, parts.plan.network, measured)
@@ -279,8 +279,13 @@ def _measure_joint(parts: Parts, devices: list[DeviceCalibration], scale: float)
     return replace(known, other_seconds=max(0.0, other))
 
 
-def _joint_steps(parts: Parts, split: Split) -> tuple[float, float]:
-    """Return the mean seconds of a training step with this split, and those of waiting for samples in it."""
+def joint_steps(
+    parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps: int = JOINT_STEPS
+) -> tuple[float, float]:
+    """Return the mean seconds of a training step with this split, and those of waiting for samples in it.
+
+    All ranks call it together. It trains: `undone` takes that back.
+    """
     averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
     normalizer = LossNormalizer(parts.communicator, averaged_over)
     trainer = parts.config.trainer
@@ -288,15 +293,15 @@ def _joint_steps(parts: Parts, split: Split) -> tuple[float, float]:
         parts.train_data,
         parts.sampler,
         Progress().position,
-        WARM_STEPS + JOINT_STEPS,
+        warm_steps + steps,
         lambda step, n: split if n == split.total else parts.balancer.split(step, n),
         parts.rank,
         trainer.accumulate,
         parts.microbatch_size,
     )
     meter, waited, began = Meter(parts.backend), 0.0, 0.0
-    for step in range(WARM_STEPS + JOINT_STEPS):
-        if step in (0, WARM_STEPS):
+    for step in range(warm_steps + steps):
+        if step in (0, warm_steps):
             _rest(parts)
             waited, began = 0.0, time.perf_counter()
         asked = time.perf_counter()
@@ -304,7 +309,7 @@ def _joint_steps(parts: Parts, split: Split) -> tuple[float, float]:
         waited += time.perf_counter() - asked
         train_step(parts, -1, batch, normalizer, meter)
     _rest(parts)
-    return (time.perf_counter() - began) / JOINT_STEPS, waited / JOINT_STEPS
+    return (time.perf_counter() - began) / steps, waited / steps
 
 
 def _rest(parts: Parts) -> None:

@@ -1,0 +1,112 @@
+"""Starts runs of hetexp and groups of ranks, and reads what they measured."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hetexp.app import compose_config, run
+from hetexp.core.plan import Plan
+from hetexp.plan.planner import Request
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+RANKS_TIMEOUT_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of hetexp left behind."""
+
+    folder: Path
+    summary: dict[str, Any]
+    screen: str
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.read(self.folder / "plan.json")
+
+    @property
+    def emulation(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "emulation.json").read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` that are about steps."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [row for row in map(json.loads, lines) if "step_seconds" in row]
+
+    def step_seconds(self, after: int) -> float:
+        """Return the mean seconds of the steps after the first so many."""
+        seconds, before = 0.0, after
+        for row in self.rows:
+            if row["step"] > after:
+                seconds += row["step_seconds"] * (row["step"] - before)
+                before = row["step"]
+        return seconds / (before - after)
+
+    def last_split(self) -> tuple[int, ...]:
+        """Return the samples of each device at the end of the run."""
+        row, total = self.rows[-1], self.plan.config["trainer"]["global_batch_size"]
+        return tuple(round(row[f"device/{device.id}/share"] * total) for device in self.plan.devices)
+
+
+def start(folder: Path, overrides: Sequence[str]) -> Run:
+    """Run hetexp once in a new folder."""
+    screen = io.StringIO()
+    cfg = compose_config(overrides)
+    console = Console(file=screen, width=200)
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    summary = run(cfg, Request(folder / "run", Path.cwd(), overrides=tuple(overrides)), console)
+    return Run(folder / "run", summary, screen.getvalue())
+
+
+def start_ranks(command: Sequence[str], world_size: int, environment: dict[str, str]) -> str:
+    """Run one script as so many ranks, as torchrun would, and return what rank 0 printed.
+
+    Raises:
+        RuntimeError: a rank failed; carries the end of what it wrote.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(world_size)}
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(world_size):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    env=own,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+        told = [process.communicate(timeout=RANKS_TIMEOUT_SECONDS) for process in ranks]
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    for rank, (process, (_, errors)) in enumerate(zip(ranks, told, strict=True)):
+        if process.returncode:
+            raise RuntimeError(f"rank {rank} of {' '.join(command)} failed:\n{errors[-2000:]}")
+    return told[0][0]
