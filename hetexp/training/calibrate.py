@@ -1,7 +1,9 @@
 """Measures each device before a run: its own work at several batch sizes, then a few steps of all together.
 
-All ranks measure at the same time, as they will train, and none waits for another inside what is timed
-(invariant 4). Weights, optimizer and random states are left as they were.
+Those steps have the split that the sizes tell of, and what each device works in them counts for its curve as
+well: it is measured most often where it will be used. All ranks measure at the same time, as they will train,
+and none waits for another inside what is timed (invariant 4). Weights, optimizer and random states are left
+as they were.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import logging
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +28,7 @@ from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.cost import Channel
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split
-from hetexp.data.loader import local_batches
+from hetexp.data.loader import cut, local_batches
 from hetexp.hardware.links import build_links
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.loop import train_step
@@ -55,6 +58,18 @@ SMALL_BYTES, LARGE_BYTES = 2**16, 2**24
 """Messages by which an all-reduce's latency and rate are told apart."""
 
 
+@dataclass(frozen=True)
+class Joint:
+    """Training steps of all ranks, timed on one of them; real seconds."""
+
+    seconds: float
+    """Mean of a step."""
+    data_seconds: float
+    """Mean of the wait for samples in a step."""
+    own: tuple[float, ...]
+    """This rank's own work in each step."""
+
+
 @dataclass
 class _Passes:
     """Single passes of one rank, timed."""
@@ -76,16 +91,27 @@ def calibrate(parts: Parts, store: dist.Store, time_scale: float | None) -> dict
     scale = time_scale or 1.0
     with undone(parts):
         passes = _measure_passes(parts, scale)
-        mine = _fitted(parts, passes)
-        limit = parts.config.comm.timeout_seconds
-        told = exchange(store, "calibration", parts.rank, parts.plan.world_size, mine.to_dict(), limit)
-        devices = [DeviceCalibration.from_dict(one) for one in told]
+        devices = _told(parts, store, "calibration", _fitted(parts, passes))
         parts.microbatch_limits = [
             min((n for n in (limit, device.curve.microbatch_size) if n is not None), default=None)
             for limit, device in zip(parts.microbatch_limits, devices, strict=True)
         ]
-        joint = _measure_joint(parts, devices, scale)
-    return {"devices": told, "exchange": joint.to_dict()}
+        if parts.plan.world_size == 1:
+            return {"devices": [device.to_dict() for device in devices], "exchange": Exchange().to_dict()}
+        split = solve([device.curve for device in devices], parts.config.trainer.global_batch_size)
+        measured = _measure_all_reduce(parts) if not parts.plan.paced else None
+        joint = joint_steps(parts, split)
+        passes.points += _single_passes(parts, split.counts[parts.rank], joint.own, scale)
+        devices = _told(parts, store, "calibration/joint", _fitted(parts, passes))
+        known = _beside_work(parts, devices, split, joint, measured, scale)
+    return {"devices": [device.to_dict() for device in devices], "exchange": known.to_dict()}
+
+
+def _told(parts: Parts, store: dist.Store, topic: str, mine: DeviceCalibration) -> list[DeviceCalibration]:
+    """Tell all ranks what this one measured, and return what each of them did."""
+    limit = parts.config.comm.timeout_seconds
+    told = exchange(store, topic, parts.rank, parts.plan.world_size, mine.to_dict(), limit)
+    return [DeviceCalibration.from_dict(one) for one in told]
 
 
 def _measure_passes(parts: Parts, scale: float) -> _Passes:
@@ -263,15 +289,30 @@ def _in_pieces(curve: SpeedCurve, pieces: int) -> SpeedCurve:
     return replace(curve, fixed_seconds=curve.fixed_seconds * pieces, kinks=kinks)
 
 
-def _measure_joint(parts: Parts, devices: list[DeviceCalibration], scale: float) -> Exchange:
-    """Time steps of all ranks with the split that fits them best, exchange included."""
-    world = parts.communicator.world_size
-    if world == 1:
-        return Exchange()
-    total = parts.config.trainer.global_batch_size
-    split = solve([device.curve for device in devices], total)
-    measured = _measure_all_reduce(parts) if not parts.plan.paced else None
-    agreed = torch.tensor(joint_steps(parts, split), dtype=torch.float64)
+def _single_passes(parts: Parts, samples: int, own: Sequence[float], scale: float) -> list[tuple[int, float]]:
+    """Return the passes of joint steps as points of the curve.
+
+    Args:
+        samples: of this rank in each of them.
+        own: real seconds of this rank's own work in each.
+    """
+    sizes = cut(samples, parts.config.trainer.accumulate, parts.microbatch_size)
+    if not sizes:
+        return []
+    size = max(sizes)  # they differ by at most one sample
+    return [(size, seconds * size / samples / scale) for seconds in own]
+
+
+def _beside_work(
+    parts: Parts,
+    devices: list[DeviceCalibration],
+    split: Split,
+    joint: Joint,
+    measured: Channel | None,
+    scale: float,
+) -> Exchange:
+    """Return what joint steps took beyond the devices' own work, the same on every rank."""
+    agreed = torch.tensor([joint.seconds, joint.data_seconds], dtype=torch.float64)
     seconds, data = (parts.communicator.all_reduce(agreed, "max") / scale).tolist()
     known = Exchange(_buckets(parts), measured, data_seconds=data)
     links = build_links(parts.plan.devices, parts.plan.network, measured)
@@ -279,10 +320,8 @@ def _measure_joint(parts: Parts, devices: list[DeviceCalibration], scale: float)
     return replace(known, other_seconds=max(0.0, other))
 
 
-def joint_steps(
-    parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps: int = JOINT_STEPS
-) -> tuple[float, float]:
-    """Return the mean seconds of a training step with this split, and those of waiting for samples in it.
+def joint_steps(parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps: int = JOINT_STEPS) -> Joint:
+    """Time training steps with this split, exchange included.
 
     All ranks call it together. It trains: `undone` takes that back.
     """
@@ -299,17 +338,20 @@ def joint_steps(
         trainer.accumulate,
         parts.microbatch_size,
     )
-    meter, waited, began = Meter(parts.backend), 0.0, 0.0
+    meters: list[Meter] = []
+    waited = began = 0.0
     for step in range(warm_steps + steps):
         if step in (0, warm_steps):
             _rest(parts)
-            waited, began = 0.0, time.perf_counter()
+            meters, waited, began = [], 0.0, time.perf_counter()
         asked = time.perf_counter()
         batch = next(batches)
         waited += time.perf_counter() - asked
-        train_step(parts, -1, batch, normalizer, meter)
+        meters.append(Meter(parts.backend))  # one a step, read at the end: nothing waits for it meanwhile
+        train_step(parts, -1, batch, normalizer, meters[-1])
     _rest(parts)
-    return (time.perf_counter() - began) / steps, waited / steps
+    seconds = (time.perf_counter() - began) / steps
+    return Joint(seconds, waited / steps, tuple(meter.take()[0] for meter in meters))
 
 
 def _rest(parts: Parts) -> None:

@@ -5,28 +5,27 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from hetexp.balancing.fit import fit_curve, sizes_to_measure
 from hetexp.balancing.solver import solve, step_times
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.speed import BACKWARD_SHARE, SpeedCurve
 from hetexp.core.split import Split
 from hetexp.hardware.deviation import FACTOR_RANGE, JITTER, KINK_BATCHES, KINK_RANGE
-from hetexp.training.calibrate import MOST_OF_SHARE, NUM_SIZES, REPETITIONS
-
-BACKWARD = 2 / 3
-"""Of a pass; forward and backward jitter each by themselves."""
+from hetexp.training.calibrate import JOINT_STEPS, MOST_OF_SHARE, NUM_SIZES, REPETITIONS
 
 
-def regrets(num_mixes: int = 1000, seed: int = 0) -> dict[str, Any]:
-    """Measure and split random mixes as `profiled` does; compare each split with all others.
+def regrets(num_cards: int, num_mixes: int, seed: int = 0) -> dict[str, Any]:
+    """Measure and split random mixes as `profiled` does; compare each split with the best one.
 
-    Two cards each: every split is tried. More than two have the same error a card, and the solver's exactness
+    Of two cards every split is tried; of more the best is the solver's with the true curves, whose exactness
     is the tests' business (`tests/unit/balancing/test_solver.py`).
     """
     draw = random.Random(seed)
-    found = sorted(_regret(draw) for _ in range(num_mixes))
+    found = sorted(_regret(draw, num_cards) for _ in range(num_mixes))
     return {
+        "cards": num_cards,
         "mixes": num_mixes,
         "median": statistics.median(found),
         "p95": found[math.ceil(0.95 * num_mixes) - 1],
@@ -34,24 +33,40 @@ def regrets(num_mixes: int = 1000, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _regret(draw: random.Random) -> float:
+def _regret(draw: random.Random, num_cards: int) -> float:
     """Return how much longer the step of the measured split is than that of the best one, as a fraction."""
-    total = draw.choice((256, 384, 512))
-    rates = (1.0, math.exp(draw.uniform(0.0, math.log(20.0))))
+    total = max(256, 64 * num_cards)
+    rates = [math.exp(draw.uniform(0.0, math.log(20.0))) for _ in range(num_cards)]
     cards = [_card(draw, rate / total, total) for rate in rates]
     speeds = [1 / card.pass_seconds(total / 8) for card in cards]
-    fitted = []
+    points: list[list[tuple[int, float]]] = []
     for card, speed in zip(cards, speeds, strict=True):
         likely = total * speed / sum(speeds)
         largest = min(total, max(4, round(MOST_OF_SHARE * likely)))
-        sizes = sizes_to_measure(largest, NUM_SIZES) * REPETITIONS
-        fitted.append(fit_curve((size, card.pass_seconds(size) * _jittered(draw)) for size in sizes).curve)
+        points.append(_measured(draw, card, sizes_to_measure(largest, NUM_SIZES) * REPETITIONS))
+    split = solve([fit_curve(one).curve for one in points], total)
+    for card, one, count in zip(cards, points, split.counts, strict=True):
+        one += _measured(draw, card, [count] * JOINT_STEPS if count else [])
+    split = solve([fit_curve(one).curve for one in points], total)
 
-    def seconds(counts: tuple[int, ...]) -> float:
-        return max(step_times(cards, Split(counts)))
+    def seconds(counts: Sequence[int]) -> float:
+        return max(step_times(cards, Split(tuple(counts))))
 
-    best = min(seconds((first, total - first)) for first in range(total + 1))
-    return seconds(solve(fitted, total).counts) / best - 1
+    if num_cards == 2:
+        best = min(seconds((first, total - first)) for first in range(total + 1))
+    else:
+        best = seconds(solve(cards, total).counts)
+    return seconds(split.counts) / best - 1
+
+
+def _measured(draw: random.Random, card: SpeedCurve, sizes: Sequence[int]) -> list[tuple[int, float]]:
+    """Return passes as `calibrate` would time them; forward and backward jitter each by themselves."""
+    points = []
+    for size in sizes:
+        forward, backward = (draw.uniform(1 - JITTER, 1 + JITTER) for _ in range(2))
+        jittered = (1 - BACKWARD_SHARE) * forward + BACKWARD_SHARE * backward
+        points.append((size, card.pass_seconds(size) * jittered))
+    return points
 
 
 def _card(draw: random.Random, per_sample: float, total: int) -> SpeedCurve:
@@ -59,8 +74,3 @@ def _card(draw: random.Random, per_sample: float, total: int) -> SpeedCurve:
     per_sample *= draw.uniform(*FACTOR_RANGE)
     kink = (draw.randint(*KINK_BATCHES), per_sample * draw.uniform(*KINK_RANGE))
     return SpeedCurve(draw.uniform(0.0, 0.05) * per_sample * total, per_sample, (kink,))
-
-
-def _jittered(draw: random.Random) -> float:
-    forward, backward = (draw.uniform(1 - JITTER, 1 + JITTER) for _ in range(2))
-    return (1 - BACKWARD) * forward + BACKWARD * backward

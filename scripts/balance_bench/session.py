@@ -34,7 +34,7 @@ def main() -> None:
     parts.model.train()
     seconds = []
     for counts in job["splits"]:
-        own = torch.tensor(joint_steps(parts, Split(tuple(counts)), job["warm_steps"], job["steps"])[0])
+        own = torch.tensor(joint_steps(parts, Split(tuple(counts)), job["warm_steps"], job["steps"]).seconds)
         seconds.append(float(parts.communicator.all_reduce(own, "max")) / scale)
     late = [parts.backend.invalid_reason() is not None]
     if parts.exchange is not None:
