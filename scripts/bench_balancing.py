@@ -128,7 +128,10 @@ class Bench:
             found[stage.mix.title] = self._timed(
                 f"{name}: predicting", predict, stage, count, PREDICTION_STEPS, self.arguments.repeats
             )
-        model = self._timed("regret in the model", regrets, 100 if self.arguments.quick else 1000)
+        counts = {2: 20} if self.arguments.quick else {2: 500, 3: 200, 8: 100}
+        model = [
+            self._timed(f"regret in the model, {n} cards", regrets, n, many) for n, many in counts.items()
+        ]
         self.results |= {"prediction": found, "regret": {"model": model, "mixes": found}}
         self.keep()
 

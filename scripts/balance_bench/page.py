@@ -86,13 +86,12 @@ def rivals(results: dict[str, Any]) -> str:
 
 def regret(results: dict[str, Any]) -> str:
     """The chosen split against the best one, in the model and measured."""
-    model = results["model"]
-    lines = [
-        "| | mixes | regret |",
-        "|---|---|---|",
-        f"| in the model, two random cards | {model['mixes']:,} | median {model['median']:.2%}, p95 "
-        f"{model['p95']:.2%}, worst {model['worst']:.2%} |",
-    ]
+    lines = ["| | mixes | regret |", "|---|---|---|"]
+    for model in results["model"]:
+        lines.append(
+            f"| in the model, {model['cards']} random cards | {model['mixes']:,} | "
+            f"median {model['median']:.2%}, p95 {model['p95']:.2%}, worst {model['worst']:.2%} |"
+        )
     for title, one in results["mixes"].items():
         lines += [
             f"| in the model, {title}: {_split(one['chosen'])} against {_split(one['best'])} | 1 | "
