@@ -35,9 +35,9 @@ from balance_bench.measure import (
 from balance_bench.mixes import MIXES
 from balance_bench.regret import regrets
 
-from hetexp.core.conf_folders import conf_dir
-
-POLICIES = ("equal", "vram", "tflops", "profiled", "adaptive")
+POLICIES = ("equal", "vram", "tflops", "profiled", "adaptive", "auto")
+OURS = ("profiled", "adaptive", "auto")
+"""Those that find out what the cards really do; `auto` is the default."""
 SLOW_LINK, SLOWED = "20:1", "3:1"
 PREDICTED = ("3:1", "10:4:1")
 """Mixes of the tables `prediction` and `regret`: half of the splits each."""
@@ -59,7 +59,6 @@ class Bench:
         self.results: dict[str, Any] = {}
         if arguments.json is not None and arguments.json.exists():
             self.results = json.loads(arguments.json.read_text(encoding="utf-8"))
-        self.policies = [name for name in POLICIES if (conf_dir() / "balancing" / f"{name}.yaml").exists()]
         self._stages: dict[str, Stage] = {}
 
     def stage(self, name: str) -> Stage:
@@ -96,7 +95,7 @@ class Bench:
     def mixes(self) -> None:
         """Every policy, and the other frameworks beside them if their table is wanted as well."""
         both = "rivals" in self.arguments.tables
-        self._side_by_side("mixes", [*self.policies, *(self._rivals() if both else ())])
+        self._side_by_side("mixes", [*POLICIES, *(self._rivals() if both else ())])
         if both:
             self.results["rivals"] = self.results["mixes"]
             self.keep()
@@ -104,17 +103,15 @@ class Bench:
     def rivals(self) -> None:
         """Our measured policies and the other frameworks; already there if `mixes` was measured, too."""
         if "mixes" not in self.arguments.tables:
-            ours = [policy for policy in ("profiled", "adaptive") if policy in self.policies]
-            self._side_by_side("rivals", [*ours, *self._rivals()])
+            self._side_by_side("rivals", [*OURS, *self._rivals()])
 
     def alone(self) -> None:
         """The slow link: all of it against the fast card by itself."""
-        names = [name for name in ("profiled", "adaptive") if name in self.policies]
         stage = self.stage(SLOW_LINK)
-        runs: dict[str, list[Any]] = {"alone": [], **{name: [] for name in names}}
+        runs: dict[str, list[Any]] = {"alone": [], **{name: [] for name in OURS}}
         for _ in range(self.arguments.repeats):
             runs["alone"].append(self._timed("alone", run_solo, stage))
-            for name in names:
+            for name in OURS:
                 runs[name].append(self._timed(name, run_policy, stage, name))
         self.results["alone"] = {"facts": stage.facts(), "runs": runs}
         self.keep()
@@ -137,9 +134,6 @@ class Bench:
 
     def slowdown(self) -> None:
         """A device slowed at step 50 and restored at 100."""
-        if "adaptive" not in self.policies:
-            print("slowdown: left out, there is no policy adaptive")
-            return
         stage = self.stage(SLOWED)
         runs = [self._timed("slow-down", slow_down, stage) for _ in range(1 if self.arguments.quick else 2)]
         self.results["slowdown"] = {stage.mix.title: runs}
@@ -214,6 +208,9 @@ def _list_of(known: Any) -> Callable[[str], list[str]]:
 def main() -> None:
     arguments = arguments_of()
     with tempfile.TemporaryDirectory(prefix="bench_balancing_") as folder:
+        os.environ["HETEXP_HOME"] = str(
+            Path(folder, "home")
+        )  # what is measured here is not kept for later runs
         bench = Bench(arguments, Path(folder))
         bench.run()
     tables = page.render(bench.results)

@@ -22,8 +22,10 @@ from hetexp.hardware.links import build_links
 from hetexp.plan.planner import Request, make_plan
 
 RIVALS = {"plain DDP": "plain_ddp.py", "Accelerate": "accelerate_loop.py"}
+MEASURES, FOLLOWS = ("profiled", "auto"), ("adaptive", "auto")
+"""Policies that measure the devices first, and that follow them during the run."""
 ADAPTS_WITHIN = 10
-"""Steps after which `adaptive` is measured."""
+"""Steps after which a policy that follows is measured."""
 MEASURED_SECONDS = 4.0
 """Of each run, about; at least one step."""
 SLOW_STEP_SECONDS = 4.0
@@ -108,13 +110,19 @@ def num_steps(step_seconds: float) -> tuple[int, int]:
     return 3, min(max(round(MEASURED_SECONDS / step_seconds), 3), 12)
 
 
+def policy_overrides(policy: str) -> list[str]:
+    """Return the configuration of a policy, which does without what earlier runs measured."""
+    anew = ["balancing.recalibrate=true"] if policy in (*MEASURES, *FOLLOWS) else []
+    return [f"balancing={policy}", *anew]
+
+
 def run_policy(stage: Stage, policy: str) -> dict[str, Any]:
     """Train with a policy and return its speed once it has settled."""
-    overrides = [*stage.timed, f"balancing={policy}"]
+    overrides = [*stage.timed, *policy_overrides(policy)]
     first = planned_split(overrides)
-    expected = stage.best.seconds if policy == "profiled" else stage.truth.step_seconds(first)
+    expected = stage.best.seconds if policy in MEASURES else stage.truth.step_seconds(first)
     warm, measured = num_steps(expected * stage.time_scale)
-    if policy == "adaptive":
+    if policy in FOLLOWS:
         warm, measured = ADAPTS_WITHIN, max(num_steps(stage.best.seconds * stage.time_scale)[1], 5)
     steps = [f"trainer.max_steps={warm + measured}", f"trainer.log_every={min(warm, 5)}"]
     return speed_of(stage, start(stage.folder, [*overrides, *steps]), warm)
@@ -198,7 +206,8 @@ def run_splits(
 
 def calibration_of(stage: Stage) -> tuple[list[DeviceCalibration], Exchange, tuple[int, ...]]:
     """Let hetexp measure the mix as `profiled` does; return what it found, and the split it takes."""
-    overrides = [*stage.timed, "balancing=profiled", "balancing.drop_slower=false", "trainer.max_steps=1"]
+    profiled = [*policy_overrides("profiled"), "balancing.drop_slower=false"]
+    overrides = [*stage.timed, *profiled, "trainer.max_steps=1"]
     plan = start(stage.folder, overrides).plan
     assert plan.calibration is not None
     devices = [DeviceCalibration.from_dict(one) for one in plan.calibration["devices"]]
@@ -246,7 +255,7 @@ def slow_down(stage: Stage, last_step: int = 130) -> dict[str, Any]:
     """Slow the first device 2 times at step 50, let it recover at 100, and follow the split."""
     common = [
         *stage.timed,
-        "balancing=adaptive",
+        *policy_overrides("adaptive"),
         "trainer.precision=float64",
         f"trainer.max_steps={last_step}",
         "trainer.log_every=1",

@@ -62,7 +62,7 @@ def _allowed(facts: dict[str, Any]) -> str:
 
 def rivals(results: dict[str, Any]) -> str:
     """Our throughput ÷ theirs."""
-    ours = ("profiled", "adaptive")
+    ours = ("profiled", "adaptive", "auto")
     theirs = ("plain DDP", "Accelerate")
     lines = [
         "| mix (emulated) | ours | samples/s | ÷ plain DDP | ÷ Accelerate |",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hetexp.balancing.fit import fit_curve, sizes_to_measure
+from hetexp.balancing.fit import fit_curve, median_errors, sizes_to_measure
 from hetexp.balancing.solver import solve, step_times
 from hetexp.core.speed import BACKWARD_SHARE, SpeedCurve
 from hetexp.core.split import Split
 from hetexp.hardware.deviation import FACTOR_RANGE, JITTER, KINK_BATCHES, KINK_RANGE
-from hetexp.training.calibrate import JOINT_STEPS, MOST_OF_SHARE, NUM_SIZES, REPETITIONS
+from hetexp.training.calibrate import JOINT_STEPS, MOST_OF_SHARE, MOST_PASSES, NUM_SIZES, PASSES, SURE
 
 
 def regrets(num_cards: int, num_mixes: int, seed: int = 0) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def _regret(draw: random.Random, num_cards: int) -> float:
     for card, speed in zip(cards, speeds, strict=True):
         likely = total * speed / sum(speeds)
         largest = min(total, max(4, round(MOST_OF_SHARE * likely)))
-        points.append(_measured(draw, card, sizes_to_measure(largest, NUM_SIZES) * REPETITIONS))
+        points.append(_profiled(draw, card, sizes_to_measure(largest, NUM_SIZES)))
     split = solve([fit_curve(one).curve for one in points], total)
     for card, one, count in zip(cards, points, split.counts, strict=True):
         one += _measured(draw, card, [count] * JOINT_STEPS if count else [])
@@ -57,6 +58,18 @@ def _regret(draw: random.Random, num_cards: int) -> float:
     else:
         best = seconds(solve(cards, total).counts)
     return seconds(split.counts) / best - 1
+
+
+def _profiled(draw: random.Random, card: SpeedCurve, sizes: list[int]) -> list[tuple[int, float]]:
+    """Return the passes of a device by itself: up, down, and again where they spread; time sets no limit."""
+    points = _measured(draw, card, sizes * 2 * PASSES)
+    while True:
+        counts = Counter(size for size, _ in points)
+        errors = median_errors(points)
+        unsure = [size for size in errors if errors[size] > SURE and counts[size] < MOST_PASSES]
+        if not unsure:
+            return points
+        points += _measured(draw, card, unsure * PASSES)
 
 
 def _measured(draw: random.Random, card: SpeedCurve, sizes: Sequence[int]) -> list[tuple[int, float]]:
