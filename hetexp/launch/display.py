@@ -245,9 +245,10 @@ def _show_efficiency(summary: dict[str, Any], console: Console) -> None:
         + (f"; lost to {where}" if where else ""),
         highlight=False,
     )
-    predicted, measured = summary["predicted_step_s"], summary["measured_step_s"]
+    # Of a full batch, as predicted: the last one of an epoch may be short.
+    predicted, measured = summary["predicted_step_s"], summary["global_batch"] / summary["samples_per_s"]
     if predicted is not None:
-        console.print(f"Step: predicted {predicted:.4g} s, measured {measured:.4g} s", highlight=False)
+        console.print(f"Full step: predicted {predicted:.4g} s, measured {measured:.4g} s", highlight=False)
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -125,7 +125,8 @@ def drop_if_wrong(plan: Plan, summary: Mapping[str, Any]) -> str | None:
     entries = (plan.calibration or {}).get("entries")
     if not entries or plan.config.get("fault", {}).get("events") or summary["valid"] is False:
         return None
-    predicted, measured = summary["predicted_step_s"], _steady_step_seconds(Path(plan.run_dir))
+    measured = _steady_step_seconds(Path(plan.run_dir), plan.config["trainer"]["global_batch_size"])
+    predicted = summary["predicted_step_s"]
     if predicted is None or measured is None or abs(measured / predicted - 1) <= WRONG_BY:
         return None
     for name in entries:
@@ -243,16 +244,19 @@ def _measured(raw: Mapping[str, Any]) -> tuple[tuple[DeviceCalibration, ...], Ex
     return tuple(map(DeviceCalibration.from_dict, raw["devices"])), Exchange.from_dict(raw["exchange"])
 
 
-def _steady_step_seconds(run_dir: Path) -> float | None:
-    """Return the median of a run's log windows but the first, in which kernels are chosen and caches fill."""
+def _steady_step_seconds(run_dir: Path, full_batch: int) -> float | None:
+    """Return what a step of a full batch took: the median of a run's log windows but the first.
+
+    In the first one kernels are chosen and caches fill. The last batch of an epoch may be short.
+    """
     try:
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [row for row in map(json.loads, lines) if "step_seconds" in row]
+        rows = [row for row in map(json.loads, lines) if "samples_per_second" in row]
     except (OSError, ValueError):
         return None
     if len(rows) <= LEAST_WINDOWS or rows[-1]["step"] - rows[0]["step"] < LEAST_STEPS:
         return None
-    return float(statistics.median(row["step_seconds"] for row in rows[1:]))
+    return full_batch / float(statistics.median(row["samples_per_second"] for row in rows[1:]))
 
 
 def _remove_old() -> None:

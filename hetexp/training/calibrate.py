@@ -29,6 +29,7 @@ from hetexp.core.cost import Channel
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split
 from hetexp.data.loader import cut, local_batches
+from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.links import build_links
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.loop import train_step
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 NUM_SIZES = 7
 FIRST_PASSES = 3
 """Of the size by which the ranks find their likely shares."""
+LONG_SECONDS, GROWTH = 2.0, 4
+"""No pass should take longer while nothing is known yet; how much larger the next size tried is."""
 PASSES = 2
 """Of each size on the way up, and again on the way down: one that slows meanwhile does so for all sizes."""
 MOST_PASSES = 16
@@ -63,9 +66,9 @@ class Joint:
     """Training steps of all ranks, timed on one of them; real seconds."""
 
     seconds: float
-    """Mean of a step."""
+    """Median of a step: the first after a rest may take twice as long on a card."""
     data_seconds: float
-    """Mean of the wait for samples in a step."""
+    """Median of the wait for samples in a step."""
     own: tuple[float, ...]
     """This rank's own work in each step."""
 
@@ -120,7 +123,7 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
     total = trainer.global_batch_size
     batch = _samples(parts, total)
     passes = _Passes([], [], [])
-    first = max(1, total // (4 * parts.plan.world_size))
+    first = _first_size(parts, batch, max(1, total // (4 * parts.plan.world_size)), scale)
     # Nobody waits for this rank while it tries sizes: it finds out by itself what fits, and says so.
     while not _time_if_it_fits(parts, batch, first, passes, scale, FIRST_PASSES):
         first //= 2
@@ -141,6 +144,19 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
         _measure_more(parts, batch, size, passes, scale)
     _measure_again(parts, batch, passes, scale, time.perf_counter() - began)
     return passes
+
+
+def _first_size(parts: Parts, batch: tuple[Any, Any], most: int, scale: float) -> int:
+    """Return a size up to `most` at which a pass takes this device no long time: it may be a CPU."""
+    size = 1
+    while size < most:
+        tried = _Passes([], [], [])
+        if not _time_if_it_fits(parts, batch, size, tried, scale, repetitions=1):
+            break
+        if tried.points[0][1] * scale * GROWTH > LONG_SECONDS:
+            break
+        size = min(size * GROWTH, most)
+    return size
 
 
 def _measure_more(
@@ -321,16 +337,19 @@ def _beside_work(
 
 
 def joint_steps(parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps: int = JOINT_STEPS) -> Joint:
-    """Time training steps with this split, exchange included.
+    """Time training steps with this split, exchange included; full batches only, where there are any.
 
     All ranks call it together. It trains: `undone` takes that back.
     """
     averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
     normalizer = LossNormalizer(parts.communicator, averaged_over)
     trainer = parts.config.trainer
+    num_samples = len(parts.train_data)  # type: ignore[arg-type]  # map-style, as build_data checked
+    total = trainer.global_batch_size
+    sampler = GlobalSampler(num_samples, total, trainer.seed, num_samples >= total, trainer.overfit_batches)
     batches = local_batches(
         parts.train_data,
-        parts.sampler,
+        sampler,
         Progress().position,
         warm_steps + steps,
         lambda step, n: split if n == split.total else parts.balancer.split(step, n),
@@ -339,19 +358,21 @@ def joint_steps(parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps:
         parts.microbatch_size,
     )
     meters: list[Meter] = []
-    waited = began = 0.0
+    took: list[float] = []
+    waited: list[float] = []
     for step in range(warm_steps + steps):
         if step in (0, warm_steps):
             _rest(parts)
-            meters, waited, began = [], 0.0, time.perf_counter()
+            meters, took, waited = [], [], []
         asked = time.perf_counter()
         batch = next(batches)
-        waited += time.perf_counter() - asked
+        waited.append(time.perf_counter() - asked)
         meters.append(Meter(parts.backend))  # one a step, read at the end: nothing waits for it meanwhile
         train_step(parts, -1, batch, normalizer, meters[-1])
+        took.append(time.perf_counter() - asked)  # each step waits for the others' counts
     _rest(parts)
-    seconds = (time.perf_counter() - began) / steps
-    return Joint(seconds, waited / steps, tuple(meter.take()[0] for meter in meters))
+    own = tuple(meter.take()[0] for meter in meters)
+    return Joint(statistics.median(took), statistics.median(waited), own)
 
 
 def _rest(parts: Parts) -> None:

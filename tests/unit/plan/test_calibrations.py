@@ -298,8 +298,9 @@ def finished(tmp_path: Path, step_seconds: float, first: float = 5.0, **changes:
     source = {"measured_at": at, "cached": True, "entries": names(plan, config)}
     choice = choose(plan, [FAST, SLOW], EXCHANGE)
     plan = replanned(replace(plan, run_dir=str(tmp_path)), [FAST, SLOW], EXCHANGE.to_dict(), choice, source)
-    rows = [{"step": 10, "step_seconds": first}, {"step": 10, "eval/loss": 1.0}]
-    rows += [{"step": 10 * n, "step_seconds": step_seconds} for n in range(2, 6)]
+    total = config.trainer.global_batch_size
+    rows = [{"step": 10, "samples_per_second": total / first}, {"step": 10, "eval/loss": 1.0}]
+    rows += [{"step": 10 * n, "samples_per_second": total / step_seconds} for n in range(2, 6)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return drop_if_wrong(plan, {"valid": True, "predicted_step_s": 0.1})
 
@@ -324,7 +325,7 @@ def test_a_run_that_tells_nothing_drops_nothing(tmp_path: Path) -> None:
     known = replace(plan, run_dir=str(tmp_path), calibration={"entries": names(plan, config)})
     assert drop_if_wrong(known, {"valid": False, "predicted_step_s": 0.1}) is None
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "step_seconds": 9}\n{"step": 2, "step_seconds": 9}\n'
+        '{"step": 1, "samples_per_second": 9}\n{"step": 2, "samples_per_second": 9}\n'
     )
     assert drop_if_wrong(known, {"valid": True, "predicted_step_s": 0.1}) is None
     (tmp_path / "metrics.jsonl").unlink()

@@ -20,8 +20,16 @@ from hetexp.comm.communicator import SoloCommunicator
 from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.cost import Channel, Links
 from hetexp.core.speed import SpeedCurve
+from hetexp.core.split import Split
 from hetexp.training import calibrate
-from hetexp.training.calibrate import LEAST_EXTRA_SECONDS, MOST_PASSES, PASSES, _fitted, _measure_passes
+from hetexp.training.calibrate import (
+    LEAST_EXTRA_SECONDS,
+    MOST_PASSES,
+    PASSES,
+    _fitted,
+    _measure_passes,
+    joint_steps,
+)
 from hetexp.training.state import Parts
 
 
@@ -92,7 +100,9 @@ def line(per_sample: float, fixed: float = 0.01) -> Callable[[int], float]:
 def test_a_quiet_device_is_measured_up_and_down_and_no_more(measure: Any) -> None:
     found, device = measure(line(0.001), line(0.002))
     counts = Counter(size for size, _ in found.points)
-    first, *ladder = list(dict.fromkeys(device.sizes))
+    first = next(size for size, _ in found.points)
+    assert first == 64
+    ladder = [size for size in dict.fromkeys(size for size, _ in found.points) if size != first]
     assert ladder == sorted(ladder) and ladder[-1] == 256
     assert [counts[size] for size in ladder] == [2 * PASSES] * len(ladder)
     # One pass more for each new size, which is not counted; then the way back.
@@ -195,3 +205,34 @@ def test_steps_of_splits_that_were_not_measured_are_predicted(measure: Any, mix:
             errors.append(abs(said / is_so - 1))
     assert statistics.median(errors) < 0.03
     assert statistics.quantiles(errors, n=20)[-1] < 0.07
+
+
+def test_joint_steps_are_of_full_batches_and_the_median_counts(
+    make_parts: Callable[..., Parts], clock: Clock
+) -> None:
+    """One of 20 samples in batches of 8 leaves 4; and the first step after a rest may take long."""
+    stalls = iter([0.0] * 3 + [7.0])  # three steps to warm up, the first that counts
+
+    def forward(samples: int) -> float:
+        return 0.1 * samples + next(stalls, 0.0)
+
+    device = Device(clock, forward, lambda samples: 0.2 * samples)
+    data = TensorDataset(torch.zeros(20, 1), torch.zeros(20, dtype=torch.int64))
+    parts = make_parts(SoloCommunicator(), train=data, model=device, global_batch_size=8)
+    joint = joint_steps(parts, Split((8,)))
+    assert set(device.sizes) == {8}
+    assert joint.own == pytest.approx([7.0 + 2.4] + [2.4] * 7)
+    assert joint.seconds == pytest.approx(2.4)
+    assert joint.data_seconds == 0.0
+    few = make_parts(SoloCommunicator(), train=data, model=device, global_batch_size=32)
+    assert joint_steps(few, Split((32,))).seconds == pytest.approx(6.0)  # there is no full batch
+
+
+def test_a_slow_device_is_not_kept_busy_before_its_speed_is_known(measure: Any) -> None:
+    """A CPU beside a card: a quarter of the batch might take it minutes."""
+    found, device = measure(line(0.3, 0.0), line(0.6, 0.0))
+    sizes = [size for size, _ in found.points]
+    assert sizes[0] == 1
+    assert max(device.sizes[:6]) == 1
+    quick, _ = measure(line(1e-4, 0.0), line(2e-4, 0.0))
+    assert next(size for size, _ in quick.points) == 64
