@@ -135,7 +135,7 @@ class Bench:
     def slowdown(self) -> None:
         """A device slowed at step 50 and restored at 100."""
         stage = self.stage(SLOWED)
-        runs = [self._timed("slow-down", slow_down, stage) for _ in range(1 if self.arguments.quick else 2)]
+        runs = self._timed("slow-down", slow_down, stage, self.arguments.repeats)
         self.results["slowdown"] = {stage.mix.title: runs}
         self.keep()
 

@@ -26,7 +26,7 @@ MEASURES, FOLLOWS = ("profiled", "auto"), ("adaptive", "auto")
 """Policies that measure the devices first, and that follow them during the run."""
 ADAPTS_WITHIN = 10
 """Steps after which a policy that follows is measured."""
-MEASURED_SECONDS = 4.0
+MEASURED_SECONDS = 3.0
 """Of each run, about; at least one step."""
 SLOW_STEP_SECONDS = 4.0
 """Steps that take longer are neither warmed up for nor repeated much: they are all pace."""
@@ -111,8 +111,12 @@ def num_steps(step_seconds: float) -> tuple[int, int]:
 
 
 def policy_overrides(policy: str) -> list[str]:
-    """Return the configuration of a policy, which does without what earlier runs measured."""
-    anew = ["balancing.recalibrate=true"] if policy in (*MEASURES, *FOLLOWS) else []
+    """Return the configuration of a policy.
+
+    `profiled` measures in every run and `adaptive` never; `auto` begins with what is there, as in a
+    person's second run.
+    """
+    anew = ["balancing.recalibrate=true"] if policy in ("profiled", "adaptive") else []
     return [f"balancing={policy}", *anew]
 
 
@@ -251,8 +255,8 @@ def predict(stage: Stage, count: int, steps: int, repeats: int) -> dict[str, Any
     }
 
 
-def slow_down(stage: Stage, last_step: int = 130) -> dict[str, Any]:
-    """Slow the first device 2 times at step 50, let it recover at 100, and follow the split."""
+def slow_down(stage: Stage, repeats: int, last_step: int = 120) -> list[dict[str, Any]]:
+    """Slow the first device 2 times at step 50, let it recover at 100, and follow the split, so many times."""
     common = [
         *stage.timed,
         *policy_overrides("adaptive"),
@@ -261,22 +265,27 @@ def slow_down(stage: Stage, last_step: int = 130) -> dict[str, Any]:
         "trainer.log_every=1",
     ]
     quiet = start(stage.folder, common)
-    slowed = start(stage.folder, [*common, "fault=slowdown"])
     truths = {1.0: stage.truth, 2.0: Truth(stage.plan, stage.truth.buckets, slower={0: 2.0})}
     limits = {factor: truth.best().seconds * (1 + BALANCED) for factor, truth in truths.items()}
     total, ids = stage.truth.total, [device.id for device in stage.plan.devices]
-    balanced = []
-    for row in slowed.rows:
-        counts = [round(row[f"device/{device}/share"] * total) for device in ids]
-        factor = 2.0 if 50 <= row["step"] - 1 < 100 else 1.0
-        balanced.append(truths[factor].step_seconds(counts) <= limits[factor])
-    losses = zip(*([row["train/loss"] for row in run.rows] for run in (quiet, slowed)), strict=True)
-    return {
-        "steps_to_rebalance": [steps_until(balanced[50:100]), steps_until(balanced[100:])],
-        "balanced_before": balanced[49],
-        "largest_difference_of_losses": max(abs(a - b) / abs(a) for a, b in losses),
-        "valid": quiet.summary["valid"] and slowed.summary["valid"],
-    }
+    found = []
+    for _ in range(repeats):
+        slowed = start(stage.folder, [*common, "fault=slowdown"])
+        balanced = []
+        for row in slowed.rows:
+            counts = [round(row[f"device/{device}/share"] * total) for device in ids]
+            factor = 2.0 if 50 <= row["step"] - 1 < 100 else 1.0
+            balanced.append(truths[factor].step_seconds(counts) <= limits[factor])
+        losses = zip(*([row["train/loss"] for row in run.rows] for run in (quiet, slowed)), strict=True)
+        found.append(
+            {
+                "steps_to_rebalance": [steps_until(balanced[50:100]), steps_until(balanced[100:])],
+                "balanced_before": balanced[49],
+                "largest_difference_of_losses": max(abs(a - b) / abs(a) for a, b in losses),
+                "valid": quiet.summary["valid"] and slowed.summary["valid"],
+            }
+        )
+    return found
 
 
 def steps_until(balanced: Sequence[bool]) -> int | None:
