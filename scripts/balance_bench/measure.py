@@ -30,6 +30,8 @@ MEASURED_SECONDS = 3.0
 """Of each run, about; at least one step."""
 SLOW_STEP_SECONDS = 4.0
 """Steps that take longer are neither warmed up for nor repeated much: they are all pace."""
+MOST_TRIALS, SCALE_STEP = 5, 1.25
+"""How often the time scale is raised by which factor until this machine keeps it; then the tables say (!)."""
 BALANCED = 0.05
 """A split counts as re-balanced when its step is within this of the best one's, by the cards' true times."""
 
@@ -87,8 +89,22 @@ def prepare(name: str, mix: Mix, folder: Path, time_scale: float | None = None) 
     best = truth.best()
     scale = trial.emulation["time_scale"]
     if time_scale is None:
-        scale = max(scale, mix.step_seconds / best.seconds)
+        scale = kept(folder, overrides, max(scale, mix.step_seconds / best.seconds))
     return Stage(name, mix, folder, overrides, trial.plan, truth, best, scale)
+
+
+def kept(folder: Path, overrides: Sequence[str], scale: float) -> float:
+    """Return the smallest of growing time scales that this machine keeps for a few steps in a row.
+
+    The rehearsal takes medians of six steps; a median of which half the steps are late is no promise.
+    """
+    steps = ["balancing=tflops", "trainer.max_steps=8", "trainer.log_every=4"]
+    for _ in range(MOST_TRIALS):
+        trial = start(folder, [*overrides, *steps, f"hardware.time_scale={scale!r}"])
+        if trial.summary["valid"]:
+            break
+        scale *= SCALE_STEP
+    return scale
 
 
 def planned_split(overrides: Sequence[str]) -> tuple[int, ...]:
@@ -256,7 +272,7 @@ def predict(stage: Stage, count: int, steps: int, repeats: int) -> dict[str, Any
 
 
 def slow_down(stage: Stage, repeats: int, last_step: int = 120) -> list[dict[str, Any]]:
-    """Slow the first device 2 times at step 50, let it recover at 100, and follow the split, so many times."""
+    """Slow the first device 2 times at step 50, let it recover at 100, and follow the split; repeat."""
     common = [
         *stage.timed,
         *policy_overrides("adaptive"),
