@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetexp.data.synthetic import Synthetic
 from hetexp.model.gpt import GPT
 
-MODEL = {"num_layers": 2, "num_heads": 2, "embedding_size": 32}
+MODEL = {"num_layers": 2, "num_heads": 2, "embedding_size": 64}
 DATA = {"kind": "tokens", "num_samples": 4096, "num_test_samples": 0, "vocab_size": 32, "sequence_length": 16}
 LEARNING_RATE = 0.002
 
