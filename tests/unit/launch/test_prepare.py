@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 from support import unbuilt_config
 
-from hetexp.app import with_measured_split, with_microbatches
 from hetexp.core.calibration import DeviceCalibration, Exchange
 from hetexp.core.config import read_config
 from hetexp.core.cost import Channel
@@ -18,6 +17,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.summary import blank_summary
+from hetexp.launch.prepare import with_measured_split, with_microbatches
 
 CARDS = tuple(DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia", uuid=f"GPU-{i}") for i in range(2))
 
@@ -43,7 +43,7 @@ class Measuring:
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
     stand_in = Measuring()
-    monkeypatch.setattr("hetexp.launch.launcher.measure", stand_in)
+    monkeypatch.setattr("hetexp.launch.prepare.measure", stand_in)
     return stand_in
 
 

@@ -1,0 +1,124 @@
+"""From a plan as configured to the one that is launched: what measuring and memory make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hetexp.core.calibration import DeviceCalibration, Exchange
+from hetexp.core.config import Config
+from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.instantiate import instantiate
+from hetexp.core.plan import Plan
+from hetexp.launch.launcher import measure
+from hetexp.plan import calibrations
+from hetexp.plan.measured import begun_with, choose, replanned
+
+if TYPE_CHECKING:
+    from hetexp.training.estimate import RunMemory
+
+
+def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, console: Console) -> Plan:
+    """Return the plan with the split that measures best, where the policy asks for it and there is a choice.
+
+    Devices that were measured for the same job before are not measured again. The split is chosen anew each
+    time: the batch, the memory or the policy may ask for another one. A policy that follows the devices
+    begins with whatever is known of them.
+
+    Args:
+        memory: limits the devices' passes, and caps their shares.
+    """
+    policy = instantiate(config.balancing)
+    if not (policy.measures or policy.follows) or plan.world_size < 2:
+        return plan
+    no_limit = [None] * plan.world_size
+    caps = memory.caps() if memory is not None else no_limit
+    whole = [config.trainer.global_batch_size] * plan.world_size
+    passes = memory.largest_passes(whole) if memory is not None else no_limit
+    kept = calibrations.names(plan, config)
+    cached = calibrations.find(plan, config) if not policy.recalibrate else None
+    if cached is None and (not policy.measures or config.trainer.fast_dev_run):
+        known = [] if policy.recalibrate else calibrations.known_devices(plan, config)
+        return begun_with(plan, known, caps) if known else plan
+    if cached is None:
+        told = measure(plan, config, console)
+        own, exchange = [DeviceCalibration.from_dict(one) for one in told["devices"]], told["exchange"]
+        measured_at = calibrations.store(plan, config, told)
+    else:
+        own, exchange, measured_at = list(cached.devices), cached.exchange.to_dict(), cached.measured_at
+        plan = replace(plan, reasons=(cached.reason(), *plan.reasons))
+    limits = zip(own, caps, passes, strict=True)
+    devices = [device.capped(cap).in_passes(size or None) for device, cap, size in limits]
+    try:
+        choice = choose(plan, devices, Exchange.from_dict(exchange), policy.drop_slower)
+    except ValueError as error:  # their memory together does not hold the batch
+        raise ConfigError(
+            must_be(
+                "trainer.global_batch_size",
+                "what the devices' memory holds",
+                config.trainer.global_batch_size,
+                f"{error}. A smaller trainer.microbatch_size needs less.",
+            )
+        ) from error
+    source = {"measured_at": measured_at, "cached": cached is not None, "entries": kept}
+    return replanned(plan, devices, exchange, choice, source)
+
+
+def memory_of(plan: Plan, config: Config) -> RunMemory | None:
+    """Return the estimates of a plan's ranks; none where only the CPU trains, or nobody wants them.
+
+    Where only the CPU trains they take longer than a first small run does. The data set is built for them:
+    `hardware.check_memory=false` does without.
+    """
+    if not config.hardware.check_memory or all(device.backend == "cpu" for device in plan.devices):
+        return None
+    from hetexp.training.estimate import RunMemory
+
+    strategy = instantiate(config.strategy)
+    return RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
+
+
+def with_memory(plan: Plan, memory: RunMemory | None) -> Plan:
+    """Return the plan with what each of its devices will hold.
+
+    Raises:
+        ConfigError: a device has less memory than it needs.
+    """
+    if memory is None:
+        return plan
+
+    counts = list(plan.local_batch_sizes)
+    if instantiate(plan.config["balancing"]).follows:  # any device may get any part of the batch
+        counts = [sum(counts)] * plan.world_size
+    plan = with_microbatches(plan, memory.of(plan.devices, plan.local_batch_sizes, plan.precisions), counts)
+    memory = memory.of(plan.devices, plan.local_batch_sizes, plan.precisions, plan.microbatch_sizes)
+    problems = memory.problems()
+    if problems:
+        raise ConfigError(problems)
+    needs = tuple(one.total_bytes if one is not None else None for one in memory.estimates)
+    unknown = [f"The memory that it needs is not known: {memory.reason}."] if memory.reason else []
+    return replace(plan, memory_bytes=needs, reasons=(*plan.reasons, *unknown))
+
+
+def with_microbatches(plan: Plan, memory: RunMemory, counts: Sequence[int]) -> Plan:
+    """Return the plan with several passes a step for each device that does not hold its samples in one.
+
+    Args:
+        memory: of the plan's devices.
+        counts: the most samples that each of them may get.
+    """
+    largest = memory.largest_passes(counts)
+    before = plan.microbatch_sizes or (None,) * plan.world_size
+    # 0 stands for a device that holds not even one sample: that is told as a problem.
+    limits = [[n for n in pair if n] for pair in zip(before, largest, strict=True)]
+    sizes = [min(pair, default=None) for pair in limits]
+    reasons = [
+        f"{device} takes its {samples} samples of a step in passes of at most {size}: its memory does not "
+        "hold more."
+        for device, samples, size in zip(plan.devices, plan.local_batch_sizes, sizes, strict=True)
+        if size is not None and size < samples and plan.config["trainer"]["microbatch_size"] is None
+    ]
+    return replace(plan, microbatch_sizes=tuple(sizes), reasons=(*plan.reasons, *reasons))
