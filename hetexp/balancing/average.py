@@ -7,8 +7,7 @@ values hold the same estimates, to the last bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,9 +21,9 @@ ASSUMED_VALUES = 4
 
 @dataclass
 class SpeedAverage:
-    """A bias-corrected exponential moving average that can pause and that single outliers hardly move.
+    """A bias-corrected exponential moving average that single outliers hardly move.
 
-    A corrected average of seconds a sample that pauses while the device does other work is hivemind's idea
+    A corrected average of seconds a sample is hivemind's idea
     (its `hivemind/utils/performance_ema.py`); corrected means that the first value counts in full, and n
     values like n of a mean while they are few. Added here: a value further off than `clip` standard
     deviations counts as one just there (Huber), and the average knows its own standard error.
@@ -40,7 +39,6 @@ class SpeedAverage:
     """The average; 0 before the first value."""
     num_values: int = 0
     """Since the beginning or the last restart."""
-    paused: bool = False
     owed: float = 1.0
     """(1 − alpha)^n: the part of the weight that no value has taken yet."""
     variance: float = 0.0
@@ -82,15 +80,13 @@ class SpeedAverage:
         return min(max((value / self.value - 1) / expected, -self.clip), self.clip)
 
     def update(self, value: float) -> float:
-        """Take in a value, unless paused; return the average.
+        """Take in a value; return the average.
 
         Raises:
             ValueError: the value is not a positive number.
         """
         if not math.isfinite(value) or value <= 0:
             raise ValueError(f"an average of speeds takes positive numbers, not {value}")
-        if self.paused:
-            return self.value
         if self.num_values:
             off = self.deviation(value) * self.spread
             self.variance_owed *= 1 - self.alpha
@@ -119,15 +115,6 @@ class SpeedAverage:
         for _ in range(min(num_values, self.num_values)):
             owed *= 1 - self.alpha
         self.owed, self.num_values = max(self.owed, owed), min(self.num_values, num_values)
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Take in nothing meanwhile: what is measured is not the work that the average is about."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can hold; `from_dict` goes on from it exactly."""

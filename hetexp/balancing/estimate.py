@@ -66,11 +66,6 @@ class DeviceEstimate:
                 self.best = min(self.best or self.settled, self.settled)
         return since > 0
 
-    def revise(self, curve: SpeedCurve) -> None:
-        """Go on with another curve of the same device: other passes, another cap."""
-        self.curve = curve
-        self._forget()
-
     def _forget(self) -> None:
         # With other local samples the curve may be wrong by another factor: what was found counts once.
         self.average.forget(1)

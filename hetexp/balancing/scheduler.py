@@ -121,7 +121,6 @@ class BalanceScheduler:
             raise ValueError(
                 f"the first split must be of {total} samples over {len(curves)} ranks: {self.split}"
             )
-        self.paused = False
         self._seen = 0
         # The chance that a normal value exceeds this many deviations is below 1 / (certainty · ranks).
         # Rounded, since logarithms may differ in the last digit from platform to platform.
@@ -143,13 +142,6 @@ class BalanceScheduler:
         measured = [device.average.value for device in self.devices if device.average.num_values]
         typical = statistics.median(measured) if measured else 1.0
         return [device.curve.scaled(device.average.value or typical) for device in self.devices]
-
-    def split_for(self, total: int) -> Split:
-        """Return the best split of a batch of another size, such as the last of an epoch.
-
-        Minimum shares do not hold for it.
-        """
-        return solve(self.curves, total, None, None, self.communication)
 
     def stragglers(self, threshold: float = 1.25) -> dict[int, float]:
         """Return the ranks that are slower than at their best, and by what factor."""
@@ -175,8 +167,6 @@ class BalanceScheduler:
         ranks = len(self.devices)
         if len(seconds) != ranks or len(samples) != ranks:
             raise ValueError(f"seconds and samples must be {ranks} numbers each, one a rank")
-        if self.paused:
-            return self._ignore(step, "measurements are paused")
         self._seen += 1
         if self._seen <= self.settings.warmup_steps:
             return self._ignore(step, f"step {step} warms up and is not counted")
@@ -188,20 +178,6 @@ class BalanceScheduler:
                 shifted.append(rank)
         self._pool_spreads()
         return self._decide(step, shifted)
-
-    def revise(self, step: int, rank: int, curve: SpeedCurve) -> Decision:
-        """Go on with another curve of a device, as after its memory ran out, from the next step on.
-
-        Raises:
-            ValueError: the caps no longer hold the batch.
-        """
-        self.devices[rank].revise(curve)
-        now = self.curves
-        self.split, self.target, self._probing = self._solve(now), None, []
-        reason = (
-            f"{self.names[rank]} works in other passes or within another limit: {_listed(self.split)} samples"
-        )
-        return self._result(step, self.split, "resplit", reason, now)
 
     def _pool_spreads(self) -> None:
         """Let each device assume the noise that all show: with many devices it is known after few steps."""
@@ -357,7 +333,6 @@ class BalanceScheduler:
             "devices": [device.to_dict() for device in self.devices],
             "split": list(self.split.counts),
             "target": None if self.target is None else list(self.target.counts),
-            "paused": self.paused,
             "numbers": copy.deepcopy({name: getattr(self, name) for name in _NUMBERS}),
         }
 
@@ -376,7 +351,6 @@ class BalanceScheduler:
         )
         scheduler.devices = devices
         scheduler.target = None if stored["target"] is None else Split(tuple(stored["target"]))
-        scheduler.paused = stored["paused"]
         for name in _NUMBERS:
             setattr(scheduler, name, copy.deepcopy(stored["numbers"][name]))
         return scheduler

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hetexp.balancing.scheduler import imbalance
+from hetexp.balancing.scheduler import idle_seconds, imbalance
 from hetexp.checkpoint.folder import TrainingState, save_checkpoint
 from hetexp.data.loader import LocalBatch, local_batches
 from hetexp.optimizer.build import restart_schedule
@@ -266,12 +266,13 @@ class Window:
             line["train/loss_scale"] = self.parts.loss_scale.value
         if self.parts.loss_scale is not None or self.parts.config.trainer.non_finite == "skip":
             line["train/skipped_steps"] = progress.skipped_steps
-        slowest = max(compute)
-        for device, seconds, count in zip(self.parts.plan.devices, compute, samples, strict=True):
+        idle = idle_seconds(compute)
+        per_device = zip(self.parts.plan.devices, compute, samples, idle, strict=True)
+        for device, seconds, count, waited in per_device:
             line[f"device/{device.id}/share"] = count / self._samples
             line[f"device/{device.id}/samples_per_second"] = count / seconds if count else None
             if len(compute) > 1:
-                line[f"device/{device.id}/idle_seconds"] = (slowest - seconds) / self.num_steps
+                line[f"device/{device.id}/idle_seconds"] = waited / self.num_steps
         for device, limit in zip(self.parts.plan.devices, self.parts.microbatch_limits, strict=True):
             if limit is not None:
                 line[f"device/{device.id}/microbatch_size"] = limit

@@ -70,19 +70,6 @@ def test_it_learns_spread_and_standard_error(jitter: float) -> None:
     assert statistics.mean(a.standard_error for a in ends) == pytest.approx(errors, rel=0.2)
 
 
-def test_it_pauses() -> None:
-    average = SpeedAverage()
-    average.update(1.0)
-    with average.pause():
-        average.update(9.0)
-        with average.pause():
-            average.update(9.0)
-        average.update(9.0)
-    assert average.value == pytest.approx(1.0) and average.num_values == 1
-    average.update(1.1)
-    assert average.num_values == 2 and average.value > 1.0
-
-
 @given(st.lists(positive, min_size=1, max_size=8))
 def test_it_starts_again_with_what_it_is_given(values: list[float]) -> None:
     average = SpeedAverage()

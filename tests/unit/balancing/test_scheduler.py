@@ -23,7 +23,7 @@ from hetexp.balancing.scheduler import (
 )
 from hetexp.balancing.solver import solve, step_times
 from hetexp.core.speed import SpeedCurve
-from hetexp.core.split import Split
+from hetexp.core.split import Split, apportion
 from hetexp.hardware.deviation import Deviation
 
 Factor = Callable[[int, int], float]
@@ -146,11 +146,8 @@ def test_the_first_steps_are_not_counted() -> None:
     assert found[1] / found[0] == pytest.approx(true[1] / true[0], rel=0.05)
 
 
-def test_a_pause_a_smaller_batch_and_an_unknown_rank_tell_nothing() -> None:
+def test_a_smaller_batch_and_an_unknown_rank_tell_nothing() -> None:
     scheduler = BalanceScheduler(cards(1, 1), 8, settings=SchedulerSettings(warmup_steps=0))
-    scheduler.paused = True
-    assert "paused" in scheduler.observe(1, [9.0, 1.0], [4, 4]).reason
-    scheduler.paused = False
     assert "a batch of 5 samples instead of 8" in scheduler.observe(2, [9.0, 1.0], [4, 1]).reason
     assert all(device.average.num_values == 0 for device in scheduler.devices)
     decision = scheduler.observe(3, [4.0, 4.0], [4, 4])
@@ -371,7 +368,7 @@ def test_whatever_the_speeds_do(
             now = [curve.scaled(f) for curve, f in zip(curves, factor, strict=True)]
             counts = cluster.split.counts
             if step % 17 == 0:  # the last batch of an epoch
-                counts = ranks[0].split_for(30).counts
+                counts = apportion(30, counts).counts
             seconds = [cluster.measure(r, c, n) for r, (c, n) in enumerate(zip(now, counts, strict=True))]
             decision, same = (rank.observe(step, seconds, counts) for rank in ranks)
             assert decision == same
@@ -415,28 +412,6 @@ def test_the_noise_of_all_is_known_before_that_of_each() -> None:
     assert all(device.average.spread < 0.02 for device in cluster.scheduler.devices)
     alone = Cluster(truth[:2], BalanceScheduler(truth[:2], 128), jitter=0.01).run(6)
     assert all(0.02 < device.average.spread < 0.05 for device in alone.scheduler.devices)
-
-
-def test_after_memory_ran_out_it_goes_on_with_smaller_passes() -> None:
-    truth = cards(2, 1)
-    scheduler = BalanceScheduler(truth, 96, names=["cuda:0", "xpu:0"])
-    cluster = Cluster(truth, scheduler, jitter=0.02).run(20)
-    assert cluster.split.counts == (64, 32)
-    decision = scheduler.revise(20, 0, replace(truth[0], cap=48))
-    assert decision.split.counts == (48, 48)
-    assert (decision.step, decision.action) == (21, "resplit")
-    assert "rank 0 (cuda:0) works in other passes" in decision.reason
-    with pytest.raises(ValueError, match="find no place"):
-        scheduler.revise(20, 1, replace(truth[1], cap=8))
-
-
-def test_a_smaller_batch_is_split_by_what_is_known() -> None:
-    truth = cards(1, 1, fixed=0.0)
-    scheduler = BalanceScheduler(truth, 256)
-    Cluster(truth, scheduler, slowed(1, 3.0, 5, 99), jitter=0.01).run(30)
-    assert scheduler.split_for(8).counts == (6, 2)
-    assert scheduler.split_for(0).counts == (0, 0)
-    assert scheduler.curves[1].seconds_per_sample == pytest.approx(3.0, rel=0.02)
 
 
 def test_time_after_the_work_is_counted() -> None:
