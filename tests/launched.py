@@ -81,7 +81,7 @@ class Launched:
         self._screen = folder / "screen.txt"
         # Equal shares unless the test says otherwise: nothing is measured first, and nobody left out.
         shares = [] if any(text.startswith("balancing=") for text in overrides) else ["balancing=equal"]
-        self._command = [*prefix, sys.executable, str(TRAIN), *shares, *overrides]
+        self._command = [*prefix, sys.executable, str(TRAIN), *overrides, *shares]
         if run_dir is None and not {"-m", "--multirun"} & set(overrides):
             self._command.append(f"hydra.run.dir={self.run_dir}")
         self._options: dict[str, Any] = {

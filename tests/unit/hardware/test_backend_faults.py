@@ -25,6 +25,7 @@ from hetexp.hardware.cpu import CpuBackend
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
     monkeypatch.setattr(backend_module, "time", fake)
+    monkeypatch.setattr("hetexp.hardware.cpu.time", fake)  # which marks are read from
     monkeypatch.setattr(pacing, "time", fake)
     return fake
 

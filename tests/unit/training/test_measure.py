@@ -28,6 +28,9 @@ class ClockBackend(CpuBackend):
         assert end <= self.finished, "the device may not be there yet"
         return end - start
 
+    def wait(self, mark: float) -> None:
+        self.finished = max(self.finished, mark)
+
     def synchronize(self) -> None:
         self.finished = self.now
 
