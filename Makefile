@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Test files at a time: tests of emulated devices mostly sleep. More would not keep the devices' pace on 2 cores.
+JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -22,7 +24,7 @@ demo: $(INSTALLED) ## the main job: one model on two unequal devices (emulated w
 	$(BIN)/python train.py hardware=nvidia_arc strategy=ddp
 
 test: $(INSTALLED) ## all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .

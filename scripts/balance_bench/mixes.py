@@ -93,7 +93,7 @@ MIXES = {
         ("rtx_4090", "rtx_3090", "v100", "t4", "rx_7900_xtx", "rx_6600", "arc_a770", "arc_a380"),
         512,
         1500,
-        2.5,
+        1.6,
     ),
     "20:1": Mix(
         "RTX 4090 + Arc A380, 1 Gb/s between them",

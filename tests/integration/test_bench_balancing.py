@@ -7,7 +7,7 @@ from pathlib import Path
 from balance_bench.measure import Stage, prepare, run_rival, run_splits
 from balance_bench.mixes import Mix
 
-MIX = Mix("quick", ("three", "one"), 64, 40000, 0.0)
+MIX = Mix("quick", ("three", "one"), 64, 8000, 0.0)
 
 
 def test_ranks_that_hetexp_does_not_start_run_on_the_same_cards(tmp_path: Path) -> None:
