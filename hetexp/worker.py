@@ -149,11 +149,11 @@ class _Rank:
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
         store.set(f"hello/{self.rank}", platform.node())
         self.parts = parts = build_parts(self.plan, config, self.rank, store)
-        time_scale = rehearse(parts)
+        parts.time_scale = rehearse(parts)
         if self.plan.measuring:
             if self.rank == 0:
                 store.set(READY, "0")
-            measured = calibrate(parts, store, time_scale)
+            measured = calibrate(parts, store)
             if self.rank == 0:
                 write_json(Path(self.plan.run_dir) / CALIBRATION, measured)
             parts.communicator.close()
@@ -166,7 +166,7 @@ class _Rank:
             store.set(READY, str(parts.total_steps))
         started = time.perf_counter()
         outcome = train(parts, self.progress)
-        summary = report(parts, store, outcome, time_scale, time.perf_counter() - started)
+        summary = report(parts, store, outcome, time.perf_counter() - started)
         self.close(0, summary)
         if self.rank == 0:
             write_json(Path(self.plan.run_dir) / "summary.json", summary)

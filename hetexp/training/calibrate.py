@@ -85,13 +85,12 @@ class _Passes:
     """Samples of the largest pass that fits, where the memory did not suffice for more."""
 
 
-def calibrate(parts: Parts, store: dist.Store, time_scale: float | None) -> dict[str, Any]:
+def calibrate(parts: Parts, store: dist.Store) -> dict[str, Any]:
     """Return what was measured, the same on every rank: `devices` and `exchange`, as plain types.
 
-    Args:
-        time_scale: of emulated devices, whose times are given in modelled seconds.
+    Times of emulated devices are modelled seconds.
     """
-    scale = time_scale or 1.0
+    scale = parts.time_scale or 1.0
     with undone(parts):
         passes = _measure_passes(parts, scale)
         devices = _told(parts, store, "calibration", _fitted(parts, passes))

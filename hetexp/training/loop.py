@@ -256,6 +256,9 @@ class Window:
             "samples_per_second": self._samples / self._seconds,
             "step_seconds": self._seconds / self.num_steps,
         }
+        predicted = (self.parts.plan.calibration or {}).get("predicted_step_seconds")
+        if predicted is not None:
+            line["predicted_step_seconds"] = predicted * (self.parts.time_scale or 1.0)
         if len(compute) > 1:
             line["imbalance"] = imbalance(compute, [round(count) for count in samples])
         if self._last.grad_norm is not None:

@@ -27,12 +27,11 @@ from hetexp.training.state import Parts
 from hetexp.training.wiring import versions
 
 
-def report(
-    parts: Parts, store: dist.Store, outcome: Outcome, time_scale: float | None, wall_seconds: float
-) -> dict[str, Any]:
+def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
     """Gather every rank's measurements; return the summary, the same on every rank but for `checkpoint`."""
     limit = parts.config.comm.timeout_seconds
     everyone = exchange(store, "result", parts.rank, parts.plan.world_size, _mine(parts, outcome), limit)
+    time_scale = parts.time_scale
     emulation = _emulation(parts, everyone, time_scale) if time_scale is not None else None
     if emulation is not None and parts.rank == 0:
         write_json(Path(parts.plan.run_dir) / "emulation.json", emulation)

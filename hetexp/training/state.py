@@ -56,6 +56,8 @@ class Parts:
     """Filled on rank 0 only."""
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
+    time_scale: float | None = None
+    """Real seconds a modelled second of emulated devices; `None` without any."""
     run_on: tuple[dict[str, str], ...] = ()
     """Each rank's versions of Python and torch."""
     balancer: Balancer = field(kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -410,6 +411,17 @@ def test_contents_of_a_line(make_parts: MakeParts, clock: Clock) -> None:
     totals = window.totals
     assert (totals.train_seconds, totals.compute_seconds, totals.steps) == (4.0, 3.0, 2)
     assert (totals.local_samples, totals.global_samples) == (16, 16)
+
+
+def test_a_line_tells_what_a_step_was_predicted_to_take(make_parts: MakeParts, clock: Clock) -> None:
+    parts = make_parts(SoloCommunicator())
+    parts.plan = replace(parts.plan, calibration={"predicted_step_seconds": 0.5})
+    parts.time_scale = 4.0  # a modelled second takes four
+    window = Window(parts)
+    window.add(result(1.0, 8), batch(8, 8))
+    clock.now += 1.0
+    window.log(Progress(step=1))
+    assert lines(parts)[0][1]["predicted_step_seconds"] == 2.0
 
 
 def test_a_line_starts_again_from_zero(make_parts: MakeParts, clock: Clock) -> None:
