@@ -87,6 +87,7 @@ class BalanceScheduler:
 
     Args:
         curves: one a rank, as calibrated or as the catalogue says; only their shape needs to be right.
+        assumed: whether nobody has measured them, so that not even their shape may be.
         total: samples of the global batch.
         split: the one that training begins with; by default the best by the curves.
         settings: how eagerly.
@@ -107,9 +108,10 @@ class BalanceScheduler:
         minimum: Sequence[int] | None = None,
         communication: float | Sequence[float] = 0.0,
         names: Sequence[str] | None = None,
+        assumed: bool = False,
     ) -> None:
         self.settings, self.total = settings, total
-        self.devices = [DeviceEstimate(c, SpeedAverage(settings.alpha)) for c in curves]
+        self.devices = [DeviceEstimate(c, SpeedAverage(settings.alpha), assumed=assumed) for c in curves]
         self.minimum = None if minimum is None else list(minimum)
         self.communication = communication if isinstance(communication, (int, float)) else list(communication)
         self.names = [f"rank {r}" if names is None else f"rank {r} ({names[r]})" for r in range(len(curves))]

@@ -65,6 +65,9 @@ class Ranks:
         self.ahead = 2 * num_workers
         self.answers: dict[int, Split] = {}
 
+    def own(self, rank: int, samples: int) -> float:
+        return self.rates[rank] * samples
+
     def run(self, steps: int, total: int = TOTAL) -> None:
         for _ in range(steps):
             for balancer in self.balancers:  # the loaders read ahead, as far as they may
@@ -73,7 +76,7 @@ class Ranks:
                     assert self.answers.setdefault(step, answer) == answer, "a step was split in two ways"
             self.seen.append(self.answers[self.step].counts)
             if self.step:
-                seconds = [r * n for r, n in zip(self.rates, self.seen[-2], strict=True)]
+                seconds = [self.own(rank, samples) for rank, samples in enumerate(self.seen[-2])]
                 told = [b.observe(self.step - 1, TOTAL, seconds, self.step) for b in self.balancers]
                 assert all(one == told[0] for one in told)
             self.step += 1
@@ -240,3 +243,19 @@ def test_every_sample_once_whatever_is_decided() -> None:
     assert counts[0] == [10, 10]
     assert [16, 4] in counts
     assert counts[-1] == [10, 10]
+
+
+def test_a_device_with_large_fixed_costs_is_understood_after_two_sizes() -> None:
+    """A card that waits for its launches takes nearly as long for half of the samples."""
+
+    class Launching(Ranks):
+        def own(self, rank: int, samples: int) -> float:
+            return 0.01 * samples if rank == 0 else 0.3 + 0.01 * samples
+
+    ranks = Launching(plan_of(1, 1), [1.0, 1.0])
+    ranks.run(30)
+    slowest = max(ranks.own(rank, samples) for rank, samples in enumerate(ranks.seen[-1]))
+    assert slowest <= 0.47 * 1.03  # of 47 / 17, where both take as long
+    assert ranks.balancers[0].num_changes <= 3
+    curve = ranks.balancers[0].scheduler.curves[1]  # type: ignore[union-attr]
+    assert curve.fixed_seconds == pytest.approx(0.3, rel=0.1)
