@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 setup: $(INSTALLED) ## the virtual environment in .venv, with everything installed
 
 demo: $(INSTALLED) ## the main job: one model on two unequal devices (emulated where they are missing)
-	$(BIN)/python train.py hardware=nvidia_arc strategy=ddp
+	$(BIN)/python train.py hardware=nvidia_arc strategy=ddp balancing=adaptive
 
 test: $(INSTALLED) ## all tests
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
