@@ -123,7 +123,7 @@ def test_a_sweep_whose_second_job_raises(start: Start) -> None:
         told = only(found, "run")
         seen.append((told["run_id"], told["run_group"]))
         assert told["run_id"] == plan["run_id"]
-        assert f"data.fault={fault}" in told["display_name"]
+        assert f"={fault},trainer.max_steps=5" in told["display_name"]  # W&B wants it cut in the middle
         assert told["job_type"] == "sweep"
         assert {"ddp", "equal", "mlp", "custom"} <= set(told["tags"])
         assert only(found, "exit").get("exit_code", 0) == (1 if fault == "raise" else 0)
