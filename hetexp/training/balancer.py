@@ -43,7 +43,12 @@ class Balancer:
             first = Split(tuple(plan.local_batch_sizes))
             names = [device.id for device in plan.devices]
             self.scheduler = BalanceScheduler(
-                start_curves(plan), first.total, first, settings, names=names, assumed=plan.calibration is None
+                start_curves(plan),
+                first.total,
+                first,
+                settings,
+                names=names,
+                assumed=plan.calibration is None,
             )
         self._timeline: list[tuple[int, Split]] = []
         """From which step on a split holds, in rising order; the plan's before the first of them."""
