@@ -99,10 +99,9 @@ def _by_own_work(
     """
     if len(own) < 2 or not all(one["compute"] > 0 and one["samples"] for one in own):
         return {}
-    curves = [
-        SpeedCurve(0.0, one["compute"] / one["samples"], update_seconds=max(one["rest"], 0.0) / totals.steps)
-        for one in own
-    ]
+    # What is more than the least of them is waiting for others and rank 0's log, not the device's own.
+    update = max(min(one["rest"] for one in own), 0.0) / totals.steps
+    curves = [SpeedCurve(0.0, one["compute"] / one["samples"], update_seconds=update) for one in own]
     full_step = sum(counts) / summary["samples_per_s"]
     slowest = max(curve.seconds(count) for curve, count in zip(curves, counts, strict=True))
     joint = slowest + summary["comm"]["exposed_s"]
