@@ -13,6 +13,7 @@ from typing import Any
 
 from hetexp.balancing.solver import solve
 from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
+from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.split import Split
 from hetexp.hardware.links import build_links
@@ -46,8 +47,8 @@ def choose(
         ValueError: the devices' memory together does not hold the batch.
     """
     total = plan.config["trainer"]["global_batch_size"]
-    ordered = sorted(range(len(devices)), key=lambda r: (devices[r].curve.seconds(total), r))
-    sets = [tuple(sorted(ordered[:count])) for count in range(1, len(devices) + 1)]
+    ordered = by_speed(devices, total)
+    sets = growing_sets(ordered)
     if not drop_slower:
         sets = sets[-1:]
     # A set whose memory cannot hold the batch is none; all devices together must.
@@ -76,6 +77,16 @@ def choose(
     return replace(best, reasons=tuple(reasons))
 
 
+def by_speed(devices: Sequence[DeviceCalibration], total: int) -> list[int]:
+    """Return the ranks of the devices, the one first that alone ends so many samples soonest."""
+    return sorted(range(len(devices)), key=lambda rank: (devices[rank].curve.seconds(total), rank))
+
+
+def growing_sets(ordered: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the first of these ranks, the first two, and so on, each set in rising order."""
+    return [tuple(sorted(ordered[:count])) for count in range(1, len(ordered) + 1)]
+
+
 def holds(devices: Sequence[DeviceCalibration], ranks: Sequence[int], total: int) -> bool:
     """Return whether a set of the devices holds a batch of so many samples."""
     caps = [devices[rank].curve.cap for rank in ranks]
@@ -87,10 +98,27 @@ def predicted(
 ) -> Choice:
     """Return the best split over a set of the plan's devices, and its step as predicted."""
     total = plan.config["trainer"]["global_batch_size"]
+    split = solve([devices[rank].curve for rank in ranks], total)
+    specs = [plan.devices[rank] for rank in ranks]
     chosen = [devices[rank] for rank in ranks]
-    split = solve([device.curve for device in chosen], total)
-    links = build_links([plan.devices[rank] for rank in ranks], plan.network, exchange.measured)
-    return Choice(tuple(ranks), split, joint_seconds(chosen, split.counts, links, exchange), ())
+    seconds = step_of(specs, plan.network, chosen, exchange, split.counts)
+    return Choice(tuple(ranks), split, seconds, ())
+
+
+def step_of(
+    specs: Sequence[DeviceSpec],
+    network: dict[str, Any] | None,
+    devices: Sequence[DeviceCalibration],
+    exchange: Exchange,
+    counts: Sequence[int],
+) -> float:
+    """Return the predicted seconds of a step of these devices with so many samples each.
+
+    Args:
+        network: the plan's link between hosts.
+    """
+    links = build_links(specs, network, exchange.measured)
+    return joint_seconds(devices, counts, links, exchange)
 
 
 def replanned(

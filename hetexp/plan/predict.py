@@ -14,13 +14,12 @@ from typing import Literal
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.balancing.energy import solve_for_energy, solve_within_watts
 from hetexp.balancing.solver import solo_rates
-from hetexp.core.calibration import DeviceCalibration, joint_seconds
+from hetexp.core.calibration import DeviceCalibration
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
-from hetexp.hardware.links import build_links
 from hetexp.plan.known import MEASURED, Known
-from hetexp.plan.measured import LEAST_GAIN, Choice, choose, holds
+from hetexp.plan.measured import LEAST_GAIN, Choice, by_speed, choose, growing_sets, holds, step_of
 from hetexp.strategy.base import Strategy
 
 ENERGY_TOLERANCE = 0.05
@@ -167,12 +166,11 @@ class Scene:
 
     def seconds(self, ranks: Sequence[int], counts: Sequence[int]) -> float | None:
         """Return the step of these devices with this split, `None` where one of them is not known."""
-        chosen = [self.known.devices[rank] for rank in ranks]
-        if None in chosen:
+        chosen = [one for rank in ranks if (one := self.known.devices[rank]) is not None]
+        if len(chosen) < len(ranks):
             return None
-        exchange = self.known.exchange
-        links = build_links([self.linked.devices[r] for r in ranks], self.plan.network, exchange.measured)
-        return joint_seconds([one for one in chosen if one is not None], counts, links, exchange)
+        specs = [self.linked.devices[rank] for rank in ranks]
+        return step_of(specs, self.plan.network, chosen, self.known.exchange, counts)
 
     def alone(self, strategy: str) -> Row:
         """Return the fastest device that holds the whole batch."""
@@ -285,8 +283,7 @@ class Scene:
 
     def _sets(self) -> list[tuple[int, ...]]:
         """Return the sets of devices that hold the batch: the fastest, the two fastest, and so on."""
-        order = sorted(range(len(self.devices)), key=lambda r: (self.devices[r].curve.seconds(self.total), r))
-        sets = [tuple(sorted(order[:count])) for count in range(1, len(order) + 1)]
+        sets = growing_sets(by_speed(self.devices, self.total))
         return [ranks for ranks in sets if holds(self.devices, ranks, self.total)]
 
     def _joules(self, working: Sequence[int], ranks: Sequence[int], counts: Sequence[int]) -> float | None:
