@@ -38,7 +38,6 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
     caps = memory.caps() if memory is not None else no_limit
     whole = [config.trainer.global_batch_size] * plan.world_size
     passes = memory.largest_passes(whole) if memory is not None else no_limit
-    kept = calibrations.names(plan, config)
     cached = calibrations.find(plan, config) if not policy.recalibrate else None
     if cached is None and (not policy.measures or config.trainer.fast_dev_run):
         known = [] if policy.recalibrate else calibrations.known_devices(plan, config)
@@ -63,7 +62,8 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
                 f"{error}. A smaller trainer.microbatch_size needs less.",
             )
         ) from error
-    source = {"measured_at": measured_at, "cached": cached is not None, "entries": kept}
+    entries = calibrations.names(plan, config)
+    source = {"measured_at": measured_at, "cached": cached is not None, "entries": entries}
     return replanned(plan, devices, exchange, choice, source)
 
 
@@ -89,7 +89,6 @@ def with_memory(plan: Plan, memory: RunMemory | None) -> Plan:
     """
     if memory is None:
         return plan
-
     counts = list(plan.local_batch_sizes)
     if instantiate(plan.config["balancing"]).follows:  # any device may get any part of the batch
         counts = [sum(counts)] * plan.world_size

@@ -64,7 +64,7 @@ def find(plan: Plan, config: Config) -> Cached | None:
     """Return what was measured for this job before, of all its devices together; `None` where nothing was."""
     if not _keeps(plan, config):
         return None
-    name, facts = _job_entry(plan, config)
+    *_, (name, facts) = _entries(plan, config)
     entry = _read(name, facts)
     return Cached(*_measured(entry["calibration"]), entry["measured_at"]) if entry is not None else None
 
@@ -77,7 +77,8 @@ def known_devices(plan: Plan, config: Config) -> list[DeviceCalibration | None]:
     """
     if not _keeps(plan, config):
         return [None] * plan.world_size
-    entries = (_read(name, facts) for name, facts in _device_entries(plan, config))
+    *of_devices, _ = _entries(plan, config)
+    entries = (_read(name, facts) for name, facts in of_devices)
     return [
         DeviceCalibration.from_dict(entry["calibration"]) if entry is not None else None for entry in entries
     ]
@@ -94,7 +95,7 @@ def store(plan: Plan, config: Config, measured: Mapping[str, Any]) -> str:
     measured_at = datetime.now(timezone.utc).isoformat()
     if not _keeps(plan, config):
         return measured_at
-    entries = [*_device_entries(plan, config), _job_entry(plan, config)]
+    entries = _entries(plan, config)
     try:
         folder().mkdir(parents=True, exist_ok=True)
         _remove_old()
@@ -110,7 +111,7 @@ def names(plan: Plan, config: Config) -> list[str]:
     """Return the names of the entries that this plan reads and writes; none where it keeps nothing."""
     if not _keeps(plan, config):
         return []
-    return [name for name, _ in (*_device_entries(plan, config), _job_entry(plan, config))]
+    return [name for name, _ in _entries(plan, config)]
 
 
 def drop_if_wrong(plan: Plan, summary: Mapping[str, Any]) -> str | None:
@@ -148,11 +149,23 @@ def _keeps(plan: Plan, config: Config) -> bool:
     return not (config.hardware.share_devices and on_cards)
 
 
-def _job_entry(plan: Plan, config: Config) -> tuple[str, dict[str, Any]]:
-    """Return name and facts of this job's entry: the devices in their order, and what they exchange by."""
+def _entries(plan: Plan, config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and facts of each device's entry, and last of the job's."""
+    work = _work_facts(plan, config)  # reads the sources of a person's own classes
+    devices = [_device_facts(plan, config, rank) | work for rank in range(plan.world_size)]
+    entries = [(f"device-{_hash(facts)}.json", facts) for facts in devices]
+    return [*entries, _job_entry(plan, config, [name for name, _ in entries])]
+
+
+def _job_entry(plan: Plan, config: Config, devices: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return name and facts of this job's entry: the devices in their order, and what they exchange by.
+
+    Args:
+        devices: names of their entries.
+    """
     trainer = config.trainer
     facts = {
-        "devices": [name for name, _ in _device_entries(plan, config)],
+        "devices": devices,
         "global_batch_size": trainer.global_batch_size,  # the sizes measured and the samples loaded follow it
         "clip_norm": trainer.clip_norm,
         "non_finite": trainer.non_finite,
@@ -162,13 +175,6 @@ def _job_entry(plan: Plan, config: Config) -> tuple[str, dict[str, Any]]:
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},
     }
     return f"job-{_hash(facts)}.json", facts
-
-
-def _device_entries(plan: Plan, config: Config) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and facts of each device's entry."""
-    work = _work_facts(plan, config)
-    devices = [_device_facts(plan, config, rank) | work for rank in range(plan.world_size)]
-    return [(f"device-{_hash(facts)}.json", facts) for facts in devices]
 
 
 def _work_facts(plan: Plan, config: Config) -> dict[str, Any]:

@@ -59,7 +59,6 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
     if totals.steps:
         # The rank that never waits for another's work waits for the exchange alone.
         summary["comm"]["exposed_s"] = min(rank["device"]["idle_s"] for rank in everyone) / totals.steps
-    if totals.steps:
         counts = parts.balancer.now(parts.config.trainer.global_batch_size).counts
         if (parts.plan.calibration or {}).get("predicted_step_seconds") is not None:
             accounted = _by_calibration(parts.plan, summary, totals, counts, time_scale or 1.0)
