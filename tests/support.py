@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from hetexp.app import compose_config, run
+from hetexp.core.device import DeviceSpec
+from hetexp.core.plan import Plan
 from hetexp.plan.planner import Request
 
 
@@ -58,6 +60,26 @@ def unbuilt_config(**sections: Any) -> dict[str, Any]:
     for name, section in sections.items():
         raw[name] = {**raw[name], **section} if name in ("trainer", "hardware") else section
     return raw
+
+
+def plan_on(devices: Sequence[DeviceSpec], config: dict[str, Any], **changes: Any) -> Plan:
+    """Return a plan of these devices with equal shares of the global batch, and what is changed."""
+    count, total = len(devices), config["trainer"]["global_batch_size"]
+    plan = Plan(
+        run_id="run",
+        run_dir="/tmp/run",
+        name="run",
+        group=None,
+        config=config,
+        devices=tuple(devices),
+        strategy="ddp",
+        shares=(1 / count,) * count,
+        local_batch_sizes=(total // count,) * count,
+        collective_backend="nccl",
+        threads=(1,) * count,
+        precisions=("float32",) * count,
+    )
+    return replace(plan, **changes)
 
 
 Train = Callable[..., Run]

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from rich.console import Console
-from support import unbuilt_config
+from support import plan_on, unbuilt_config
 
 from hetexp.core.calibration import DeviceCalibration, Exchange
 from hetexp.core.config import read_config
@@ -56,20 +56,7 @@ def split(total: int = 64, model: str = "small", kind: str = PROFILED, dev: int 
         model={"_target_": "unused", "name": model},
         balancing={"_target_": kind, **policy},
     )
-    plan = Plan(
-        run_id="run",
-        run_dir="/tmp/run",
-        name="run",
-        group=None,
-        config=raw,
-        devices=CARDS,
-        strategy="ddp",
-        shares=(0.5, 0.5),
-        local_batch_sizes=(total // 2, total // 2),
-        collective_backend="nccl",
-        threads=(1, 1),
-        precisions=("float32", "float32"),
-    )
+    plan = plan_on(CARDS, raw)
     return with_measured_split(plan, read_config(raw), None, Console(file=io.StringIO()))
 
 
@@ -149,19 +136,7 @@ class Memory:
 def plain_plan(**others: Any) -> Plan:
     raw = unbuilt_config(trainer={"global_batch_size": 64})
     raw["trainer"]["microbatch_size"] = None
-    plan = Plan(
-        run_id="run",
-        run_dir="/tmp/run",
-        name="run",
-        group=None,
-        config=raw,
-        devices=CARDS,
-        strategy="ddp",
-        shares=(0.5, 0.5),
-        local_batch_sizes=(32, 32),
-        collective_backend="nccl",
-        threads=(1, 1),
-    )
+    plan = plan_on(CARDS, raw, precisions=())
     return replace(plan, **others)
 
 

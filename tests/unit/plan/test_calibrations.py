@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import unbuilt_config
+from support import plan_on, unbuilt_config
 
 import hetexp
 from hetexp.core.calibration import DeviceCalibration, Exchange
@@ -38,21 +38,7 @@ def job(*devices: DeviceSpec, **sections: Any) -> tuple[Plan, Config]:
     """A plan of these devices (NVIDIA beside Intel by default) and its configuration."""
     chosen = devices or (NVIDIA, INTEL)
     raw = unbuilt_config(trainer={"global_batch_size": 64, **sections.pop("trainer", {})}, **sections)
-    count = len(chosen)
-    plan = Plan(
-        run_id="run",
-        run_dir="/tmp/run",
-        name="run",
-        group=None,
-        config=raw,
-        devices=chosen,
-        strategy="ddp",
-        shares=(1 / count,) * count,
-        local_batch_sizes=(64 // count,) * count,
-        collective_backend="gloo",
-        threads=(1,) * count,
-        precisions=("float32",) * count,
-    )
+    plan = plan_on(chosen, raw, collective_backend="gloo")
     return plan, read_config(raw)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import plan_on
 
 from hetexp.core.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost import Channel
@@ -18,19 +19,9 @@ from hetexp.plan.measured import choose, predicted, replanned
 
 def plan_of(count: int, total: int = 64) -> Plan:
     devices = [DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia") for i in range(count)]
-    return Plan(
-        run_id="run",
-        run_dir="/tmp/run",
-        name="run",
-        group=None,
-        config={"trainer": {"global_batch_size": total}},
-        devices=tuple(devices),
-        strategy="ddp",
-        shares=(1 / count,) * count,
-        local_batch_sizes=(total // count,) * count,
-        collective_backend="nccl",
-        threads=(1,) * count,
-        precisions=("float32",) * count,
+    return plan_on(
+        devices,
+        {"trainer": {"global_batch_size": total}},
         memory_bytes=(None,) * count,
         reasons=("Policy profiled splits 64 samples a step.", "nccl exchanges the gradients."),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import plan_on
 
 from hetexp.balancing.adaptive import Adaptive
 from hetexp.balancing.base import BalancingPolicy
@@ -41,20 +42,7 @@ def plan_of(count: int, total: int = 64, watts: Sequence[float | None] | None = 
         )
         for i in range(count)
     ]
-    return Plan(
-        run_id="run",
-        run_dir="/tmp/run",
-        name="run",
-        group=None,
-        config={"trainer": {"global_batch_size": total}},
-        devices=tuple(devices),
-        strategy="ddp",
-        shares=(1 / count,) * count,
-        local_batch_sizes=(total // count,) * count,
-        collective_backend="nccl",
-        threads=(1,) * count,
-        precisions=("float32",) * count,
-    )
+    return plan_on(devices, {"trainer": {"global_batch_size": total}})
 
 
 def device(per_sample: float, fixed: float = 0.0) -> DeviceCalibration:

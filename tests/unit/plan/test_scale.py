@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import plan_on
 
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.balancing.equal import Equal
@@ -37,21 +38,7 @@ BUCKETS = Exchange(((0.5, 10**6), (1.0, 10**6)))
 
 def box(*names: str, total: int = 64) -> Plan:
     devices = [EmulatedBackend.describe_card(i, shipped().cards[name]) for i, name in enumerate(names)]
-    count = len(names)
-    return Plan(
-        run_id="run",
-        run_dir="/tmp/run",
-        name="run",
-        group=None,
-        config={"trainer": {"global_batch_size": total}},
-        devices=tuple(devices),
-        strategy="ddp",
-        shares=(1 / count,) * count,
-        local_batch_sizes=(total // count,) * count,
-        collective_backend="gloo",
-        threads=(1,) * count,
-        precisions=("float32",) * count,
-    )
+    return plan_on(devices, {"trainer": {"global_batch_size": total}}, collective_backend="gloo")
 
 
 def known(plan: Plan, seconds: list[float], exchange: Exchange = BUCKETS) -> Known:
