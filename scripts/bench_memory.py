@@ -221,7 +221,7 @@ class Phases:
 def train_step(
     row: Row, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, phases: Phases, step: int
 ) -> None:
-    """`hetexp.training.loop.train_step`, as far as memory goes."""
+    """`hetexp.training.step.joint_step`, as far as memory goes."""
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device="cuda")
     inputs, targets = batch

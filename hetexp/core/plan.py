@@ -10,6 +10,7 @@ from typing import Any
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.files import write_json
+from hetexp.core.stage import Stage
 
 _TUPLES = (
     "shares",
@@ -19,6 +20,7 @@ _TUPLES = (
     "precisions",
     "microbatch_sizes",
     "memory_bytes",
+    "replica_batch_sizes",
     "reasons",
     "import_paths",
 )
@@ -59,6 +61,10 @@ class Plan:
     """Most samples of one pass of each rank, chosen for its memory; `None`: its local batch in one pass."""
     memory_bytes: tuple[int | None, ...] = ()
     """What each rank is estimated to need of its device, `None` where that is not known."""
+    stages: tuple[Stage, ...] = ()
+    """Each rank's piece of the model, where the strategy cuts it; empty elsewhere."""
+    replica_batch_sizes: tuple[int, ...] = ()
+    """Samples of a full global batch that each pipeline takes, where the strategy cuts the model."""
     reasons: tuple[str, ...] = ()
     """Why it looks like this, one sentence each."""
     measuring: bool = False
@@ -111,6 +117,7 @@ class Plan:
         raw.pop("world_size")
         raw.pop("emulated")
         raw["devices"] = tuple(DeviceSpec.from_dict(device) for device in raw["devices"])
+        raw["stages"] = tuple(Stage(**stage) for stage in raw["stages"])
         for name in _TUPLES:
             raw[name] = tuple(raw[name])
         return cls(**raw)

@@ -198,7 +198,7 @@ def _passes(
     live: LiveBytes,
     phases: dict[str, int],
 ) -> tuple[Any, int]:
-    """Run the passes in the order of `hetexp.training.loop.train_step`, with the variables that it keeps.
+    """Run the passes in the order of `hetexp.training.step.joint_step`, with the variables that it keeps.
 
     Returns:
         The last output, which is still held while the optimizer steps, and in how many of the two threads

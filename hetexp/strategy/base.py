@@ -24,9 +24,17 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    predicted_as: ClassVar[Literal["alone", "all_reduce"] | None] = None
-    """How the cost model predicts a step: one device's own work, or the ranks' work with an all-reduce of
-    the gradients in backward; `None`: it does not know this strategy."""
+    steps: ClassVar[Literal["joint", "local", "staged"]] = "joint"
+    """What a rank does in a step: its samples' part of a gradient that all then apply alike (`joint`), steps
+    of its own with its own samples (`local`), or its layers' part of all samples (`staged`)."""
+    solo: ClassVar[bool] = False
+    """Whether one rank trains, so that there is nobody to talk to."""
+    exact: ClassVar[bool] = True
+    """Whether each step is the one that a single device would take with the global batch."""
+    predicted_as: ClassVar[Literal["alone", "all_reduce", "periodic", "apart", "stages"] | None] = None
+    """How the cost model predicts a step: one device's own work, the ranks' work with an all-reduce of the
+    gradients in backward (`all_reduce`), with one of the weights now and then (`periodic`), with none
+    (`apart`), a pipeline of stages; `None`: it does not know this strategy."""
 
     @abstractmethod
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:

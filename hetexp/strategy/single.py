@@ -21,6 +21,7 @@ class Single(Strategy):
     """Trains on one device and exchanges nothing."""
 
     name: ClassVar[str] = "single"
+    solo = True
     predicted_as = "alone"
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:

@@ -32,12 +32,12 @@ from hetexp.data.loader import cut, local_batches
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.links import build_links
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
-from hetexp.training.loop import train_step
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.rehearsal import undone
 from hetexp.training.shortage import ends_with_shortage
 from hetexp.training.state import Parts, Progress
+from hetexp.training.steps import train_step
 
 log = logging.getLogger(__name__)
 

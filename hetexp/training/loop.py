@@ -1,4 +1,4 @@
-"""The training loop. A step reads top to bottom in `train_step`."""
+"""The training loop. A step reads top to bottom in `joint_step` (`hetexp/training/step.py`)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from hetexp.balancing.scheduler import idle_seconds, imbalance
-from hetexp.checkpoint.folder import TrainingState, save_checkpoint
 from hetexp.data.loader import LocalBatch, local_batches
-from hetexp.optimizer.build import restart_schedule
 from hetexp.training.evaluate import evaluate
-from hetexp.training.gradient import take_gradient
 from hetexp.training.measure import Meter, Totals
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.precision import NonFiniteError, all_finite, explain_non_finite, settle
-from hetexp.training.shortage import ends_with_shortage, halve_together, in_passes, sizes_of
+from hetexp.training.precision import NonFiniteError, all_finite, explain_non_finite
+from hetexp.training.saving import save
 from hetexp.training.state import Parts, Progress
+from hetexp.training.step import StepResult
+from hetexp.training.steps import train_step
 
 log = logging.getLogger(__name__)
 
@@ -36,64 +34,6 @@ class Outcome:
     evaluation: dict[str, float] | None = None
     checkpoint: str | None = None
     stopped_early: bool = False
-
-
-@dataclass
-class StepResult:
-    """Of one optimizer step, this rank's part."""
-
-    loss_sum: torch.Tensor
-    """Sum over the local elements, on the device: reading it would wait for the device."""
-    global_count: int
-    grad_norm: torch.Tensor | None
-    """Before clipping, of the whole batch."""
-    learning_rate: float
-    """The one that this step used."""
-    skipped: bool = False
-    """Whether the gradient was not finite and the weights therefore stay as they were; on all ranks alike."""
-    beyond_mending: bool = False
-    """Whether, in addition, no smaller loss scale would help."""
-
-
-def train_step(
-    parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
-) -> StepResult:
-    """Do one optimizer step of the global batch: the same gradient as one device on all of it.
-
-    Where memory runs out on a rank, all of them do it again (`hetexp.training.shortage`).
-    """
-    look = parts.config.trainer.non_finite != "continue"
-    while True:
-        microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
-        bookmark = meter.bookmark()
-        gradient = take_gradient(parts, step, microbatches, normalizer, meter)
-        parts.backend.begin_update()
-        gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
-        finite = settle(gradients, normalizer.loss_scale, look) and gradient.shortage is None
-        if finite or parts.guard is None:
-            break
-        if not halve_together(parts, step, microbatches, gradient.shortage):
-            break
-        meter.back_to(bookmark)
-        gradients.clear()  # the memory is needed
-    mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
-    grad_norm, clip_norm = None, parts.config.trainer.clip_norm
-    if clip_norm is not None:
-        # After the exchange and the weighting: every rank clips the gradient of the whole batch.
-        grad_norm = torch.nn.utils.get_total_norm(gradients)
-        if finite:
-            torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), clip_norm, grad_norm)
-    learning_rate = float(parts.optimizer.param_groups[0]["lr"])
-    if finite:
-        why = "The optimizer's update cannot be done again: some weights may have moved."
-        with ends_with_shortage(parts, step, sizes_of(microbatches), why):
-            parts.optimizer.step()
-        parts.schedule.step()
-    else:  # the rate follows the number of the step, also of one that changes nothing
-        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
-    meter.samples += batch.local_samples
-    loss_sum, global_count = gradient.loss_sum, gradient.global_count
-    return StepResult(loss_sum, global_count, grad_norm, learning_rate, not finite, not mendable)
 
 
 def train(parts: Parts, progress: Progress) -> Outcome:
@@ -335,47 +275,3 @@ def should_stop(parts: Parts, progress: Progress, evaluation: dict[str, float]) 
     else:
         progress.bad_evaluations += 1
     return progress.bad_evaluations >= early.patience
-
-
-def provenance(parts: Parts) -> list[dict[str, Any]]:
-    """Return what trained the model: each rank's device, its part of the batch, and what it ran on."""
-    plan = parts.plan
-    kept = ("id", "backend", "vendor", "name", "uuid", "architecture", "driver", "emulated")
-    return [
-        {key: getattr(device, key) for key in kept}
-        | {"share": plan.shares[rank], "precision": plan.precisions[rank] if plan.precisions else None}
-        | {"microbatch_limit": parts.microbatch_limits[rank]}
-        | (parts.run_on[rank] if parts.run_on else {})
-        for rank, device in enumerate(plan.devices)
-    ]
-
-
-def save(parts: Parts, progress: Progress) -> str | None:
-    """Write a checkpoint on rank 0, whose replica is as good as any; return its path there.
-
-    The others wait for it, as long as it takes.
-    """
-    path = None
-    if parts.rank == 0:
-        with parts.communicator.working():
-            path = _write(parts, progress)
-    parts.communicator.meet()
-    return path
-
-
-def _write(parts: Parts, progress: Progress) -> str:
-    state = TrainingState(
-        step=progress.step,
-        position=progress.position.to_dict(),
-        schedule={"step": parts.schedule.last_epoch},
-        extra={
-            "run_id": parts.plan.run_id,
-            "progress": progress.to_dict(),
-            "emulated": parts.plan.emulated,
-            "devices": provenance(parts),
-            "config": parts.plan.config,
-            "balancer": parts.balancer.to_dict(),
-            "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
-        },
-    )
-    return str(save_checkpoint(parts.checkpoints, parts.model, parts.optimizer, state))

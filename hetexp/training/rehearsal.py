@@ -11,10 +11,10 @@ import torch
 from hetexp.data.loader import local_batches
 from hetexp.hardware.emulated import SCALE_MARGIN
 from hetexp.optimizer.build import restart_schedule
-from hetexp.training.loop import train_step
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import Parts, Progress
+from hetexp.training.steps import train_step
 
 REHEARSED_STEPS = 6
 

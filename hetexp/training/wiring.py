@@ -73,7 +73,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     torch.manual_seed(trainer.seed + 1 + rank)
     model.to(device)
     strategy = instantiate(config.strategy)
-    communicator = _communicator(plan, config, rank, store, device, solo=strategy.name == "single")
+    communicator = _communicator(plan, config, rank, store, device, solo=strategy.solo)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, model)
     policy = instantiate(config.balancing)

@@ -22,10 +22,12 @@ from hetexp.data.sampler import Position
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.training import loop
 from hetexp.training.gradient import NO_SAMPLES
-from hetexp.training.loop import Outcome, Window, should_stop, train, train_step
+from hetexp.training.loop import Outcome, Window, should_stop, train
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import Parts, Progress
+from hetexp.training.step import StepResult
+from hetexp.training.steps import train_step
 
 MakeParts = Callable[..., Parts]
 IGNORED = -100
@@ -375,8 +377,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return fake
 
 
-def result(loss_sum: float, count: int, norm: float | None = None) -> loop.StepResult:
-    return loop.StepResult(torch.tensor(loss_sum), count, None if norm is None else torch.tensor(norm), 0.05)
+def result(loss_sum: float, count: int, norm: float | None = None) -> StepResult:
+    return StepResult(torch.tensor(loss_sum), count, None if norm is None else torch.tensor(norm), 0.05)
 
 
 def batch(local: int, in_all: int) -> LocalBatch:

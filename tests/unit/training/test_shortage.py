@@ -19,7 +19,6 @@ from hetexp.data.loader import LocalBatch
 from hetexp.data.sampler import Position
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.strategy.single import Single
-from hetexp.training.loop import train_step
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import LossScale
@@ -33,6 +32,7 @@ from hetexp.training.shortage import (
     sizes_of,
 )
 from hetexp.training.state import Parts
+from hetexp.training.steps import train_step
 
 MakeParts = Callable[..., Parts]
 Pair = namedtuple("Pair", ["first", "second"])
@@ -195,7 +195,7 @@ def test_a_step_that_is_done_again_is_the_same_step(make_parts: MakeParts, scale
 
 
 def test_the_checkpoint_and_the_metrics_tell(make_parts: MakeParts) -> None:
-    from hetexp.training.loop import provenance
+    from hetexp.training.saving import provenance
 
     parts, _ = one_step(make_parts, 2, None)
     assert provenance(parts)[0]["microbatch_limit"] == 2

@@ -1,0 +1,74 @@
+"""One optimizer step of the global batch that all ranks take together, each on its part of the samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hetexp.data.loader import LocalBatch
+from hetexp.optimizer.build import restart_schedule
+from hetexp.training.gradient import take_gradient
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.precision import settle
+from hetexp.training.shortage import ends_with_shortage, halve_together, in_passes, sizes_of
+from hetexp.training.state import Parts
+
+
+@dataclass
+class StepResult:
+    """Of one optimizer step, this rank's part."""
+
+    loss_sum: torch.Tensor
+    """Sum over the local elements, on the device: reading it would wait for the device."""
+    global_count: int
+    grad_norm: torch.Tensor | None
+    """Before clipping, of the whole batch."""
+    learning_rate: float
+    """The one that this step used."""
+    skipped: bool = False
+    """Whether the gradient was not finite and the weights therefore stay as they were; on all ranks alike."""
+    beyond_mending: bool = False
+    """Whether, in addition, no smaller loss scale would help."""
+
+
+def joint_step(
+    parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+) -> StepResult:
+    """Do one optimizer step of the global batch: the same gradient as one device on all of it.
+
+    Where memory runs out on a rank, all of them do it again (`hetexp.training.shortage`).
+    """
+    look = parts.config.trainer.non_finite != "continue"
+    while True:
+        microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
+        bookmark = meter.bookmark()
+        gradient = take_gradient(parts, step, microbatches, normalizer, meter)
+        parts.backend.begin_update()
+        gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+        finite = settle(gradients, normalizer.loss_scale, look) and gradient.shortage is None
+        if finite or parts.guard is None:
+            break
+        if not halve_together(parts, step, microbatches, gradient.shortage):
+            break
+        meter.back_to(bookmark)
+        gradients.clear()  # the memory is needed
+    mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
+    grad_norm, clip_norm = None, parts.config.trainer.clip_norm
+    if clip_norm is not None:
+        # After the exchange and the weighting: every rank clips the gradient of the whole batch.
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if finite:
+            torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), clip_norm, grad_norm)
+    learning_rate = float(parts.optimizer.param_groups[0]["lr"])
+    if finite:
+        why = "The optimizer's update cannot be done again: some weights may have moved."
+        with ends_with_shortage(parts, step, sizes_of(microbatches), why):
+            parts.optimizer.step()
+        parts.schedule.step()
+    else:  # the rate follows the number of the step, also of one that changes nothing
+        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
+    meter.samples += batch.local_samples
+    loss_sum, global_count = gradient.loss_sum, gradient.global_count
+    return StepResult(loss_sum, global_count, grad_norm, learning_rate, not finite, not mendable)

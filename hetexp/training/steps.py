@@ -1,0 +1,33 @@
+"""Which kind of step a strategy takes (`Strategy.steps`): one function a kind."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hetexp.data.loader import LocalBatch
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.state import Parts
+from hetexp.training.step import StepResult, joint_step
+
+
+class StepFunction(Protocol):
+    """Takes one step of the global batch, or this rank's part in it; every rank calls it."""
+
+    def __call__(
+        self, parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+    ) -> StepResult: ...
+
+
+STEPS: dict[str, StepFunction] = {"joint": joint_step}
+
+
+def train_step(
+    parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+) -> StepResult:
+    """Take a step of the kind that the strategy takes.
+
+    Args:
+        step: number of steps done.
+    """
+    return STEPS[parts.strategy.steps](parts, step, batch, normalizer, meter)
