@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.model.base import unknown
+from hetexp.model.layered import Pieces
 
 
 class ConvNet(nn.Module):
@@ -58,6 +59,10 @@ class ConvNet(nn.Module):
         """Return logits [batch, num_classes] of images [batch, channels, height, width]."""
         logits: Tensor = self.layers(images)
         return logits
+
+    def pieces(self) -> Pieces:
+        """Return where the model may be cut (`hetexp.model.layered`)."""
+        return Pieces(tuple(f"layers.{index}" for index in range(len(self.layers))))
 
     @staticmethod
     def check(

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.model.base import unknown
+from hetexp.model.layered import Pieces
 
 
 class GPT(nn.Module):
@@ -68,14 +69,31 @@ class GPT(nn.Module):
         Raises:
             ConfigError: `seq` is above `sequence_length`.
         """
+        hidden = self._begin(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self._finish(hidden)
+
+    def pieces(self) -> Pieces:
+        """Return where the model may be cut (`hetexp.model.layered`): between blocks."""
+        return Pieces(
+            layer_names=tuple(f"blocks.{index}" for index in range(len(self.blocks))),
+            begin_names=("token_embedding", "position_embedding", "dropout"),
+            finish_names=("norm", "head"),
+            begin=self._begin,
+            finish=self._finish,
+        )
+
+    def _begin(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         if length > self.sequence_length:
             accepted = f"at least the {length} tokens of a sample"
             raise ConfigError(must_be("model.sequence_length", accepted, self.sequence_length))
         positions = torch.arange(length, device=tokens.device)
-        hidden = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        for block in self.blocks:
-            hidden = block(hidden)
+        hidden: Tensor = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        return hidden
+
+    def _finish(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hetexp.core.errors import ConfigError
 from hetexp.model.base import unknown
+from hetexp.model.layered import Pieces
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -60,3 +61,7 @@ class MLP(nn.Module):
         """Return logits [batch, num_classes] of inputs [batch, *input_shape]."""
         logits: Tensor = self.layers(inputs)
         return logits
+
+    def pieces(self) -> Pieces:
+        """Return where the model may be cut (`hetexp.model.layered`)."""
+        return Pieces(tuple(f"layers.{index}" for index in range(len(self.layers))))

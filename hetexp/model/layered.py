@@ -1,0 +1,53 @@
+"""How a model says where a pipeline may cut it: between its layers, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A model as `finish(layer(… layer(begin(inputs))))`.
+
+    What goes from piece to piece is a tensor whose first dimension counts samples, or a tuple of them.
+    """
+
+    layer_names: tuple[str, ...]
+    """Dotted names of the layers' modules, in their order."""
+    begin_names: tuple[str, ...] = ()
+    """Modules and parameters that `begin` uses, none of them within a layer; a tied weight under the name
+    that it has here."""
+    finish_names: tuple[str, ...] = ()
+    """The same of `finish`."""
+    begin: Callable[[Any], Any] = _as_it_is
+    """From the model's inputs to what the first layer takes; a method of the model at hand."""
+    finish: Callable[[Any], Any] = _as_it_is
+    """From what the last layer gives to the model's output."""
+
+
+def pieces_of(model: nn.Module) -> Pieces | None:
+    """Return the pieces that a model's own method `pieces` tells, or those of an `nn.Sequential`.
+
+    `None` where the model says nothing: then nobody may cut it.
+    """
+    tell = getattr(model, "pieces", None)
+    if callable(tell):
+        pieces: Pieces = tell()
+        return pieces
+    children = dict(model.named_children())
+    if isinstance(model, nn.Sequential):
+        return Pieces(tuple(children))
+    return None
+
+
+def call_layer(layer: nn.Module, payload: Any) -> Any:
+    """Call a layer with what the piece before it gave; a tuple becomes its arguments."""
+    return layer(*payload) if isinstance(payload, tuple) else layer(payload)
