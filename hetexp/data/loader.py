@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -26,6 +26,8 @@ class LocalBatch:
     global_samples: int
     position: Position
     """Where the global sampler stands after this batch."""
+    indices: list[list[int]] = field(default_factory=list)
+    """Of each microbatch the places of its samples in the training data."""
 
 
 def cut(num_samples: int, accumulate: int, microbatch_size: int | None) -> list[int]:
@@ -88,6 +90,7 @@ def local_batches(
             local_samples=sum(map(len, microbatches)),
             global_samples=global_samples,
             position=position,
+            indices=microbatches,
         )
 
 

@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 import hetexp
+from hetexp.checkpoint.manifest import find_checkpoint
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import RunFailedError, SetupError
+from hetexp.core.errors import HetexpError, RunFailedError, SetupError
 from hetexp.core.files import remove_temporary_folders, write_json
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
@@ -238,6 +239,7 @@ class _Run:
                 }
                 for failure in sorted(self.failures, key=lambda f: f.time)
             ]
+        summary["checkpoint"] = newest_checkpoint(Path(self.plan.run_dir))
         try:
             write_json(path, summary)
         except OSError as error:  # the disk may be what ended the run
@@ -268,6 +270,14 @@ class _Run:
 
     def log_path(self, rank: int) -> Path:
         return Path(self.plan.run_dir) / "logs" / f"rank_{rank}.log"
+
+
+def newest_checkpoint(run_dir: Path) -> str | None:
+    """Return the newest complete checkpoint of a run, `None` where there is none."""
+    try:
+        return str(find_checkpoint(run_dir))
+    except HetexpError:
+        return None
 
 
 def environment_of(plan: Plan, rank: int) -> dict[str, str]:

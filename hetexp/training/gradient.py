@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ class Gradient:
     loss_sum: torch.Tensor
     """Sum over the local elements, on the device: reading it would wait for the device."""
     global_count: int
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Of these sums, each microbatch's own."""
+    factor: float = 1.0
+    """What they were multiplied by before backward."""
     shortage: Shortage | None = None
     """Memory ran out on this rank: the gradient is NaN somewhere on all ranks, and must not count."""
 
@@ -45,10 +49,12 @@ class _Passes:
     def __init__(self, parts: Parts, normalizer: LossNormalizer, meter: Meter) -> None:
         self._parts, self._normalizer, self._meter = parts, normalizer, meter
         self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
+        self.losses: list[torch.Tensor] = []
         self.wrapping = False
         """Whether the strategy's wrapper has begun a forward pass and not ended it."""
         self.exchanging = False
         """Whether it waits for the gradients of a backward pass, to exchange them."""
+        self._looks = parts.looks
         self._counted: tuple[float, int] | None = None
         self._before: list[Mark] | None = None
         """Of all parameters, when the backward pass that exchanges began."""
@@ -73,8 +79,9 @@ class _Passes:
                 factor, _ = self.factor()
                 if last and parts.guard is not None:
                     self._before = [_mark(p) for p in parts.model.parameters()]
-                meter.backward(total * factor)
-            self.loss_sum += total.detach()
+                meter.backward(total * (_nan_if_not_finite(total, factor) if self._looks else factor))
+            self.losses.append(total.detach())
+            self.loss_sum += self.losses[-1]
 
     def _forward(self, inputs: Any, last: bool) -> Any:
         self.wrapping = True
@@ -111,7 +118,8 @@ def take_gradient(
         try:
             parts.backend.begin_step(step)
             passes.run(microbatches or [NO_SAMPLES])
-            return Gradient(passes.loss_sum, passes.factor()[1])
+            factor, global_count = passes.factor()
+            return Gradient(passes.loss_sum, global_count, passes.losses, factor)
         except RuntimeError as error:
             short = isinstance(error, _ShortInForwardError) or is_out_of_memory(error)
             if parts.guard is None or passes.wrapping or not short:
@@ -120,7 +128,17 @@ def take_gradient(
         # The error is gone here, and with it the frames that held what the passes had computed.
         log.warning("out of memory: %s", shortage.said)
         _end_with_nan(parts, passes, shortage.said)
-    return Gradient(torch.full_like(passes.loss_sum, math.nan), passes.factor()[1], shortage)
+    nan = torch.full_like(passes.loss_sum, math.nan)
+    return Gradient(nan, passes.factor()[1], shortage=shortage)
+
+
+def _nan_if_not_finite(total: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the factor, and NaN where the loss is not finite: a loss may be infinite and its gradient not.
+
+    So every rank learns of it from the exchanged gradient, without a question and without a wait.
+    """
+    value = torch.full_like(total.detach(), factor)
+    return value.masked_fill_(~torch.isfinite(total.detach()), math.nan)
 
 
 def _end_with_nan(parts: Parts, passes: _Passes, said: str) -> None:

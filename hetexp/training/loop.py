@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,9 +14,10 @@ from hetexp.balancing.scheduler import idle_seconds, imbalance
 from hetexp.data.loader import LocalBatch, local_batches
 from hetexp.training.evaluate import evaluate
 from hetexp.training.measure import Meter, Totals
+from hetexp.training.non_finite import explain
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.precision import NonFiniteError, all_finite, explain_non_finite
-from hetexp.training.saving import save
+from hetexp.training.precision import NonFiniteError
+from hetexp.training.saving import save, save_before
 from hetexp.training.state import Parts, Progress
 from hetexp.training.step import StepResult
 from hetexp.training.steps import train_step
@@ -46,6 +47,7 @@ def train(parts: Parts, progress: Progress) -> Outcome:
     window = Window(parts)
     outcome = Outcome(progress, window.totals)
     evaluated_at = saved_at = -1
+    first_step = progress.step
     parts.model.train()
     batches = local_batches(
         parts.train_data,
@@ -62,6 +64,7 @@ def train(parts: Parts, progress: Progress) -> Outcome:
     before: LocalBatch | None = None
     window.restart()
     for batch in window.loaded(batches):
+        good = replace(progress)
         normalizer.tell = parts.balancer.own_seconds(window.meter)
         result = train_step(parts, progress.step, batch, normalizer, window.meter)
         if before is not None:
@@ -73,7 +76,9 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         progress.skipped_steps += result.skipped
         window.add(result, batch)
         if result.beyond_mending and trainer.non_finite != "continue":
-            face_non_finite(parts, progress, result, window)
+            told = tell_non_finite(parts, progress, batch, result, window)
+            if trainer.non_finite == "stop":
+                raise NonFiniteError(f"{told} {save_before(parts, good, first_step, saved_at)}")
         if progress.step % trainer.log_every == 0:
             outcome.train_loss = window.log(progress)
         if trainer.eval_every and progress.step % trainer.eval_every == 0:
@@ -222,37 +227,36 @@ class Window:
         return line
 
 
-def face_non_finite(parts: Parts, progress: Progress, result: StepResult, window: Window) -> None:
-    """Tell once which ranks' losses are not finite, and end the run where `trainer.non_finite` says so.
+def tell_non_finite(
+    parts: Parts, progress: Progress, batch: LocalBatch, result: StepResult, window: Window
+) -> str:
+    """Return which samples on which ranks keep a gradient from being finite, and warn of it once.
 
-    All ranks come here at the same step, so that they may ask each other.
+    All ranks come here at the same step, so that they may ask each other. The weights are still those of
+    the step before.
 
-    Raises:
-        NonFiniteError: under `stop`; the weights are still those of the step before.
+    Returns:
+        Nothing where it was told before: under `skip` later steps are only counted.
     """
     stop = parts.config.trainer.non_finite == "stop"
     if window.warned and not stop:
-        return
+        return ""
     window.warned = True
-    losses = torch.zeros(parts.communicator.world_size, dtype=torch.float64)
-    losses[parts.rank] = float(result.loss_sum)
-    losses = parts.communicator.all_reduce(losses)
-    first = next(
-        name for name, p in parts.model.named_parameters() if p.grad is not None and not all_finite([p.grad])
-    )
-    told = explain_non_finite(progress.step, losses.tolist(), parts.plan.devices, first)
+    window.pause()
+    told = explain(parts, progress.step, batch, result.loss_sum, result.losses, result.factor)
     if stop:
         window.log(progress)  # the loss that ends the run is seen in its curve
-        parts.communicator.barrier()  # nobody leaves while rank 0 still writes
-        fix = "Lower `optimizer.lr` or set `trainer.clip_norm`; trainer.non_finite=skip leaves it out."
-        raise NonFiniteError(f"{told} {fix}")
-    if parts.rank == 0:
+    elif parts.rank == 0:
         log.warning("%s The step was left out on all ranks; later ones are counted only.", told)
+    window.restart()
+    return told
 
 
 def evaluate_and_log(parts: Parts, progress: Progress) -> dict[str, float]:
     """Evaluate on all ranks and log on rank 0."""
     result = evaluate(parts)
+    if parts.rank == 0 and not math.isfinite(result.get("loss", 0.0)):
+        log.warning("The loss of the evaluation at step %d is %g.", progress.step, result["loss"])
     for logger in parts.loggers:
         logger.log({f"eval/{name}": value for name, value in result.items()}, progress.step)
     return result

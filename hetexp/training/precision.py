@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import HetexpError, SetupError
 from hetexp.hardware.backend import Backend
 
@@ -121,21 +120,3 @@ def check_device(backend: Backend, precision: str) -> None:
         f"{backend.spec} was to compute in {precision}, but the device itself says that it cannot do so "
         "natively. Write trainer.precision=float32, which every device can."
     )
-
-
-def explain_non_finite(step: int, losses: Iterable[float], devices: Iterable[DeviceSpec], first: str) -> str:
-    """Return what is told of a step whose gradient is not finite.
-
-    Args:
-        step: number of the step, counted from 1.
-        losses: each rank's own sum.
-        devices: one a rank.
-        first: name of the first parameter whose gradient is not finite.
-    """
-    bad = [
-        f"{loss} on rank {rank}, {device}"
-        for rank, (loss, device) in enumerate(zip(losses, devices, strict=True))
-        if not math.isfinite(loss)
-    ]
-    cause = f"the loss is {'; '.join(bad)}" if bad else "every loss is finite"
-    return f"The gradient of step {step} is not finite (first in {first}), and {cause}."

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hetexp.checkpoint.folder import TrainingState, save_checkpoint
+from hetexp.checkpoint.manifest import folder_name
+from hetexp.core.errors import CheckpointError
+from hetexp.optimizer.build import restart_schedule
 from hetexp.training.state import Parts, Progress
 
 
@@ -32,6 +35,32 @@ def save(parts: Parts, progress: Progress) -> str | None:
             path = _write(parts, progress)
     parts.communicator.meet()
     return path
+
+
+def save_before(parts: Parts, good: Progress, first_step: int, saved_at: int) -> str:
+    """Save the state before a step that ends the run, and return how to go on from it; all ranks call it.
+
+    Args:
+        good: where the run stood then; the weights are still of that moment.
+        first_step: steps that were done when this run began: what it began with needs no checkpoint.
+        saved_at: step of the last checkpoint.
+    """
+    fix = "with a lower `optimizer.lr`, with `trainer.clip_norm`, or with trainer.non_finite=skip"
+    if parts.config.trainer.fast_dev_run or good.step == first_step:
+        parts.communicator.barrier()  # nobody leaves while rank 0 still writes metrics
+        return f"No step before it is worth a checkpoint: start anew {fix}, which leaves such steps out."
+    if saved_at != good.step:
+        restart_schedule(parts.schedule, good.step)
+        try:
+            save(parts, good)
+        except CheckpointError as error:  # on rank 0, while the others wait for it
+            parts.communicator.meet()
+            return f"The state before it could not be saved: {error}"
+    parts.communicator.barrier()
+    return (
+        f"The state before it is saved ({parts.checkpoints / folder_name(good.step)}): go on from there by "
+        f"resume={parts.plan.run_dir}, {fix}, which leaves such steps out."
+    )
 
 
 def _write(parts: Parts, progress: Progress) -> str:

@@ -4,7 +4,7 @@ The rank in trouble ends the exchange with NaN for the gradients that it does no
 gradient that is not finite, none steps, and only then do they ask each other whose memory it was: a step
 that goes well costs nothing. That rank's microbatch halves, and all do the step again with the same samples.
 Where it cannot halve, all end together. Losses and samples are those of a run that was not disturbed; random
-numbers (dropout) go on from where they were, and running statistics of a BatchNorm see the samples twice.
+numbers (dropout) go on from where they were, and buffers (running statistics) are put back before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hetexp.core.errors import HetexpError, PeerLostError
-from hetexp.data.loader import cut
+from hetexp.data.loader import chop, cut
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.hardware.pacing import tensors
 from hetexp.strategy.empty_share import EmptyShareGuard
@@ -51,8 +51,7 @@ def recovering_guard(parts: Parts) -> EmptyShareGuard | None:
 
     With `trainer.non_finite=continue` nobody looks at the gradient, so that ranks could not learn of it.
     """
-    looks = parts.config.trainer.non_finite != "continue" or parts.loss_scale is not None
-    if not looks and parts.communicator.world_size > 1:
+    if not parts.looks and parts.communicator.world_size > 1:
         return None
     guard = parts.strategy.guard(parts.module) if parts.strategy.varies_passes() else None
     if guard is not None:
@@ -75,9 +74,16 @@ def in_passes(microbatches: list[Any], most: int | None) -> list[Any]:
             continue
         start = 0
         for piece in cut(size, 1, most):
-            pieces.append((_part(inputs, start, start + piece), _part(targets, start, start + piece)))
+            pieces.append((part_of(inputs, start, start + piece), part_of(targets, start, start + piece)))
             start += piece
     return pieces
+
+
+def indices_in_passes(indices: list[list[int]], most: int | None) -> list[list[int]]:
+    """Return the places of samples in the training data, cut as `in_passes` cuts their microbatches."""
+    if most is None:
+        return indices
+    return [list(piece) for one in indices for piece in chop(one, cut(len(one), 1, most))]
 
 
 def sizes_of(microbatches: list[Any]) -> list[int]:
@@ -85,14 +91,14 @@ def sizes_of(microbatches: list[Any]) -> list[int]:
     return [next((len(t) for t in tensors(inputs) if t.dim()), 0) for inputs, _ in microbatches]
 
 
-def _part(value: Any, start: int, end: int) -> Any:
+def part_of(value: Any, start: int, end: int) -> Any:
     """Return some samples of what `torch.utils.data.default_collate` makes of them."""
     if isinstance(value, torch.Tensor):
         return value[start:end] if value.dim() else value
     if isinstance(value, dict):
-        return {key: _part(item, start, end) for key, item in value.items()}
+        return {key: part_of(item, start, end) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not any(isinstance(item, (str, bytes)) for item in value):
-        parts = [_part(item, start, end) for item in value]
+        parts = [part_of(item, start, end) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value[start:end]
 

@@ -87,6 +87,11 @@ class Parts:
         return self.backend.autocast(self.precision)
 
     @property
+    def looks(self) -> bool:
+        """Whether anybody looks for gradients that are not finite."""
+        return self.config.trainer.non_finite != "continue" or self.loss_scale is not None
+
+    @property
     def checkpoints(self) -> Path:
         return Path(self.plan.run_dir) / "checkpoints"
 

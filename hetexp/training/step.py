@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,6 +10,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.gradient import take_gradient
 from hetexp.training.measure import Meter
+from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import settle
 from hetexp.training.shortage import ends_with_shortage, halve_together, in_passes, sizes_of
@@ -31,6 +32,10 @@ class StepResult:
     """Whether the gradient was not finite and the weights therefore stay as they were; on all ranks alike."""
     beyond_mending: bool = False
     """Whether, in addition, no smaller loss scale would help."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Of `loss_sum`, each microbatch's own, as the step was done at last."""
+    factor: float = 1.0
+    """What they were multiplied by before backward."""
 
 
 def joint_step(
@@ -41,6 +46,7 @@ def joint_step(
     Where memory runs out on a rank, all of them do it again (`hetexp.training.shortage`).
     """
     look = parts.config.trainer.non_finite != "continue"
+    buffers = KeptBuffers(parts.model) if parts.looks else None
     while True:
         microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
         bookmark = meter.bookmark()
@@ -48,7 +54,11 @@ def joint_step(
         parts.backend.begin_update()
         gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
         finite = settle(gradients, normalizer.loss_scale, look) and gradient.shortage is None
-        if finite or parts.guard is None:
+        if finite:
+            break
+        if buffers is not None:
+            buffers.put_back()
+        if parts.guard is None:
             break
         if not halve_together(parts, step, microbatches, gradient.shortage):
             break
@@ -70,5 +80,13 @@ def joint_step(
     else:  # the rate follows the number of the step, also of one that changes nothing
         restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
     meter.samples += batch.local_samples
-    loss_sum, global_count = gradient.loss_sum, gradient.global_count
-    return StepResult(loss_sum, global_count, grad_norm, learning_rate, not finite, not mendable)
+    return StepResult(
+        loss_sum=gradient.loss_sum,
+        global_count=gradient.global_count,
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        skipped=not finite,
+        beyond_mending=not mendable,
+        losses=gradient.losses,
+        factor=gradient.factor,
+    )

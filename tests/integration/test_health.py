@@ -1,0 +1,52 @@
+"""Runs whose numbers go wrong on one rank: found, told, never averaged into the weights (S12, case 9)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import Train
+
+from hetexp.core.errors import RunFailedError
+from hetexp.data.sampler import GlobalSampler, Position
+
+COMMON = (
+    "data=custom",
+    "data._target_=poisoned.Data",
+    "model=mlp",
+    "model.hidden_sizes=[8]",
+    "hardware.devices=[cpu,cpu]",
+    "balancing=manual",
+    "balancing.weights=[3,1]",
+    "trainer.global_batch_size=16",
+    "trainer.max_epochs=null",
+    "trainer.max_steps=4",
+    "trainer.log_every=1",
+)
+
+
+def test_a_bad_sample_stops_the_run_with_a_checkpoint_to_go_on_from(train: Train, tmp_path: Path) -> None:
+    """With a data loader process, whose batches are drawn ahead of the step."""
+    second, _ = GlobalSampler(64, 16, seed=0).batch(Position(0, 16))
+    bad = int(second[13])  # of rank 1's four samples
+    options = (*COMMON, f"+data.bad=[{bad}]", "trainer.num_workers=1")
+    folder = tmp_path / "run"
+    with pytest.raises(RunFailedError) as caught:
+        train(*options, folder=folder)
+    told = str(caught.value)
+    assert caught.value.exit_code == 1
+    assert "The gradient of step 2 is not finite" in told
+    assert "the loss is nan on rank 1, cpu:1" in told
+    assert f"because of training sample {bad}." in told
+    assert f"resume={folder}" in told
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert {failure["kind"] for failure in summary["failures"]} == {"NonFiniteError"}
+    assert summary["checkpoint"] == str(folder / "checkpoints" / "step_00000001")
+
+    run = train(*options, f"resume={folder}", "trainer.non_finite=skip")
+    assert run.summary["steps"] == 4
+    assert all(tensor.isfinite().all() for tensor in run.parameters().values())
+    assert f"because of training sample {bad}." in run.screen and "left out on all ranks" in run.screen
+    assert [row["train/skipped_steps"] for row in run.metrics if "train/loss" in row] == [1, 1, 1]
