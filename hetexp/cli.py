@@ -47,6 +47,14 @@ def plan(arguments: list[str]) -> int:
 
 
 @command
+def verify(arguments: list[str]) -> int:
+    """Certify that a plan's steps are those of one device, for your model and data (hetexp verify --help)."""
+    from hetexp.commands.verify import main as verify_main
+
+    return verify_main(arguments)
+
+
+@command
 def gpus(arguments: list[str]) -> int:
     """List every card of this machine, usable or not, and why not (hetexp gpus --help)."""
     from hetexp.commands.gpus import main as gpus_main

@@ -229,6 +229,8 @@ class DebugConfig(Section):
     normalizer: Literal["global", "per_rank"] = "global"
     """`per_rank` divides by each rank's own count, as plain DDP does: wrong on unequal shares, to compare."""
     detect_anomaly: bool = False
+    dropout: bool = True
+    """`false` sets every dropout of the model to 0 (`hetexp.model.dropout`), so that runs can be compared."""
 
 
 class FaultEvent(Section):

@@ -30,6 +30,7 @@ from hetexp.hardware.links import build_links
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
+from hetexp.model.dropout import without_dropout
 from hetexp.optimizer.build import build_optimizer, build_schedule, restart_schedule
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import build_loss
@@ -66,6 +67,9 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     # The same seed and the CPU's generator on every rank: the same weights whatever the device.
     torch.manual_seed(trainer.seed)
     model = build_model(config.model, data.facts)
+    if not config.debug.dropout:
+        told = without_dropout(model)
+        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(told)}" if told else "there was none")
     model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     run_on = agree(plan, config, rank, store, facts)

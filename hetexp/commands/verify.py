@@ -1,0 +1,345 @@
+"""`hetexp verify`: the gradient-equivalence certificate of a person's own model, data and plan."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import platform
+import secrets
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hetexp.commands.certificate import Certificate
+    from hetexp.core.config import Config
+    from hetexp.core.plan import Plan
+    from hetexp.hardware.pool import Selection
+    from hetexp.plan.planner import Request
+
+_EPILOG = """\
+examples
+  hetexp verify model=gpt data=text hardware.devices=[cuda:0,cpu] balancing=manual balancing.weights=[9,1]
+  hetexp verify hardware=nvidia_arc --precision float32
+  hetexp verify trainer.accumulate=4 trainer.clip_norm=1 --steps 20
+
+It exits with 0 if the run is exact, 1 if it is not, 2 where something that was typed cannot be used."""
+
+NO_CLIPPING = 1e30
+"""Norm to clip at that changes nothing, so that every run tells its gradient's norm."""
+TIME_SCALE = 1e-6
+"""Emulated devices are not paced: only what they compute counts."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Verify and print the certificate; return 0 for an exact run, 1 for any other, 2 for a wrong command."""
+    options = _parser().parse_intermixed_args(list(arguments))
+    from rich.console import Console
+
+    from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
+    from hetexp.launch.interpreter import check_own_interpreter
+
+    console = Console(stderr=True)
+    try:
+        check_own_interpreter()
+        folder = Path(options.output) if options.output else _default_folder()
+        certificate = verify(
+            options.overrides, folder, options.steps, options.precision, options.config_dir, console
+        )
+    except RunFailedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(certificate.markdown())
+    print(f"The same as JSON: {folder / 'certificate.json'}")
+    return 0 if certificate.verdict == "exact" else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hetexp verify",
+        description="Train a few steps as configured and the same steps on one device, and tell how far they "
+        "are apart at each step: the certificate that this plan computes the gradient of one device.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", help="group=option and key=value, as for hetexp train")
+    parser.add_argument("--steps", type=_at_least_one, default=5, metavar="N", help="optimizer steps (5)")
+    parser.add_argument(
+        "--precision",
+        choices=("float64", "float32"),
+        default="float64",
+        help="float64 shows every mistake; float32 allows twice what microbatches of another size change",
+    )
+    parser.add_argument("--output", metavar="FOLDER", help="where certificate.json and certificate.md go")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of options of your own")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {value} instead")
+    return value
+
+
+def _default_folder() -> Path:
+    now = datetime.now()
+    return Path("outputs", f"{now:%Y-%m-%d}", f"{now:%H-%M-%S}-verify-{secrets.token_hex(3)}")
+
+
+def verify(
+    overrides: Sequence[str],
+    folder: Path,
+    steps: int = 5,
+    precision: str = "float64",
+    config_dir: str | None = None,
+    console: Console | None = None,
+) -> Certificate:
+    """Run what is configured and its reference, and write `certificate.json` and `certificate.md`.
+
+    The runs' own folders are removed in the end; where one fails they stay, with its logs.
+
+    Args:
+        folder: made here; the runs need it for `steps` checkpoints each.
+        precision: `float64` or `float32`, of all runs, whatever `trainer.precision` says.
+        console: told which run is on its way.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its strategy claims no exactness.
+        SetupError, RunFailedError: a run could not be started, or failed.
+    """
+    from rich.console import Console
+
+    from hetexp.commands.certificate import Certificate, Tolerance, compare
+    from hetexp.core.files import write_json, write_text
+
+    folder = folder.absolute()
+    runs = _Runs(_prepare(overrides, folder, config_dir, console or Console(quiet=True)), steps, precision)
+    plan = runs.as_configured("run")
+    runs.alone("alone")
+    tolerance = Tolerance()
+    if precision != "float64":
+        cuts = [cut for cut in (2, 4) if cut <= plan.config["trainer"]["global_batch_size"]]
+        names = [runs.alone(f"alone_{cut}", cut) for cut in cuts]
+        tolerance = Tolerance.of_microbatches([compare(runs.at(name), runs.at("alone")) for name in names])
+    control, must_differ = None, runs.shares_differ(plan)
+    if runs.averages(plan):
+        runs.as_configured("control", normalizer="per_rank")
+        control = compare(runs.at("control"), runs.at("alone"))
+    certificate = Certificate(
+        runs.facts(plan, overrides),
+        compare(runs.at("run"), runs.at("alone")),
+        tolerance,
+        control,
+        must_differ,
+    )
+    shutil.rmtree(folder / "runs")
+    write_json(folder / "certificate.json", certificate.to_dict())
+    write_text(folder / "certificate.md", certificate.markdown())
+    return certificate
+
+
+@dataclass
+class _Prepared:
+    """What is configured, checked and planned."""
+
+    raw: dict[str, Any]
+    config: Config
+    selection: Selection
+    request: Request
+    plan: Plan
+    console: Console
+
+
+def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, console: Console) -> _Prepared:
+    from hetexp.app import check, register_resolvers
+    from hetexp.core.conf_folders import name_own_conf_dir
+    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.instantiate import instantiate
+    from hetexp.core.overrides import compose_typed
+    from hetexp.core.words import written_out
+    from hetexp.hardware.pool import Selection
+    from hetexp.launch.prepare import memory_of, with_measured_split
+    from hetexp.plan.planner import Request, make_plan
+
+    register_resolvers()
+    here = Path.cwd()
+    if str(here) not in sys.path:
+        sys.path.append(str(here))  # a person's own classes, as for `hetexp train`
+    name_own_conf_dir(Path(config_dir) if config_dir else None)
+    composed, problems = compose_typed(written_out(list(overrides)), config_dir=config_dir)
+    if composed is None:
+        raise ConfigError(problems)
+    raw, config, selection, wrong = check(composed, here)
+    problems += wrong
+    if config is not None and config.resume is not None:
+        problems.append(must_be("resume", "null for hetexp verify, which begins anew", config.resume))
+    if config is not None and not problems:
+        strategy = instantiate(config.strategy)
+        if not strategy.exact:
+            problems.append(
+                must_be(
+                    "strategy",
+                    "one whose every step is that of one device, such as ddp",
+                    strategy.name,
+                    "Its ranks take steps of their own: there is nothing to certify.",
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    assert isinstance(selection, Selection)
+    request = Request(folder / "runs" / "plan", here, overrides=tuple(overrides))
+    request.run_dir.mkdir(parents=True, exist_ok=True)
+    plan = make_plan(config, raw, selection, request)
+    plan = with_measured_split(plan, config, memory_of(plan, config), console)
+    return _Prepared(raw, config, selection, request, plan, console)
+
+
+class _Runs:
+    """The runs of one certificate, each in a folder of its own."""
+
+    def __init__(self, prepared: _Prepared, steps: int, precision: str) -> None:
+        self._prepared, self._steps, self._precision = prepared, steps, precision
+
+    def at(self, name: str) -> Path:
+        """Return the folder of a run."""
+        return self._prepared.request.run_dir.parent / name
+
+    def as_configured(self, name: str, normalizer: str | None = None) -> Plan:
+        """Run the plan itself and return it as it was launched.
+
+        Args:
+            normalizer: `debug.normalizer`, where it is not to be as configured.
+        """
+        from hetexp.core.precision import choose_precisions
+
+        raw = self._adjusted(self._prepared.raw)
+        raw["debug"]["normalizer"] = normalizer or raw["debug"]["normalizer"]
+        plan = replace(
+            self._prepared.plan,
+            precisions=choose_precisions(self._precision, self._prepared.plan.devices),
+            microbatch_sizes=(),
+        )
+        return self._launch(name, raw, plan)
+
+    def alone(self, name: str, accumulate: int = 1) -> str:
+        """Run one device on whole batches, cut into so many microbatches; return the name."""
+        from hetexp.core.config import read_config
+        from hetexp.hardware.pool import Selection
+        from hetexp.plan.planner import make_plan
+
+        raw = self._adjusted(self._prepared.raw)
+        raw["trainer"] |= {"accumulate": accumulate, "microbatch_size": None}
+        raw["strategy"] = {"_target_": "hetexp.strategy.single.Single"}
+        raw["balancing"] = {"_target_": "hetexp.balancing.equal.Equal"}
+        devices = [self._prepared.plan.devices[0]]
+        plan = make_plan(read_config(raw), raw, Selection(devices), self._prepared.request)
+        self._launch(name, raw, plan)
+        return name
+
+    def _adjusted(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the configuration for a comparison: few steps, each of them told and saved."""
+        trainer = raw["trainer"]
+        return raw | {
+            "trainer": trainer
+            | {
+                "fast_dev_run": self._steps,  # evaluates no more batches than it trains on
+                "max_steps": self._steps,
+                "max_epochs": None,
+                "warmup_steps": 0,
+                "schedule": "constant",
+                "log_every": 1,
+                "checkpoint_every": 1,
+                "eval_every": 0,
+                "early_stopping": trainer["early_stopping"] | {"patience": None},
+                "precision": self._precision,
+                "clip_norm": trainer["clip_norm"] or NO_CLIPPING,
+            },
+            "debug": raw["debug"] | {"dropout": False},
+            "hardware": raw["hardware"] | {"time_scale": TIME_SCALE},
+            "fault": {"events": []},
+            "logger": {"_target_": "hetexp.logger.base.NoLogger"},
+        }
+
+    def _launch(self, name: str, raw: dict[str, Any], plan: Plan) -> Plan:
+        from rich.console import Console
+
+        from hetexp.core.config import read_config
+        from hetexp.core.errors import ConfigError, RunFailedError
+        from hetexp.core.precision import precision_problems
+        from hetexp.launch.launcher import launch
+        from hetexp.launch.prepare import memory_of, with_memory
+
+        config = read_config(raw)
+        problems = precision_problems(self._precision, plan.devices)
+        if problems:
+            hint = " hetexp verify --precision float32 asks for less." if self._precision == "float64" else ""
+            raise ConfigError([problem + hint for problem in problems])
+        plan = replace(plan, run_dir=str(self.at(name)), config=raw)
+        self.at(name).mkdir(parents=True)
+        plan = with_memory(plan, memory_of(plan, config))
+        told = self._prepared.console
+        told.print(f"{name}: {self._steps} steps, {plan.strategy} on {plan.world_size} …", highlight=False)
+        screen = io.StringIO()
+        try:
+            launch(plan, config, Console(file=screen, width=120))
+        except RunFailedError:
+            told.print(screen.getvalue(), markup=False, highlight=False)
+            raise
+        return plan
+
+    def averages(self, plan: Plan) -> bool:
+        """Tell whether gradients are averaged over ranks that each have a part of the batch."""
+        from hetexp.core.instantiate import instantiate
+
+        strategy = instantiate(self._prepared.config.strategy)
+        if strategy.solo or plan.world_size < 2:
+            return False
+        return strategy.steps == "joint" or len(plan.replica_batch_sizes) > 1
+
+    def shares_differ(self, plan: Plan) -> bool:
+        """Tell whether what is averaged has different numbers of samples."""
+        counts = plan.replica_batch_sizes or plan.local_batch_sizes
+        return self.averages(plan) and len({count for count in counts if count}) > 1
+
+    def facts(self, plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
+        """Return what the certificate is of."""
+        import torch
+
+        import hetexp
+
+        trainer = self._prepared.raw["trainer"]
+        cut = f"accumulate {trainer['accumulate']}"
+        if trainer["microbatch_size"] is not None:
+            cut = f"microbatches of at most {trainer['microbatch_size']}"
+        return {
+            "date": f"{datetime.now():%Y-%m-%d}",
+            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            "versions": {
+                "hetexp": hetexp.__version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+            "overrides": list(overrides),
+            "strategy": plan.strategy,
+            "devices": [
+                {"id": device.id, "name": device.name, "samples": count}
+                for device, count in zip(plan.devices, plan.local_batch_sizes, strict=True)
+            ],
+            "replica_batch_sizes": list(plan.replica_batch_sizes),
+            "emulated": plan.emulated,
+            "precision": self._precision,
+            "reference": str(plan.devices[0]),
+            "cut": cut,
+        }
