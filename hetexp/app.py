@@ -240,6 +240,7 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
     from hetexp.core.instantiate import check_component
     from hetexp.hardware.selection import select_devices
     from hetexp.optimizer.build import check_optimizer
+    from hetexp.plan.fallback import fall_back
     from hetexp.plan.planner import check_plan
 
     raw, missing, problems = plain(cfg)
@@ -260,7 +261,10 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
         if each is not None:
             total = config.trainer.global_batch_size
             selection.reasons.append(f"A step takes {total} samples: {each} × {count} chosen devices.")
-        found += check_plan(config, selection, not (components["strategy"] or components["balancing"]))
+        built = not (components["strategy"] or components["balancing"])
+        if config.fallback is not None and built:
+            config, raw, selection = fall_back(config, raw, selection)
+        found += check_plan(config, selection, built)
     # What is missing was told already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
     return raw, config, selection, problems

@@ -274,6 +274,8 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     debug: DebugConfig = DebugConfig()
     fault: FaultConfig = FaultConfig()
+    fallback: Literal["single"] | None = None
+    """What to do where the strategy cannot run, written `strategy.fallback`; `None`: say why, and end."""
     plan_only: bool = False
     """Whether to print what would come of it (`hetexp.plan.predict`), and start nothing."""
     resume: str | None = None
@@ -299,12 +301,32 @@ def read_config(raw: dict[str, Any]) -> Config:
 
 def check_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
     """Return the typed configuration (`None` where it cannot be built) and all problems found."""
+    plain, wrong = _fallback_apart(raw)
     try:
         # Strict JSON mode: a list may become a tuple, but neither "8" nor true becomes a number.
-        config = Config.model_validate_json(json.dumps(raw), strict=True)
+        config = Config.model_validate_json(json.dumps(plain), strict=True)
     except ValidationError as error:
-        return None, explain(error, raw)
-    return config, _batch_clash(raw["trainer"]) + _clashes(config)
+        return None, wrong + explain(error, plain)
+    return config, wrong + _batch_clash(raw["trainer"]) + _clashes(config)
+
+
+def own_arguments(section: str, node: Any) -> Any:
+    """Return a section without what hetexp itself reads there, which is no argument of the class it names."""
+    if section != "strategy" or not isinstance(node, dict):
+        return node
+    return {name: value for name, value in node.items() if name != "fallback"}
+
+
+def _fallback_apart(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the configuration with `strategy.fallback` in a place of its own, and what is wrong with it."""
+    strategy = raw.get("strategy")
+    if not isinstance(strategy, dict) or "fallback" not in strategy:
+        return raw, []
+    wanted = strategy["fallback"]
+    known = wanted in (None, "single")
+    problems = [] if known else [must_be("strategy.fallback", "single or null", wanted)]
+    apart = {"strategy": own_arguments("strategy", strategy), "fallback": wanted if known else None}
+    return raw | apart, problems
 
 
 def for_devices(config: Config, raw: dict[str, Any], count: int) -> tuple[Config, dict[str, Any]]:

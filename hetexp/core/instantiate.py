@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from hetexp.core.config import explain
+from hetexp.core.config import explain, own_arguments
 from hetexp.core.errors import ConfigError, did_you_mean
 
 _RESERVED = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
@@ -84,7 +84,7 @@ def check_component(key: str, node: Any) -> list[str]:
         ]
     if not callable(located):
         return [f"`{key}._target_` must be a class or function, but is '{target}' instead."]
-    return _check_arguments(key, node, located)
+    return _check_arguments(key, own_arguments(key, node), located)
 
 
 def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., Any]) -> list[str]:

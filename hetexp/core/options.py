@@ -22,6 +22,7 @@ def group_options(group: str, config_name: str = "config") -> dict[str, dict[str
     from omegaconf.errors import OmegaConfBaseException
 
     from hetexp.core.conf_folders import conf_dir
+    from hetexp.core.config import own_arguments
     from hetexp.core.errors import ConfigError
 
     # A run that Hydra started has its own Hydra, which is put back.
@@ -40,7 +41,7 @@ def group_options(group: str, config_name: str = "config") -> dict[str, dict[str
                         f"`{group}={name}` must be an option that composes, but: {told}"
                     ) from error
                 assert isinstance(plain, dict)
-                found[name] = {str(key): value for key, value in plain.items()}
+                found[name] = own_arguments(group, {str(key): value for key, value in plain.items()})
     finally:
         GlobalHydra.instance().hydra = own
     return found

@@ -67,6 +67,8 @@ class Plan:
     """Samples of a full global batch that each pipeline takes, where the strategy cuts the model."""
     reasons: tuple[str, ...] = ()
     """Why it looks like this, one sentence each."""
+    fallback: dict[str, str] | None = None
+    """`from` and `to` which strategy, and the `reason`, where the configured one could not run."""
     measuring: bool = False
     """Whether the ranks only measure their devices (`hetexp.training.calibrate`)."""
     calibration: dict[str, Any] | None = None

@@ -185,6 +185,9 @@ def _banner(plan: Plan) -> str:
 def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
     """Print the table that ends a finished run."""
     emulated = summary["emulated"]
+    if summary["fallback"] is not None:
+        text = "Not {from} but {to}: {reason}".format_map(summary["fallback"])
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     table = Table(
         title="Result" + (" (emulated)" if emulated else ""), title_justify="left", title_style="bold"
     )

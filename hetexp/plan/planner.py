@@ -21,6 +21,7 @@ from hetexp.core.split import apportion
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.selection import threads_for
+from hetexp.plan.fallback import with_hint
 from hetexp.strategy.base import Strategy
 
 _DEFAULT_FOLDER = re.compile(r"\d\d-\d\d-\d\d-[0-9a-f]{6}")
@@ -51,7 +52,7 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
     if components and devices:
         try:
             strategy: Strategy = instantiate(config.strategy)
-            problems += strategy.check(config, devices)
+            problems += [with_hint(one, strategy, config) for one in strategy.check(config, devices)]
         except ConfigError as error:
             problems += error.problems
         try:
@@ -92,10 +93,11 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         local_batch_sizes=local,
         collective_backend=backend,
         threads=threads_for(devices, config.hardware.threads_per_rank),
-        choices=request.choices,
+        choices=request.choices | ({"strategy": strategy.name} if selection.fallback else {}),
         overrides=request.overrides,
         precisions=precisions,
         reasons=tuple(reasons),
+        fallback=selection.fallback,
         network=selection.network.model_dump() if selection.network is not None else None,
         working_dir=str(request.working_dir),
         import_paths=tuple(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import Train
 
-from hetexp.core.errors import RunFailedError
+from hetexp.core.errors import ConfigError, RunFailedError
 from hetexp.data.sampler import GlobalSampler, Position
 
 COMMON = (
@@ -50,3 +50,16 @@ def test_a_bad_sample_stops_the_run_with_a_checkpoint_to_go_on_from(train: Train
     assert all(tensor.isfinite().all() for tensor in run.parameters().values())
     assert f"because of training sample {bad}." in run.screen and "left out on all ranks" in run.screen
     assert [row["train/skipped_steps"] for row in run.metrics if "train/loss" in row] == [1, 1, 1]
+
+
+def test_a_strategy_that_cannot_run_falls_back_only_where_it_is_told_to(train: Train) -> None:
+    options = (*COMMON, "strategy._target_=choosy.Choosy", "trainer.max_steps=2")
+    with pytest.raises(ConfigError, match="Or strategy.fallback=single goes on"):
+        train(*options)
+    run = train(*options, "strategy.fallback=single")
+    reason = "`strategy` must be ddp for cpu:0, cpu:1, but is 'choosy' instead."
+    assert run.summary["fallback"] == {"from": "choosy", "to": "single", "reason": reason}
+    assert (run.summary["strategy"], run.summary["world_size"], run.summary["samples"]) == ("single", 1, 32)
+    screen = " ".join(run.screen.split())
+    assert f"strategy.fallback=single: choosy cannot run. {reason} cpu:0 " in screen
+    assert f"Not choosy but single: {reason}" in screen

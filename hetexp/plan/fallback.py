@@ -1,0 +1,85 @@
+"""What becomes of a run whose strategy cannot run here: an error, or what `strategy.fallback` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hetexp.balancing.tflops import known_rate
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import ConfigError
+from hetexp.core.instantiate import instantiate
+from hetexp.core.precision import choose_precisions
+from hetexp.hardware.pool import Selection
+from hetexp.strategy.base import Strategy
+
+SINGLE = {"_target_": "hetexp.strategy.single.Single"}
+EQUAL = {"_target_": "hetexp.balancing.equal.Equal"}
+
+
+def fall_back(
+    config: Config, raw: dict[str, Any], selection: Selection
+) -> tuple[Config, dict[str, Any], Selection]:
+    """Return all three for the fastest of the devices alone, where the strategy refuses them.
+
+    Without `strategy.fallback`, and where nothing speaks against the strategy, they stay as they are. The
+    global batch is the same: one device takes all of it.
+
+    Args:
+        config: whose components passed their own checks.
+        raw: the same as plain types.
+    """
+    devices = selection.devices
+    if config.fallback is None or not devices or selection.problems:
+        return config, raw, selection
+    try:
+        strategy: Strategy = instantiate(config.strategy)
+        problems = strategy.check(config, devices)
+    except ConfigError:  # told by the plan's own check
+        return config, raw, selection
+    if not problems:
+        return config, raw, selection
+    device, how = fastest(devices, choose_precisions(config.trainer.precision, devices))
+    reason = " ".join(problems)
+    told = f"strategy.fallback=single: {strategy.name} cannot run. {reason} {device} trains alone, {how}."
+    components: dict[str, Any] = {"strategy": SINGLE, "balancing": EQUAL}
+    # The policy may be of several devices' weights, and one device has nothing to share.
+    return (
+        config.model_copy(update=components),
+        raw | components | {"strategy": SINGLE | {"fallback": config.fallback}},
+        replace(
+            selection,
+            devices=[device],
+            reasons=[*selection.reasons, told],
+            network=None,
+            fallback={"from": strategy.name, "to": "single", "reason": reason},
+        ),
+    )
+
+
+def with_hint(problem: str, strategy: Strategy, config: Config) -> str:
+    """Return what speaks against a strategy, with the way out that a person may not know.
+
+    Where one of the strategy's own options is wrong the problem says what to write instead.
+    """
+    if strategy.solo or config.fallback is not None or not problem.startswith("`strategy` "):
+        return problem
+    return f"{problem} Or strategy.fallback=single goes on with the fastest of the devices alone."
+
+
+def fastest(devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[DeviceSpec, str]:
+    """Return the device that promises most, and by what it was chosen."""
+
+    def promise(pair: tuple[DeviceSpec, str]) -> tuple[bool, float]:
+        device, precision = pair
+        return device.vendor != "cpu", (known_rate(device, precision) or 0.0) / device.slow
+
+    pairs = list(zip(devices, precisions, strict=True))
+    best, _ = max(pairs, key=promise)  # the first of equal ones
+    if len(devices) == 1:
+        return best, "the only device"
+    if all(known_rate(device, precision) is not None for device, precision in pairs):
+        return best, "the fastest by the catalogue's rates"
+    return best, "the first of those that the catalogue knows as fastest, cards before the CPU"

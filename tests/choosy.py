@@ -1,0 +1,19 @@
+"""A strategy as a person may write it that runs on cards of one vendor only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.strategy.ddp import DDP
+
+
+class Choosy(DDP):
+    """DDP that wants nothing but NVIDIA's cards."""
+
+    name = "choosy"
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        others = [device.id for device in devices if device.vendor != "nvidia"]
+        return [f"`strategy` must be ddp for {', '.join(others)}, but is 'choosy' instead."] if others else []

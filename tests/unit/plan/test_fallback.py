@@ -1,0 +1,111 @@
+"""A strategy that cannot run says why; only `strategy.fallback=single` goes on, on the fastest device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetexp.app import check, compose_config
+from hetexp.core.config import Config, check_config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.summary import blank_summary
+from hetexp.hardware.pool import Selection
+from hetexp.plan.fallback import fastest
+from hetexp.plan.planner import Request, make_plan
+
+TINY = ("model=mlp", "data=synthetic", "hardware.check_memory=false")
+CHOOSY = "strategy._target_=choosy.Choosy"
+UNEQUAL = (
+    "hardware.devices=[cpu,emulated:t4,emulated:rtx_3090]",
+    "balancing=manual",
+    "balancing.weights=[1,2,3]",
+)
+REFUSED = "`strategy` must be ddp for cpu:0, but is 'choosy' instead."
+
+
+def checked(*overrides: str) -> tuple[dict[str, Any], Config | None, Selection, list[str]]:
+    return check(compose_config([*TINY, *overrides]), Path.cwd())
+
+
+def test_without_it_the_reason_and_the_way_out_are_told() -> None:
+    *_, problems = checked(CHOOSY, *UNEQUAL)
+    assert problems == [
+        f"{REFUSED} Or strategy.fallback=single goes on with the fastest of the devices alone."
+    ]
+    *_, problems = checked("strategy=single", "hardware.devices=[cpu,cpu]")
+    assert "fallback" not in problems[0]  # choosing one device is what it says already
+    *_, problems = checked("strategy.static_graph=true")
+    assert problems and "fallback" not in problems[0]  # one's own option is wrong
+
+
+def test_with_it_the_fastest_device_trains_alone(tmp_path: Path) -> None:
+    raw, config, selection, problems = checked(CHOOSY, *UNEQUAL, "strategy.fallback=single")
+    assert not problems and config is not None
+    assert [str(device) for device in selection.devices] == ["emulated:1 (RTX 3090 (emulated))"]
+    request = Request(tmp_path, tmp_path, choices={"strategy": "choosy", "hardware": "auto"})
+    plan = make_plan(config, raw, selection, request)
+    assert (plan.strategy, plan.local_batch_sizes, plan.choices["strategy"]) == ("single", (64,), "single")
+    assert plan.fallback == {"from": "choosy", "to": "single", "reason": REFUSED}
+    (told,) = [reason for reason in plan.reasons if "strategy.fallback" in reason]
+    assert REFUSED in told and "emulated:1 (RTX 3090 (emulated)) trains alone" in told
+    assert blank_summary(plan, "completed")["fallback"] == plan.fallback
+    again, found = check_config(plan.config)  # as a rank reads it
+    assert not found and again is not None
+    assert again.strategy == {"_target_": "hetexp.strategy.single.Single"}
+    assert again.fallback == "single"
+
+
+def test_who_can_run_does_not_fall_back(tmp_path: Path) -> None:
+    for overrides in (
+        (CHOOSY, "hardware.devices=[emulated:t4,emulated:rtx_3090]"),
+        ("strategy=ddp", "hardware.devices=[cpu,cpu]"),
+    ):
+        raw, config, selection, problems = checked(*overrides, "strategy.fallback=single")
+        assert not problems and config is not None
+        plan = make_plan(config, raw, selection, Request(tmp_path, tmp_path))
+        assert plan.fallback is None
+        assert len(plan.devices) == 2
+        assert not any("fallback" in reason for reason in plan.reasons)
+
+
+def test_single_itself_may_choose_among_several() -> None:
+    _, config, selection, problems = checked(
+        "strategy=single", "hardware.devices=[emulated:t4,emulated:rtx_3090]", "strategy.fallback=single"
+    )
+    assert not problems and config is not None
+    assert [device.name for device in selection.devices] == ["RTX 3090 (emulated)"]
+
+
+def test_other_words_are_refused_by_key() -> None:
+    *_, problems = checked("strategy.fallback=ddp", "trainer.clip_norm=-1")
+    assert problems[0] == "`strategy.fallback` must be single or null, but is 'ddp' instead."
+    assert len(problems) == 2
+
+
+def test_the_fastest() -> None:
+    def device(name: str, vendor: str = "nvidia", rate: float | None = None) -> DeviceSpec:
+        rates = {"float32": rate} if rate is not None else None
+        return DeviceSpec(name, "cuda", 0, name, vendor, rates=rates)
+
+    def chosen(*devices: DeviceSpec) -> tuple[str, str]:
+        best, how = fastest(devices, ["float32"] * len(devices))
+        return best.id, how
+
+    assert chosen(device("a", rate=10.0), device("b", rate=20.0)) == (
+        "b",
+        "the fastest by the catalogue's rates",
+    )
+    assert chosen(device("a", rate=10.0), replace(device("b", rate=20.0), slow=3.0))[0] == "a"
+    first, how = chosen(device("cpu", vendor="cpu", rate=90.0), device("a"), device("b"))
+    assert (first, "cards before the CPU" in how) == ("a", True)
+    assert chosen(device("a")) == ("a", "the only device")
+
+
+@pytest.mark.parametrize("words", [(), ("strategy=single", "hardware=cpu")])
+def test_null_is_the_default(words: tuple[str, ...]) -> None:
+    raw, config, *_ = checked(*words)
+    assert raw["strategy"]["fallback"] is None
+    assert config is not None and config.fallback is None and "fallback" not in config.strategy
