@@ -159,6 +159,12 @@ class TrainerConfig(Section):
     microbatch_size: PositiveInt | None = None
     """Most samples of one forward pass, instead of `accumulate`; ranks then differ in their number."""
     clip_norm: PositiveFloat | None = None
+    activation_checkpointing: bool = False
+    """Whether the model's layers compute their activations again in backward instead of keeping them."""
+    compile: bool | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
+        False
+    )
+    """Whether `torch.compile` compiles the model, or in which of its modes."""
     precision: Literal["auto", "auto_common", "float32", "bfloat16", "float16", "float64"] = "float32"
     """What the devices compute in (`hetexp.core.precision`); `fp32`, `bf16`, `fp16`, `fp64` mean the same."""
     non_finite: Literal["stop", "skip", "continue"] = "stop"

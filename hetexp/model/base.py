@@ -9,9 +9,10 @@ from torch import nn
 
 from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import instantiate, parameters
+from hetexp.model.recompute import recompute_layers
 
 
-def build_model(node: Mapping[str, Any], facts: Mapping[str, Any]) -> nn.Module:
+def build_model(node: Mapping[str, Any], facts: Mapping[str, Any], recompute: bool = False) -> nn.Module:
     """Build the model that the `model` section describes.
 
     Arguments of the model's signature that the section leaves out or null are taken from `facts`.
@@ -19,9 +20,11 @@ def build_model(node: Mapping[str, Any], facts: Mapping[str, Any]) -> nn.Module:
     Args:
         node: the section, with `_target_`.
         facts: arguments that the data decides (see `hetexp.data.base.DataSource.facts`).
+        recompute: whether its layers compute their activations again in backward (`hetexp.model.recompute`).
 
     Raises:
-        ConfigError: the model refuses its arguments, or is no `torch.nn.Module`.
+        ConfigError: the model refuses its arguments, is no `torch.nn.Module`, or has no layers to compute
+            again.
     """
     wanted = parameters(node["_target_"])
     decided = {name: value for name, value in facts.items() if name in wanted and node.get(name) is None}
@@ -32,6 +35,8 @@ def build_model(node: Mapping[str, Any], facts: Mapping[str, Any]) -> nn.Module:
             "`model._target_` must build a torch.nn.Module, "
             f"but builds a {kind.__module__}.{kind.__qualname__} instead."
         )
+    if recompute:
+        recompute_layers(built)
     return built
 
 

@@ -186,6 +186,8 @@ def _work_facts(plan: Plan, config: Config) -> dict[str, Any]:
         "loss": trainer.loss,
         "accumulate": trainer.accumulate,
         "microbatch_size": trainer.microbatch_size,
+        "activation_checkpointing": trainer.activation_checkpointing,
+        "compile": trainer.compile,
         "detect_anomaly": config.debug.detect_anomaly,
         "hetexp": hetexp.__version__,
         "sources": source_hashes([*sections.values(), trainer.loss], plan.import_paths),

@@ -102,7 +102,8 @@ def count(config: Config, built: RunMemory, emulated: bool) -> CountedWork:
     model = built.model
     if emulated and next(model.parameters()).is_meta:
         with torch.random.fork_rng(devices=[]):
-            model = build_model(config.model, built.data_facts).to(next(model.parameters()).dtype)
+            recompute = config.trainer.activation_checkpointing
+            model = build_model(config.model, built.data_facts, recompute).to(next(model.parameters()).dtype)
     inputs = _moved(built.sample[0], model)
     forward, backward, fractions = count_work(model, inputs)
     sized = [(fraction, p.numel() * p.element_size()) for p, fraction in fractions]

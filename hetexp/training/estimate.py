@@ -229,8 +229,8 @@ def _build(config: Config, facts: Any, precisions: Sequence[str]) -> nn.Module:
     """Build the model as `hetexp.training.wiring` does, on the meta device if its constructor allows it."""
     try:
         with torch.device("meta"):
-            model = build_model(config.model, facts)
+            model = build_model(config.model, facts, config.trainer.activation_checkpointing)
     except Exception:  # it reads values while it is built, or is simply wrong: then this raises, too
         with torch.random.fork_rng(devices=[]):
-            model = build_model(config.model, facts)
+            model = build_model(config.model, facts, config.trainer.activation_checkpointing)
     return model.to(torch.float64 if "float64" in precisions else torch.float32)

@@ -66,7 +66,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     )
     # The same seed and the CPU's generator on every rank: the same weights whatever the device.
     torch.manual_seed(trainer.seed)
-    model = build_model(config.model, data.facts)
+    model = build_model(config.model, data.facts, trainer.activation_checkpointing)
     if not config.debug.dropout:
         told = without_dropout(model)
         log.info("debug.dropout=false: %s", f"0 instead of {', '.join(told)}" if told else "there was none")

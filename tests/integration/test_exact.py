@@ -64,6 +64,12 @@ CASES = [
     ),
     pytest.param(GPT, split(31, 1), ("strategy.bucket_cap_mb=0.01",), id="gpt-31/1-buckets"),
     pytest.param(GPT, split(32, 0), ("trainer.accumulate=2",), id="gpt-32/0-accumulate2"),
+    pytest.param(
+        GPT,
+        split(24, 0, 8),
+        ("trainer.accumulate=2", "trainer.activation_checkpointing=true"),
+        id="gpt-24/0/8-recompute",
+    ),
 ]
 
 
