@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Literal, Protocol
 
 import torch
@@ -31,6 +32,15 @@ class Communicator(ABC):
 
     rank: int
     world_size: int
+    device = torch.device("cpu")
+    """Where collectives read and write; tensors of other devices are brought there."""
+
+    def apart(self) -> Communicator:
+        """Return a communicator of the same ranks whose collectives have an order of their own.
+
+        All ranks must call it together.
+        """
+        return self
 
     @abstractmethod
     def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
@@ -91,24 +101,31 @@ class SoloCommunicator(Communicator):
 
 
 class ProcessGroupCommunicator(Communicator):
-    """The default process group of torch.distributed.
+    """A process group of torch.distributed.
 
     Args:
-        device: where the group's collectives read and write: the rank's own device for NCCL, else the CPU.
+        device: the rank's own: NCCL's collectives read and write there, gloo's on the CPU.
         pulse: how the ranks know that the others are alive where they work by themselves.
+        group: of all ranks; `None`: the default one.
     """
 
-    def __init__(self, device: torch.device, pulse: Pulse) -> None:
-        self._pulse = pulse
+    def __init__(self, device: torch.device, pulse: Pulse, group: dist.ProcessGroup | None = None) -> None:
+        self._pulse, self._group = pulse, group
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        native = dist.get_backend() != "gloo"
-        self._device = device if native else torch.device("cpu")
+        native = dist.get_backend(group) != "gloo"
+        self._own_device = device
+        self.device = device if native else torch.device("cpu")
+
+    def apart(self) -> Communicator:
+        limit = timedelta(seconds=self._pulse.timeout_seconds)
+        group = dist.new_group(backend=dist.get_backend(), timeout=limit)
+        return ProcessGroupCommunicator(self._own_device, self._pulse, group)
 
     def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        staged = stage(tensor, self._device)
+        staged = stage(tensor, self.device)
         try:
-            work = dist.all_reduce(staged, op=_OPS[op], async_op=True)
+            work = dist.all_reduce(staged, op=_OPS[op], group=self._group, async_op=True)
         except RuntimeError as error:
             raise peer_lost(error) from error
         return _Reduction(work, staged, tensor.device)

@@ -33,7 +33,7 @@ class Pulse:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._limit = timeout_seconds
+        self._limit = self.timeout_seconds = timeout_seconds
         self._pause = min(timeout_seconds / BEATS, LONGEST_PAUSE)
         self._beats = self._met = 0
         self._last = float("-inf")

@@ -28,6 +28,8 @@ class LocalBatch:
     """Where the global sampler stands after this batch."""
     indices: list[list[int]] = field(default_factory=list)
     """Of each microbatch the places of its samples in the training data."""
+    counts: tuple[int, ...] = ()
+    """Every rank's samples."""
 
 
 def cut(num_samples: int, accumulate: int, microbatch_size: int | None) -> list[int]:
@@ -68,22 +70,28 @@ def local_batches(
         first_step: number of the first one.
     """
 
-    def parts() -> Iterator[tuple[list[list[int]], int, Position]]:
+    def parts() -> Iterator[tuple[list[list[int]], int, Position, Split]]:
         position = start
         for step in range(first_step, first_step + num_steps):
             indices, position = sampler.batch(position)
-            first, end = split(step, len(indices)).bounds(rank)
+            shared = split(step, len(indices))
+            first, end = shared.bounds(rank)
             mine: list[int] = indices[first:end].tolist()
-            yield list(chop(mine, cut(len(mine), accumulate, microbatch_size))), len(indices), position
+            yield (
+                list(chop(mine, cut(len(mine), accumulate, microbatch_size))),
+                len(indices),
+                position,
+                shared,
+            )
 
     # The loader walks the same deterministic sequence a second time, so that its processes can read ahead.
     # A step without samples is an item, too: else the loader would run through to the next one with some.
-    order = (microbatch for microbatches, _, _ in parts() for microbatch in microbatches or [[]])
+    order = (microbatch for microbatches, *_ in parts() for microbatch in microbatches or [[]])
     loader: DataLoader[Any] = DataLoader(
         _Microbatches(dataset), sampler=_Once(order), batch_size=None, num_workers=num_workers
     )
     loaded = iter(loader)
-    for microbatches, global_samples, position in parts():
+    for microbatches, global_samples, position, shared in parts():
         items = [next(loaded) for _ in microbatches or [[]]]
         yield LocalBatch(
             microbatches=items if microbatches else [],
@@ -91,6 +99,7 @@ def local_batches(
             global_samples=global_samples,
             position=position,
             indices=microbatches,
+            counts=shared.counts,
         )
 
 

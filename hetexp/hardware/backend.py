@@ -7,8 +7,8 @@ import pkgutil
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.cost import Work
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetexp.hardware.memory_model import ModelledAllocator
+    from hetexp.hardware.pacing import Slowdown
 
 BACKENDS = {
     "cpu": "hetexp.hardware.cpu:CpuBackend",
@@ -80,6 +81,9 @@ class Backend(ABC):
         self.slower = spec.slow
         """How many times slower than by itself the device is made to be at the moment."""
         self._first_step_at: float | None = None
+        self.waits: list[tuple[Any, Any]] = []
+        """Marks around each wait for other ranks in the midst of a pass, until a meter takes them."""
+        self._slowdown: Slowdown | None = None
         self._allocator: ModelledAllocator | None = None
 
     @classmethod
@@ -144,6 +148,17 @@ class Backend(ABC):
         """Return once the device has come to the mark."""
         self.synchronize()
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Surround what waits for other ranks in the midst of a pass: it is no work of this device."""
+        if self._slowdown is not None:
+            self._slowdown.catch_up()
+        start = self.mark()
+        yield
+        self.waits.append((start, self.mark()))
+        if self._slowdown is not None:
+            self._slowdown.go_on()
+
     @abstractmethod
     def peak_memory_bytes(self) -> int | None:
         """Return the most memory this process has held on the device, `None` where nobody counts."""
@@ -157,7 +172,7 @@ class Backend(ABC):
         if self.spec.slow != 1.0 or self.faults.lasting:
             from hetexp.hardware.pacing import Slowdown
 
-            Slowdown(model, lambda: self.slower, self)
+            self._slowdown = Slowdown(model, lambda: self.slower, self)
         if self.spec.limited:
             self.limit_memory(model, optimizer)
 

@@ -7,7 +7,9 @@ kernels bound by memory bandwidth, and what a driver does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.cost import Work
@@ -143,6 +145,14 @@ class EmulatedBackend(CpuBackend):
     def resume(self) -> None:
         if self.pacer is not None:
             self.pacer.forget()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        with super().waiting():
+            yield
+        if self.pacer is not None:
+            self.pacer.put_off(time.perf_counter() - started)
 
     def backward_done(self) -> float:
         return self.pacer.backward_done if self.pacer is not None else 1.0

@@ -103,6 +103,10 @@ class Pacer:
             self._wait_until(1.0)
             self._end()
 
+    def put_off(self, seconds: float) -> None:
+        """Let the running phase end so much later: that long it waited for other ranks."""
+        self._started += seconds
+
     def forget(self) -> None:
         """Begin no phase where the last one ended: something else than training came between."""
         self._updating = False
@@ -191,7 +195,7 @@ class Slowdown:
         model.register_forward_pre_hook(lambda *_: self._begin())
         model.register_forward_hook(self._end_forward)
         for parameter in spread_out([p for p in model.parameters() if p.requires_grad], STRETCHES):
-            parameter.register_hook(lambda _: self._catch_up())
+            parameter.register_hook(lambda _: self.catch_up())
 
     def _begin(self) -> None:
         mark = self._device.mark()
@@ -199,7 +203,7 @@ class Slowdown:
         self._started = mark
 
     def _end_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._catch_up()
+        self.catch_up()
         self._stop()
         for tensor in tensors(output):
             if tensor.requires_grad:
@@ -213,14 +217,14 @@ class Slowdown:
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._catch_up()  # of what no hook has followed
+        self.catch_up()  # of what no hook has followed
         self._stop()
 
     def _stop(self) -> None:
         """What follows until the next pass is no work: not even the gradients of an empty share."""
         self._started = None
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Idle for what the work since the last call would have taken longer."""
         factor = self._factor()
         if factor <= 1.0 or self._started is None:
@@ -229,6 +233,11 @@ class Slowdown:
         self._device.wait(mark)
         time.sleep(self._device.seconds_between(self._started, mark) * (factor - 1.0))
         self._started = self._device.mark()
+
+    def go_on(self) -> None:
+        """Count work from now on: what was since `catch_up` was none."""
+        if self._started is not None:
+            self._begin()
 
 
 def spread_out(parameters: Sequence[nn.Parameter], count: int) -> list[nn.Parameter]:

@@ -1,13 +1,13 @@
 """A small residual convolutional network.
 
-It normalises by groups, not over the batch: what a sample's output is does not depend on the samples beside
-it, and so not on how the batch is shared among devices.
+By default it normalises by groups, not over the batch: what a sample's output is does not depend on the
+samples beside it, and so not on how the batch is shared among devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ class ConvNet(nn.Module):
     Args:
         widths: channels of each stage.
         blocks_per_width: residual blocks of a stage, after the convolution that changes the width.
+        norm: `group` normalises each sample by groups of channels, `batch` each channel over the batch.
         groups: groups of channels that are normalised together; must divide every width.
         input_shape: [channels, height, width] of one image; `None` leaves it to the data.
         num_classes: outputs; `None` leaves it to the data.
@@ -36,12 +37,13 @@ class ConvNet(nn.Module):
         self,
         widths: Annotated[Sequence[PositiveInt], Field(min_length=1)] = (32, 64),
         blocks_per_width: PositiveInt = 1,
+        norm: Literal["group", "batch"] = "group",
         groups: PositiveInt = 8,
         input_shape: Annotated[Sequence[PositiveInt], Field(min_length=1)] | None = None,
         num_classes: PositiveInt | None = None,
     ) -> None:
         super().__init__()
-        problems = self.check(widths=widths, groups=groups, input_shape=input_shape)
+        problems = self.check(widths=widths, groups=groups, input_shape=input_shape, norm=norm)
         given = {"input_shape": input_shape, "num_classes": num_classes}
         problems += [unknown(key) for key, value in given.items() if value is None]
         if problems or input_shape is None or num_classes is None:
@@ -49,8 +51,8 @@ class ConvNet(nn.Module):
         layers: list[nn.Module] = []
         channels = input_shape[0]
         for stage, width in enumerate(widths):
-            layers.append(_convolution(channels, width, groups, stride=2 if stage else 1))
-            layers += [_Residual(width, groups) for _ in range(blocks_per_width)]
+            layers.append(_convolution(channels, width, norm, groups, stride=2 if stage else 1))
+            layers += [_Residual(width, norm, groups) for _ in range(blocks_per_width)]
             channels = width
         layers += [_Maximum(), nn.Linear(channels, num_classes)]
         self.layers = nn.Sequential(*layers)
@@ -66,11 +68,15 @@ class ConvNet(nn.Module):
 
     @staticmethod
     def check(
-        widths: Sequence[int] = (32, 64), groups: int = 8, input_shape: Sequence[int] | None = None, **_: Any
+        widths: Sequence[int] = (32, 64),
+        groups: int = 8,
+        input_shape: Sequence[int] | None = None,
+        norm: str = "group",
+        **_: Any,
     ) -> list[str]:
         """Return which arguments do not fit together, one sentence a problem."""
         problems = []
-        if any(width % groups for width in widths):
+        if norm == "group" and any(width % groups for width in widths):
             accepted = f"a divisor of every number in `model.widths` ({list(widths)})"
             problems.append(must_be("model.groups", accepted, groups))
         if input_shape is not None and len(input_shape) != 3:
@@ -81,9 +87,9 @@ class ConvNet(nn.Module):
 class _Residual(nn.Module):
     """Adds a convolution of the input to the input."""
 
-    def __init__(self, width: int, groups: int) -> None:
+    def __init__(self, width: int, norm: str, groups: int) -> None:
         super().__init__()
-        self.branch = _convolution(width, width, groups)
+        self.branch = _convolution(width, width, norm, groups)
 
     def forward(self, images: Tensor) -> Tensor:
         out: Tensor = images + self.branch(images)
@@ -101,7 +107,8 @@ class _Maximum(nn.Module):
         return images.amax(dim=(2, 3))
 
 
-def _convolution(inputs: int, outputs: int, groups: int, stride: int = 1) -> nn.Sequential:
+def _convolution(inputs: int, outputs: int, norm: str, groups: int, stride: int = 1) -> nn.Sequential:
     # No bias: the normalisation that follows has one.
     convolution = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
-    return nn.Sequential(convolution, nn.GroupNorm(groups, outputs), nn.ReLU())
+    normalisation = nn.BatchNorm2d(outputs) if norm == "batch" else nn.GroupNorm(groups, outputs)
+    return nn.Sequential(convolution, normalisation, nn.ReLU())

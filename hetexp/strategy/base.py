@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hetexp.comm.communicator import Communicator
     from hetexp.strategy.empty_share import EmptyShareGuard
 
 
@@ -46,6 +47,32 @@ class Strategy(ABC):
 
         Args:
             model: on the device already; stays the one that holds the parameters.
+        """
+
+    def join(  # noqa: B027
+        self,
+        module: nn.Module,
+        communicator: Communicator,
+        inputs: Any,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Prepare what ranks do together within the model itself; all ranks call it after `wrap`.
+
+        Args:
+            module: what `wrap` returned.
+            inputs: of a small batch, on the device.
+            waiting: returns a context for what waits for other ranks in the midst of a pass.
+        """
+
+    def equal_passes(self, module: nn.Module) -> bool:
+        """Return whether all ranks must do equally many passes in a step, some of them without samples."""
+        return False
+
+    def check_exchanged(self, module: nn.Module) -> None:  # noqa: B027
+        """Look at the gradients of a pass that exchanged them.
+
+        Raises:
+            ConfigError: the configuration lets ranks' weights grow apart.
         """
 
     @abstractmethod

@@ -12,13 +12,14 @@ from pydantic import PositiveFloat
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import must_be
+from hetexp.core.errors import ConfigError, must_be
 from hetexp.strategy.base import Strategy
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hetexp.comm.communicator import Communicator
     from hetexp.strategy.empty_share import EmptyShareGuard
 
 
@@ -30,6 +31,10 @@ class DDP(Strategy):
 
     The arguments are torch's own (`torch.nn.parallel.DistributedDataParallel`); `static_graph` promises
     that every step runs the same graph, which accumulation and a share that is empty only sometimes break.
+
+    Args:
+        sync_batch_norm: whether BatchNorm layers normalise over all ranks' samples; else each rank's
+            statistics are its own, and rank 0's are kept.
     """
 
     name: ClassVar[str] = "ddp"
@@ -42,12 +47,14 @@ class DDP(Strategy):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
+        sync_batch_norm: bool = True,
     ) -> None:
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb = bucket_cap_mb
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.broadcast_buffers = broadcast_buffers
+        self.sync_batch_norm = sync_batch_norm
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         problems = []
@@ -72,7 +79,6 @@ class DDP(Strategy):
 
         from hetexp.strategy.empty_share import EmptyShareGuard
 
-        _warn_of_batch_norm(model)
         # torch 2.13 deprecates the argument and warns whenever it is given, also with its own default.
         buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
         # No `device_ids`: the module is on its device already, and CPU ranks refuse the argument.
@@ -84,6 +90,43 @@ class DDP(Strategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             **buffers,
         )
+
+    def join(
+        self,
+        module: nn.Module,
+        communicator: Communicator,
+        inputs: Any,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
+
+        guard = _guard_of(module)
+        model = uncompiled(guard.model)
+        if communicator.world_size > 1 and self.sync_batch_norm and batch_norms(model):
+            norms = guard.norms = SynchronisedNorms(model, communicator.apart(), waiting)
+            norms.record(inputs)
+        _warn_of_batch_norm(model, communicator)
+
+    def equal_passes(self, module: nn.Module) -> bool:
+        return _guard_of(module).norms is not None
+
+    def check_exchanged(self, module: nn.Module) -> None:
+        """Name the parameters that a pass has given no gradient: their buckets never leave.
+
+        torch itself tells of them a step later, when the weights have grown apart already, and not at all
+        after the last step.
+        """
+        if self.find_unused_parameters or self.static_graph:
+            return
+        model = uncompiled(_guard_of(module).model)
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise ConfigError(
+                "`strategy.find_unused_parameters` must be true where parameters take no part in a step, but "
+                f"is False instead, and {', '.join(unused[:5])}{more} got no gradient. Or freeze them "
+                "(requires_grad=False)."
+            )
 
     def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
         from torch.nn.parallel import DistributedDataParallel
@@ -102,13 +145,12 @@ class DDP(Strategy):
         return not self.static_graph  # several passes have another graph than one
 
     def guard(self, module: nn.Module) -> EmptyShareGuard | None:
-        from torch.nn.parallel import DistributedDataParallel
+        """Return the guard, but none where BatchNorm layers wait for each other in the midst of a pass.
 
-        from hetexp.strategy.empty_share import EmptyShareGuard
-
-        assert isinstance(module, DistributedDataParallel)
-        assert isinstance(module.module, EmptyShareGuard)
-        return module.module
+        A rank that breaks off there leaves the others waiting, so its shortage ends the run.
+        """
+        guard = _guard_of(module)
+        return guard if guard.norms is None else None
 
     def end_exchange(self, module: nn.Module, missing: Sequence[nn.Parameter]) -> None:
         """Let the reducer's own hooks run for the missing parameters, as the rest of backward would have.
@@ -153,16 +195,37 @@ class DDP(Strategy):
         return 0 if self.gradient_as_bucket_view and not accumulates else gradient_bytes
 
 
-def _warn_of_batch_norm(model: nn.Module) -> None:
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` was given, or the one at hand."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def _guard_of(module: nn.Module) -> EmptyShareGuard:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hetexp.strategy.empty_share import EmptyShareGuard
+
+    assert isinstance(module, DistributedDataParallel)
+    assert isinstance(module.module, EmptyShareGuard)
+    return module.module
+
+
+def _warn_of_batch_norm(model: nn.Module, communicator: Communicator) -> None:
     """Say what is not exact: the statistics of a batch are each rank's own."""
-    import torch.distributed as dist
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    if names and dist.get_world_size() > 1 and dist.get_rank() == 0:
+    from hetexp.strategy.batch_norm import SynchronisedBatchNorm
+
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, SynchronisedBatchNorm)
+    ]
+    if names and communicator.world_size > 1 and communicator.rank == 0:
         log.warning(
             "%s and %d more BatchNorm layers: their statistics are each rank's own, and rank 0's are kept. "
-            "GroupNorm or LayerNorm would be exact.",
+            "strategy.sync_batch_norm=true makes torch's own layers exact; GroupNorm and LayerNorm are.",
             names[0],
             len(names) - 1,
         )

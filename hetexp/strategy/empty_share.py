@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,14 +35,32 @@ class _Given(torch.autograd.Function):
         return before, torch.full_like(parameter, ctx.gradient), None
 
 
+def give(before: torch.Tensor | None, parameter: torch.Tensor, gradient: float) -> torch.Tensor:
+    """Return a zero whose backward sends `gradient` to a parameter, and then goes on to the one before."""
+    zero: torch.Tensor = _Given.apply(before, parameter, gradient)  # type: ignore[no-untyped-call]
+    return zero
+
+
 def given_gradient(parameters: Iterable[nn.Parameter], gradient: float) -> torch.Tensor | None:
     """Return a zero whose backward sends `gradient` to every element of the trained parameters."""
     # A chain, so that gradients come in the order of a real backward: DDP takes rank 0's for all.
     zero: torch.Tensor | None = None
     for parameter in parameters:
         if parameter.requires_grad:
-            zero = _Given.apply(zero, parameter, gradient)  # type: ignore[no-untyped-call]
+            zero = give(zero, parameter, gradient)
     return zero
+
+
+class PassesTogether(Protocol):
+    """What ranks do together in the midst of a pass, each with its own samples or without any."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context for a forward pass with samples."""
+        ...
+
+    def without_samples(self) -> torch.Tensor:
+        """Take part in a forward pass, and return a zero whose backward takes part in the backward pass."""
+        ...
 
 
 class EmptyShareGuard(nn.Module):
@@ -54,6 +73,8 @@ class EmptyShareGuard(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.norms: PassesTogether | None = None
+        """The BatchNorm layers, where ranks have common statistics."""
         self.catches = False
         """Whether the model's running out of memory is kept in `shortage` instead of being raised."""
         self.shortage: str | None = None
@@ -62,10 +83,13 @@ class EmptyShareGuard(nn.Module):
     def forward(self, inputs: Any) -> Any:
         if inputs is not None and self.shortage is None:
             try:
-                return call_model(self.model, inputs)
+                with self.norms.together() if self.norms is not None else nullcontext():
+                    return call_model(self.model, inputs)
             except Exception as error:
                 if not self.catches or not is_out_of_memory(error):
                     raise
                 self.shortage = first_line(error)
             # The error is gone here, and with it the frames that held what the pass had computed so far.
+        if self.norms is not None and self.shortage is None:
+            return self.norms.without_samples()
         return given_gradient(self.model.parameters(), 0.0 if self.shortage is None else math.nan)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hetexp.comm.communicator import Communicator
     from hetexp.strategy.empty_share import EmptyShareGuard
 
 
@@ -37,6 +38,24 @@ class Single(Strategy):
         from hetexp.strategy.empty_share import EmptyShareGuard
 
         return EmptyShareGuard(model)
+
+    def join(
+        self,
+        module: nn.Module,
+        communicator: Communicator,
+        inputs: Any,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Let running statistics see a batch once, also where its activations are computed again."""
+        from hetexp.model.recompute import recomputes
+        from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        assert isinstance(module, EmptyShareGuard)
+        model: nn.Module = getattr(module.model, "_orig_mod", module.model)
+        if recomputes(model) and batch_norms(model):
+            module.norms = SynchronisedNorms(model, communicator)
+            module.norms.record(inputs)
 
     def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()

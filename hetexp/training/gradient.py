@@ -80,8 +80,11 @@ class _Passes:
                 if last and parts.guard is not None:
                     self._before = [_mark(p) for p in parts.model.parameters()]
                 meter.backward(total * (_nan_if_not_finite(total, factor) if self._looks else factor))
-            self.losses.append(total.detach())
-            self.loss_sum += self.losses[-1]
+                if last:
+                    parts.strategy.check_exchanged(parts.module)
+            if inputs is not None:
+                self.losses.append(total.detach())
+            self.loss_sum += total.detach()
 
     def _forward(self, inputs: Any, last: bool) -> Any:
         self.wrapping = True
@@ -102,9 +105,17 @@ class _Passes:
 
 
 def take_gradient(
-    parts: Parts, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: Meter
+    parts: Parts,
+    step: int,
+    microbatches: list[Any],
+    normalizer: LossNormalizer,
+    meter: Meter,
+    num_passes: int = 1,
 ) -> Gradient:
     """Compute this rank's part of the gradient and exchange it.
+
+    Args:
+        num_passes: least number of passes; the first ones are without samples where the rank has fewer.
 
     Raises:
         DeviceMemoryError: memory ran out, and the other ranks cannot be told of it.
@@ -117,7 +128,7 @@ def take_gradient(
     with ends_with_shortage(parts, step, sizes_of(microbatches), "The step cannot be done again."):
         try:
             parts.backend.begin_step(step)
-            passes.run(microbatches or [NO_SAMPLES])
+            passes.run([NO_SAMPLES] * (num_passes - len(microbatches)) + microbatches)
             factor, global_count = passes.factor()
             return Gradient(passes.loss_sum, global_count, passes.losses, factor)
         except RuntimeError as error:

@@ -25,6 +25,8 @@ class Meter:
     """Of `compute_seconds`, what `since_last` has told; below 0 after a `take` that came before it."""
     _spans: list[tuple[Any, Any]] = field(default_factory=list)
     _waits: list[tuple[Any, Any]] = field(default_factory=list)
+    _within: list[tuple[Any, Any]] = field(default_factory=list)
+    """Waits for other ranks in the midst of what `_spans` time."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward and time its own work without the wait for the exchange that ends it.
@@ -43,10 +45,12 @@ class Meter:
         end = self.backend.mark()
         self._spans.append((start, own_end[0]))
         self._waits.append((own_end[0], end))
+        self._take_waits()
 
     def span(self, start: Any, end: Any) -> None:
         """Count the time between two marks as own work; read later, so that nothing waits for it now."""
         self._spans.append((start, end))
+        self._take_waits()
 
     def bookmark(self) -> tuple[int, int]:
         """Return where the list of what was timed ends now."""
@@ -72,9 +76,17 @@ class Meter:
         told, self._told = self._told, self.compute_seconds
         return self.compute_seconds - told
 
+    def _take_waits(self) -> None:
+        self._within += self.backend.waits
+        self.backend.waits.clear()
+
     def _read_spans(self) -> None:
         self.compute_seconds += sum(self.backend.seconds_between(a, b) for a, b in self._spans)
+        within = sum(self.backend.seconds_between(a, b) for a, b in self._within)
+        self.compute_seconds -= within
+        self.wait_seconds += within
         self._spans.clear()
+        self._within.clear()
 
     def take(self) -> tuple[float, float, int]:
         """Settle, return compute seconds, wait seconds and samples, and start again from zero."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,11 +101,22 @@ class Parts:
         """Most samples of a pass of this rank, as configuration or plan say; `None`: no limit."""
         return self.plan.microbatch_size(self.rank)
 
-    def pass_sizes(self, num_samples: int) -> list[int]:
-        """Return the sizes of this rank's microbatches for so many local samples."""
-        sizes = cut(num_samples, self.config.trainer.accumulate, self.microbatch_size)
-        limit = self.microbatch_limits[self.rank]
+    def pass_sizes(self, num_samples: int, rank: int | None = None) -> list[int]:
+        """Return the sizes of a rank's microbatches for so many local samples; `None`: of this one's."""
+        rank = self.rank if rank is None else rank
+        sizes = cut(num_samples, self.config.trainer.accumulate, self.plan.microbatch_size(rank))
+        limit = self.microbatch_limits[rank]
         return sizes if limit is None else [piece for size in sizes for piece in cut(size, 1, limit)]
+
+    def num_passes(self, counts: Sequence[int]) -> int:
+        """Return how many passes every rank does in a step; 1 where each does as many as it needs.
+
+        Args:
+            counts: every rank's samples.
+        """
+        if not self.strategy.equal_passes(self.module):
+            return 1
+        return max((len(self.pass_sizes(count, rank)) for rank, count in enumerate(counts)), default=1)
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return the sum of the loss over a microbatch; never in half precision, whatever the model gives."""

@@ -50,7 +50,8 @@ def joint_step(
     while True:
         microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
         bookmark = meter.bookmark()
-        gradient = take_gradient(parts, step, microbatches, normalizer, meter)
+        num_passes = parts.num_passes(batch.counts)
+        gradient = take_gradient(parts, step, microbatches, normalizer, meter, num_passes)
         parts.backend.begin_update()
         gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
         finite = settle(gradients, normalizer.loss_scale, look) and gradient.shortage is None

@@ -109,6 +109,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
     backend.attach(model, optimizer, parts.to_device(inputs))
     parts.module = strategy.wrap(model, device)
+    strategy.join(parts.module, communicator, parts.to_device(inputs), backend.waiting)
     parts.guard = recovering_guard(parts)
     if plan.paced and communicator.world_size > 1:
         done = backend.backward_done

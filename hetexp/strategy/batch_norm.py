@@ -1,0 +1,349 @@
+"""BatchNorm over the whole batch, whatever part of it each rank has.
+
+torch's `SyncBatchNorm` refuses tensors of the CPU. Here every rank tells count, mean and sum of squared
+deviations of its samples; all combine them alike (Chan, Golub and LeVeque 1979) and normalise by the result,
+and backward adds up the two sums that the gradient depends on. So statistics, gradients and running
+statistics are those of one device with all samples, and the same on every rank.
+
+A rank without samples has no forward pass, but the others wait for it at each layer: it goes through the
+calls that one pass over a few samples made (`SynchronisedNorms.record`), and in backward through that pass's
+order of layers and gradients, so that every rank's exchanges come in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hetexp.comm.communicator import Communicator
+from hetexp.core.call import call_model
+from hetexp.model.recompute import once
+from hetexp.strategy.empty_share import give
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Waiting = Callable[[], AbstractContextManager[None]]
+
+
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers that can be synchronised, by name; one with a forward of its own cannot."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        and (isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward)
+    }
+
+
+class SynchronisedBatchNorm(_BatchNorm):
+    """What a BatchNorm layer becomes: the same object with the same names, weights and hooks.
+
+    Outside of training steps (in evaluation, or where a rank tries something by itself) it does what it did.
+    """
+
+    norms: SynchronisedNorms
+    index: int
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least a 2D input (got {input.dim()}D input)")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what ranks do together is no part of a graph
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input [batch, channels, …]."""
+        # Computed again in backward, it is no longer between the ranks' forward passes.
+        if not once(lambda: self.training and self.norms.active):
+            return super().forward(input)
+        self._check_input_dim(input)
+        of_batch = once(lambda: self.norms.statistics(self.index, input))
+        out: Tensor = _Normalise.apply(input, self.weight, self.bias, of_batch, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """Of the whole batch, on the device of the values; all but `count` one number a channel."""
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+    """Biased: over the count."""
+
+
+class SynchronisedNorms:
+    """All BatchNorm layers of a model that ranks train together.
+
+    Args:
+        model: its layers are changed in place.
+        communicator: with an order of collectives of its own, since backward's come between others.
+        waiting: returns a context for what waits for other ranks in the midst of a pass.
+    """
+
+    def __init__(self, model: nn.Module, communicator: Communicator, waiting: Waiting = nullcontext) -> None:
+        self._communicator, self._waiting = communicator, waiting
+        found = batch_norms(model)
+        self.names, self.layers = list(found), list(found.values())
+        self.active = False
+        """Whether the ranks are in a step together."""
+        self._model = model
+        self._record: _Record | None = None
+        """What a pass does, in order: filled by `record`."""
+        self._recording = False
+        for index, layer in enumerate(self.layers):
+            layer.__class__ = SynchronisedBatchNorm
+            assert isinstance(layer, SynchronisedBatchNorm)
+            layer.norms, layer.index = self, index
+
+    def __deepcopy__(self, memo: Any) -> SynchronisedNorms:
+        """A copy of the model (an average of its weights) takes part in nothing: only one is in a step."""
+        return self
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Surround a forward pass that all ranks do at the same time."""
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+
+    def record(self, inputs: Any) -> None:
+        """Do one pass over a few samples by this rank alone, and keep the order of what ranks do in one.
+
+        Weights, gradients, buffers and the CPU's generator stay as they are; hooks of the model itself do not
+        run.
+
+        Args:
+            inputs: of a small batch, on the device.
+        """
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        modes = [(module, module.training) for module in self._model.modules()]
+        record = self._record = _Record()
+        hooks = [p.register_hook(lambda _, p=p: record.backward.append(p)) for p in trained]
+        self._recording = True
+        try:
+            self._model.train()
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), self.together():
+                output = call_model(self._model.forward, inputs)
+                total = _sum(output)
+                if total is not None:
+                    torch.autograd.grad(total, trained, allow_unused=True)
+        finally:
+            self._recording = False
+            for hook in hooks:
+                hook.remove()
+            for module, training in modes:
+                module.training = training
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+    def without_samples(self) -> Tensor:
+        """Take part in a forward pass with no samples.
+
+        Returns:
+            A zero whose backward takes part in the other ranks', and gives every trained parameter a zero.
+        """
+        assert self._record is not None, "record() comes first"
+        for index in self._record.forward:
+            self.statistics(index, None)
+        first = next(self._model.parameters())
+        zero = first.new_zeros(()).requires_grad_()
+        came = {id(event) for event in self._record.backward}
+        late = [p for p in self._model.parameters() if p.requires_grad and id(p) not in came]
+        # What is put in first comes last in backward.
+        for event in [*late, *reversed(self._record.backward)]:
+            zero = self._absent(zero, event) if isinstance(event, int) else give(zero, event, 0.0)
+        return zero
+
+    def _absent(self, before: Tensor, index: int) -> Tensor:
+        zero: Tensor = _Absent.apply(before, self, index)  # type: ignore[no-untyped-call]
+        return zero
+
+    def statistics(self, index: int, values: Tensor | None) -> _Statistics:
+        """Return the statistics of all ranks' values, and bring the layer's running ones up to date.
+
+        Args:
+            index: place of the layer.
+            values: this rank's, [batch, channels, …]; `None`: it has none.
+
+        Raises:
+            ValueError: all ranks together have a single value a channel; the same on each of them.
+            RuntimeError: the ranks have come to different layers.
+        """
+        home, layer = self._communicator.device, self.layers[index]
+        world, rank = self._communicator.world_size, self._communicator.rank
+        told = torch.zeros(world, 2 + 2 * layer.num_features, dtype=torch.float64, device=home)
+        told[rank, 0] = index
+        count = 0
+        if values is not None:
+            count = values.numel() // values.shape[1]
+            if count:
+                variance, mean = torch.var_mean(_wide(values.detach()), _dims(values), correction=0)
+                told[rank, 1] = count
+                told[rank, 2:] = torch.cat([mean, variance * count]).to(home)
+        if self._recording:
+            assert self._record is not None
+            self._record.forward.append(index)
+            told = told[rank : rank + 1]
+        else:
+            with self._waiting():
+                told = self._communicator.all_reduce(told)
+            self._check_order(told[:, 0])
+        counts, means, squares = told[:, 1:2], *told[:, 2:].chunk(2, dim=1)
+        total = counts.sum()
+        mean = (counts * means).sum(0) / total
+        squares = (squares + counts * (means - mean) ** 2).sum(0)
+        if count <= 1 and not self._recording and float(total) <= 1:
+            raise ValueError(
+                f"{self.names[index]} normalises over the batch and needs more than one value a channel, but "
+                f"all ranks together have {int(total)}. Set trainer.drop_last=true, or a larger batch."
+            )
+        if not self._recording:
+            _follow(layer, mean, squares / (total - 1))
+        dtype = _wide_type(values.dtype) if values is not None else mean.dtype
+        where = values.device if values is not None else home
+        return _Statistics(*(t.to(where, dtype) for t in (total, mean, squares / total)))
+
+    def add_up(self, layer_index: int, sums: Tensor | None) -> Tensor | None:
+        """Return the sum over the ranks of what backward needs of all samples; `None` where none was given.
+
+        Args:
+            sums: two numbers a channel, [2, channels]; `None`: this rank has no samples.
+        """
+        if self._recording:
+            assert self._record is not None
+            self._record.backward.append(layer_index)
+            return sums
+        home = self._communicator.device
+        size = 2 * self.layers[layer_index].num_features
+        told = torch.zeros(1 + size, dtype=torch.float64, device=home)
+        told[0] = layer_index
+        if sums is not None:
+            told[1:] = sums.flatten().to(home)
+        with self._waiting():
+            told = self._communicator.all_reduce(told)
+        if sums is None:
+            return None
+        return told[1:].reshape(2, -1).to(sums.device, sums.dtype)
+
+    def _check_order(self, indices: Tensor) -> None:
+        """A device of its own would have to be waited for: there it is not looked at."""
+        if indices.device.type != "cpu":
+            return
+        come = [self.names[int(index)] for index in indices]
+        if len(set(come)) > 1:
+            told = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(come))
+            raise RuntimeError(
+                f"the ranks have come to different BatchNorm layers: {told}. Where a model's layers depend "
+                "on the samples, `strategy.sync_batch_norm` must be false."
+            )
+
+
+class _Record:
+    """What one pass does together with other ranks."""
+
+    def __init__(self) -> None:
+        self.forward: list[int] = []
+        """Places of the layers, in the order of their calls."""
+        self.backward: list[Any] = []
+        """Places of layers that exchange sums, and parameters whose gradient is there."""
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalises by given statistics, whose dependence on the values is in the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        of_batch: _Statistics,
+        layer: SynchronisedBatchNorm,
+    ) -> Tensor:
+        ctx.layer, ctx.has_bias = layer, bias is not None
+        ctx.save_for_backward(values, weight, of_batch.count, of_batch.mean, of_batch.variance)
+        wide = _wide(values)
+        mean, variance = of_batch.mean, of_batch.variance
+        weight, bias = (t.to(wide.dtype) if t is not None else None for t in (weight, bias))
+        out = functional.batch_norm(wide, mean, variance, weight, bias, training=False, eps=layer.eps)
+        return out.to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, weight, count, mean, variance = ctx.saved_tensors
+        layer: SynchronisedBatchNorm = ctx.layer
+        gradient = _wide(gradients[0])
+        dims, shape = _dims(values), [1, -1, *[1] * (values.dim() - 2)]
+        scale = (variance + layer.eps).rsqrt()
+        centred = _wide(values) - mean.reshape(shape)
+        sums = torch.stack([gradient.sum(dims), (gradient * centred).sum(dims)])
+        of_weight = (sums[1] * scale).to(weight.dtype) if weight is not None else None
+        of_bias = sums[0].to(weight.dtype) if ctx.has_bias else None
+        of_values = None
+        if ctx.needs_input_grad[0]:
+            total = layer.norms.add_up(layer.index, sums)
+            assert total is not None
+            by_mean, by_scale = (total / count).unbind()
+            of_values = gradient - by_mean.reshape(shape) - centred * (by_scale * scale**2).reshape(shape)
+            factor = scale * weight if weight is not None else scale
+            of_values = (of_values * factor.reshape(shape)).to(values.dtype)
+        return of_values, of_weight, of_bias, None, None
+
+
+class _Absent(torch.autograd.Function):
+    """Passes a gradient on, and takes part in one layer's exchange with nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, before: Tensor, norms: SynchronisedNorms, layer_index: int) -> Tensor:
+        ctx.norms, ctx.layer_index = norms, layer_index
+        return before.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.norms.add_up(ctx.layer_index, None)
+        return gradients[0], None, None
+
+
+def _follow(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
+    """Let the running statistics follow the batch's, as `torch.nn.BatchNorm1d` does."""
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    assert layer.num_batches_tracked is not None
+    with torch.no_grad():
+        layer.num_batches_tracked.add_(1)
+        momentum = layer.momentum
+        if momentum is None:  # all batches count alike
+            momentum = 1.0 / float(layer.num_batches_tracked)
+        for running, now in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+            running.lerp_(now.to(running.device, running.dtype), momentum)
+
+
+def _dims(values: Tensor) -> list[int]:
+    return [dim for dim in range(values.dim()) if dim != 1]
+
+
+def _wide_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(_wide_type(values.dtype))
+
+
+def _sum(output: Any) -> Tensor | None:
+    """Return the sum of all that a gradient could come from."""
+    from hetexp.hardware.pacing import tensors
+
+    sums: Sequence[Tensor] = [t.sum() for t in tensors(output) if t.requires_grad]
+    return torch.stack([one.double() if one.is_complex() else one for one in sums]).sum() if sums else None
