@@ -14,6 +14,7 @@ from hetexp.balancing.base import BalancingPolicy
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.fault import LASTING
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.precision import choose_precisions, precision_problems, precision_reasons
@@ -53,6 +54,7 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
         try:
             strategy: Strategy = instantiate(config.strategy)
             problems += [with_hint(one, strategy, config) for one in strategy.check(config, devices)]
+            problems += _check_compile(config, strategy, devices)
         except ConfigError as error:
             problems += error.problems
         try:
@@ -149,6 +151,21 @@ def _check_faults(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         for position, event in enumerate(config.fault.events)
         if known and event.device not in known
     ]
+
+
+def _check_compile(config: Config, strategy: Strategy, devices: Sequence[DeviceSpec]) -> list[str]:
+    """What follows the passes of a model by its hooks cannot see into a compiled one."""
+    mode = config.trainer.compile
+    if mode is False:
+        return []
+    if not strategy.compiles:
+        return [must_be("trainer.compile", f"false where `strategy` is {strategy.name}", mode)]
+    lasting = {event.device for event in config.fault.events if event.kind in LASTING}
+    altered = [str(device) for device in devices if device.emulated or device.id in lasting]
+    if not altered:
+        return []
+    accepted = f"false where devices are emulated, slowed or limited in memory ({', '.join(altered)})"
+    return [must_be("trainer.compile", accepted, mode)]
 
 
 def _check_collective(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:

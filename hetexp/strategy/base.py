@@ -32,6 +32,8 @@ class Strategy(ABC):
     """Whether one rank trains, so that there is nobody to talk to."""
     exact: ClassVar[bool] = True
     """Whether each step is the one that a single device would take with the global batch."""
+    compiles: ClassVar[bool] = False
+    """Whether `wrap` takes a model that `torch.compile` has compiled."""
     predicted_as: ClassVar[Literal["alone", "all_reduce", "periodic", "apart", "stages"] | None] = None
     """How the cost model predicts a step: one device's own work, the ranks' work with an all-reduce of the
     gradients in backward (`all_reduce`), with one of the weights now and then (`periodic`), with none

@@ -38,6 +38,7 @@ class DDP(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    compiles = True
     predicted_as = "all_reduce"
 
     def __init__(

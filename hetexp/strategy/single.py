@@ -23,6 +23,7 @@ class Single(Strategy):
 
     name: ClassVar[str] = "single"
     solo = True
+    compiles = True
     predicted_as = "alone"
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:

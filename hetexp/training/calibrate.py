@@ -254,7 +254,8 @@ def _time_steps(
         backend.begin_step(-1)
         start = backend.mark()
         with parts.autocast():
-            loss = parts.local_loss(parts.model(parts.to_device(inputs)), targets) / size
+            module = parts.compiled if parts.compiled is not None else parts.model
+            loss = parts.local_loss(module(parts.to_device(inputs)), targets) / size
         middle = backend.mark()
         loss.backward()
         marks.append((start, middle, backend.mark()))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
+from hetexp.training.compiled import any_batch_size, tells_why_not
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.shortage import Shortage, ends_with_shortage, sizes_of
@@ -88,7 +89,10 @@ class _Passes:
 
     def _forward(self, inputs: Any, last: bool) -> Any:
         self.wrapping = True
-        output = self._parts.module(inputs)
+        if self._parts.compiled is not None:
+            any_batch_size(inputs)
+        with tells_why_not() if self._parts.compiled is not None else nullcontext():
+            output = self._parts.module(inputs)
         self.wrapping, self.exchanging = False, last
         guard = self._parts.guard
         if guard is not None and guard.shortage is not None:

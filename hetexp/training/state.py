@@ -65,6 +65,8 @@ class Parts:
     """Says how each batch is split."""
     loss_scale: LossScale | None = None
     """All ranks have one where any of them computes in float16."""
+    compiled: nn.Module | None = None
+    """What computes the model's passes in training where torch.compile compiles it."""
     guard: EmptyShareGuard | None = None
     """Keeps the model's running out of memory; `None` where that ends the run."""
     microbatch_limits: list[int | None] = field(default_factory=list)

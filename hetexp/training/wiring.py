@@ -33,6 +33,7 @@ from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout
 from hetexp.optimizer.build import build_optimizer, build_schedule, restart_schedule
 from hetexp.training.balancer import Balancer
+from hetexp.training.compiled import compiled
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale, check_device
 from hetexp.training.shortage import recovering_guard
@@ -108,7 +109,8 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     inputs, _ = next(iter(DataLoader(data.train, batch_size=min(2, num_samples))))
     # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
     backend.attach(model, optimizer, parts.to_device(inputs))
-    parts.module = strategy.wrap(model, device)
+    parts.compiled = compiled(model, config)
+    parts.module = strategy.wrap(parts.compiled if parts.compiled is not None else model, device)
     strategy.join(parts.module, communicator, parts.to_device(inputs), backend.waiting)
     parts.guard = recovering_guard(parts)
     if plan.paced and communicator.world_size > 1:

@@ -92,6 +92,14 @@ WRONG = {
         ["strategy.static_graph=true", "trainer.accumulate=2", "trainer.drop_last=true"],
         ["`strategy.static_graph` must be false where gradients accumulate", "True"],
     ),
+    "an unknown mode of the compiler": (
+        ["trainer.compile=fast"],
+        ["`trainer.compile` must be", "'fast'"],
+    ),
+    "a compiled model of an emulated card": (
+        ["hardware.devices=[emulated:arc_a770]", "trainer.compile=true"],
+        ["`trainer.compile` must be false", "Arc A770", "True"],
+    ),
     "native group on the CPU": ([TWO, "comm=native"], ["`comm.backend` must be auto or gloo", "'native'"]),
     "card without fp64": (
         ["hardware.devices=[emulated:arc_a770]", "trainer.precision=float64"],

@@ -181,6 +181,20 @@ def test_nothing_speaks_against_a_right_plan() -> None:
             ["`comm.backend` must be auto or gloo for these devices (cpu:0"],
         ),
         ({"comm": {"backend": "native"}}, [CUDA[0], CPU[0]], ["`comm.backend` must be auto or gloo"]),
+        ({"trainer": {"compile": True}}, CPU[:2], []),
+        (
+            {"trainer": {"compile": True}},
+            EMULATED,
+            ["`trainer.compile` must be false where devices are emulated, slowed or limited in memory (emul"],
+        ),
+        (
+            {
+                "trainer": {"compile": "max-autotune"},
+                "fault": {"events": [{"kind": "slow", "device": "cpu:1", "at_step": 2, "factor": 2.0}]},
+            },
+            CPU[:2],
+            ["`trainer.compile` must be false where devices are emulated, slowed or limited in memory (cpu"],
+        ),
         (
             {"trainer": {"precision": "float64"}},
             EMULATED,
