@@ -58,6 +58,7 @@ def local_batches(
     microbatch_size: int | None = None,
     num_workers: int = 0,
     first_step: int = 0,
+    collate: Callable[[list[Any]], Any] = default_collate,
 ) -> Iterator[LocalBatch]:
     """Yield this rank's part of the next `num_steps` global batches.
 
@@ -68,6 +69,7 @@ def local_batches(
             always give the same answer.
         num_workers: processes that load samples ahead.
         first_step: number of the first one.
+        collate: makes a microbatch of a list of samples.
     """
 
     def parts() -> Iterator[tuple[list[list[int]], int, Position, Split]]:
@@ -88,7 +90,7 @@ def local_batches(
     # A step without samples is an item, too: else the loader would run through to the next one with some.
     order = (microbatch for microbatches, *_ in parts() for microbatch in microbatches or [[]])
     loader: DataLoader[Any] = DataLoader(
-        _Microbatches(dataset), sampler=_Once(order), batch_size=None, num_workers=num_workers
+        _Microbatches(dataset, collate), sampler=_Once(order), batch_size=None, num_workers=num_workers
     )
     loaded = iter(loader)
     for microbatches, global_samples, position, shared in parts():
@@ -117,16 +119,16 @@ def chop(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 class _Microbatches(Dataset[Any]):
-    """Maps the indices of a microbatch to its samples, collated as `DataLoader` would; none to `None`."""
+    """Maps the indices of a microbatch to its samples, collated; none to `None`."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
 
     def __getitem__(self, indices: list[int]) -> Any:
         if not indices:
             return None
         many = getattr(self._dataset, "__getitems__", None)
-        return default_collate(many(indices) if many else [self._dataset[index] for index in indices])
+        return self._collate(many(indices) if many else [self._dataset[index] for index in indices])
 
 
 class _Once:

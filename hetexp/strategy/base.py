@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -95,11 +96,14 @@ class Strategy(ABC):
         """
         return None
 
-    def end_exchange(self, module: nn.Module, missing: Sequence[nn.Parameter]) -> None:  # noqa: B027
+    def end_exchange(  # noqa: B027
+        self, module: nn.Module, missing: Sequence[nn.Parameter], gradient: float = math.nan
+    ) -> None:
         """End the exchange of a backward pass that broke off on this rank, so that no other rank waits.
 
         Args:
-            missing: parameters whose gradients the pass did not come to; NaN is sent for them.
+            missing: parameters whose gradients the pass did not come to.
+            gradient: what is sent for each of their elements.
         """
 
     @abstractmethod

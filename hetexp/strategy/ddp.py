@@ -153,7 +153,9 @@ class DDP(Strategy):
         guard = _guard_of(module)
         return guard if guard.norms is None else None
 
-    def end_exchange(self, module: nn.Module, missing: Sequence[nn.Parameter]) -> None:
+    def end_exchange(
+        self, module: nn.Module, missing: Sequence[nn.Parameter], gradient: float = math.nan
+    ) -> None:
         """Let the reducer's own hooks run for the missing parameters, as the rest of backward would have.
 
         Every bucket is then sent, and the last one ends the reduction. Without `find_unused_parameters` each
@@ -172,7 +174,7 @@ class DDP(Strategy):
             raise torch.OutOfMemoryError("Memory ran out after the last gradient was sent.")
         groups = [[parameter] for parameter in missing] if self.find_unused_parameters else [list(missing)]
         for group in groups:
-            zero = given_gradient(group, math.nan)
+            zero = given_gradient(group, gradient)
             assert zero is not None
             try:
                 zero.backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,18 +19,21 @@ from hetexp.training.steps import train_step
 REHEARSED_STEPS = 6
 
 
-def rehearse(parts: Parts) -> float | None:
+def rehearse(parts: Parts, real_steps: Callable[[Parts], None] | None = None) -> float | None:
     """Find the time scale of emulated devices and start their pacing; `None` without any.
 
     All ranks do a few real steps at the same time, as they will in training, and take the smallest scale that
     none of them outruns. Parameters, optimizer, schedule and random states are left as they were.
+
+    Args:
+        real_steps: does these steps at full speed; by default those of the configured training.
     """
     if not parts.plan.paced:
         return None
     scale = parts.config.hardware.time_scale
     if scale is None:
         with undone(parts):
-            _real_steps(parts)
+            (real_steps or _real_steps)(parts)
         own = parts.backend.rehearsal_scale() or 0.0
         links = parts.exchange.real_ratio() * SCALE_MARGIN if parts.exchange is not None else 0.0
         needed = torch.tensor([max(own, links)], dtype=torch.float64)

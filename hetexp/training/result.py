@@ -170,14 +170,20 @@ def _invalid_reason(parts: Parts) -> str | None:
     return reason
 
 
+def _input_bytes(parts: Parts) -> int:
+    """Return the bytes of one sample on its way to the device."""
+    if parts.input_bytes is not None:
+        return parts.input_bytes
+    inputs, _ = parts.train_data[0]
+    return sum(t.numel() * t.element_size() for t in tensors(parts.to_device(inputs)))
+
+
 def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
     """Return what only this rank knows."""
     totals = outcome.totals
     split = parts.balancer.now(parts.config.trainer.global_batch_size)
     sizes = parts.pass_sizes(split.counts[parts.rank])
-    inputs, _ = parts.train_data[0]
-    bytes_per_sample = sum(t.numel() * t.element_size() for t in tensors(parts.to_device(inputs)))
-    work = parts.backend.modelled_work(sizes, bytes_per_sample)
+    work = parts.backend.modelled_work(sizes, _input_bytes(parts))
     working = totals.local_samples and totals.compute_seconds
     return {
         "invalid_reason": _invalid_reason(parts),

@@ -69,6 +69,8 @@ class Parts:
     """What computes the model's passes in training where torch.compile compiles it."""
     guard: EmptyShareGuard | None = None
     """Keeps the model's running out of memory; `None` where that ends the run."""
+    input_bytes: int | None = None
+    """Of one sample, where a script calls the model itself; `None`: those of the training data's inputs."""
     microbatch_limits: list[int | None] = field(default_factory=list)
     """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
 

@@ -25,7 +25,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data
 from hetexp.data.sampler import GlobalSampler
-from hetexp.hardware.backend import backend_class
+from hetexp.hardware.backend import Backend, backend_class
 from hetexp.hardware.links import build_links
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.jsonl import MetricsFile
@@ -51,15 +51,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         SetupError: the device cannot be driven, or the group did not form.
     """
     trainer = config.trainer
-    torch.set_num_threads(plan.threads[rank])
-    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
-    spec = plan.devices[rank]
-    backend = backend_class(spec.backend)(spec)
-    backend.faults = FaultSchedule(config.fault.events, spec.id)
-    backend.deviation_seed = config.hardware.deviation_seed
-    backend.precision = plan.precisions[rank]
-    device = backend.torch_device()
-    check_device(backend, plan.precisions[rank])
+    backend, device = open_device(plan, config, rank)
     data = build_data(config.data)
     num_samples = len(data.train)  # type: ignore[arg-type]  # map-style, as build_data checked
     sampler = GlobalSampler(
@@ -78,7 +70,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     torch.manual_seed(trainer.seed + 1 + rank)
     model.to(device)
     strategy = instantiate(config.strategy)
-    communicator = _communicator(plan, config, rank, store, device, solo=strategy.solo)
+    communicator = form_communicator(plan, config, rank, store, device, solo=strategy.solo)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, model)
     policy = instantiate(config.balancing)
@@ -113,17 +105,46 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     parts.module = strategy.wrap(parts.compiled if parts.compiled is not None else model, device)
     strategy.join(parts.module, communicator, parts.to_device(inputs), backend.waiting)
     parts.guard = recovering_guard(parts)
-    if plan.paced and communicator.world_size > 1:
-        done = backend.backward_done
-        links = build_links(plan.devices, plan.network)
-        parts.exchange = PacedExchange(links, rank, backend.synchronize, done, config.comm.timeout_seconds)
-        strategy.exchange_through(parts.module, parts.exchange.hook)
+    pace_exchange(parts)
     return parts
 
 
-def _communicator(
+def open_device(plan: Plan, config: Config, rank: int) -> tuple[Backend, torch.device]:
+    """Return what drives this rank's device, and the device for tensors, made current.
+
+    Raises:
+        SetupError: this interpreter's torch cannot drive it, or it does not compute in the planned precision.
+    """
+    torch.set_num_threads(plan.threads[rank])
+    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
+    spec = plan.devices[rank]
+    backend = backend_class(spec.backend)(spec)
+    backend.faults = FaultSchedule(config.fault.events, spec.id)
+    backend.deviation_seed = config.hardware.deviation_seed
+    backend.precision = plan.precisions[rank]
+    device = backend.torch_device()
+    check_device(backend, plan.precisions[rank])
+    return backend, device
+
+
+def pace_exchange(parts: Parts) -> None:
+    """Let the exchange of gradients take as long as the links of emulated devices, where there are any."""
+    plan, backend = parts.plan, parts.backend
+    if not plan.paced or parts.communicator.world_size == 1:
+        return
+    links, limit = build_links(plan.devices, plan.network), parts.config.comm.timeout_seconds
+    parts.exchange = PacedExchange(links, parts.rank, backend.synchronize, backend.backward_done, limit)
+    parts.strategy.exchange_through(parts.module, parts.exchange.hook)
+
+
+def form_communicator(
     plan: Plan, config: Config, rank: int, store: dist.Store, device: torch.device, solo: bool
 ) -> Communicator:
+    """Return what this rank talks to the others through.
+
+    Raises:
+        SetupError: the group did not form.
+    """
     if solo:
         return SoloCommunicator()
     limit = config.comm.timeout_seconds
