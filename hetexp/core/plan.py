@@ -23,6 +23,7 @@ _TUPLES = (
     "replica_batch_sizes",
     "reasons",
     "import_paths",
+    "script_arguments",
 )
 """Fields that JSON turns into lists."""
 
@@ -75,6 +76,10 @@ class Plan:
     """What was measured of these devices, and the step that is predicted from it."""
     network: dict[str, Any] | None = None
     """Figures of the link between hosts, where emulated devices are in several."""
+    script: str | None = None
+    """Absolute path of a person's own script that each rank runs instead of hetexp's training."""
+    script_arguments: tuple[str, ...] = ()
+    """What follows the script's name on its command line."""
     store_host: str = "127.0.0.1"
     store_port: int = 0
     working_dir: str = ""

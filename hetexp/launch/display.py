@@ -98,8 +98,8 @@ class Display:
                 self._show_evaluation(row)
 
     def total_steps(self, total: int) -> None:
-        """Say how many steps the run has, as soon as a rank knows."""
-        self._bar.update(self._task, total=total, description="training")
+        """Say how many steps the run has, as soon as a rank knows; 0 where only a script knows."""
+        self._bar.update(self._task, total=total or None, description="training")
 
     def _show_step(self, row: dict[str, Any]) -> None:
         loss = row["train/loss"]
@@ -131,7 +131,8 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(Panel(_banner(plan), title=_title(plan), border_style="bold yellow", style="yellow"))
     # As text, not markup: a name holds what the person typed, brackets too.
     table = Table(title=Text(plan.name), title_justify="left", title_style="bold")
-    columns = ["rank", "device", "name", "share", "samples a step"]
+    columns = ["rank", "device", "name", "share"]
+    columns += ["samples a step"] if plan.script is None else []
     columns += ["precision"] if len(set(plan.precisions)) > 1 else []
     columns += ["memory"] if any(need is not None for need in plan.memory_bytes) else []
     for column in columns:
@@ -200,7 +201,7 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         table.add_row(
             device["id"],
             Text(device["name"]),
-            f"{device['share']:.1%}",
+            _number(device["share"], ".1%"),
             _number(device["samples_per_s"], ",.0f"),
             _number(device["idle_s"], ".1f", " s"),
             _number(memory / 2**20 if memory is not None else None, ",.0f", " MiB"),

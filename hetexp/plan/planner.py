@@ -37,6 +37,9 @@ class Request:
     choices: dict[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     group: str | None = None
+    script: Path | None = None
+    """A person's own script that the ranks run; it decides the size of a batch."""
+    script_arguments: tuple[str, ...] = ()
 
 
 def check_plan(config: Config, selection: Selection, components: bool = True) -> list[str]:
@@ -77,9 +80,14 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
     local = apportion(config.trainer.global_batch_size, shares).counts
     policy_name = type(policy).__name__.lower()
     split = ", ".join(f"{device.id} {count}" for device, count in zip(devices, local, strict=True))
+    if request.script is None:
+        policy_reason = f"splits {config.trainer.global_batch_size} samples a step: {split}."
+    else:
+        parts = ", ".join(f"{device.id} {share:.1%}" for device, share in zip(devices, shares, strict=True))
+        policy_reason = f"splits each batch of {request.script.name}: {parts}."
     reasons = [
         *selection.reasons,
-        f"Policy {policy_name} splits {config.trainer.global_batch_size} samples a step: {split}.",
+        f"Policy {policy_name} {policy_reason}",
         *precision_reasons(config.trainer.precision, devices),
         why,
     ]
@@ -101,6 +109,8 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         reasons=tuple(reasons),
         fallback=selection.fallback,
         network=selection.network.model_dump() if selection.network is not None else None,
+        script=str(request.script.absolute()) if request.script is not None else None,
+        script_arguments=request.script_arguments,
         working_dir=str(request.working_dir),
         import_paths=tuple(
             dict.fromkeys(str(Path(path).absolute()) for path in [str(request.working_dir), sys.path[0]])
