@@ -1,7 +1,7 @@
 """What hetexp raises.
 
-Three kinds, because three different people fix them: a `ConfigError` is fixed by whoever wrote the
-configuration, an `SetupError` by whoever set the machine up, and anything else is our bug.
+Different people fix them: a `ConfigError` is fixed by whoever wrote the configuration, a `SetupError` by
+whoever set the machine up, a `UsageError` by whoever wrote the script, and anything else is our bug.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class ConfigError(HetexpError):
 
 class SetupError(HetexpError):
     """The machine is not ready: an interpreter, a port, a driver or a folder cannot be used."""
+
+
+class UsageError(HetexpError):
+    """A script does something with its run that cannot come out right."""
 
 
 class HandshakeError(HetexpError):

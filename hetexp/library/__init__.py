@@ -1,0 +1,1 @@
+"""hetexp inside a person's own training script: `hetexp.setup` and what it returns."""

@@ -1,0 +1,67 @@
+"""What a script calls instead of its model: the same model, data parallel while a batch is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Call(tuple[tuple[Any, ...], dict[str, Any]]):
+    """The arguments of one call of a model as one value: a wrapper of a strategy hands a single one on."""
+
+
+class Called(nn.Module):
+    """Calls a model with the arguments of a `Call`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Call) -> Any:
+        args, kwargs = call
+        return self.model(*args, **kwargs)
+
+
+class Front(nn.Module):
+    """Stands for the model: the same parameters, modes, methods and attributes, called through the run.
+
+    Args:
+        model: the person's own.
+        through: what a call becomes.
+    """
+
+    def __init__(self, model: nn.Module, through: Callable[[Call], Any]) -> None:
+        super().__init__()
+        self.module = model
+        self._through = through
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through(Call((args, kwargs)))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+@contextmanager
+def keeping_statistics(model: nn.Module) -> Iterator[None]:
+    """Let a forward pass leave running statistics as they are, and take them for those of its batch.
+
+    Layers such as BatchNorm neither learn from the samples nor refuse a single one; all others stay as they
+    are, so that the model returns what it returns in training.
+    """
+    layers = [m for m in model.modules() if m.training and getattr(m, "running_mean", None) is not None]
+    for layer in layers:
+        layer.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.training = True

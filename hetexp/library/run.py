@@ -1,0 +1,423 @@
+"""What `hetexp.setup` returns: a person's own training loop on unequal devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from hetexp.comm.rendezvous import exchange
+from hetexp.core.errors import SetupError, UsageError
+from hetexp.core.files import write_json
+from hetexp.data.loader import LocalBatch, local_batches
+from hetexp.hardware.pacing import num_samples, tensors
+from hetexp.library.batches import Collate, on_device, part_batches, steps_left
+from hetexp.library.front import Call, Called, Front
+from hetexp.library.step import Reduction, ScriptStep
+from hetexp.training import saving, wiring
+from hetexp.training.loop import Outcome, Window, rebalance
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.precision import widened
+from hetexp.training.rehearsal import REHEARSED_STEPS, rehearse
+from hetexp.training.result import report
+from hetexp.training.state import Parts, Progress
+from hetexp.training.step import StepResult
+
+Number = float | int | torch.Tensor
+
+
+class Run:
+    """One rank's part of a script's training; every rank of `hetexp launch` has one and does the same.
+
+    Args:
+        parts: with a model that is wrapped and not attached to its device yet.
+        called: what of it was wrapped.
+        store: through which the ranks exchange what is small.
+        collate: makes a batch of a list of samples.
+    """
+
+    def __init__(self, parts: Parts, called: Called, store: dist.Store, collate: Collate) -> None:
+        self._parts, self._called, self._store, self._collate = parts, called, store, collate
+        self.model = Front(parts.model, self._call)
+        """To be called instead of the model: data parallel, with the same parameters and methods."""
+        self._progress = Progress()
+        self._window = Window(parts)
+        self._outcome = Outcome(self._progress, self._window.totals)
+        averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
+        self._normalizer = LossNormalizer(
+            parts.communicator, averaged_over, parts.config.debug.normalizer, parts.loss_scale
+        )
+        self._step: ScriptStep | None = None
+        self._result: StepResult | None = None
+        self._before: LocalBatch | None = None
+        self._attached = self._rehearsing = self._clock_runs = self._log_due = self._finished = False
+        self._evaluations = 0
+        self._started = time.perf_counter()
+        parts.optimizer.register_step_pre_hook(lambda *_: self._check_step())
+
+    # ------------------------------------------------------------ where and who
+
+    @property
+    def rank(self) -> int:
+        return self._parts.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._parts.communicator.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and whose output is on the screen."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts.device
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, those before a resume included."""
+        return self._progress.step
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are complete."""
+        return self._progress.position.epoch
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return Path(self._parts.plan.run_dir)
+
+    def print(self, *values: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    # ------------------------------------------------------------ training
+
+    @property
+    def step_due(self) -> bool:
+        """Whether the parameters hold the gradient of the whole batch, so that the optimizer may step.
+
+        Always so after `backward` unless steps are accumulated from several microbatches.
+        """
+        return self._step is not None and self._step.is_over
+
+    def batches(self) -> Iterator[Any]:
+        """Yield this rank's part of each batch of the epoch, collated, on the device.
+
+        The next call goes on with the next epoch, or after a `break` where the loop was left. Which samples
+        a step uses follows from the seed alone, whatever the devices. A part is one microbatch, or as many
+        as `accumulate` or `microbatch_size` ask for. Every rank has the same number of steps: one without
+        samples gets a sample that does not count.
+
+        Raises:
+            UsageError: a batch was not followed by `backward`.
+        """
+        parts, trainer = self._parts, self._parts.config.trainer
+        start, steps = steps_left(parts.sampler, self._progress.position)
+        loaded = local_batches(
+            parts.train_data,
+            parts.sampler,
+            start,
+            steps,
+            parts.balancer.split,
+            parts.rank,
+            trainer.accumulate,
+            parts.microbatch_size,
+            trainer.num_workers,
+            self._progress.step,
+            self._collate,
+        )
+        self._run_clock()
+        try:
+            for batch in self._window.loaded(loaded):
+                yield from self._microbatches(batch)
+            self._write_line()
+        finally:
+            self._stop_clock()
+
+    def _microbatches(self, batch: LocalBatch) -> Iterator[Any]:
+        parts = self._parts
+        self._write_line()
+        parts.backend.begin_step(self._progress.step)
+        if parts.exchange is not None:
+            parts.exchange.begin_step()
+        self._normalizer.tell = parts.balancer.own_seconds(self._window.meter)
+        rows = parts.pass_sizes(batch.local_samples) or [0]
+        step = ScriptStep(parts, self._normalizer, self._window.meter, batch, rows)
+        self._step = step
+        for microbatch in batch.microbatches or [self._collate([parts.train_data[0]])]:
+            step.next_microbatch()
+            yield on_device(microbatch, parts.device)
+            step.check_gone_back()
+
+    def backward(
+        self, loss: torch.Tensor, count: int | None = None, *, reduction: Reduction = "mean"
+    ) -> None:
+        """Do `loss.backward()` so that the step's gradient is that of the mean over the whole batch.
+
+        Exactly so, however unequal the parts: with the last microbatch the ranks' gradients are added up and
+        divided by the number of all that counts, before this returns. What reads or clips gradients
+        afterwards sees the gradient of the whole batch.
+
+        Args:
+            loss: of the last batch, from what `model` returned.
+            count: of how many elements the loss is the mean (unmasked tokens, say); by default the batch's
+                samples. Where it is 0 the loss is not looked at.
+            reduction: `sum` for a loss that is the sum over them.
+
+        Raises:
+            UsageError: there is no batch, or it does not come out right.
+        """
+        if self._step is None:
+            raise UsageError("run.backward must be called within a loop over run.batches().")
+        self._step.backward(loss, count, reduction)
+        if self._step.is_over:
+            self._parts.backend.begin_update()
+            self._account(self._step)
+
+    def clip_norm(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradient of the whole batch, log its norm, and return it as it was before.
+
+        `torch.nn.utils.clip_grad_norm_` on the parameters does the same, but for the log.
+        """
+        if not self.step_due:
+            raise UsageError("run.clip_norm must follow the last run.backward of a step (run.step_due).")
+        norm = torch.nn.utils.clip_grad_norm_(self._parts.model.parameters(), max_norm)
+        assert self._result is not None
+        self._result.grad_norm = norm
+        return norm
+
+    def _call(self, call: Call) -> Any:
+        if self._step is None or self._step.is_over or not torch.is_grad_enabled():
+            with self._parts.autocast():
+                return widened(self._called(call))
+        if not self._attached:
+            self._attach(call)
+        return self._step.call(call)
+
+    def _attach(self, call: Call) -> None:
+        """Prepare the device for the model, whose work can be counted now that a call of it is known."""
+        parts = self._parts
+        self._attached = True
+        bytes_ = sum(t.numel() * t.element_size() for t in tensors(call))
+        parts.input_bytes = bytes_ // max(1, num_samples(call))
+        parts.backend.attach(self._called, parts.optimizer, call)
+        modes = [(module, module.training) for module in parts.model.modules()]
+        self._rehearsing = True
+        parts.time_scale = rehearse(parts, partial(self._rehearse, call))
+        self._rehearsing = False
+        for module, training in modes:
+            module.training = training
+        self._window.restart()
+
+    def _rehearse(self, call: Call, parts: Parts) -> None:
+        """Do a few steps with whatever loss: only their time counts, and all is undone."""
+        assert self._step is not None
+        for _ in range(REHEARSED_STEPS):
+            parts.optimizer.zero_grad(set_to_none=True)
+            if parts.exchange is not None:
+                parts.exchange.begin_step()
+            parts.backend.begin_step(-1)
+            with parts.autocast():
+                output = parts.module(None if self._step.is_empty else call)
+            found = [t.float().sum() for t in tensors(output) if t.requires_grad]
+            if not found:
+                raise SetupError(
+                    "A model on emulated devices must return tensors, or tuples, lists and dicts of them, in "
+                    f"which its work can be followed, but returns a {type(output).__name__}."
+                )
+            torch.stack(found).sum().backward()
+            parts.backend.begin_update()
+            parts.optimizer.step()
+
+    def _account(self, step: ScriptStep) -> None:
+        """Take in a step whose gradient is there; the optimizer's part is the script's."""
+        parts, progress, batch = self._parts, self._progress, step.batch
+        rate = float(parts.optimizer.param_groups[0]["lr"])
+        self._result = StepResult(step.loss_sum, step.global_count, None, rate)
+        self._window.meter.samples += batch.local_samples
+        if self._before is not None:
+            rebalance(parts, progress.step, self._before, self._normalizer.told)
+        self._before = batch
+        progress.step += 1
+        progress.samples += batch.global_samples
+        progress.position = batch.position
+        parts.schedule.last_epoch = progress.step
+        self._window.add(self._result, batch)
+        self._log_due = progress.step % parts.config.trainer.log_every == 0
+
+    def _check_step(self) -> None:
+        if self._rehearsing or self._step is None or self._step.is_over:
+            return
+        raise UsageError(
+            "optimizer.step() must follow the last microbatch of a step, but more of them come. Write "
+            "`if run.step_due:` before optimizer.step() and optimizer.zero_grad()."
+        )
+
+    # ------------------------------------------------------------ what is told
+
+    def log(self, values: Mapping[str, Number] | None = None, **named: Number) -> dict[str, float]:
+        """Log means over the ranks, weighted by what counted on each of them in the last step.
+
+        Every rank calls it, with the same names. The mean of the loss is logged by itself, as `train/loss`.
+
+        Returns:
+            The means, the same on every rank.
+        """
+        mine = {**(values or {}), **named}
+        weight = float(self._step.count) if self._step is not None else 1.0
+        # A rank on which nothing counts may hold NaN, which no weight of 0 would mend.
+        sums = [float(value) * weight if weight else 0.0 for value in mine.values()]
+        *sums, total = self._parts.communicator.all_reduce(
+            torch.tensor([*sums, weight], dtype=torch.float64)
+        ).tolist()
+        means = {name: one / total if total else float("nan") for name, one in zip(mine, sums, strict=True)}
+        for logger in self._parts.loggers:
+            logger.log(means, self.step)
+        return means
+
+    def evaluate(
+        self, function: Callable[[Any], Mapping[str, Number]], dataset: Dataset[Any] | None = None
+    ) -> dict[str, float]:
+        """Evaluate the model, each rank on its own part of the data; no sample counts twice.
+
+        Args:
+            function: gets a batch, as `batches` gives it, and returns sums over its samples by name. Where
+                `count` is among them the means are taken over it instead of the samples.
+            dataset: instead of `eval_dataset` of `setup`.
+
+        Returns:
+            The means, and `samples`; the same on every rank, and logged as `eval/<name>`.
+        """
+        parts = self._parts
+        data = dataset if dataset is not None else parts.eval_data
+        if data is None:
+            raise UsageError("run.evaluate must have data, but hetexp.setup got no eval_dataset.")
+        total = len(data)  # type: ignore[arg-type]  # map-style, as checked
+        sums: dict[str, float] = {"samples": 0.0}
+        modes = [(module, module.training) for module in parts.model.modules()]
+        with self._clock_stopped():
+            parts.model.eval()
+            most = max(parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank]), default=1)
+            bounds = parts.balancer.now(total).bounds(parts.rank)
+            workers = parts.config.trainer.num_workers
+            with torch.no_grad():
+                for batch, rows in part_batches(data, bounds, most, workers, self._collate):
+                    for name, value in function(on_device(batch, parts.device)).items():
+                        sums[name] = sums.get(name, 0.0) + float(value)
+                    sums["samples"] += rows
+                    parts.communicator.alive()
+            for module, training in modes:
+                module.training = training
+            parts.communicator.meet()
+            result = self._means(sums)
+        self._outcome.evaluation = result
+        for logger in parts.loggers:
+            logger.log({f"eval/{name}": value for name, value in result.items()}, self.step)
+        return result
+
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+        """Add up every rank's sums, in rank order, and divide them."""
+        self._evaluations += 1
+        topic, limit = f"evaluation/{self._evaluations}", self._parts.config.comm.timeout_seconds
+        everyone = exchange(self._store, topic, self.rank, self.world_size, sums, limit)
+        names = dict.fromkeys(name for one in everyone for name in one)
+        totals = {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+        samples = totals.pop("samples")
+        count = totals.pop("count", samples)
+        means = {name: one / count if count else float("nan") for name, one in totals.items()}
+        return means | {"samples": samples}
+
+    # ------------------------------------------------------------ what is kept
+
+    def save(self) -> str | None:
+        """Write a checkpoint of model, optimizer and place in the data; return its path on rank 0.
+
+        Every rank calls it, after the optimizer's step; rank 0 writes, the others wait.
+        """
+        with self._clock_stopped():
+            path = saving.save(self._parts, self._progress)
+        self._outcome.checkpoint = path
+        return path
+
+    def resume(self, path: str | Path | None = None) -> bool:
+        """Go on from a checkpoint, and tell whether one was named.
+
+        Args:
+            path: of a checkpoint, or of a run whose newest is meant. By default what `resume=` of
+                `hetexp launch` names, which is resumed by `setup` already.
+
+        Raises:
+            ConfigError, CheckpointError: it is not there, not complete or not of this model.
+        """
+        parts = self._parts
+        if path is not None:
+            parts.config = parts.config.model_copy(update={"resume": str(path)})
+        if parts.config.resume is None:
+            return False
+        self._progress = self._outcome.progress = wiring.resume(parts)
+        self._step = self._before = None
+        return True
+
+    def finish(self) -> dict[str, Any]:
+        """End the run: write the summary and close the trackers; `hetexp launch` does it after the script."""
+        parts = self._parts
+        if self._finished:
+            raise UsageError("run.finish must be called once, but is called again.")
+        self._finished = True
+        self._stop_clock()
+        if self._window.num_steps:
+            self._window.restart()  # the line is no training
+            self._outcome.train_loss = self._window.log(self._progress)
+        seconds = time.perf_counter() - self._started
+        summary = report(parts, self._store, self._outcome, seconds)
+        trainer = parts.config.trainer
+        summary |= {"global_batch": trainer.global_batch_size, "seed": trainer.seed}
+        self.close(0, summary)
+        if self.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / "summary.json", summary)
+        parts.communicator.close()
+        return summary
+
+    def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
+        """Close the trackers of a run that ends; safe to call twice."""
+        loggers, self._parts.loggers = self._parts.loggers, ()
+        for logger in loggers:
+            logger.finish(summary or {}, exit_code)
+
+    # ------------------------------------------------------------ the clock
+
+    def _write_line(self) -> None:
+        """Log the steps since the last line where one is due; all ranks come here at the same step."""
+        if self._log_due:
+            self._log_due = False
+            self._outcome.train_loss = self._window.log(self._progress)
+
+    def _run_clock(self) -> None:
+        self._window.restart()
+        self._clock_runs = True
+
+    def _stop_clock(self) -> None:
+        if self._clock_runs:
+            self._window.pause()
+            self._clock_runs = False
+
+    @contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        """Let the block count as no training."""
+        runs = self._clock_runs
+        self._stop_clock()
+        yield
+        if runs:
+            self._run_clock()

@@ -1,0 +1,296 @@
+"""`hetexp.setup`: from a person's model, optimizer and data to a run on the devices that there are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset, default_collate
+
+from hetexp.core.config import Config, read_config
+from hetexp.core.errors import ConfigError, SetupError, UsageError, must_be
+from hetexp.core.instantiate import instantiate
+from hetexp.core.plan import Plan
+from hetexp.core.precision import precision_problems
+from hetexp.core.split import apportion
+from hetexp.data.sampler import GlobalSampler
+from hetexp.hardware.backend import Backend, backend_class
+from hetexp.library.alone import FirstLine, device_alone, plan_alone
+from hetexp.library.batches import Collate, check_dataset
+from hetexp.library.front import Called
+from hetexp.library.run import Run
+from hetexp.training.balancer import Balancer
+from hetexp.training.loss import Loss
+from hetexp.training.state import Parts
+from hetexp.training.wiring import (
+    agree,
+    data_facts,
+    form_communicator,
+    model_facts,
+    open_device,
+    pace_exchange,
+    start_loggers,
+)
+
+
+@dataclass
+class Launched:
+    """What `hetexp launch` gives a rank that runs a script."""
+
+    plan: Plan
+    rank: int
+    store: dist.Store
+    ready: Callable[[], None]
+    """To be called once all ranks agree."""
+    run: Run | None = None
+    """What the script's `setup` returned."""
+
+
+_launched: Launched | None = None
+
+
+def begin_as(launched: Launched | None) -> None:
+    """Let `setup` in this process be a rank of a plan; the worker calls it."""
+    global _launched
+    _launched = launched
+
+
+def setup(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Dataset[Any],
+    *,
+    global_batch_size: int,
+    eval_dataset: Dataset[Any] | None = None,
+    accumulate: int = 1,
+    microbatch_size: int | None = None,
+    seed: int = 0,
+    drop_last: bool = False,
+    num_workers: int = 0,
+    collate: Collate = default_collate,
+    log_every: int = 10,
+    run_dir: str | Path | None = None,
+) -> Run:
+    """Put the model on this process's device and make its training a part of one on all devices.
+
+    Under `hetexp launch` every rank calls it with the same arguments; all begin with rank 0's weights. In any
+    other process it takes the best device that there is: the current CUDA, ROCm or XPU device, MPS, the CPU.
+
+    Args:
+        model: stays the object that holds the parameters; moved to the device.
+        optimizer: over the model's parameters.
+        dataset: map-style; the same on every rank.
+        global_batch_size: samples of one optimizer step, over all devices.
+        eval_dataset: for `Run.evaluate`.
+        accumulate: microbatches that each device cuts its part of a batch into.
+        microbatch_size: or most samples of a microbatch; devices then differ in their number.
+        seed: of the order of samples, and of dropout under `hetexp launch`.
+        drop_last: leave out the rest of an epoch that fills no batch.
+        num_workers: data loader processes of each device.
+        collate: makes a batch of a list of samples, as `collate_fn` of torch's `DataLoader`.
+        log_every: steps between lines of `metrics.jsonl`.
+        run_dir: folder for metrics and checkpoints outside of `hetexp launch`; by default a new one in
+            `outputs`, made when the first of them is written.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        HandshakeError: the ranks differ in what they are about to train.
+        SetupError: the device cannot be driven, the group did not form, or another launcher has made ranks.
+    """
+    given: dict[str, Any] = {
+        "global_batch_size": global_batch_size,
+        "accumulate": accumulate,
+        "microbatch_size": microbatch_size,
+        "seed": seed,
+        "drop_last": drop_last,
+        "num_workers": num_workers,
+        "log_every": log_every,
+    }
+    problems = _check_arguments(given) + check_dataset("dataset", dataset)
+    problems += check_dataset("eval_dataset", eval_dataset) if eval_dataset is not None else []
+    problems += _check_optimizer(model, optimizer)
+    if problems:
+        raise ConfigError(problems)
+    launched = _launched
+    if launched is None:
+        _refuse_other_launchers()
+        plan = plan_alone(device_alone(), Path(run_dir) if run_dir is not None else _new_folder())
+        rank, store = 0, _store_alone()
+    else:
+        if launched.run is not None:
+            raise UsageError("hetexp.setup must be called once in a script, but is called again.")
+        plan, rank, store = launched.plan, launched.rank, launched.store
+    plan = _decided(plan, given, model)
+    config = read_config(plan.config)
+    sampler = GlobalSampler(len(dataset), global_batch_size, seed, drop_last)  # type: ignore[arg-type]
+    parts = _parts(plan, config, rank, store, _Given(model, optimizer, dataset, eval_dataset, given), sampler)
+    called = Called(model)
+    parts.module = parts.strategy.wrap(called, parts.device)
+    pace_exchange(parts)
+    if launched is None:
+        parts.loggers = (FirstLine(Path(plan.run_dir)),)
+        return Run(parts, called, store, collate)
+    if rank == 0:
+        parts.loggers = start_loggers(parts)
+        launched.ready()
+    launched.run = Run(parts, called, store, collate)
+    launched.run.resume()
+    return launched.run
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the script gave."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    train: Dataset[Any]
+    evaluation: Dataset[Any] | None
+    trainer: dict[str, Any]
+
+
+class _OfTheScript(Loss):
+    """Stands where a configured loss would be: a script computes its own."""
+
+    def count(self, targets: Any) -> int:
+        raise NotImplementedError
+
+    def total(self, output: Any, targets: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def _parts(
+    plan: Plan, config: Config, rank: int, store: dist.Store, given: _Given, sampler: GlobalSampler
+) -> Parts:
+    """Return this rank's parts, agreed on by all ranks, with a model that nothing wraps yet."""
+    model, optimizer = given.model, given.optimizer
+    strategy = instantiate(config.strategy)
+    run_on: tuple[dict[str, str], ...] = ()
+    if _launched is None:
+        backend: Backend = backend_class(plan.devices[0].backend)(plan.devices[0])
+        device = torch.device(plan.devices[0].id.replace("hip", "cuda"))
+    else:
+        backend, device = open_device(plan, config, rank)
+        facts = {
+            "setup": given.trainer,
+            "data": data_facts(given, sampler),
+            "model": model_facts(model),
+        }
+        run_on = tuple(agree(plan, config, rank, store, facts))
+        if plan.world_size > 1:  # dropout differs from rank to rank, as the samples do
+            torch.manual_seed(config.trainer.seed + 1 + rank)
+    _move(model, optimizer, device)
+    policy = instantiate(config.balancing)
+    settings = policy.settings if policy.follows else None
+    # The script steps a schedule of its own; what counts steps here must touch no rate of its optimizer.
+    steps = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=0.0)
+    return Parts(
+        plan=plan,
+        config=config,
+        rank=rank,
+        device=device,
+        backend=backend,
+        communicator=form_communicator(plan, config, rank, store, device, solo=strategy.solo),
+        strategy=strategy,
+        model=model,
+        module=model,
+        optimizer=optimizer,
+        schedule=LambdaLR(steps, lambda _: 1.0),
+        loss=_OfTheScript(),
+        train_data=given.train,
+        eval_data=given.evaluation,
+        sampler=sampler,
+        exchange=None,
+        loggers=(),
+        total_steps=0,
+        run_on=run_on,
+        balancer=Balancer(plan, settings, config.trainer.num_workers),
+    )
+
+
+def _decided(plan: Plan, given: Mapping[str, Any], model: nn.Module) -> Plan:
+    """Return the plan with what the script decides: the batch, its parts, and a model of float64 as it is.
+
+    Raises:
+        ConfigError: a device does not compute in float64.
+    """
+    config = {**plan.config, "trainer": {**plan.config["trainer"], **given}}
+    counts = apportion(given["global_batch_size"], plan.shares).counts
+    plan = replace(plan, config=config, local_batch_sizes=counts)
+    if all(parameter.dtype != torch.float64 for parameter in model.parameters()):
+        return plan
+    if problems := precision_problems("float64", plan.devices):
+        raise ConfigError(problems)
+    return replace(plan, precisions=("float64",) * plan.world_size)
+
+
+def _move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the model, and let the optimizer follow where that makes other parameters of the old ones."""
+    before = list(model.parameters())
+    model.to(device)
+    now = dict(zip(map(id, before), model.parameters(), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [now.get(id(parameter), parameter) for parameter in group["params"]]
+    if optimizer.state:  # of a training that went on before: each state to its parameter
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _check_arguments(given: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the numbers that a script gives, one sentence a problem."""
+    problems = []
+    least = {"global_batch_size": 1, "accumulate": 1, "seed": 0, "num_workers": 0, "log_every": 1}
+    if given["microbatch_size"] is not None:
+        least["microbatch_size"] = 1
+        if given["accumulate"] != 1:
+            accepted = "1 where `microbatch_size` is given"
+            fix = "Both cut the local batch: keep one of them."
+            problems.append(must_be("accumulate", accepted, given["accumulate"], fix))
+    for name, smallest in least.items():
+        value = given[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            problems.append(must_be(name, f"a whole number from {smallest} on", value))
+    return problems
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return what is wrong with the optimizer's parameters."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held <= own:
+        return []
+    return [
+        f"`optimizer` must hold parameters of the model only, but {len(held - own)} of its {len(held)} are "
+        "others, whose gradients would not be exchanged. Modules that train together belong into one, and "
+        "the optimizer is made after the last change of the model."
+    ]
+
+
+def _refuse_other_launchers() -> None:
+    """Refuse to be one of the ranks of torchrun, which would train apart from each other.
+
+    Raises:
+        SetupError: this process is one.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        raise SetupError(
+            "hetexp.setup does not take part in the ranks of torchrun (WORLD_SIZE is "
+            f"{os.environ['WORLD_SIZE']}). Start the script with `hetexp launch {Path(sys.argv[0]).name}`."
+        )
+
+
+def _store_alone() -> dist.Store:
+    return dist.HashStore()
+
+
+def _new_folder() -> Path:
+    now = datetime.now()
+    return Path.cwd() / "outputs" / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{os.urandom(3).hex()}"

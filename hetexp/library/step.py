@@ -1,0 +1,158 @@
+"""One optimizer step of a script: what its batches, calls and backward passes add up to."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from hetexp.core.errors import UsageError, must_be
+from hetexp.data.loader import LocalBatch
+from hetexp.library.front import Call, keeping_statistics
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.precision import widened
+from hetexp.training.state import Parts
+
+Reduction = Literal["mean", "sum"]
+
+
+class ScriptStep:
+    """A step under way: its local batch, one microbatch after another.
+
+    The counts of the later microbatches are not known at the first backward pass. So sums of losses go
+    backwards, and the exchanged gradient is multiplied by the normaliser's factor at the end.
+
+    A rank without samples is given a real one, so that the script's loop runs as on any other: its model is
+    called and learns nothing, its loss is not looked at, and gradients of zero take part in the exchange.
+
+    Args:
+        rows: samples of each microbatch of this rank; a single 0 where it has none.
+    """
+
+    def __init__(
+        self, parts: Parts, normalizer: LossNormalizer, meter: Meter, batch: LocalBatch, rows: list[int]
+    ) -> None:
+        self._parts, self._normalizer, self._meter = parts, normalizer, meter
+        self.batch, self._rows = batch, rows
+        self._number = -1
+        self._called = self._gone_back = False
+        self._start: Any = None
+        self._zero: torch.Tensor | None = None
+        self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
+        self.count = 0
+        """Elements that the loss is the mean of, on this rank, so far."""
+        self.global_count = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has no samples in this step."""
+        return self._rows == [0]
+
+    @property
+    def is_last(self) -> bool:
+        return self._number == len(self._rows) - 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the parameters hold the gradient of the whole batch."""
+        return self.is_last and self._gone_back
+
+    def next_microbatch(self) -> None:
+        """Begin with the next microbatch."""
+        self._number += 1
+        self._called = self._gone_back = False
+        self._start = None
+
+    def check_gone_back(self) -> None:
+        """Check that the microbatch is over.
+
+        Raises:
+            UsageError: `backward` was not called.
+        """
+        if not self._gone_back:
+            raise UsageError(
+                "Each batch of run.batches() must have its run.backward(loss) before the next one comes, but "
+                "one had none. The other devices wait for its gradient: do not `continue` before it."
+            )
+
+    def call(self, call: Call) -> Any:
+        """Call the model for a loss to go back from."""
+        parts = self._parts
+        self._called = True
+        if self._start is None:
+            self._start = parts.backend.mark()
+        with self._accumulating(), parts.autocast():
+            if not self.is_empty:
+                return widened(parts.module(call))
+            zero = parts.module(None)
+        self._zero = zero if self._zero is None else self._zero + zero
+        args, kwargs = call
+        with keeping_statistics(parts.model), parts.autocast():
+            return widened(parts.model(*args, **kwargs))
+
+    def backward(self, loss: torch.Tensor, count: int | None, reduction: Reduction) -> None:
+        """Go back from the microbatch's loss; after the last one exchange, and scale the gradient."""
+        self._check_backward(loss, reduction)
+        self._meter.span(self._start, self._parts.backend.mark())
+        rows = self._rows[self._number]
+        counted = 0 if self.is_empty else rows if count is None else int(count)
+        self.count += counted
+        if self.is_last:
+            self._normalizer.start(self.count)
+        if self.is_empty and self._zero is not None:
+            self._go_back(self._zero)
+        elif counted == 0:
+            # A mean over nothing is NaN, and so is what would go back from it.
+            if self.is_last:
+                trained = [p for p in self._parts.model.parameters() if p.requires_grad]
+                self._parts.strategy.end_exchange(self._parts.module, trained, 0.0)
+        else:
+            total = widened(loss) * counted if reduction == "mean" else widened(loss)
+            self._go_back(total.sum())
+            self.loss_sum += total.detach().sum().to(self.loss_sum)
+        self._gone_back = True
+        if self.is_last:
+            self._scale()
+
+    def _go_back(self, total: torch.Tensor) -> None:
+        with self._accumulating():
+            self._meter.backward(total)
+
+    def _scale(self) -> None:
+        """Make the exchanged sum the mean over all that counts in the whole batch."""
+        factor, self.global_count = self._normalizer.factor()
+        gradients = [p.grad for p in self._parts.model.parameters() if p.grad is not None]
+        if dense := [g for g in gradients if not g.is_sparse]:
+            torch._foreach_mul_(dense, factor)
+        for gradient in gradients:
+            if gradient.is_sparse:
+                gradient.mul_(factor)
+
+    def _accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.is_last else self._parts.strategy.accumulate(self._parts.module)
+
+    def _check_backward(self, loss: torch.Tensor, reduction: str) -> None:
+        if reduction not in ("mean", "sum"):
+            raise UsageError(must_be("reduction", "mean or sum", reduction))
+        if self._gone_back:
+            raise UsageError("run.backward must be called once for each batch, but is called again.")
+        if not self._called:
+            raise UsageError(
+                "run.backward must get a loss of what run.model(…) returned for this batch, but run.model "
+                "was not called: gradients of the model itself are not exchanged."
+            )
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(
+                f"run.backward must get the loss as a tensor of one element, but its shape is {shape}. Give "
+                "loss.mean(), or loss.sum() with reduction='sum'."
+            )
+        if not self.is_empty and not loss.requires_grad:
+            raise UsageError("run.backward must get a loss that depends on what run.model(…) returned.")
+        if self._number > 0 and all(p.grad is None for p in self._parts.model.parameters()):
+            raise UsageError(
+                "The gradient of a step's first microbatches must be kept, but was cleared: call "
+                "optimizer.zero_grad() only where run.step_due is true."
+            )
