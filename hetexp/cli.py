@@ -55,6 +55,14 @@ def verify(arguments: list[str]) -> int:
 
 
 @command
+def launch(arguments: list[str]) -> int:
+    """Run your own training script on several devices, one process each (hetexp launch --help)."""
+    from hetexp.commands.launch import main as launch_main
+
+    return launch_main(arguments)
+
+
+@command
 def gpus(arguments: list[str]) -> int:
     """List every card of this machine, usable or not, and why not (hetexp gpus --help)."""
     from hetexp.commands.gpus import main as gpus_main
@@ -137,7 +145,7 @@ def _complete(words: list[str]) -> int:
     if len(typed) < 2 or (len(typed) == 2 and not line[-1].isspace()):
         start = typed[1] if len(typed) == 2 else ""
         print("\n".join(name for name in COMMANDS if name.startswith(start)))
-    elif typed[1] in ("train", "plan"):
+    elif typed[1] in ("train", "plan", "launch"):
         os.environ["COMP_LINE"] = " ".join(["hetexp", *typed[2:]]) + ("" if typed[2:] else " ")
         return train(words)
     return 0

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import platform
+import runpy
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hetexp.core.config import Config, read_config
-from hetexp.core.errors import HetexpError, PeerLostError
+from hetexp.core.errors import HetexpError, PeerLostError, UsageError
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.launch.launcher import CALIBRATION, READY
@@ -27,6 +28,7 @@ from hetexp.launch.process import LAUNCHER_PID
 from hetexp.launch.report import RankFailure, write_failure
 
 if TYPE_CHECKING:
+    from hetexp.library.setup import Launched
     from hetexp.logger.base import Logger
     from hetexp.training.state import Parts, Progress
 
@@ -62,7 +64,7 @@ def run_rank(plan_path: Path, rank: int) -> NoReturn:
         level=logging.INFO, format=f"[rank {rank} %(levelname)s] %(message)s", stream=sys.stdout
     )
     sys.path += [path for path in plan.import_paths if path not in sys.path]
-    job = _Rank(plan, rank)
+    job = _Rank(plan, rank) if plan.script is None else _ScriptRank(plan, rank)
     try:
         job.run()
         _end(0)
@@ -78,7 +80,7 @@ def run_rank(plan_path: Path, rank: int) -> NoReturn:
             rank=rank,
             kind=type(error).__name__,
             message=str(error) if foreseen else text,
-            step=job.progress.step if job.progress else None,
+            step=job.step,
             peer_lost=is_peer_lost(error),
             time=time.time(),
         )
@@ -136,6 +138,11 @@ class _Rank:
         self.progress: Progress | None = None
         self.loggers: tuple[Logger, ...] = ()
 
+    @property
+    def step(self) -> int | None:
+        """Steps so far, `None` before training."""
+        return self.progress.step if self.progress else None
+
     def run(self) -> None:
         """Meet the other ranks, agree with them, train (or only measure), report."""
         from hetexp.comm.rendezvous import connect_store
@@ -179,6 +186,58 @@ class _Rank:
             # After a failure nothing may keep this rank from ending: the disk may be full.
             with contextlib.suppress(OSError) if exit_code else contextlib.nullcontext():
                 logger.finish(summary or {}, exit_code)
+
+
+class _ScriptRank:
+    """One rank's run of a person's own script, which calls `hetexp.setup`."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.launched: Launched | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Steps so far, `None` before `setup`."""
+        run = self.launched.run if self.launched is not None else None
+        return run.step if run is not None else None
+
+    def run(self) -> None:
+        """Meet the other ranks, run the script as `python` would, and report.
+
+        Raises:
+            UsageError: the script ended before its `setup`, or with an exit code of its own.
+        """
+        from hetexp.comm.rendezvous import connect_store
+        from hetexp.library.setup import Launched, begin_as
+
+        assert self.plan.script is not None
+        limit = read_config(self.plan.config).launch.timeout_seconds
+        store = connect_store(self.plan.store_host, self.plan.store_port, limit)
+        store.set(f"hello/{self.rank}", platform.node())
+        self.launched = Launched(self.plan, self.rank, store, lambda: store.set(READY, "0"))
+        begin_as(self.launched)
+        sys.argv = [self.plan.script, *self.plan.script_arguments]
+        sys.path.insert(0, str(Path(self.plan.script).parent))
+        try:
+            runpy.run_path(self.plan.script, run_name="__main__")
+        except _Terminated:
+            raise
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise UsageError(f"{self.plan.script} ended itself: sys.exit({ended.code!r}).") from ended
+        if self.launched.run is None:
+            raise UsageError(
+                f"{self.plan.script} ended without calling hetexp.setup: each of its {self.plan.world_size} "
+                "processes did the same for itself."
+            )
+        self.launched.run.finish()
+
+    def close(self, exit_code: int) -> None:
+        """Close the loggers; safe to call at any time."""
+        run = self.launched.run if self.launched is not None else None
+        if run is not None:
+            with contextlib.suppress(OSError):
+                run.close(exit_code)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,251 @@
+"""`hetexp launch`: a person's own training script as the ranks of a plan, one process a device."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from hetexp.core.config import Config
+    from hetexp.core.plan import Plan
+    from hetexp.hardware.pool import Selection
+
+OF_THE_SCRIPT = ("model", "data", "optimizer", "trainer")
+"""Sections that say what a script says itself."""
+STRATEGIES = ("ddp", "single")
+POLICIES = ("auto", "adaptive", "tflops", "vram", "manual", "equal")
+RUN_DIR = "hydra.run.dir="
+
+_EPILOG = """\
+The script calls hetexp.setup (docs/guide/library.md). It decides model, data, optimizer and batch; what is
+given here decides the devices and how they share the work. `python script.py` runs it on one device.
+
+examples
+  hetexp launch script.py hardware=nvidia_arc
+  hetexp launch script.py hardware.devices=[cuda:0,cpu] balancing=manual balancing.weights=[0.9,0.1]
+  hetexp launch script.py hardware=nvidia -- --epochs 3"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Launch the script; return 2 where something that was typed cannot be used, else how the run ended."""
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_intermixed_args(words[:end])
+    from rich.console import Console
+
+    from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
+    from hetexp.launch.interpreter import check_own_interpreter
+    from hetexp.launch.launcher import launch
+
+    try:
+        check_own_interpreter()
+        plan, config = make(options, words[end + 1 :])
+        launch(plan, config, Console())
+    except RunFailedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hetexp launch",
+        usage="hetexp launch SCRIPT [group=option ...] [key=value ...] [-- ARGUMENTS]",
+        description="Run your own PyTorch script on several unequal devices, one process each.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("script", help="a Python file that calls hetexp.setup")
+    parser.add_argument(
+        "overrides", nargs="*", help="hardware=…, strategy=…, balancing=…, as for hetexp train"
+    )
+    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of options of your own")
+    return parser
+
+
+def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> tuple[Plan, Config]:
+    """Return the plan of what was typed, and its configuration.
+
+    Raises:
+        ConfigError: everything that is wrong with it, before any process starts.
+    """
+    from omegaconf import OmegaConf
+
+    from hetexp.app import register_resolvers
+    from hetexp.core.conf_folders import name_own_conf_dir
+    from hetexp.core.errors import ConfigError
+    from hetexp.core.files import write_text
+    from hetexp.core.overrides import compose_typed
+    from hetexp.core.words import written_out
+    from hetexp.plan.planner import Request, make_plan
+
+    register_resolvers()
+    here, script = Path.cwd(), Path(options.script)
+    sys.path.append(str(here))  # a person's own policies and trackers, as for `hetexp train`
+    name_own_conf_dir(Path(options.config_dir) if options.config_dir else None)
+    folders = [word for word in options.overrides if word.startswith(RUN_DIR)]
+    typed = written_out([word for word in options.overrides if word not in folders])
+    problems = [*_check_script(script), *_of_the_script(typed)]
+    folder = here / (folders[-1].removeprefix(RUN_DIR) if folders else _new_folder())
+    if (folder / "plan.json").exists():
+        problems.append(f"`hydra.run.dir` must be a new folder, but {folder} holds a run already.")
+    composed, wrong = compose_typed(
+        [word for word in typed if _section(word) not in OF_THE_SCRIPT or _is_precision(word)],
+        config_dir=options.config_dir,
+    )
+    problems += wrong
+    if composed is None:
+        raise ConfigError(problems)
+    raw, config, selection, wrong = check(composed, here)
+    problems += wrong
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    assert selection is not None
+    request = Request(
+        run_dir=folder,
+        working_dir=here,
+        choices=_choices(typed),
+        overrides=(script.name, *options.overrides),
+        script=script,
+        script_arguments=tuple(script_arguments),
+    )
+    plan = make_plan(config, raw, selection, request)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
+    return plan, config
+
+
+def check(
+    cfg: DictConfig, working_dir: Path
+) -> tuple[dict[str, Any], Config | None, Selection | None, list[str]]:
+    """Return the plain configuration, the typed one, the selected devices and all problems found.
+
+    What belongs to the script is left out of the configuration, and nothing of it is built.
+    """
+    from hetexp.app import detect_for, plain
+    from hetexp.checkpoint.manifest import find_checkpoint
+    from hetexp.core.config import check_config
+    from hetexp.core.errors import ConfigError, HetexpError
+    from hetexp.core.instantiate import check_component
+    from hetexp.hardware.selection import select_devices
+    from hetexp.plan.planner import check_plan
+
+    for section in ("model", "data", "optimizer"):
+        cfg[section] = {}
+    raw, missing, problems = plain(cfg)
+    config, found = check_config(raw)
+    components = {key: check_component(key, raw[key]) for key in ("strategy", "balancing", "logger")}
+    found += [problem for one in components.values() for problem in one]
+    selection = None
+    if config is not None:
+        selection = select_devices(config.hardware, detect_for(config.hardware, working_dir))
+        usable = not (components["strategy"] or components["balancing"])
+        found += check_plan(config, selection, usable)
+        if usable:
+            found += _unsupported(config, selection)
+        if config.resume is not None:
+            try:
+                find_checkpoint(working_dir / config.resume)
+            except ConfigError as error:
+                found += error.problems
+            except HetexpError as error:
+                found.append(str(error))
+    problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
+    return raw, config, selection, problems
+
+
+def _unsupported(config: Config, selection: Selection) -> list[str]:
+    """Return what hetexp's own training can do and a script cannot, one sentence a problem."""
+    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.instantiate import instantiate
+    from hetexp.core.precision import choose_precisions
+
+    problems = []
+    try:
+        strategy, policy = instantiate(config.strategy), instantiate(config.balancing)
+    except ConfigError:  # told by the plan's own check
+        return []
+    if strategy.name not in STRATEGIES:
+        why = "The loop of a script is data parallel; hetexp train has the other strategies."
+        problems.append(must_be("strategy", "ddp or single with hetexp launch", strategy.name, why))
+    if policy.measures and not policy.follows:
+        why = "Only a model that hetexp builds is measured beforehand; auto follows a script's own steps."
+        name = type(policy).__name__.lower()
+        problems.append(must_be("balancing", f"one of {', '.join(POLICIES)} with hetexp launch", name, why))
+    chosen = choose_precisions(config.trainer.precision, selection.devices)
+    if wrong := set(chosen) - {"float32", "bfloat16"}:
+        why = (
+            "A script's own optimizer cannot leave a step out when a loss scale asks for it."
+            if "float16" in wrong
+            else "The script's model decides: after model.double() all is float64."
+        )
+        accepted = "float32 or bfloat16 on every device with hetexp launch"
+        problems.append(must_be("trainer.precision", accepted, ", ".join(sorted(wrong)), why))
+    if config.plan_only:
+        problems.append(
+            must_be("plan_only", "false with hetexp launch", True, "A script's work is not known.")
+        )
+    return problems
+
+
+def _check_script(script: Path) -> list[str]:
+    from hetexp.core.errors import must_be
+
+    if script.is_file():
+        return []
+    fix = "The script comes first: hetexp launch script.py hardware=…" if "=" in script.name else ""
+    return [must_be("script", "a Python file", str(script), fix)]
+
+
+def _of_the_script(typed: Sequence[str]) -> list[str]:
+    """Return one sentence for each word that says what the script says itself."""
+    return [
+        f"`{word.lstrip('+~').partition('=')[0]}` must be absent with hetexp launch, but is "
+        f"'{word.partition('=')[2]}' instead. The script decides it; what it reads itself comes after `--`."
+        for word in typed
+        if _section(word) in OF_THE_SCRIPT and not _is_precision(word)
+    ]
+
+
+def _section(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0].partition(".")[0]
+
+
+def _is_precision(word: str) -> bool:
+    return word.lstrip("+").partition("=")[0] == "trainer.precision"
+
+
+def _choices(typed: Sequence[str]) -> dict[str, str]:
+    """Return which option of each group of devices and policies the run has, for its summary."""
+    from omegaconf import OmegaConf
+
+    from hetexp.core.conf_folders import conf_dir
+
+    shipped: Any = OmegaConf.load(conf_dir() / "config.yaml")
+    found = {
+        str(key): str(value)
+        for entry in shipped.defaults
+        if isinstance(entry, Mapping)
+        for key, value in entry.items()
+        if str(key) in ("hardware", "strategy", "balancing")
+    }
+    words = [word.partition("=") for word in typed]
+    return found | {key: value for key, _, value in words if key in found}
+
+
+def _new_folder() -> str:
+    now = datetime.now()
+    return f"outputs/{now:%Y-%m-%d}/{now:%H-%M-%S}-{secrets.token_hex(3)}"
