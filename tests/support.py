@@ -14,8 +14,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from hetexp.app import compose_config, run
+from hetexp.commands.launch import make, parse
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
+from hetexp.launch.launcher import launch
 from hetexp.plan.planner import Request
 
 
@@ -98,6 +100,21 @@ def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
     console = Console(file=screen, width=160)
     try:
         summary = run(cfg, Request(run_dir, Path.cwd(), overrides=overrides), console)
+    except Exception as error:
+        error.screen = screen.getvalue()  # type: ignore[attr-defined]
+        raise
+    return Run(run_dir, summary, screen.getvalue())
+
+
+def start_script(run_dir: Path, script: Path, overrides: tuple[str, ...], *arguments: str) -> Run:
+    """Run `hetexp launch` of a script as `start_run` runs `train.py`."""
+    quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none"]
+    if not any(text.startswith("balancing=") for text in overrides):
+        quick.append("balancing=equal")
+    words = [str(script), *quick, *overrides, f"hydra.run.dir={run_dir}", "--", *arguments]
+    screen = io.StringIO()
+    try:
+        summary = launch(*make(*parse(words)), Console(file=screen, width=160))
     except Exception as error:
         error.screen = screen.getvalue()  # type: ignore[attr-defined]
         raise

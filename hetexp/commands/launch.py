@@ -35,9 +35,7 @@ examples
 
 def main(arguments: Sequence[str]) -> int:
     """Launch the script; return 2 where something that was typed cannot be used, else how the run ended."""
-    words = list(arguments)
-    end = words.index("--") if "--" in words else len(words)
-    options = _parser().parse_intermixed_args(words[:end])
+    options, script_arguments = parse(arguments)
     from rich.console import Console
 
     from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
@@ -46,8 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         check_own_interpreter()
-        plan, config = make(options, words[end + 1 :])
-        launch(plan, config, Console())
+        launch(*make(options, script_arguments), Console())
     except RunFailedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -57,6 +54,13 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return what is for hetexp, and the script's own arguments."""
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    return _parser().parse_intermixed_args(words[:end]), words[end + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:

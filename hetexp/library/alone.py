@@ -39,6 +39,12 @@ def device_alone() -> DeviceSpec:
     return CpuBackend.describe(0)
 
 
+def torch_device_alone(device: DeviceSpec) -> torch.device:
+    """Return the device for tensors; of several cards the one with this index, though others are visible."""
+    kind = backend_class(device.backend).torch_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, device.index)
+
+
 def plan_alone(device: DeviceSpec, run_dir: Path) -> Plan:
     """Return the plan of one device that takes every sample; the script decides the rest."""
     name = Path(sys.argv[0]).name or "script"

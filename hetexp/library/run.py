@@ -212,7 +212,7 @@ class Run:
         bytes_ = sum(t.numel() * t.element_size() for t in tensors(call))
         parts.input_bytes = bytes_ // max(1, num_samples(call))
         parts.backend.attach(self._called, parts.optimizer, call)
-        modes = [(module, module.training) for module in parts.model.modules()]
+        modes = [(module, module.training) for module in self.model.modules()]
         self._rehearsing = True
         parts.time_scale = rehearse(parts, partial(self._rehearse, call))
         self._rehearsing = False
@@ -305,9 +305,9 @@ class Run:
             raise UsageError("run.evaluate must have data, but hetexp.setup got no eval_dataset.")
         total = len(data)  # type: ignore[arg-type]  # map-style, as checked
         sums: dict[str, float] = {"samples": 0.0}
-        modes = [(module, module.training) for module in parts.model.modules()]
+        modes = [(module, module.training) for module in self.model.modules()]
         with self._clock_stopped():
-            parts.model.eval()
+            self.model.eval()
             most = max(parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank]), default=1)
             bounds = parts.balancer.now(total).bounds(parts.rank)
             workers = parts.config.trainer.num_workers

@@ -24,7 +24,7 @@ from hetexp.core.precision import precision_problems
 from hetexp.core.split import apportion
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import Backend, backend_class
-from hetexp.library.alone import FirstLine, device_alone, plan_alone
+from hetexp.library.alone import FirstLine, device_alone, plan_alone, torch_device_alone
 from hetexp.library.batches import Collate, check_dataset
 from hetexp.library.front import Called
 from hetexp.library.run import Run
@@ -177,7 +177,7 @@ def _parts(
     run_on: tuple[dict[str, str], ...] = ()
     if _launched is None:
         backend: Backend = backend_class(plan.devices[0].backend)(plan.devices[0])
-        device = torch.device(plan.devices[0].id.replace("hip", "cuda"))
+        device = torch_device_alone(plan.devices[0])
     else:
         backend, device = open_device(plan, config, rank)
         facts = {

@@ -37,7 +37,7 @@ class ScriptStep:
         self._parts, self._normalizer, self._meter = parts, normalizer, meter
         self.batch, self._rows = batch, rows
         self._number = -1
-        self._called = self._gone_back = False
+        self._called = self._gone_back = self._has_gradient = False
         self._start: Any = None
         self._zero: torch.Tensor | None = None
         self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
@@ -106,12 +106,12 @@ class ScriptStep:
         elif counted == 0:
             # A mean over nothing is NaN, and so is what would go back from it.
             if self.is_last:
-                trained = [p for p in self._parts.model.parameters() if p.requires_grad]
-                self._parts.strategy.end_exchange(self._parts.module, trained, 0.0)
+                self._send_zeros()
         else:
             total = widened(loss) * counted if reduction == "mean" else widened(loss)
             self._go_back(total.sum())
             self.loss_sum += total.detach().sum().to(self.loss_sum)
+            self._has_gradient = True
         self._gone_back = True
         if self.is_last:
             self._scale()
@@ -119,6 +119,14 @@ class ScriptStep:
     def _go_back(self, total: torch.Tensor) -> None:
         with self._accumulating():
             self._meter.backward(total)
+
+    def _send_zeros(self) -> None:
+        parts = self._parts
+        trained = [p for p in parts.model.parameters() if p.requires_grad]
+        parts.strategy.end_exchange(parts.module, trained, 0.0)
+        for parameter in trained if parts.communicator.world_size == 1 else ():
+            if parameter.grad is None:  # nobody exchanges: as a backward pass would have left it
+                parameter.grad = torch.zeros_like(parameter)
 
     def _scale(self) -> None:
         """Make the exchanged sum the mean over all that counts in the whole batch."""
@@ -151,7 +159,7 @@ class ScriptStep:
             )
         if not self.is_empty and not loss.requires_grad:
             raise UsageError("run.backward must get a loss that depends on what run.model(…) returned.")
-        if self._number > 0 and all(p.grad is None for p in self._parts.model.parameters()):
+        if self._has_gradient and all(p.grad is None for p in self._parts.model.parameters()):
             raise UsageError(
                 "The gradient of a step's first microbatches must be kept, but was cleared: call "
                 "optimizer.zero_grad() only where run.step_due is true."

@@ -1,0 +1,123 @@
+"""`hetexp launch`: a person's own loop on several ranks does what it does on one device."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import own_loop
+import pytest
+import torch
+from support import Run, difference, start_script
+
+from hetexp.core.errors import RunFailedError
+
+SCRIPT = Path(own_loop.__file__)
+SHARES = ("hardware.devices=[cpu,cpu,cpu]", "balancing=manual", "balancing.weights=[24,6,2]")
+
+
+def launched(folder: Path, overrides: tuple[str, ...], *arguments: str) -> tuple[Run, list[dict[str, Any]]]:
+    """Return the run, and what each rank told."""
+    case, *rest = arguments
+    run = start_script(folder / "run", SCRIPT, overrides, case, str(folder), *rest)
+    ranks = range(run.summary["world_size"])
+    return run, [torch.load(folder / f"rank_{rank}.pt") for rank in ranks]
+
+
+def test_a_loop_with_tokens_equals_one_device(tmp_path: Path) -> None:
+    """Unequal shares, tail batches, masked labels, accumulation and clipping, in float64."""
+    run, ranks = launched(tmp_path, SHARES, "tokens", "--accumulate", "2")
+    reference = list(own_loop.plain_loop("tokens", 20))
+    assert len(run.losses) == len(reference) == 20
+    for rank in ranks:
+        assert len(rank["steps"]) == 20
+        for told, (_, weights) in zip(rank["steps"], reference, strict=True):
+            assert difference(told["weights"], weights) <= 1e-12
+    for loss, (expected, _) in zip(run.losses, reference, strict=True):
+        if math.isnan(expected):  # a tail batch in which nothing counts
+            assert loss is None
+        else:
+            assert abs(loss - expected) <= 1e-12 * abs(expected)
+    assert run.losses.count(None) == 1  # type: ignore[arg-type]
+    norms = [told["norm"] for told in ranks[0]["steps"]]
+    assert max(norms) > own_loop.CLIP > min(norms)
+    assert norms == pytest.approx([told["norm"] for told in ranks[2]["steps"]], rel=1e-12)
+    # What this is about did happen: means over nothing, and ranks without samples.
+    assert any(count == 0 for count in ranks[2]["counts"])
+    assert any(math.isnan(loss) for loss in ranks[2]["losses"])
+    assert sum(ranks[0]["counts"]) > 5 * sum(ranks[2]["counts"])
+
+
+def test_a_loop_with_rows_whatever_the_shares(tmp_path: Path) -> None:
+    run, ranks = launched(tmp_path, SHARES, "norm", "--steps", "7")
+    assert [len(rank["steps"]) for rank in ranks] == [7, 7, 7]
+    assert all(math.isfinite(loss) for loss in run.losses)
+    last = [rank["steps"][-1]["weights"] for rank in ranks]
+    assert difference(last[1], last[0]) == difference(last[2], last[0]) == 0.0
+    # In two of the seven steps there was nothing for the small ranks, and their statistics learned nothing.
+    assert [rank["buffers"]["1.num_batches_tracked"].item() for rank in ranks][0] == 7
+    assert ranks[0]["evaluation"] == ranks[1]["evaluation"] == ranks[2]["evaluation"]
+    assert ranks[0]["evaluation"]["samples"] == own_loop.SAMPLES
+    last_counts = [rank["counts"][-1] for rank in ranks]
+    assert last_counts == [24, 6, 2]
+    assert ranks[0]["logged"] == {"mine": pytest.approx((6 * 1 + 2 * 2) / 32)}
+    assert run.summary["status"] == "completed"
+    assert (run.summary["steps"], run.summary["samples"]) == (7, 32 * 5 + 2 * 2)
+    assert run.summary["final"]["eval"] == ranks[0]["evaluation"]
+    assert (run.summary["global_batch"], run.summary["seed"]) == (32, own_loop.SEED)
+    assert [device["local_batch"] for device in run.summary["devices"]] == [24, 6, 2]
+    assert Path(run.summary["checkpoint"]).name == "step_00000007"
+    # Another mix goes on from there.
+    pair = ("hardware.devices=[cpu,cpu]", "balancing=manual", "balancing.weights=[3,1]")
+    (tmp_path / "more").mkdir()
+    more, ranks = launched(tmp_path / "more", (*pair, f"resume={tmp_path}/run"), "norm", "--steps", "9")
+    assert [len(rank["steps"]) for rank in ranks] == [2, 2]
+    assert more.summary["steps"] == 9
+
+
+def test_emulated_cards_are_paced_and_followed(tmp_path: Path) -> None:
+    slow = "{device: 'emulated:t4', slow: 3}"
+    mix = (f"hardware.devices=['emulated:t4',{slow}]", "balancing=auto")
+    run, ranks = launched(tmp_path, mix, "rows", "--steps", "18")
+    assert run.summary["emulated"] is True
+    assert run.summary["time_scale"] > 1
+    assert "EMULATED DEVICES" in run.screen
+    assert run.summary["splits"] >= 1
+    assert ranks[0]["counts"][0] == 16
+    assert [device["local_batch"] for device in run.summary["devices"]][0] >= 20
+    # What was rehearsed left no trace, and no split changes what is learned.
+    *_, (_, weights) = own_loop.plain_loop("rows", 18)
+    assert difference(ranks[0]["steps"][-1]["weights"], weights) < 1e-5
+    emulation = json.loads((run.folder / "emulation.json").read_text())
+    assert emulation["predicted_step_s"] > 0
+
+
+def test_a_script_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError) as caught:
+        launched(tmp_path, ("hardware.devices=[cpu,cpu]",), "rows", "--fail-at", "3")
+    screen: str = caught.value.screen  # type: ignore[attr-defined]
+    assert "rank 1, cpu:1 (" in str(caught.value)
+    assert "failed at step 3: ArithmeticError: this script does not like its data" in str(caught.value)
+    assert "Followed by: rank 0 (lost a peer)." in screen
+    assert 'own_loop.py", line' in screen
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert {failure["device"] for failure in summary["failures"]} == {"cpu:0", "cpu:1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import sys\nsys.exit(0)\n", "ended without calling hetexp.setup"),
+        ("import sys\nsys.exit('no data')\n", "ended itself: sys.exit('no data')."),
+    ],
+    ids=["no-setup", "exit"],
+)
+def test_a_script_that_ends(tmp_path: Path, text: str, told: str) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(text)
+    with pytest.raises(RunFailedError, match="rank [01], cpu:[01] .* failed: .*") as caught:
+        start_script(tmp_path / "run", script, ("hardware.devices=[cpu,cpu]",))
+    assert told in str(caught.value)
