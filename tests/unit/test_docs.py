@@ -15,6 +15,7 @@ from hetexp.core.words import written_out
 ROOT = conf_dir().parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 COMMAND = re.compile(r"^(?:\.venv/bin/)?python train\.py +(.*?)(?: {2,}.*| #.*)?$", re.MULTILINE)
+LAUNCH = re.compile(r"^ *hetexp launch +([\w/]+\.py .*?)(?: {2,}.*| #.*)?$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
@@ -65,3 +66,17 @@ def test_commands_compose(typed: str) -> None:
         return
     sweep = "-m" in typed.split()
     compose_config([_one_of(word) if sweep else word for word in words])
+
+
+def launches() -> list[str]:
+    found = []
+    for path in [*DOCUMENTS, *(ROOT / "examples").glob("*.py")]:
+        found += LAUNCH.findall(path.read_text(encoding="utf-8"))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("line", launches())
+def test_launches_can_be_composed(line: str) -> None:
+    script, *words = line.partition(" -- ")[0].split()
+    assert script == "script.py" or (ROOT / script).exists()
+    compose_config([word for word in words if not word.startswith("resume=")])

@@ -27,8 +27,10 @@ for name in ("hetexp.hardware.selection", "hetexp.strategy.base", "hetexp.plan.p
     load(name)
 for name in ("known", "measured", "predict", "scale", "what_if", "as_json"):
     load(f"hetexp.plan.{name}")
-for name in ("hetexp.launch.planning", "hetexp.launch.prediction_display", "hetexp.commands.plan"):
+for name in ("hetexp.launch.planning", "hetexp.launch.prediction_display"):
     load(name)
+for name in ("plan", "launch"):
+    load(f"hetexp.commands.{name}")
 """
 
 PLANNING = """
