@@ -1,0 +1,296 @@
+"""What a step of a pipeline takes: its schedule played through, action by action. Pure functions.
+
+Each rank does its actions in the order that the schedule gives it, each as soon as what it needs is there: a
+forward pass the output of the stage before, a backward pass the gradient from the stage after. Messages
+between two ranks travel one at a time in each direction, while the ranks go on computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
+"""torch's letters: a whole backward pass, or its two halves by themselves."""
+INPUT_GRADIENT_SHARE = 0.5
+"""Of a backward pass: the gradients of inputs and of weights are about as much work as each other."""
+
+Schedule = Literal["gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble"]
+SCHEDULES: tuple[Schedule, ...] = (
+    "gpipe",
+    "1f1b",
+    "loopedbfs",
+    "interleaved1f1b",
+    "interleavedzerobubble",
+)
+"""Those of `torch.distributed.pipelining` whose stage s is computed by rank s modulo the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a rank does."""
+
+    stage: int
+    kind: str
+    """`F`, `B`, `I` or `W`."""
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One stage's seconds, one entry a microbatch."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    send_forward: tuple[float, ...] = ()
+    """From the end of its forward pass to the next stage's having its output; empty: no time."""
+    send_backward: tuple[float, ...] = ()
+    """From the end of its backward pass to the stage before having the gradient."""
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """A step as it was played through."""
+
+    step_seconds: float
+    busy_seconds: tuple[float, ...]
+    """What each rank computes, update included."""
+    ends: tuple[float, ...]
+    """When each rank has done its last action."""
+
+    @property
+    def bubble(self) -> float:
+        """Return the fraction of all ranks' time in which nothing is computed."""
+        total = len(self.busy_seconds) * self.step_seconds
+        return 1 - sum(self.busy_seconds) / total if total else 0.0
+
+
+Order = tuple[tuple[Action, ...], ...]
+"""Each rank's actions."""
+
+
+def schedule_name(name: str) -> Schedule:
+    """Return a schedule's name in our spelling; torch takes any case (`1F1B`, `GPipe`).
+
+    Raises:
+        ValueError: it is none that can be played through.
+    """
+    found = next((known for known in SCHEDULES if known == name.replace("_", "").lower()), None)
+    if found is None:
+        raise ValueError(f"no schedule of {', '.join(SCHEDULES)}: {name}")
+    return found
+
+
+def order_of(schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Order:
+    """Return what each rank does in turn, as torch's schedule of this name has it.
+
+    Args:
+        schedule: any of `SCHEDULES`, in torch's spelling or ours.
+        stages_per_rank: above 1 only with schedules that interleave.
+
+    Raises:
+        ValueError: the schedule is unknown, or cannot be with these numbers.
+    """
+    name = schedule_name(schedule)
+    if min(num_ranks, num_microbatches, stages_per_rank) < 1:
+        raise ValueError("ranks, microbatches and stages must each be 1 or more")
+    ranks = range(num_ranks)
+    if name in ("gpipe", "1f1b"):
+        if stages_per_rank > 1:
+            raise ValueError(f"{name} has one stage a rank, not {stages_per_rank}")
+        ahead = [num_microbatches if name == "gpipe" else num_ranks - rank for rank in ranks]
+        return tuple(_one_stage(rank, min(ahead[rank], num_microbatches), num_microbatches) for rank in ranks)
+    if name == "loopedbfs":
+        return tuple(_looped(rank, num_ranks, stages_per_rank, num_microbatches) for rank in ranks)
+    rounds = max(1, num_microbatches // num_ranks)
+    if num_microbatches % rounds:
+        raise ValueError(f"{name} needs a multiple of {rounds} microbatches, not {num_microbatches}")
+    split = name == "interleavedzerobubble"
+    return tuple(_interleaved(r, num_ranks, stages_per_rank, num_microbatches, split) for r in ranks)
+
+
+def play(
+    order: Sequence[Sequence[Action]], stages: Sequence[StageTimes], updates: Sequence[float] = ()
+) -> PipelineStep:
+    """Play one step through, in the rhythm of steps that follow one another.
+
+    A step ends once the last rank has all its gradients, which all ranks wait for, and every rank begins the
+    next one when it has updated its own weights: the steps' distance is what is returned.
+
+    Args:
+        order: each rank's actions.
+        stages: of all ranks together, by their number.
+        updates: each rank's seconds of its optimizer's step.
+
+    Raises:
+        ValueError: the order can never be done, or leaves something out.
+    """
+    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    _check_complete(order, stages)
+    begins = list(updates) or [0.0] * len(order)
+    clocks, busy, at = list(begins), list(begins), [0] * len(order)
+    arrived: dict[tuple[str, int, int], float] = {}
+    """(F or B, stage that waits for it, microbatch) → when it is there."""
+    link_free: dict[tuple[int, int], float] = {}
+    done: set[Action] = set()
+    waiting = True
+    while waiting:
+        waiting = False
+        for rank, actions in enumerate(order):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                ready = _ready(action, arrived, done, len(stages) - 1)
+                if ready is None:
+                    break
+                seconds = _seconds(action, stages[action.stage])
+                clocks[rank] = max(clocks[rank], ready) + seconds
+                busy[rank] += seconds
+                at[rank] += 1
+                done.add(action)
+                waiting = True
+                _send(action, clocks[rank], stages, rank_of, arrived, link_free)
+    if any(position < len(actions) for position, actions in zip(at, order, strict=True)):
+        raise ValueError("the ranks wait for each other for ever: the order cannot be done")
+    return PipelineStep(max(clocks), tuple(busy), tuple(clocks))
+
+
+def most_in_flight(order: Sequence[Sequence[Action]], num_stages: int) -> tuple[int, ...]:
+    """Return of each stage the most microbatches that are between their forward and their backward pass.
+
+    So many times it keeps what backward needs of a microbatch.
+    """
+    most = [0] * num_stages
+    for actions in order:
+        now = [0] * num_stages
+        for action in actions:
+            if action.kind == FORWARD:
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind in (BACKWARD, WEIGHT_GRADIENT):  # the halves' second ends it
+                now[action.stage] -= 1
+    return tuple(most)
+
+
+def even_bubble(num_ranks: int, num_microbatches: int) -> float:
+    """Return the bubble of equal stages whose messages take no time (Huang et al., GPipe, 2019)."""
+    return (num_ranks - 1) / (num_microbatches + num_ranks - 1)
+
+
+def _one_stage(rank: int, ahead: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the actions of a rank that does so many forward passes before its first backward pass."""
+    actions = [Action(rank, FORWARD, index) for index in range(ahead)]
+    for index in range(num_microbatches):
+        actions.append(Action(rank, BACKWARD, index))
+        if ahead + index < num_microbatches:
+            actions.append(Action(rank, FORWARD, ahead + index))
+    return tuple(actions)
+
+
+def _looped(rank: int, num_ranks: int, num_local: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the actions of breadth-first pipelines (Lamy-Poirier, 2022): a stage's microbatches together."""
+    own = [rank + num_ranks * local for local in range(num_local)]
+    forward = [Action(stage, FORWARD, index) for stage in own for index in range(num_microbatches)]
+    return (*forward, *(Action(one.stage, BACKWARD, one.microbatch) for one in reversed(forward)))
+
+
+def _interleaved(
+    rank: int, num_ranks: int, num_local: int, num_microbatches: int, split: bool
+) -> tuple[Action, ...]:
+    """Return the actions of interleaved stages (Narayanan et al., 2021), each round of them 1F1B.
+
+    Args:
+        split: whether the weights' gradients come later, where the rank would wait (Qi et al., Zero bubble
+            pipeline parallelism, 2024).
+    """
+    a_round = num_microbatches // max(1, num_microbatches // num_ranks)
+    total = num_local * num_microbatches
+
+    def places(backwards: bool) -> list[tuple[int, int]]:
+        """Return (stage, microbatch) in turn."""
+        counts: dict[int, int] = {}
+        found = []
+        for op in range(total):
+            local = op // a_round % num_local
+            stage = rank + num_ranks * (num_local - 1 - local if backwards else local)
+            found.append((stage, counts.get(stage, 0)))
+            counts[stage] = counts.get(stage, 0) + 1
+        return found
+
+    forward, backward = places(False), places(True)
+    hops = num_ranks - 1 - rank
+    ahead = min((num_local - 1) * a_round + (hops if split else 2 * hops), total)
+    actions = [Action(stage, FORWARD, index) for stage, index in forward[:ahead]]
+    later = iter(backward)
+    for done, (stage, index) in enumerate(backward):
+        if ahead + done < total:
+            next_stage, next_index = forward[ahead + done]
+            actions.append(Action(next_stage, FORWARD, next_index))
+        actions.append(Action(stage, INPUT_GRADIENT if split else BACKWARD, index))
+        if split and done >= rank:
+            actions.append(Action(*_as_weights(next(later))))
+    if split:
+        actions += [Action(*_as_weights(place)) for place in later]
+    return tuple(actions)
+
+
+def _as_weights(place: tuple[int, int]) -> tuple[int, str, int]:
+    return place[0], WEIGHT_GRADIENT, place[1]
+
+
+def _check_complete(order: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> None:
+    """Refuse an order that does not do every microbatch's forward and backward pass of every stage once."""
+    done = sorted((a.stage, a.microbatch, a.kind) for actions in order for a in actions)
+    halves = {kind for _, _, kind in done} & {INPUT_GRADIENT, WEIGHT_GRADIENT}
+    kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if halves else (BACKWARD, FORWARD)
+    wanted = sorted((s, m, k) for s, one in enumerate(stages) for m in range(len(one.forward)) for k in kinds)
+    if done != wanted:
+        raise ValueError("the order must do each microbatch's forward and backward pass of each stage once")
+
+
+def _ready(
+    action: Action, arrived: dict[tuple[str, int, int], float], done: set[Action], last: int
+) -> float | None:
+    """Return when what an action needs is there, `None` if that is not known yet."""
+    forward = action.kind == FORWARD
+    if not forward:
+        before = INPUT_GRADIENT if action.kind == WEIGHT_GRADIENT else FORWARD
+        if Action(action.stage, before, action.microbatch) not in done:
+            return None
+        if action.kind == WEIGHT_GRADIENT:
+            return 0.0
+    if (forward and action.stage == 0) or (not forward and action.stage == last):
+        return 0.0
+    return arrived.get((FORWARD if forward else BACKWARD, action.stage, action.microbatch))
+
+
+def _seconds(action: Action, times: StageTimes) -> float:
+    if action.kind == FORWARD:
+        return times.forward[action.microbatch]
+    backward = times.backward[action.microbatch]
+    if action.kind == BACKWARD:
+        return backward
+    return backward * (INPUT_GRADIENT_SHARE if action.kind == INPUT_GRADIENT else 1 - INPUT_GRADIENT_SHARE)
+
+
+def _send(
+    action: Action,
+    now: float,
+    stages: Sequence[StageTimes],
+    rank_of: dict[int, int],
+    arrived: dict[tuple[str, int, int], float],
+    link_free: dict[tuple[int, int], float],
+) -> None:
+    """Let an action's result travel to the stage that waits for it."""
+    forward = action.kind == FORWARD
+    to = action.stage + (1 if forward else -1)
+    if action.kind == WEIGHT_GRADIENT or to not in rank_of:
+        return
+    times = stages[action.stage]
+    takes = times.send_forward if forward else times.send_backward
+    seconds = takes[action.microbatch] if takes else 0.0
+    link = (rank_of[action.stage], rank_of[to])
+    if link[0] != link[1]:
+        now = max(now, link_free.get(link, 0.0)) + seconds
+        link_free[link] = now
+    arrived[FORWARD if forward else BACKWARD, to, action.microbatch] = now
