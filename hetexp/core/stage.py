@@ -37,3 +37,5 @@ class Layer:
     """What backward keeps of one sample."""
     output_bytes: int
     """What it hands to the next layer, of one sample; 0 for the last."""
+    state_bytes: int = 0
+    """What the optimizer keeps of its parameters from step to step."""

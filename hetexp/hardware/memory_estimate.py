@@ -141,7 +141,7 @@ def estimate_memory(workload: Workload, microbatch_size: int, rules: MemoryRules
 
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            with _on_meta(workload.model) as model:
+            with on_meta(workload.model) as model:
                 return _measure(workload, model, microbatch_size, rules)
         except Exception as error:  # the copy of a person's own module runs any code
             return _static(workload, microbatch_size, rules, _reason(error))
@@ -267,7 +267,7 @@ def _as_on_card(optimizer: torch.optim.Optimizer, rules: MemoryRules) -> bool:
 
 
 @contextlib.contextmanager
-def _on_meta(model: nn.Module) -> Iterator[nn.Module]:
+def on_meta(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model without memory, in training mode, without gradients; leave the given one as it was."""
     import torch
     from torch import nn

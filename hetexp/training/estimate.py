@@ -73,6 +73,10 @@ class RunMemory:
             cause = error.__cause__ or error  # Hydra wraps what a constructor raises
             self.reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
+    def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
+        """Return a batch's loss, as a rank takes it."""
+        return self._workload("float32", accumulates=False).loss(output, targets)
+
     def of(
         self,
         devices: Sequence[DeviceSpec],
