@@ -16,15 +16,17 @@ FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
 INPUT_GRADIENT_SHARE = 0.5
 """Of a backward pass: the gradients of inputs and of weights are about as much work as each other."""
 
-Schedule = Literal["gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble"]
+Schedule = Literal["gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble"]
 SCHEDULES: tuple[Schedule, ...] = (
     "gpipe",
     "1f1b",
     "loopedbfs",
     "interleaved1f1b",
     "interleavedzerobubble",
+    "zbvzerobubble",
 )
-"""Those of `torch.distributed.pipelining` whose stage s is computed by rank s modulo the number of ranks."""
+"""Those of `torch.distributed.pipelining` that can be played through. Stage s is computed by rank s modulo
+the number of ranks; of ZBV's two stages a rank the second ones go through the ranks backwards."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,10 @@ def order_of(schedule: str, num_ranks: int, num_microbatches: int, stages_per_ra
         return tuple(_one_stage(rank, min(ahead[rank], num_microbatches), num_microbatches) for rank in ranks)
     if name == "loopedbfs":
         return tuple(_looped(rank, num_ranks, stages_per_rank, num_microbatches) for rank in ranks)
+    if name == "zbvzerobubble":
+        if stages_per_rank != 2:
+            raise ValueError(f"{name} has two stages a rank, not {stages_per_rank}")
+        return tuple(_there_and_back(rank, num_ranks, num_microbatches) for rank in ranks)
     rounds = max(1, num_microbatches // num_ranks)
     if num_microbatches % rounds:
         raise ValueError(f"{name} needs a multiple of {rounds} microbatches, not {num_microbatches}")
@@ -232,6 +238,43 @@ def _interleaved(
     if split:
         actions += [Action(*_as_weights(place)) for place in later]
     return tuple(actions)
+
+
+def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the actions of ZBV (Qi et al., 2024, section 6), made for more microbatches than few."""
+    out, back = rank, 2 * num_ranks - 1 - rank
+    wanted = max(2 * num_ranks - 1, num_microbatches)
+    counts: dict[tuple[int, str], int] = {}
+    actions: list[Action] = []
+
+    def count(stage: int, kind: str) -> int:
+        return counts.get((stage, kind), 0)
+
+    def do(stage: int, kinds: str) -> None:
+        for kind in kinds:
+            actions.append(Action(stage, kind, count(stage, kind)))
+            counts[stage, kind] = count(stage, kind) + 1
+
+    hops = num_ranks - rank
+    for _ in range(2 * hops - 1):
+        do(out, "F")
+    for _ in range(rank):
+        do(back, "F")
+        do(out, "F")
+    for _ in range(hops):
+        do(back, "FIW")
+    while count(back, "F") < count(out, "F") or count(out, "F") < wanted:
+        do(out, "FIW" if count(out, "F") < wanted else "IW")
+        do(back, "FIW")
+    for _ in range(rank):
+        do(out, "I")
+        do(back, "I")
+    for _ in range(hops):
+        do(out, "IW")
+    for stage in (back, out):
+        while count(stage, "W") < count(stage, "I"):
+            do(stage, "W")
+    return tuple(action for action in actions if action.microbatch < num_microbatches)
 
 
 def _as_weights(place: tuple[int, int]) -> tuple[int, str, int]:

@@ -31,6 +31,7 @@ SEVERAL: dict[str, Any] = {
     "loopedbfs": torchs.ScheduleLoopedBFS,
     "interleaved1f1b": torchs.ScheduleInterleaved1F1B,
     "interleavedzerobubble": torchs.ScheduleInterleavedZeroBubble,
+    "zbvzerobubble": torchs.ScheduleZBVZeroBubble,
 }
 
 
@@ -71,6 +72,7 @@ def torch_order(name: str, rank: int, ranks: int, microbatches: int, local: int)
     schedule.pp_group_size, schedule.n_local_stages, schedule._stages = ranks, local, [None] * local
     schedule.number_of_rounds = max(1, microbatches // ranks)
     schedule.microbatches_per_round = microbatches // schedule.number_of_rounds
+    schedule.num_stages = ranks * local
     return [
         Action(one.stage_index, one.computation_type.value, one.microbatch_index)
         for one in schedule._calculate_single_rank_operations(rank)
@@ -78,10 +80,14 @@ def torch_order(name: str, rank: int, ranks: int, microbatches: int, local: int)
     ]
 
 
+def stages_a_rank(name: str, wanted: int) -> int:
+    return {"gpipe": 1, "1f1b": 1, "zbvzerobubble": 2}.get(name, wanted)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "microbatches", "local"), [(2, 2, 1), (2, 8, 2), (3, 6, 3), (4, 8, 2)])
 def test_orders_are_torchs(name: str, ranks: int, microbatches: int, local: int) -> None:
-    local = 1 if name in SINGLE else local
+    local = stages_a_rank(name, local)
     for rank, actions in enumerate(order_of(name, ranks, microbatches, local)):
         if name in SINGLE:
             assert list(actions) == torch_does(name, rank, ranks, microbatches)
@@ -151,6 +157,8 @@ def test_impossible_orders_are_refused() -> None:
         order_of("dualpipev", 2, 4)
     with pytest.raises(ValueError, match="one stage a rank"):
         order_of("1F1B", 2, 4, 2)
+    with pytest.raises(ValueError, match="two stages a rank"):
+        order_of("ZBVZeroBubble", 2, 4)
     with pytest.raises(ValueError, match="multiple of 2"):
         order_of("Interleaved1F1B", 2, 5)
 
@@ -217,7 +225,7 @@ def pipelines(draw: Any) -> tuple[Order, list[StageTimes], list[float]]:
     name = draw(st.sampled_from(SCHEDULES))
     ranks, rounds = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     microbatches = ranks * rounds
-    local = 1 if name in SINGLE else draw(st.integers(1, 3))
+    local = stages_a_rank(name, draw(st.integers(1, 3)))
     one = st.lists(seconds, min_size=microbatches, max_size=microbatches).map(tuple)
     stages = [StageTimes(draw(one), draw(one), draw(one), draw(one)) for _ in range(ranks * local)]
     updates = draw(st.lists(seconds, min_size=ranks, max_size=ranks))
