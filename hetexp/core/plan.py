@@ -62,8 +62,8 @@ class Plan:
     """Most samples of one pass of each rank, chosen for its memory; `None`: its local batch in one pass."""
     memory_bytes: tuple[int | None, ...] = ()
     """What each rank is estimated to need of its device, `None` where that is not known."""
-    stages: tuple[Stage, ...] = ()
-    """Each rank's piece of the model, where the strategy cuts it; empty elsewhere."""
+    stages: tuple[tuple[Stage, ...], ...] = ()
+    """Each rank's pieces of the model, where the strategy cuts it; empty elsewhere."""
     replica_batch_sizes: tuple[int, ...] = ()
     """Samples of a full global batch that each pipeline takes, where the strategy cuts the model."""
     reasons: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class Plan:
         raw.pop("world_size")
         raw.pop("emulated")
         raw["devices"] = tuple(DeviceSpec.from_dict(device) for device in raw["devices"])
-        raw["stages"] = tuple(Stage(**stage) for stage in raw["stages"])
+        raw["stages"] = tuple(tuple(Stage(**stage) for stage in own) for own in raw["stages"])
         for name in _TUPLES:
             raw[name] = tuple(raw[name])
         return cls(**raw)

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import instantiate, parameters
 from hetexp.model.recompute import recompute_layers
+
+
+class WithAuxiliary(NamedTuple):
+    """What a model returns while it trains that has a loss of its own beside the one on its output.
+
+    The loss of a sample's elements (`hetexp.training.loss`) grows by the sample's auxiliary loss at each of
+    them: a mean over the batch weighs it as it weighs the sample, and any split of the batch adds up to it.
+    """
+
+    output: Any
+    """What the model returns otherwise."""
+    auxiliary: Tensor
+    """[batch], a loss of each sample that depends on no other sample."""
 
 
 def build_model(node: Mapping[str, Any], facts: Mapping[str, Any], recompute: bool = False) -> nn.Module:

@@ -27,7 +27,7 @@ from hetexp.hardware.memory_rules import rules_for
 from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
 from hetexp.strategy.base import Strategy
-from hetexp.training.loss import build_loss
+from hetexp.training.loss import build_loss, total_loss
 from hetexp.training.precision import widened
 
 _Rank = tuple[DeviceSpec, int, str, int | None]
@@ -190,7 +190,7 @@ class RunMemory:
             model=self.model,
             build_optimizer=lambda model: build_optimizer(self._config.optimizer, model),
             # As `hetexp.training.state.Parts.local_loss` takes it.
-            loss=lambda output, targets: widened(self._loss.total(widened(output), targets)),
+            loss=lambda output, targets: widened(total_loss(self._loss, widened(output), targets)),
             sample=self.sample,
             precision=precision,
             accumulates=accumulates,

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from hetexp.core.errors import ConfigError
+from hetexp.model.base import WithAuxiliary
 
 IGNORED = -100
 """Target that does not count, torch's own default for `cross_entropy`."""
@@ -21,6 +22,11 @@ class Loss(ABC):
     @abstractmethod
     def count(self, targets: Any) -> int:
         """Return how many elements of the targets the mean is taken over (samples, unmasked tokens …)."""
+
+    def counts(self, targets: Any) -> torch.Tensor:
+        """Return how many of these elements each sample has, [batch], int64."""
+        rows = [_sample(targets, index) for index in range(num_rows(targets))]
+        return torch.tensor([self.count(row) for row in rows], dtype=torch.int64)
 
     @abstractmethod
     def total(self, output: Any, targets: Any) -> torch.Tensor:
@@ -37,6 +43,9 @@ class CrossEntropy(Loss):
     def count(self, targets: torch.Tensor) -> int:
         return int((targets != IGNORED).sum())
 
+    def counts(self, targets: torch.Tensor) -> torch.Tensor:
+        return (targets != IGNORED).reshape(len(targets), -1).sum(dim=1)
+
     def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(
             output.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -52,6 +61,9 @@ class MeanSquaredError(Loss):
     def count(self, targets: torch.Tensor) -> int:
         return targets.numel()
 
+    def counts(self, targets: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(targets),), targets[0].numel() if len(targets) else 0, dtype=torch.int64)
+
     def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if output.shape != targets.shape:  # torch would broadcast them, [n, 1] and [n] to [n, n]
             shapes = f"{list(output.shape)} and {list(targets.shape)}"
@@ -59,6 +71,30 @@ class MeanSquaredError(Loss):
                 f"`trainer.loss` mse needs outputs and targets of one shape, but they are {shapes}."
             )
         return functional.mse_loss(output, targets, reduction="sum")
+
+
+def total_loss(loss: Loss, output: Any, targets: Any) -> torch.Tensor:
+    """Return the sum of the loss, a model's own auxiliary loss included (`WithAuxiliary`)."""
+    if not isinstance(output, WithAuxiliary):
+        return loss.total(output, targets)
+    auxiliary = output.auxiliary
+    counts = loss.counts(targets).to(auxiliary.device, auxiliary.dtype)
+    return loss.total(output.output, targets) + (auxiliary * counts).sum()
+
+
+def num_rows(value: Any) -> int:
+    """Return the number of samples of a batch's inputs or targets: of the first tensor among them."""
+    if isinstance(value, torch.Tensor):
+        return len(value)
+    return num_rows(next(iter(value.values() if isinstance(value, dict) else value)))
+
+
+def _sample(value: Any, index: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[index : index + 1]
+    if isinstance(value, dict):
+        return {key: _sample(item, index) for key, item in value.items()}
+    return type(value)(_sample(item, index) for item in value)
 
 
 _SHIPPED = {"cross_entropy": CrossEntropy, "mse": MeanSquaredError}

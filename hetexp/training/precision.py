@@ -16,6 +16,7 @@ import torch
 
 from hetexp.core.errors import HetexpError, SetupError
 from hetexp.hardware.backend import Backend
+from hetexp.model.base import WithAuxiliary
 
 
 class NonFiniteError(HetexpError):
@@ -102,6 +103,8 @@ def widened(output: Any) -> Any:
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if type(output) in (tuple, list):
         return type(output)(widened(item) for item in output)
+    if isinstance(output, WithAuxiliary):
+        return WithAuxiliary(*map(widened, output))
     if type(output) is dict:
         return {key: widened(item) for key, item in output.items()}
     return output

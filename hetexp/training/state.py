@@ -23,7 +23,7 @@ from hetexp.logger.base import Logger
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
-from hetexp.training.loss import Loss
+from hetexp.training.loss import Loss, total_loss
 from hetexp.training.precision import LossScale, widened
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Parts:
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return the sum of the loss over a microbatch; never in half precision, whatever the model gives."""
-        total: torch.Tensor = widened(self.loss.total(widened(output), self.to_device(targets)))
+        total: torch.Tensor = widened(total_loss(self.loss, widened(output), self.to_device(targets)))
         return total
 
     def to_device(self, value: Any) -> Any:

@@ -34,6 +34,7 @@ COMMON = (
     "trainer.log_every=1",
     "trainer.checkpoint_every=1",
 )
+EXPERTS = (*GPT, "model.num_experts=3", "model.balance_weight=0.1")
 Options = tuple[str, ...]
 
 
@@ -70,6 +71,7 @@ CASES = [
         ("trainer.accumulate=2", "trainer.activation_checkpointing=true"),
         id="gpt-24/0/8-recompute",
     ),
+    pytest.param(EXPERTS, split(20, 9, 3), ("trainer.accumulate=2",), id="experts-20/9/3-accumulate2"),
 ]
 
 

@@ -17,7 +17,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import check_component, locate
 from hetexp.data.digits import Digits
 from hetexp.data.sampler import GlobalSampler, Position
-from hetexp.model.base import build_model
+from hetexp.model.base import WithAuxiliary, build_model
 from hetexp.model.convnet import ConvNet
 from hetexp.model.gpt import GPT
 from hetexp.model.mlp import MLP
@@ -289,3 +289,43 @@ def test_gpt_drops_values_only_while_training() -> None:
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
+
+
+def test_experts_balance_loss_is_least_where_tokens_spread_evenly() -> None:
+    model = small_gpt(num_experts=4, experts_per_token=1, balance_weight=0.5, num_layers=1)
+    block: Any = model.blocks[0]
+    tokens = batch("gpt", 6)
+    told = model(tokens)
+    assert isinstance(told, WithAuxiliary)
+    assert told.output.shape == (6, 12, 11)
+    assert told.auxiliary.shape == (6,)
+    with torch.no_grad():
+        block.mlp.router.weight.zero_()  # every expert as probable as every other
+        torch.testing.assert_close(model(tokens).auxiliary, torch.full((6,), 0.5))
+        block.mlp.router.weight[2] = 100.0
+        block.mlp_norm.bias.fill_(1.0)  # all tokens want the same one
+        torch.testing.assert_close(model(tokens).auxiliary, torch.full((6,), 2.0))
+    assert isinstance(model.eval()(tokens), torch.Tensor)
+
+
+def test_experts_have_a_gradient_whether_a_token_uses_them_or_not() -> None:
+    model = small_gpt(num_experts=8, experts_per_token=1).double()
+    layer: Any = model.blocks[0].mlp
+    logits, balance = model(batch("gpt", 1)[:, :2])
+    (logits.sum() + balance.sum()).backward()
+    gradients = [expert.input.weight.grad for expert in layer.experts]
+    assert all(gradient is not None for gradient in gradients)
+    assert any(not gradient.any() for gradient in gradients)
+    assert layer.router.weight.grad.any()
+
+
+def test_a_token_gets_the_mean_of_its_experts_by_their_weights() -> None:
+    model = small_gpt(num_experts=3, experts_per_token=2).double()
+    layer: Any = model.blocks[0].mlp
+    hidden = torch.randn(2, 5, 16, dtype=torch.float64)
+    mixed, _ = layer(hidden)
+    token = hidden[1, 3]
+    probabilities = layer.router(token).softmax(-1)
+    best = probabilities.topk(2)
+    expected = sum(p * layer.experts[int(i)](token) for p, i in zip(*best, strict=True)) / best.values.sum()
+    torch.testing.assert_close(mixed[1, 3], expected)

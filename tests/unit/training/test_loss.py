@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from hetexp.core.errors import ConfigError
-from hetexp.training.loss import IGNORED, CrossEntropy, Loss, MeanSquaredError, build_loss, check_loss
+from hetexp.model.base import WithAuxiliary
+from hetexp.training.loss import (
+    IGNORED,
+    CrossEntropy,
+    Loss,
+    MeanSquaredError,
+    build_loss,
+    check_loss,
+    total_loss,
+)
 
 
 class Absolute(Loss):
@@ -162,3 +171,25 @@ def test_a_wrong_loss_is_told(monkeypatch: pytest.MonkeyPatch, name: str, told: 
     monkeypatch.setitem(sys.modules, "own_losses", sys.modules[__name__])
     (problem,) = check_loss(name)
     assert problem.startswith(told)
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(), MeanSquaredError(), Absolute()])
+def test_counts_of_samples_sum_to_the_count(loss: Loss) -> None:
+    targets = labels(0, 5, 6, 4).masked_fill(labels(1, 2, 6, 4).bool(), IGNORED)
+    counts = loss.counts(targets)
+    assert counts.tolist() == [loss.count(targets[index : index + 1]) for index in range(6)]
+    assert int(counts.sum()) == loss.count(targets)
+
+
+def test_an_auxiliary_loss_counts_at_each_element_of_its_sample() -> None:
+    output, targets = draw(0, 4, 3, 5), labels(0, 5, 4, 3)
+    targets[1, 1:] = IGNORED  # one element is left of that sample
+    auxiliary = torch.tensor([1.0, 10.0, 100.0, 1000.0], dtype=torch.float64)
+    loss = CrossEntropy()
+    total = total_loss(loss, WithAuxiliary(output, auxiliary), targets)
+    assert float(total - loss.total(output, targets)) == pytest.approx(3 * 1 + 1 * 10 + 3 * 100 + 3 * 1000)
+    parts = [
+        total_loss(loss, WithAuxiliary(output[a:b], auxiliary[a:b]), targets[a:b])
+        for a, b in ((0, 1), (1, 4))
+    ]
+    assert float(sum(parts)) == pytest.approx(float(total))
