@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 
-def group_options(group: str, config_name: str = "config") -> dict[str, dict[str, Any]]:
+def group_options(
+    group: str, config_name: str = "config", only: Collection[str] | None = None
+) -> dict[str, dict[str, Any]]:
     """Return what each option of a group composes to, by its name; missing values are `???`.
 
     Args:
         group: `balancing`, `strategy`, …
         config_name: the primary configuration that the options are composed in.
+        only: names of the wanted ones; `None`: all.
 
     Raises:
         ConfigError: an option cannot be composed.
@@ -32,6 +36,8 @@ def group_options(group: str, config_name: str = "config") -> dict[str, dict[str
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             for name in loader.get_group_options(group):
+                if only is not None and name not in only:
+                    continue
                 try:
                     node = compose(config_name, [f"{group}={name}"])[group]
                     plain = OmegaConf.to_container(node, resolve=True)

@@ -7,12 +7,12 @@ grouping is judged by a few numbers. The best groupings get their samples by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetexp.core.split import apportion
 from hetexp.plan.pipelines import Cut, Pipeline
-from hetexp.plan.stages import choose_stages
+from hetexp.plan.stages import choose_stages, does_not_fit
 
 Exchange = Callable[[Sequence[Cut]], float]
 """Pipelines → seconds in which they exchange their gradients, after all have them."""
@@ -58,18 +58,20 @@ def choose_groups(
     exchange: Exchange = lambda cuts: 0.0,
     groups: Sequence[Sequence[int]] | None = None,
     fewest: int = 1,
+    ends: Mapping[tuple[int, ...], tuple[int, ...]] | None = None,
 ) -> Grouping:
     """Return the groups of these devices, all of them in one, whose step over so many samples is shortest.
 
     Args:
         fewest: groups. Where they must be several, at least one of them has several devices: the model whole
             on every device is what other strategies do better.
-        groups: given ones; only their cuts and samples are chosen then.
+        groups: given ones, in the order of their stages; only their cuts and samples are chosen then.
+        ends: of each given group the cut, where that is given, too.
 
     Raises:
         ValueError: no grouping fits the devices' memory or the layers.
     """
-    chooser = _Chooser(pipeline, samples, exchange)
+    chooser = _Chooser(pipeline, samples, exchange, groups is None, ends or {})
     if groups is not None:
         ways: list[list[tuple[int, ...]]] = [[tuple(group) for group in groups]]
     else:
@@ -93,8 +95,16 @@ def choose_groups(
 class _Chooser:
     """Cuts of groups, each found once."""
 
-    def __init__(self, pipeline: Pipeline, samples: int, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        samples: int,
+        exchange: Exchange,
+        any_order: bool,
+        ends: Mapping[tuple[int, ...], tuple[int, ...]],
+    ) -> None:
         self._pipeline, self._samples, self._exchange = pipeline, samples, exchange
+        self._any_order, self._ends = any_order, ends
         self._cuts: dict[tuple[tuple[int, ...], int], Cut | None] = {}
         self._rates = _rates(pipeline, samples)
         self.why: str | None = None
@@ -105,14 +115,22 @@ class _Chooser:
         key = (group, samples)
         if key not in self._cuts:
             try:
-                self._cuts[key] = choose_stages(self._pipeline, group, samples, thorough=False)
+                self._cuts[key] = self._best(group, samples, thorough=False)
             except ValueError as error:
                 self._cuts[key], self.why = None, str(error)
         return self._cuts[key]
 
+    def _best(self, group: tuple[int, ...], samples: int, thorough: bool) -> Cut:
+        if group not in self._ends:
+            return choose_stages(self._pipeline, group, samples, self._any_order, thorough)
+        cut = self._pipeline.judge(group, self._ends[group], samples)
+        if not self._pipeline.fits(cut):
+            raise ValueError(does_not_fit(self._pipeline, cut, "the cut that is given does not fit"))
+        return cut
+
     def refined(self, grouping: Grouping) -> Grouping:
         """Return a grouping with the best cuts of its groups."""
-        cuts = [choose_stages(self._pipeline, cut.group, cut.samples) for cut in grouping.cuts]
+        cuts = [self._best(cut.group, cut.samples, thorough=True) for cut in grouping.cuts]
         better = self._of(cuts)
         return better if better.step_seconds < grouping.step_seconds else grouping
 

@@ -15,6 +15,7 @@ from itertools import combinations, permutations
 
 from hetexp.core.device import GIB
 from hetexp.core.pipeline_cost import most_in_flight
+from hetexp.plan.measured import LEAST_GAIN
 from hetexp.plan.pipelines import Cut, Pipeline
 
 MOST_ACTIONS = 60_000
@@ -54,7 +55,12 @@ def choose_stages(
     found = [cut for order in orders for cut in _best(pipeline, order, samples, most)]
     if not found:
         raise ValueError(_why_none_fits(pipeline, devices, samples))
-    return min(found, key=lambda cut: (cut.step.step_seconds, orders.index(cut.group)))
+    best = min(found, key=lambda cut: (cut.step.step_seconds, orders.index(cut.group)))
+    as_given = next((cut for cut in found if cut.group == orders[0]), best)
+    # Another order than the one given must be worth it.
+    if best.step.step_seconds >= as_given.step.step_seconds * (1 - LEAST_GAIN):
+        return as_given
+    return best
 
 
 def even_cut(pipeline: Pipeline, devices: Sequence[int], samples: int) -> Cut:
@@ -212,7 +218,7 @@ class _Table:
 
 
 def _why_none_fits(pipeline: Pipeline, group: Sequence[int], samples: int) -> str:
-    """Say what the cut that is nearest to fitting lacks."""
+    """Say what devices lack for the cut that comes nearest to fitting."""
     sizes, devices = pipeline.sizes(len(group), samples), [group[p] for p in pipeline.places(len(group))]
     kept = most_in_flight(pipeline.order(len(group), len(sizes)), len(devices))
     count = len(pipeline.layers)
@@ -228,10 +234,19 @@ def _why_none_fits(pipeline: Pipeline, group: Sequence[int], samples: int) -> st
                     after[end] = (worst, (*best[first][1], end))
         best = after
     cut = pipeline.judge(group, best[count][1], samples)
+    return does_not_fit(pipeline, cut, "no cut fits")
+
+
+def does_not_fit(pipeline: Pipeline, cut: Cut, what: str) -> str:
+    """Return the sentence for a cut that is too much for some devices.
+
+    Args:
+        what: its beginning, up to "the devices' memory".
+    """
     told = []
     for device, need in zip(cut.group, cut.memory_bytes, strict=True):
         limit = pipeline.devices[device].memory_bytes
         if limit is not None and need > limit:
             name = pipeline.devices[device].name or f"device {device}"
             told.append(f"{name} would need {need / GIB:.2f} of {limit / GIB:.2f} GiB")
-    return f"no cut fits the devices' memory: {', '.join(told)} with the one that comes nearest"
+    return f"{what} the devices' memory: {', '.join(told)}"

@@ -34,3 +34,7 @@ def test_own_options_are_added_and_win(tmp_path: Path, monkeypatch: pytest.Monke
     (folder / "broken.yaml").write_text("defaults: [nothing]\n")
     with pytest.raises(ConfigError, match="`balancing=broken` must be an option that composes"):
         group_options("balancing")
+
+
+def test_only_what_is_wanted() -> None:
+    assert list(group_options("balancing", only=["equal", "no such option"])) == ["equal"]

@@ -176,7 +176,12 @@ def test_no_cut_is_better(pipeline: Pipeline, samples: int) -> None:
     assert pipeline.fits(chosen)
     assert chosen.ends[-1] == len(pipeline.layers)
     assert all(first < end for first, end in chosen.bounds)
-    assert chosen.step.step_seconds == pytest.approx(min(cut.step.step_seconds for cut in cuts))
+    given = [cut.step.step_seconds for cut in cuts if cut.group == tuple(devices)]
+    least = min(cut.step.step_seconds for cut in cuts)
+    # Another order than the one given is taken where it gains 1 %.
+    assert chosen.step.step_seconds == pytest.approx(
+        min(given) if given and min(given) * 0.99 <= least else least
+    )
 
 
 @settings(max_examples=40, deadline=None)
