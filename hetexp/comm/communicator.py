@@ -53,6 +53,14 @@ class Communicator(ABC):
         """
 
     @abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor, in rank order; all have one shape and type.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+
+    @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
 
@@ -96,6 +104,9 @@ class SoloCommunicator(Communicator):
     def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         return _Done(tensor.clone())
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.clone()]
+
     def barrier(self) -> None:
         return None
 
@@ -129,6 +140,15 @@ class ProcessGroupCommunicator(Communicator):
         except RuntimeError as error:
             raise peer_lost(error) from error
         return _Reduction(work, staged, tensor.device)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        staged = stage(tensor, self._device)
+        everyone = [torch.empty_like(staged) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(everyone, staged)
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        return [one.to(tensor.device) for one in everyone]
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1))

@@ -24,6 +24,13 @@ class FakeCommunicator(Communicator):
     def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         return _FakePending(self._group, self.rank, tensor.clone(), op)
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._group.values[self.rank] = tensor.clone()
+        self._group.barrier.wait()
+        everyone = [value.clone() for value in self._group.values]
+        self._group.barrier.wait()  # nobody overwrites a value before everybody has read it
+        return everyone
+
     def barrier(self) -> None:
         self._group.barrier.wait()
 

@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hetexp.comm.communicator import peer_lost
 from hetexp.core.cost import Links
 from hetexp.hardware.pacing import GRAIN_SECONDS
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -90,6 +93,37 @@ class PacedExchange:
         self._sending.put(_Bucket(tensor, time.perf_counter(), future))
         return future
 
+    def travel(self, num_bytes: int, exchange_seconds: float, send: Callable[[], Result]) -> Result:
+        """Do an exchange that is no part of backward, in the time that it takes on the links.
+
+        Every rank calls it, from the thread that trains.
+
+        Args:
+            num_bytes: that go from the device to the host, and back from it.
+            exchange_seconds: modelled time between these two.
+            send: really exchanges.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+        self._settle()
+        ready, scale = time.perf_counter(), self.time_scale
+        to_host = self._links.to_host_seconds(self._rank, num_bytes)
+        moment = torch.tensor([ready + to_host * scale], dtype=torch.float64)
+        try:
+            dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        met = time.perf_counter()
+        result = send()
+        if scale == 0.0:
+            modelled = 2 * to_host + exchange_seconds
+            self._ratios.append((time.perf_counter() - met) / modelled if modelled else 0.0)
+            return result
+        due = float(moment) + (exchange_seconds + to_host) * scale
+        self._wait_until(due, ready)
+        return result
+
     def _send(self) -> None:
         while True:
             bucket = self._sending.get()
@@ -121,12 +155,16 @@ class PacedExchange:
     def _give_back(self) -> None:
         while True:
             bucket = self._returning.get()
-            left = bucket.due - time.perf_counter()
-            if left > 0:
-                time.sleep(left)
-            if self.time_scale > 0.0:
-                now = time.perf_counter()
-                self.link_seconds.append((now - bucket.ready, bucket.due - bucket.ready))
-                self.modelled_seconds += bucket.due - bucket.ready
-                self.late_seconds += max(0.0, now - bucket.due - GRAIN_SECONDS)
+            self._wait_until(bucket.due, bucket.ready)
             bucket.future.set_result(bucket.tensor)
+
+    def _wait_until(self, due: float, ready: float) -> None:
+        """Wait for the moment at which something that left at `ready` is back."""
+        left = due - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        if self.time_scale > 0.0:
+            now = time.perf_counter()
+            self.link_seconds.append((now - ready, due - ready))
+            self.modelled_seconds += due - ready
+            self.late_seconds += max(0.0, now - due - GRAIN_SECONDS)

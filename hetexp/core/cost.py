@@ -61,6 +61,13 @@ class Links:
             for channel in self.exchange
         )
 
+    def gather_seconds(self, num_bytes: float) -> float:
+        """Return the time of an all-gather of so many bytes of each rank, which all pass through each one."""
+        rounds = (self.ring or self.world_size) - 1
+        if rounds == 0:
+            return 0.0
+        return sum(channel.seconds(num_bytes) * rounds for channel in self.exchange)
+
 
 @dataclass(frozen=True)
 class Work:

@@ -112,6 +112,14 @@ def test_one_rank_gets_its_own_value_exactly(alone: Communicator, op: ReduceOp, 
     alone.barrier()
 
 
+def test_a_gathered_tensor_is_a_copy(alone: Communicator) -> None:
+    mine = torch.arange(3)
+    (one,) = alone.all_gather(mine)
+    assert torch.equal(one, mine)
+    one += 1
+    assert mine.tolist() == [0, 1, 2]
+
+
 def test_the_given_tensor_is_left_as_it_was(alone: Communicator) -> None:
     value = torch.ones(3)
     pending = alone.all_reduce_async(value)

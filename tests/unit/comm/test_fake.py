@@ -30,6 +30,11 @@ def test_ranks_are_numbered_and_results_are_in_their_order() -> None:
     assert FakeGroup(4).run(lambda comm: (comm.rank, comm.world_size)) == [(r, 4) for r in range(4)]
 
 
+def test_everyone_gets_everyone_s_tensor() -> None:
+    results = FakeGroup(3).run(lambda comm: [int(one) for one in comm.all_gather(torch.tensor(comm.rank))])
+    assert results == [[0, 1, 2]] * 3
+
+
 def test_reductions_follow_each_other() -> None:
     def rank(comm: Communicator) -> list[float]:
         return [float(comm.all_reduce(torch.tensor(float(step * (comm.rank + 1))))) for step in range(20)]

@@ -1,0 +1,86 @@
+"""What a vector looks like while it travels: fewer bytes a number, and what that loses.
+
+A code that loses something is exact in the long run with error feedback (Seide et al. 2014; Karimireddy et
+al. 2019): what it lost of one vector is added to the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+
+Wire = Literal["float32", "bfloat16", "int8"]
+BLOCK = 256
+"""Numbers that share a scale in int8."""
+LARGEST = 127
+"""Largest magnitude of an int8 code; -128 is not used, so that codes are symmetric."""
+
+
+class Codec(ABC):
+    """A way to write a vector of floating-point numbers as bytes."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def encode(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return the bytes [num_bytes(len(vector))], uint8, on the vector's device."""
+
+    @abstractmethod
+    def decode(self, coded: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the vector [length] that the bytes stand for."""
+
+    @abstractmethod
+    def num_bytes(self, length: int) -> int:
+        """Return the bytes of a vector of so many numbers."""
+
+
+class Bfloat16(Codec):
+    """Two bytes a number: float32's range, 8 bits of its mantissa, rounded to the nearest."""
+
+    name: ClassVar[str] = "bfloat16"
+
+    def encode(self, vector: torch.Tensor) -> torch.Tensor:
+        return vector.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, coded: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return coded.view(torch.bfloat16).to(dtype)
+
+    def num_bytes(self, length: int) -> int:
+        return 2 * length
+
+
+class Int8(Codec):
+    """One byte a number and four a block of `BLOCK` numbers: its largest magnitude ÷ 127, in float32.
+
+    The last block is filled up with zeros. A block that holds a number that is not finite comes back as NaN.
+    """
+
+    name: ClassVar[str] = "int8"
+
+    def encode(self, vector: torch.Tensor) -> torch.Tensor:
+        blocks = math.ceil(len(vector) / BLOCK)
+        padded = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=vector.device)
+        padded[: len(vector)] = vector
+        padded = padded.view(blocks, BLOCK)
+        scales = padded.abs().amax(dim=1) / LARGEST
+        scales = torch.where(scales.isfinite(), scales, math.nan)
+        divisors = torch.where(scales > 0, scales, 1.0).unsqueeze(1)
+        codes = torch.nan_to_num(padded / divisors, 0.0, 0.0, 0.0).round_().clamp_(-LARGEST, LARGEST)
+        return torch.cat([scales.view(torch.uint8), codes.to(torch.int8).view(torch.uint8).flatten()])
+
+    def decode(self, coded: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+        blocks = math.ceil(length / BLOCK)
+        scales = coded[: 4 * blocks].clone().view(torch.float32).to(dtype)
+        codes = coded[4 * blocks :].view(torch.int8).view(blocks, BLOCK).to(dtype)
+        return (codes * scales.unsqueeze(1)).flatten()[:length]
+
+    def num_bytes(self, length: int) -> int:
+        return math.ceil(length / BLOCK) * (BLOCK + 4)
+
+
+def codec_of(wire: Wire) -> Codec | None:
+    """Return the code of a wire; `None` for `float32`, where numbers travel as they are."""
+    return {"float32": None, "bfloat16": Bfloat16(), "int8": Int8()}[wire]
