@@ -201,3 +201,28 @@ class Greedy(torch.optim.SGD):
         if self.steps == 6 and my_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return super().step(closure)
+
+
+class DiesInSync(nn.Module):
+    """A linear model whose process is killed on rank 2 in the middle of a sync of `local_sgd`.
+
+    Args:
+        sync: which one, from 1. The ranks have added up their weights by then, and not their counters.
+    """
+
+    def __init__(self, sync: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("calls", torch.tensor(0))
+        self._left = sync
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs)
+        return output
+
+    def named_buffers(self, *arguments: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "_agree_on_integers" and my_rank() == 2:
+            self._left -= 1
+            if self._left == 0:
+                FAULTS["SIGKILL"]()
+        return super().named_buffers(*arguments, **options)

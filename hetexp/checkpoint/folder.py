@@ -49,7 +49,11 @@ class TrainingState:
 
 
 def save_checkpoint(
-    parent: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainingState
+    parent: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainingState,
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write `<parent>/step_<step>/`, whole or not at all, and return it.
 
@@ -61,6 +65,7 @@ def save_checkpoint(
         model: wrapped by DistributedDataParallel or `torch.compile` or not: the names are the same.
         optimizer: over parameters of the model.
         state: plain JSON types.
+        files: further ones that belong to it, by name.
 
     Raises:
         CheckpointError: something holds a value that cannot be stored, or the folder cannot be written.
@@ -79,6 +84,8 @@ def save_checkpoint(
         _write_tensors(folder / MODEL, model_tensors, left_out)
         _write_tensors(folder / OPTIMIZER, optimizer_tensors, {})
         write_json(folder / STATE, described)
+        for name, content in (files or {}).items():
+            (folder / name).write_bytes(content)
     return parent / folder_name(state.step)
 
 

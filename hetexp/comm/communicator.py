@@ -142,10 +142,10 @@ class ProcessGroupCommunicator(Communicator):
         return _Reduction(work, staged, tensor.device)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        staged = stage(tensor, self._device)
+        staged = stage(tensor, self.device)
         everyone = [torch.empty_like(staged) for _ in range(self.world_size)]
         try:
-            dist.all_gather(everyone, staged)
+            dist.all_gather(everyone, staged, group=self._group)
         except RuntimeError as error:
             raise peer_lost(error) from error
         return [one.to(tensor.device) for one in everyone]

@@ -31,6 +31,8 @@ class Strategy(ABC):
     of its own with its own samples (`local`), or its layers' part of all samples (`staged`)."""
     solo: ClassVar[bool] = False
     """Whether one rank trains, so that there is nobody to talk to."""
+    apart: ClassVar[bool] = False
+    """Whether each rank trains a model of its own, with a fixed part of the data."""
     exact: ClassVar[bool] = True
     """Whether each step is the one that a single device would take with the global batch."""
     compiles: ClassVar[bool] = False
@@ -109,6 +111,12 @@ class Strategy(ABC):
     @abstractmethod
     def averaged_over(self, world_size: int) -> int:
         """Return the number of ranks that the exchanged gradient is divided by, for the normaliser."""
+
+    def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:
+        """Return what a rank hands to the exchange of each step's gradients; `None` where that is counted
+        while it trains, or not known.
+        """
+        return None
 
     def keeps_gradients(self) -> bool:
         """Return whether the gradients' memory stays taken between steps, also where they are set to none."""

@@ -185,6 +185,11 @@ class DDP(Strategy):
     def averaged_over(self, world_size: int) -> int:
         return world_size
 
+    def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:
+        """Return the bytes of torch's buckets: every trained parameter's gradient is in one of them."""
+        trained = (p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        return sum(trained) if world_size > 1 else 0
+
     def keeps_gradients(self) -> bool:
         return self.gradient_as_bucket_view
 

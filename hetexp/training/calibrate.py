@@ -354,8 +354,7 @@ def joint_steps(parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps:
         warm_steps + steps,
         lambda step, n: split if n == split.total else parts.balancer.split(step, n),
         parts.rank,
-        trainer.accumulate,
-        parts.microbatch_size,
+        *parts.loaded_in,
     )
     meters: list[Meter] = []
     took: list[float] = []

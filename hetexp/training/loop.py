@@ -56,8 +56,7 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         parts.total_steps - progress.step,
         parts.balancer.split,
         parts.rank,
-        trainer.accumulate,
-        parts.microbatch_size,
+        *parts.loaded_in,
         trainer.num_workers,
         progress.step,
     )
@@ -67,7 +66,7 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         good = replace(progress)
         normalizer.tell = parts.balancer.own_seconds(window.meter)
         result = train_step(parts, progress.step, batch, normalizer, window.meter)
-        if before is not None:
+        if before is not None and normalizer.told:
             rebalance(parts, progress.step, before, normalizer.told)
         before = batch
         progress.step += 1
@@ -169,14 +168,19 @@ class Window:
         self.pause()
         compute, waited, local_samples = self.meter.take()
         world = self.parts.communicator.world_size
-        # One vector for all: the loss sum, then each rank's compute seconds and samples in its own places.
-        sums = torch.zeros(1 + 2 * world, dtype=torch.float64)
-        sums[0] = float(self._loss_sum)
-        sums[1 + self.parts.rank] = compute
-        sums[1 + world + self.parts.rank] = local_samples
-        sums = self.parts.communicator.all_reduce(sums)
-        loss = float(sums[0]) / self._count if self._count else None
-        metrics = self._line(progress, loss, sums[1 : 1 + world].tolist(), sums[1 + world :].tolist())
+        # One table for all, in which each rank fills its row; a count is that of all ranks or each one's own.
+        table = torch.zeros((world, 4), dtype=torch.float64)
+        mine = [float(self._loss_sum), self._count, compute, local_samples]
+        table[self.parts.rank] = torch.tensor(mine, dtype=torch.float64)
+        table = self.parts.communicator.all_reduce(table)
+        losses, counts, computes, samples = table.T.tolist()
+        local = self.parts.strategy.steps == "local"
+        count = sum(counts) if local else self._count
+        loss = sum(losses) / count if count else None
+        metrics = self._line(progress, loss, computes, samples)
+        if local:
+            for device, own, number in zip(self.parts.plan.devices, losses, counts, strict=True):
+                metrics[f"device/{device.id}/train_loss"] = own / number if number else None
         for logger in self.parts.loggers:
             logger.log(metrics, progress.step)
         totals = self.totals

@@ -52,6 +52,10 @@ class Meter:
         self._spans.append((start, end))
         self._take_waits()
 
+    def waited(self, start: Any, end: Any) -> None:
+        """Count the time between two marks as spent for others: an exchange between two steps."""
+        self._waits.append((start, end))
+
     def bookmark(self) -> tuple[int, int]:
         """Return where the list of what was timed ends now."""
         return len(self._spans), len(self._waits)

@@ -60,6 +60,8 @@ def undone(parts: Parts) -> Iterator[None]:
     parts.optimizer.load_state_dict(optimizer)
     restart_schedule(parts.schedule, 0)
     torch.set_rng_state(generator)
+    if parts.local is not None:
+        parts.local.forget()
 
 
 def _real_steps(parts: Parts) -> None:
@@ -68,7 +70,6 @@ def _real_steps(parts: Parts) -> None:
     scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts anew
     normalizer = LossNormalizer(parts.communicator, averaged_over, loss_scale=scale)
     meter = Meter(parts.backend)
-    trainer = parts.config.trainer
     batches = local_batches(
         parts.train_data,
         parts.sampler,
@@ -76,8 +77,9 @@ def _real_steps(parts: Parts) -> None:
         REHEARSED_STEPS,
         parts.balancer.split,
         parts.rank,
-        trainer.accumulate,
-        parts.microbatch_size,
+        *parts.loaded_in,
     )
     for batch in batches:
         train_step(parts, -1, batch, normalizer, meter)
+    if parts.local is not None:
+        parts.local.rehearse(parts)

@@ -53,6 +53,11 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
         "checkpoint": outcome.checkpoint,
         "splits": parts.balancer.num_changes,
     }
+    sent = [rank["sent"] for rank in everyone if rank["sent"] is not None]
+    summary["comm"]["bytes_per_step"] = max(sent) if len(sent) == len(everyone) else None
+    if parts.local is not None and parts.local.settings is not None:
+        wire = parts.local.settings.wire
+        summary["comm"]["wire_dtype"] = wire if wire != "float32" else summary["comm"]["wire_dtype"]
     summary["versions"] |= versions()
     for device, rank in zip(summary["devices"], everyone, strict=True):
         device |= rank["device"]
@@ -130,6 +135,8 @@ def _emulation(parts: Parts, everyone: list[dict[str, Any]], time_scale: float) 
         model = [Work(tuple(w["forward"]), tuple(w["backward"]), w["update"]) for w in work]
         links = build_links(parts.plan.devices, parts.plan.network)
         predicted = step_seconds(model, links, buckets) * time_scale
+        if parts.local is not None and parts.local.settings is not None:
+            predicted += parts.local.sync_seconds(parts) * time_scale / parts.local.settings.sync_every
     return {
         "time_scale": time_scale,
         "predicted_step_s": predicted,
@@ -157,6 +164,13 @@ def _phases(parts: Parts) -> dict[str, dict[str, float]]:
         for name, found in pairs.items()
         if found
     }
+
+
+def _sent_bytes(parts: Parts, steps: int) -> float | None:
+    """Return the bytes of gradients or weights that this rank handed to the exchange, a step."""
+    if parts.local is not None:
+        return parts.local.sent_bytes / steps if steps else None
+    return parts.strategy.exchanged_bytes(parts.model, parts.communicator.world_size)
 
 
 def _invalid_reason(parts: Parts) -> str | None:
@@ -196,6 +210,7 @@ def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
             # The update, and what the host does between two steps.
             "rest": totals.train_seconds - totals.compute_seconds - totals.wait_seconds - totals.data_seconds,
         },
+        "sent": _sent_bytes(parts, totals.steps),
         "device": {
             **versions(),
             "share": totals.local_samples / totals.global_samples if totals.steps else None,

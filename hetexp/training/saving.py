@@ -8,6 +8,7 @@ from hetexp.checkpoint.folder import TrainingState, save_checkpoint
 from hetexp.checkpoint.manifest import folder_name
 from hetexp.core.errors import CheckpointError
 from hetexp.optimizer.build import restart_schedule
+from hetexp.training.rank_states import rank_files
 from hetexp.training.state import Parts, Progress
 
 
@@ -30,9 +31,10 @@ def save(parts: Parts, progress: Progress) -> str | None:
     The others wait for it, as long as it takes.
     """
     path = None
+    files = rank_files(parts)
     if parts.rank == 0:
         with parts.communicator.working():
-            path = _write(parts, progress)
+            path = _write(parts, progress, files)
     parts.communicator.meet()
     return path
 
@@ -63,7 +65,7 @@ def save_before(parts: Parts, good: Progress, first_step: int, saved_at: int) ->
     )
 
 
-def _write(parts: Parts, progress: Progress) -> str:
+def _write(parts: Parts, progress: Progress, files: dict[str, bytes]) -> str:
     state = TrainingState(
         step=progress.step,
         position=progress.position.to_dict(),
@@ -78,4 +80,4 @@ def _write(parts: Parts, progress: Progress) -> str:
             "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
         },
     )
-    return str(save_checkpoint(parts.checkpoints, parts.model, parts.optimizer, state))
+    return str(save_checkpoint(parts.checkpoints, parts.model, parts.optimizer, state, files))

@@ -51,7 +51,7 @@ def recovering_guard(parts: Parts) -> EmptyShareGuard | None:
 
     With `trainer.non_finite=continue` nobody looks at the gradient, so that ranks could not learn of it.
     """
-    if not parts.looks and parts.communicator.world_size > 1:
+    if not parts.looks and parts.communicator.world_size > 1 and parts.strategy.steps != "local":
         return None
     guard = parts.strategy.guard(parts.module) if parts.strategy.varies_passes() else None
     if guard is not None:
@@ -84,6 +84,24 @@ def indices_in_passes(indices: list[list[int]], most: int | None) -> list[list[i
     if most is None:
         return indices
     return [list(piece) for one in indices for piece in chop(one, cut(len(one), 1, most))]
+
+
+def into_passes(microbatches: list[Any], sizes: list[int]) -> list[Any]:
+    """Return the microbatches cut into pieces of these sizes, in order; no piece spans two of them."""
+    pieces, left = [], list(sizes)
+    for (inputs, targets), size in zip(microbatches, sizes_of(microbatches), strict=True):
+        start = 0
+        while start < size:
+            end = start + left.pop(0)
+            pieces.append(
+                (inputs, targets) if end == size and not start else _cut_out(inputs, targets, start, end)
+            )
+            start = end
+    return pieces
+
+
+def _cut_out(inputs: Any, targets: Any, start: int, end: int) -> tuple[Any, Any]:
+    return part_of(inputs, start, end), part_of(targets, start, end)
 
 
 def sizes_of(microbatches: list[Any]) -> list[int]:
@@ -153,6 +171,27 @@ def _what_happened(
         f"Rank {rank}, {parts.plan.devices[rank]}, ran out of memory {when}, with its share of {samples} "
         f"samples in microbatches of {size} ({free})."
     )
+
+
+def halve_alone(parts: Parts, step: int, microbatches: list[Any], shortage: Shortage) -> int:
+    """Halve this rank's microbatch after a step of its own that memory did not suffice for.
+
+    No other rank waits for it: they learn of the limit when they meet.
+
+    Returns:
+        The most samples of a pass from now on.
+
+    Raises:
+        DeviceMemoryError: the microbatch was a single sample.
+    """
+    sizes = sizes_of(microbatches)
+    size = max(sizes, default=0)
+    what = _what_happened(parts, parts.rank, step, size, sum(sizes), shortage.free_bytes)
+    if size <= 1:
+        raise DeviceMemoryError(f"{what} {shortage.said.rstrip('.')}. {FIX}")
+    parts.microbatch_limits[parts.rank] = half = -(-size // 2)
+    log.warning("%s From now on it is at most %d. The rank does its step again.", what, half)
+    return half
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from hetexp.logger.base import Logger
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
+from hetexp.training.local import LocalTraining
 from hetexp.training.loss import Loss, total_loss
 from hetexp.training.precision import LossScale, widened
 
@@ -71,6 +72,8 @@ class Parts:
     """Keeps the model's running out of memory; `None` where that ends the run."""
     input_bytes: int | None = None
     """Of one sample, where a script calls the model itself; `None`: those of the training data's inputs."""
+    local: LocalTraining | None = None
+    """What ranks keep that take steps by themselves; `None` where they do not."""
     microbatch_limits: list[int | None] = field(default_factory=list)
     """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
 
@@ -104,6 +107,16 @@ class Parts:
     def microbatch_size(self) -> int | None:
         """Most samples of a pass of this rank, as configuration or plan say; `None`: no limit."""
         return self.plan.microbatch_size(self.rank)
+
+    @property
+    def loaded_in(self) -> tuple[int, int | None]:
+        """Into how many microbatches a rank's slice is loaded, and of how many samples at most.
+
+        Whole for local steps, which cut it into pieces of their own.
+        """
+        if self.strategy.steps == "local":
+            return 1, None
+        return self.config.trainer.accumulate, self.microbatch_size
 
     def pass_sizes(self, num_samples: int, rank: int | None = None) -> list[int]:
         """Return the sizes of a rank's microbatches for so many local samples; `None`: of this one's."""

@@ -28,8 +28,9 @@ class StepResult:
     """Before clipping, of the whole batch."""
     learning_rate: float
     """The one that this step used."""
-    skipped: bool = False
-    """Whether the gradient was not finite and the weights therefore stay as they were; on all ranks alike."""
+    skipped: int = 0
+    """Whether the gradient was not finite and the weights therefore stay as they were; of local steps, how
+    many that all ranks know of since the step before. The same on every rank."""
     beyond_mending: bool = False
     """Whether, in addition, no smaller loss scale would help."""
     losses: list[torch.Tensor] = field(default_factory=list)

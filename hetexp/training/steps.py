@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from hetexp.data.loader import LocalBatch
+from hetexp.training.local_step import local_step
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import Parts
@@ -19,7 +20,7 @@ class StepFunction(Protocol):
     ) -> StepResult: ...
 
 
-STEPS: dict[str, StepFunction] = {"joint": joint_step}
+STEPS: dict[str, StepFunction] = {"joint": joint_step, "local": local_step}
 
 
 def train_step(

@@ -24,6 +24,7 @@ from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data
+from hetexp.data.dealt import DealtSampler
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import Backend, backend_class
 from hetexp.hardware.links import build_links
@@ -32,10 +33,13 @@ from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout
 from hetexp.optimizer.build import build_optimizer, build_schedule, restart_schedule
+from hetexp.strategy.base import Strategy
 from hetexp.training.balancer import Balancer
 from hetexp.training.compiled import compiled
+from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale, check_device
+from hetexp.training.rank_states import restore_rank
 from hetexp.training.shortage import recovering_guard
 from hetexp.training.state import Parts, Progress
 
@@ -54,9 +58,8 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     backend, device = open_device(plan, config, rank)
     data = build_data(config.data)
     num_samples = len(data.train)  # type: ignore[arg-type]  # map-style, as build_data checked
-    sampler = GlobalSampler(
-        num_samples, trainer.global_batch_size, trainer.seed, trainer.drop_last, trainer.overfit_batches
-    )
+    strategy = instantiate(config.strategy)
+    sampler = _sampler(plan, config, strategy, num_samples)
     # The same seed and the CPU's generator on every rank: the same weights whatever the device.
     torch.manual_seed(trainer.seed)
     model = build_model(config.model, data.facts, trainer.activation_checkpointing)
@@ -69,12 +72,12 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     # From here on dropout differs from rank to rank, as the samples do.
     torch.manual_seed(trainer.seed + 1 + rank)
     model.to(device)
-    strategy = instantiate(config.strategy)
     communicator = form_communicator(plan, config, rank, store, device, solo=strategy.solo)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, model)
     policy = instantiate(config.balancing)
-    settings = policy.settings if policy.follows else None
+    # Samples that were dealt out for good cannot follow the devices' speeds.
+    settings = policy.settings if policy.follows and not strategy.apart else None
     parts = Parts(
         plan=plan,
         config=config,
@@ -106,6 +109,8 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     strategy.join(parts.module, communicator, parts.to_device(inputs), backend.waiting)
     parts.guard = recovering_guard(parts)
     pace_exchange(parts)
+    if strategy.steps == "local":
+        parts.local = LocalTraining(parts, build_links(plan.devices, plan.network) if plan.paced else None)
     return parts
 
 
@@ -135,6 +140,14 @@ def pace_exchange(parts: Parts) -> None:
     links, limit = build_links(plan.devices, plan.network), parts.config.comm.timeout_seconds
     parts.exchange = PacedExchange(links, parts.rank, backend.synchronize, backend.backward_done, limit)
     parts.strategy.exchange_through(parts.module, parts.exchange.hook)
+
+
+def _sampler(plan: Plan, config: Config, strategy: Strategy, num_samples: int) -> GlobalSampler:
+    trainer = config.trainer
+    sizes = (num_samples, trainer.global_batch_size, trainer.seed)
+    if strategy.apart:
+        return DealtSampler(*sizes, plan.shares, trainer.drop_last, trainer.overfit_batches)
+    return GlobalSampler(*sizes, trainer.drop_last, trainer.overfit_batches)
 
 
 def form_communicator(
@@ -225,6 +238,7 @@ def resume(parts: Parts) -> Progress:
     parts.balancer.restore(state.extra.get("balancer"))
     if parts.loss_scale is not None and state.extra.get("loss_scale") is not None:
         parts.loss_scale = LossScale.from_dict(state.extra["loss_scale"])
+    restore_rank(parts, folder)
     parts.microbatch_limits = _limits_before(parts, state.extra.get("devices", []))
     return Progress.from_dict(state.step, state.position, state.extra["progress"])
 

@@ -167,7 +167,7 @@ def test_all_mistakes_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for part in (
         "4 configuration errors",
-        "`strategy` must be one of ddp, single, but is 'dpp' instead.",
+        "`strategy` must be one of ddp, ",
         "`trainer.max_stps` is not a key",
         "`--what-if` must be +card",
         "`--watts` must be given with --objective budget",

@@ -26,8 +26,10 @@ from hetexp.optimizer.build import build_schedule
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
+from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale
+from hetexp.training.shortage import recovering_guard
 from hetexp.training.state import Parts
 
 
@@ -121,6 +123,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
         normalizer: str = "global",
         precisions: tuple[str, ...] = (),
         follow: SchedulerSettings | None = None,
+        strategy: Strategy | None = None,
         **trainer: Any,
     ) -> Parts:
         rank = communicator.rank
@@ -168,17 +171,17 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
         steps = total_steps or settings.fast_dev_run or settings.max_steps
         assert steps is not None
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, maximize=climb)
-        strategy = Averaging(communicator)
-        return Parts(
+        chosen = strategy or Averaging(communicator)
+        parts = Parts(
             plan=plan,
             config=config,
             rank=rank,
             device=torch.device("cpu"),
             backend=CpuBackend(devices[rank]),
             communicator=communicator,
-            strategy=strategy,
+            strategy=chosen,
             model=model,
-            module=strategy.wrap(model, torch.device("cpu")),
+            module=chosen.wrap(model, torch.device("cpu")),
             optimizer=optimizer,
             schedule=build_schedule(optimizer, settings.schedule, settings.warmup_steps, steps),
             loss=build_loss(settings.loss),
@@ -197,5 +200,9 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
             balancer=Balancer(plan, settings=follow, num_workers=settings.num_workers),
             loss_scale=LossScale() if "float16" in plan.precisions else None,
         )
+        if chosen.steps == "local":
+            parts.local = LocalTraining(parts)
+            parts.guard = recovering_guard(parts)
+        return parts
 
     return make

@@ -1,0 +1,73 @@
+"""Each device trains a model of its own on its part of the data; in the end they are merged to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
+from hetexp.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hetexp.strategy.empty_share import EmptyShareGuard
+
+
+class Independent(Strategy):
+    """Exchanges neither gradients nor weights while it trains.
+
+    The training samples are dealt out once, by the seed and in proportion to the shares, each to one rank.
+    All ranks start from the same weights and take the same number of steps with their local batch sizes.
+
+    Args:
+        merge: whether the models are merged to one after the last step (`hetexp merge` does it later).
+        soup: `null`: the mean weighted by samples; `greedy`: models are taken in from the best to the worst,
+            each only if the evaluation loss of the mean falls (Wortsman et al. 2022).
+        batch_norm: `recalibrate`: running statistics are measured anew on training data with the merged
+            weights; `average`: they are averaged as the weights are.
+    """
+
+    name: ClassVar[str] = "independent"
+    steps = "local"
+    apart = True
+    exact = False
+    predicted_as = "apart"
+
+    def __init__(
+        self,
+        merge: bool = True,
+        soup: Literal["greedy"] | None = None,
+        batch_norm: Literal["recalibrate", "average"] = "recalibrate",
+    ) -> None:
+        self.merge, self.soup, self.batch_norm = merge, soup, batch_norm
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        if self.soup is not None and not self.merge:
+            fix = "hetexp merge --soup greedy does it later."
+            return [must_be("strategy.soup", "null unless `strategy.merge` is true", self.soup, fix)]
+        return []
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        return EmptyShareGuard(model)
+
+    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        assert isinstance(module, EmptyShareGuard)
+        return module
+
+    def averaged_over(self, world_size: int) -> int:
+        return 1
+
+    def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:
+        return 0

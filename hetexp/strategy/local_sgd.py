@@ -1,0 +1,101 @@
+"""Local SGD: each device takes optimizer steps of its own, and now and then their weights are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
+from hetexp.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hetexp.strategy.empty_share import EmptyShareGuard
+
+
+class LocalSGD(Strategy):
+    """Exchanges weights every `sync_every` steps, and nothing of the gradients.
+
+    A global step has the samples that it has under any strategy; each rank trains on its slice by itself.
+    At a sync the ranks' weights are averaged by what each trained on since the last one, and an outer SGD
+    steps from the last synced weights against that average (Stich 2019; with AdamW inside and Nesterov
+    momentum outside it is DiLoCo, Douillard et al. 2023).
+
+    Args:
+        sync_every: global steps from one sync to the next; the last step of a run always is one.
+        local_steps: `equal`: one step a rank for each global step; `speed`: each rank takes steps of about
+            as many samples as the smallest share has, so many as its share allows.
+        local_batch_size: samples of a local step under `speed`, instead of the smallest share.
+        outer_lr: 1 puts the average in the weights' place.
+        outer_momentum: of the outer SGD.
+        outer_nesterov: whether that momentum looks ahead.
+        inner_state: what becomes of the optimizer's state at a sync: each rank's own is kept, or averaged as
+            the weights are, or begun anew.
+        wire: how the change of the weights travels: in the weights' own type (`float32`), or rounded to
+            `bfloat16` or `int8` with error feedback.
+    """
+
+    name: ClassVar[str] = "local_sgd"
+    steps = "local"
+    exact = False
+    predicted_as = "periodic"
+
+    def __init__(
+        self,
+        sync_every: PositiveInt = 50,
+        local_steps: Literal["equal", "speed"] = "equal",
+        local_batch_size: PositiveInt | None = None,
+        outer_lr: PositiveFloat = 1.0,
+        outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+        outer_nesterov: bool = False,
+        inner_state: Literal["keep", "average", "reset"] = "keep",
+        wire: Literal["float32", "bfloat16", "int8"] = "float32",
+    ) -> None:
+        self.sync_every = sync_every
+        self.local_steps = local_steps
+        self.local_batch_size = local_batch_size
+        self.outer_lr, self.outer_momentum, self.outer_nesterov = outer_lr, outer_momentum, outer_nesterov
+        self.inner_state = inner_state
+        self.wire = wire
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        problems = []
+        trainer, every = config.trainer, self.sync_every
+        for key in ("eval_every", "checkpoint_every"):
+            steps = getattr(trainer, key)
+            if steps % every:
+                after = -(-steps // every) * every
+                accepted = f"a multiple of `strategy.sync_every` ({every})"
+                fix = f"Only at a sync do all devices hold one model. Write trainer.{key}={after}."
+                problems.append(must_be(f"trainer.{key}", accepted, steps, fix))
+        if self.outer_nesterov and self.outer_momentum == 0:
+            accepted = "above 0 where `strategy.outer_nesterov` is true"
+            problems.append(must_be("strategy.outer_momentum", accepted, self.outer_momentum))
+        if self.local_batch_size is not None and self.local_steps == "equal":
+            accepted = "null unless `strategy.local_steps` is speed"
+            problems.append(must_be("strategy.local_batch_size", accepted, self.local_batch_size))
+        return problems
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        return EmptyShareGuard(model)
+
+    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        assert isinstance(module, EmptyShareGuard)
+        return module
+
+    def averaged_over(self, world_size: int) -> int:
+        return 1

@@ -1,0 +1,209 @@
+"""What a rank keeps while it takes steps by itself, and what all of them do together at a sync."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetexp.comm.summation import Summation
+from hetexp.core.cost import Links
+from hetexp.strategy.independent import Independent
+from hetexp.strategy.local_sgd import LocalSGD
+from hetexp.training.measure import Meter
+from hetexp.training.outer import OuterStep
+from hetexp.training.precision import LossScale, NonFiniteError
+
+if TYPE_CHECKING:
+    from hetexp.training.state import Parts
+
+log = logging.getLogger(__name__)
+
+REHEARSED_SYNCS = 3
+FIX = "Lower `optimizer.lr` or set `trainer.clip_norm`; trainer.non_finite=skip leaves such steps out."
+
+
+@dataclass
+class Since:
+    """What a rank did since the last sync."""
+
+    count: int = 0
+    """Samples or unmasked tokens that it trained on."""
+    left_out: int = 0
+    """Local steps whose gradient was not finite."""
+    hopeless_step: int = 0
+    """Number of the first step, from 1, of which no smaller loss scale would have helped; 0: none."""
+    hopeless_loss: float = 0.0
+    seconds: list[tuple[int, int, float]] = field(default_factory=list)
+    """Step, samples of its global batch and own seconds, where shares follow the devices' speeds."""
+
+
+class LocalTraining:
+    """One rank's part of `local_sgd` or `independent` beside model and optimizer.
+
+    Args:
+        parts: of this rank, wired but for this.
+        links: channels of emulated devices.
+    """
+
+    def __init__(self, parts: Parts, links: Links | None = None) -> None:
+        strategy = parts.strategy
+        assert isinstance(strategy, (LocalSGD, Independent))
+        self.settings = strategy if isinstance(strategy, LocalSGD) else None
+        wire = self.settings.wire if self.settings is not None else "float32"
+        self._links = links
+        self._summation = Summation(parts.communicator, wire, parts.exchange, links)
+        self.outer: OuterStep | None = None
+        """From the first step on."""
+        self.since = Since()
+        self.samples = 0
+        """That this rank has trained on in the whole run."""
+        self.goes_on = False
+        """Whether the weights are a checkpoint's, which may be this rank's own."""
+        self.evaluations: list[dict[str, float]] = []
+        """Of each rank's own model, the last time that they were evaluated."""
+        self.merged: dict[str, Any] | None = None
+        """What became of the ranks' models (`hetexp.training.merging`)."""
+        self._warned = False
+
+    def begin(self, parts: Parts) -> OuterStep:
+        """Start from weights that all ranks hold; comes before the first step."""
+        if self.outer is None:
+            settings = self.settings or LocalSGD()
+            self.outer = OuterStep(parts.model, settings, parts.communicator, self._summation)
+            if not (self.goes_on and parts.strategy.apart):
+                self.outer.begin_together()
+                self.outer.hold()
+        return self.outer
+
+    def forget(self) -> None:
+        """Begin anew: weights and optimizer were put back to where they had been before."""
+        self.outer, self.since, self.samples = None, Since(), 0
+        self._summation.feedback, self._summation.sent_bytes = None, 0
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.outer.sent_bytes if self.outer is not None else 0
+
+    def pieces(self, parts: Parts, step: int, num_global: int, num_local: int) -> int:
+        """Return the number of local steps that this rank takes in a global one."""
+        if self.settings is None or self.settings.local_steps == "equal" or not num_local:
+            return min(1, num_local)
+        counts = parts.balancer.split(max(step, 0), num_global).counts
+        smallest = min(count for count in counts if count)
+        return max(1, round(num_local / (self.settings.local_batch_size or smallest)))
+
+    def due(self, parts: Parts, step: int) -> bool:
+        """Return whether the ranks meet after this step (the number of steps done before it)."""
+        if self.settings is None or step < 0:
+            return False
+        return (step + 1) % self.settings.sync_every == 0 or step + 1 == parts.total_steps
+
+    def sync(self, parts: Parts, step: int, loss_scale: LossScale | None, meter: Meter) -> int:
+        """Average what the ranks trained since the last sync; all of them call it.
+
+        Returns:
+            How many local steps were left out since then, on all ranks together.
+
+        Raises:
+            NonFiniteError: on every rank, where one had a gradient that is not finite and
+                `trainer.non_finite` says stop; nothing was averaged.
+            PeerLostError: another rank is gone.
+        """
+        outer, mine = self.begin(parts), self.since
+        parts.backend.pause()
+        start = parts.backend.mark()
+        told = self._told(parts, loss_scale)
+        self.since = Since()
+        _agree(parts, told, loss_scale)
+        self._face_non_finite(parts, told)
+        total = float(told[:, 0].sum())
+        if total:
+            outer.step(mine.count / total)
+            self._settle_moments(parts, outer, mine.count / total)
+        meter.waited(start, parts.backend.mark())
+        parts.backend.resume()
+        self._rebalance(parts, step, mine, told[:, _FIXED:])
+        return int(told[:, 1].sum())
+
+    def _told(self, parts: Parts, loss_scale: LossScale | None) -> torch.Tensor:
+        """Return what each rank tells of its steps since the last sync [ranks, `_FIXED` + steps]."""
+        mine, limit = self.since, parts.microbatch_limits[parts.rank]
+        told = torch.zeros((parts.communicator.world_size, _FIXED + len(mine.seconds)), dtype=torch.float64)
+        scale = (loss_scale.value, loss_scale.good_steps) if loss_scale is not None else (0.0, 0)
+        row = [mine.count, mine.left_out, mine.hopeless_step, mine.hopeless_loss, *scale, limit or 0]
+        told[parts.rank] = torch.tensor([*row, *(own for _, _, own in mine.seconds)], dtype=torch.float64)
+        return parts.communicator.all_reduce(told)
+
+    def _face_non_finite(self, parts: Parts, told: torch.Tensor) -> None:
+        hopeless = [(rank, int(row[2]), float(row[3])) for rank, row in enumerate(told.tolist()) if row[2]]
+        if not hopeless or parts.config.trainer.non_finite == "continue":
+            return
+        sentences = " ".join(
+            explain(step, loss, rank, f"{parts.plan.devices[rank]}") for rank, step, loss in hopeless
+        )
+        if parts.config.trainer.non_finite == "stop":
+            parts.communicator.barrier()
+            raise NonFiniteError(f"{sentences} No weights were averaged after it. {FIX}")
+        if parts.rank == 0 and not self._warned:
+            log.warning("%s Such steps are left out on that device; later ones are counted only.", sentences)
+        self._warned = True
+
+    def _settle_moments(self, parts: Parts, outer: OuterStep, weight: float) -> None:
+        assert self.settings is not None
+        if self.settings.inner_state == "average":
+            outer.average_moments(parts.optimizer, weight)
+        elif self.settings.inner_state == "reset":
+            parts.optimizer.state.clear()
+
+    def _rebalance(self, parts: Parts, step: int, mine: Since, seconds: torch.Tensor) -> None:
+        """Judge the steps since the last sync one by one, until one of them asks for another split."""
+        for position, (number, samples, _) in enumerate(mine.seconds):
+            decision = parts.balancer.observe(number, samples, seconds[:, position].tolist(), step)
+            if parts.rank == 0:
+                parts.balancer.tell(decision)
+            if decision is not None and decision.action in ("resplit", "move", "probe"):
+                return
+
+    def rehearse(self, parts: Parts) -> None:
+        """Exchange as a sync does, to find out how long that takes on this machine."""
+        if self.settings is not None:
+            for _ in range(REHEARSED_SYNCS):
+                self.begin(parts).step(1.0 / parts.communicator.world_size)
+
+    def sync_seconds(self, parts: Parts) -> float:
+        """Return the modelled time of a sync on emulated links: to the host, the exchange, and back."""
+        if self.settings is None or self._links is None:
+            return 0.0
+        trained = [p for p in parts.model.parameters() if p.requires_grad]
+        length, size = sum(p.numel() for p in trained), trained[0].element_size()
+        coded = self._summation.num_bytes(length, size)
+        travel = max(self._links.to_host_seconds(r, length * size) for r in range(self._links.world_size))
+        return 2 * travel + self._summation.seconds(self._links, coded)
+
+
+_FIXED = 7
+"""Numbers that every rank tells at a sync: count, steps left out, first hopeless step and its loss, loss
+scale and steps since it changed, microbatch limit; its seconds of each step follow."""
+
+
+def _agree(parts: Parts, told: torch.Tensor, loss_scale: LossScale | None) -> None:
+    """Take from what all ranks told: their microbatch limits, and the smallest loss scale."""
+    parts.microbatch_limits = [int(limit) or None for limit in told[:, 6].tolist()]
+    if loss_scale is not None:
+        loss_scale.value = float(told[:, 4].min())
+        smallest = told[:, 4] == told[:, 4].min()
+        loss_scale.good_steps = int(told[smallest, 5].min())
+
+
+def explain(step: int, loss: float, rank: int, device: str) -> str:
+    """Return what is told of a local step whose gradient is not finite.
+
+    Args:
+        step: its number, counted from 1.
+    """
+    which = f"the loss is {loss} there" if not math.isfinite(loss) else "the loss is finite"
+    return f"The gradient of step {step} on rank {rank}, {device}, is not finite, and {which}."

@@ -1,0 +1,125 @@
+"""A rank's own optimizer steps with its own samples; now and then the ranks meet (`LocalTraining.sync`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hetexp.comm.communicator import SoloCommunicator
+from hetexp.data.loader import LocalBatch, cut
+from hetexp.optimizer.build import restart_schedule
+from hetexp.training.gradient import take_gradient
+from hetexp.training.local import FIX, LocalTraining, explain
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.precision import NonFiniteError, settle
+from hetexp.training.shortage import ends_with_shortage, halve_alone, into_passes, sizes_of
+from hetexp.training.state import Parts
+from hetexp.training.step import StepResult
+
+
+def local_step(
+    parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+) -> StepResult:
+    """Take this rank's optimizer steps for a global batch, each with the mean over its own samples.
+
+    Clipping, loss scale and microbatches are this rank's own matter until the next sync. The learning rate
+    follows the global step, however many local ones a rank takes in it.
+
+    Raises:
+        NonFiniteError: see `LocalTraining.sync`; at once where the ranks never meet.
+    """
+    local = parts.local
+    assert local is not None
+    local.begin(parts)
+    own = LossNormalizer(SoloCommunicator(), 1, loss_scale=normalizer.loss_scale)
+    pieces = _pieces(parts, local, step, batch)
+    if not pieces:
+        parts.backend.begin_step(step)
+    results = [_own_step(parts, step, piece, own, meter) for piece in pieces]
+    learning_rate = float(parts.optimizer.param_groups[0]["lr"])
+    restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
+    meter.samples += batch.local_samples
+    local.samples += batch.local_samples
+    for result in results:
+        _take_in(parts, local, step, result)
+    if parts.balancer.follows and step >= 0:
+        local.since.seconds.append((step, batch.global_samples, meter.since_last()))
+    skipped = local.sync(parts, step, own.loss_scale, meter) if local.due(parts, step) else 0
+    if local.settings is None:
+        skipped = sum(result.skipped for result in results)
+    zero = torch.zeros((), dtype=parts.dtype, device=parts.device)
+    return StepResult(
+        loss_sum=sum((result.loss_sum for result in results), zero),
+        global_count=sum(result.global_count for result in results),
+        grad_norm=results[-1].grad_norm if results else None,
+        learning_rate=learning_rate,
+        skipped=skipped,
+    )
+
+
+def _pieces(parts: Parts, local: LocalTraining, step: int, batch: LocalBatch) -> list[list[Any]]:
+    """Return the microbatches of each local step; consecutive pieces of this rank's slice."""
+    number = local.pieces(parts, step, batch.global_samples, batch.local_samples)
+    if number == 0:
+        return []
+    passes = [parts.pass_sizes(size) for size in cut(batch.local_samples, number, None)]
+    cut_up = into_passes(batch.microbatches, [size for sizes in passes for size in sizes])
+    pieces, start = [], 0
+    for sizes in passes:
+        pieces.append(cut_up[start : start + len(sizes)])
+        start += len(sizes)
+    return pieces
+
+
+def _own_step(
+    parts: Parts, step: int, samples: list[Any], normalizer: LossNormalizer, meter: Meter
+) -> StepResult:
+    """Do one optimizer step with these microbatches, smaller ones where memory runs out."""
+    look = parts.config.trainer.non_finite != "continue"
+    while True:
+        bookmark = meter.bookmark()
+        gradient = take_gradient(parts, step, samples, normalizer, meter)
+        parts.backend.begin_update()
+        gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+        if gradient.shortage is None:
+            break
+        limit = halve_alone(parts, step, samples, gradient.shortage)
+        samples = into_passes(samples, [piece for n in sizes_of(samples) for piece in cut(n, 1, limit)])
+        meter.back_to(bookmark)
+        gradients.clear()  # the memory is needed
+    finite = settle(gradients, normalizer.loss_scale, look)
+    mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
+    grad_norm, clip_norm = None, parts.config.trainer.clip_norm
+    if clip_norm is not None:
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if finite:
+            torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), clip_norm, grad_norm)
+    if finite:
+        why = "The optimizer's update cannot be done again: some weights may have moved."
+        with ends_with_shortage(parts, step, sizes_of(samples), why):
+            parts.optimizer.step()
+    rate = float(parts.optimizer.param_groups[0]["lr"])
+    return StepResult(
+        gradient.loss_sum, gradient.global_count, grad_norm, rate, not finite, not finite and not mendable
+    )
+
+
+def _take_in(parts: Parts, local: LocalTraining, step: int, result: StepResult) -> None:
+    """Remember what a local step did until the next sync.
+
+    Raises:
+        NonFiniteError: the step was left out, nothing will mend that, and this rank never asks the others.
+    """
+    since = local.since
+    if not result.skipped:
+        since.count += result.global_count
+        return
+    since.left_out += 1
+    if not result.beyond_mending or since.hopeless_step:
+        return
+    since.hopeless_step, since.hopeless_loss = step + 1, float(result.loss_sum)
+    if local.settings is None and parts.config.trainer.non_finite == "stop":
+        told = explain(step + 1, since.hopeless_loss, parts.rank, f"{parts.plan.devices[parts.rank]}")
+        raise NonFiniteError(f"{told} {FIX}")

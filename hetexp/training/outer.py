@@ -1,0 +1,163 @@
+"""From the weights that all ranks held at one sync to those of the next (Douillard et al. 2023, DiLoCo).
+
+Everything is computed on the host from the same numbers in the same order: ranks on any devices hold the
+same weights after a sync, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from hetexp.comm.communicator import Communicator
+from hetexp.comm.summation import Summation
+from hetexp.strategy.local_sgd import LocalSGD
+
+COUNTERS = ("num_batches_tracked",)
+"""Integer buffers of which a sync keeps the largest; of others it keeps rank 0's."""
+
+
+class OuterStep:
+    """Averages what ranks trained apart, and steps against the mean of their changes.
+
+    What is trained travels; frozen parameters do not. Floating-point buffers (BatchNorm's running statistics)
+    become the ranks' weighted mean; of integer and boolean ones the largest of `COUNTERS` and rank 0's of all
+    others are kept.
+
+    Args:
+        model: the rank's replica, on its device.
+        exchange: sums over all ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: LocalSGD, communicator: Communicator, exchange: Summation
+    ) -> None:
+        self._model, self._settings = model, settings
+        self._communicator, self.exchange = communicator, exchange
+        self._plain = Summation(communicator)  # buffers and moments travel as they are
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._buffers = [b for b in model.buffers() if b.is_floating_point()]
+        self.momentum: torch.Tensor | None = None
+        """Of the outer SGD [trained elements]; `None` before its first step, and without any."""
+        self._synced = self._synced_buffers = torch.empty(0)
+        self.hold()
+
+    @property
+    def sent_bytes(self) -> int:
+        """That this rank has handed over for weights, buffers and moments."""
+        return self.exchange.sent_bytes + self._plain.sent_bytes
+
+    def hold(self) -> None:
+        """Take the model's present state for the one that all ranks hold."""
+        self._synced, self._synced_buffers = _flat(self._trained), _flat(self._buffers)
+
+    def step(self, weight: float) -> None:
+        """Put every rank where the outer step leads; all of them call it.
+
+        Args:
+            weight: this rank's part of what all ranks trained on since the last sync; they sum to 1.
+        """
+        change = (self._synced - _flat(self._trained)).mul_(weight)
+        self._synced -= self._settings.outer_lr * self._looked_ahead(self.exchange.sum(change))
+        _put(self._synced, self._trained)
+        if self._buffers:
+            now = _flat(self._buffers)
+            # A constant stays as it is to the bit, an infinite one, too.
+            change = torch.where(now == self._synced_buffers, 0.0, self._synced_buffers - now)
+            self._synced_buffers = self._synced_buffers - self._plain.sum(change * weight)
+            _put(self._synced_buffers, self._buffers)
+        self._agree_on_integers()
+
+    def _looked_ahead(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what torch's SGD would step against, given this gradient."""
+        momentum = self._settings.outer_momentum
+        if momentum == 0.0:
+            return gradient
+        if self.momentum is None:
+            self.momentum = gradient.clone()
+        else:
+            self.momentum.mul_(momentum).add_(gradient)
+        return gradient + momentum * self.momentum if self._settings.outer_nesterov else self.momentum
+
+    def _agree_on_integers(self) -> None:
+        named = [(n, b) for n, b in self._model.named_buffers() if not b.is_floating_point()]
+        named = [(n, b) for n, b in named if not b.is_complex()]
+        counters = [b for n, b in named if n.rpartition(".")[2] in COUNTERS]
+        others = [b for n, b in named if n.rpartition(".")[2] not in COUNTERS]
+        if counters:
+            _put(self._communicator.all_reduce(_flat(counters, torch.int64), "max"), counters)
+        if others:
+            mine = _flat(others, torch.int64)
+            mine = mine if self._communicator.rank == 0 else torch.zeros_like(mine)
+            _put(self._communicator.all_reduce(mine), others)
+
+    def begin_together(self) -> None:
+        """Give every rank the weights and floating-point buffers of rank 0."""
+        for tensors in (self._trained, self._buffers):
+            if tensors:
+                mine = _flat(tensors)
+                mine = mine if self._communicator.rank == 0 else torch.zeros_like(mine)
+                _put(Summation(self._communicator).sum(mine), tensors)
+
+    def average_moments(self, optimizer: torch.optim.Optimizer, weight: float) -> None:
+        """Average the optimizer's floating-point state over the ranks; of step counters the largest is kept.
+
+        A rank that has taken no step yet has no state, and goes on without.
+
+        Raises:
+            RuntimeError: ranks hold different state, which only happens where they train different
+                parameters.
+        """
+        moments, counters = _moments(optimizer, self._trained)
+        sizes = torch.tensor([sum(m.numel() for m in moments), len(counters)], dtype=torch.int64)
+        length, number = self._communicator.all_reduce(sizes, "max").tolist()
+        if moments and (int(sizes[0]), int(sizes[1])) != (length, number):
+            raise RuntimeError(
+                "`strategy.inner_state` must be keep or reset where ranks train different parameters: their "
+                "optimizers hold different state, which has no average."
+            )
+        if length:
+            mine = _flat(moments) * weight if moments else torch.zeros(length, dtype=self._synced.dtype)
+            # Ranks without state take no part in the mean.
+            parts = torch.tensor([weight if moments else 0.0], dtype=torch.float64)
+            whole = float(self._communicator.all_reduce(parts))
+            mean = self._plain.sum(mine)
+            if moments and whole:
+                _put(mean / whole, moments)
+        if number:
+            mine = _flat(counters, torch.float64) if counters else torch.zeros(number, dtype=torch.float64)
+            largest = self._communicator.all_reduce(mine, "max")
+            if counters:
+                _put(largest, counters)
+
+
+def _moments(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the optimizer's state, in the parameters' order: of a parameter's shape, and single numbers."""
+    moments: list[torch.Tensor] = []
+    counters: list[torch.Tensor] = []
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
+        for _, value in sorted(state.items()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                (moments if value.shape == parameter.shape and value.dim() else counters).append(value)
+    return moments, counters
+
+
+def _flat(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return all elements in one vector of its own on the host."""
+    found = [tensor.detach().to("cpu", dtype).reshape(-1) for tensor in tensors]
+    return torch.cat(found) if found else torch.empty(0)
+
+
+@torch.no_grad()
+def _put(vector: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
+    """Copy the elements of a vector into tensors, wherever and of whatever type these are."""
+    start = 0
+    for tensor in tensors:
+        piece = vector[start : start + tensor.numel()]
+        tensor.copy_(piece.view(tensor.shape).to(tensor.dtype))
+        start += tensor.numel()

@@ -1,0 +1,112 @@
+"""What differs from rank to rank under `local_sgd`, in one file a rank of a checkpoint.
+
+A checkpoint holds the synced model and rank 0's optimizer, as any other. To go on to the bit, each rank needs
+its own optimizer's state (`strategy.inner_state=keep`) and what its wire has lost, and all of them the outer
+momentum.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+from hetexp.checkpoint.model_state import named_parameters
+from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
+from hetexp.comm.communicator import Communicator
+from hetexp.training.state import Parts
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 2**24
+"""Of a rank's state that travel in one message."""
+FEEDBACK, MOMENTUM = "wire/feedback", "outer/momentum"
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file in a checkpoint folder."""
+    return f"rank_{rank}.safetensors"
+
+
+def rank_files(parts: Parts) -> dict[str, bytes]:
+    """Return the files of all ranks by name, on rank 0; nothing where no rank has a state of its own.
+
+    All ranks call it: their states travel to rank 0.
+    """
+    local = parts.local
+    if local is None or local.settings is None or local.outer is None:
+        return {}
+    tensors: dict[str, torch.Tensor] = {}
+    packed: dict[str, Any] | None = None
+    if local.settings.inner_state == "keep" and parts.rank > 0:
+        names: dict[torch.nn.Parameter, str] = {}
+        for name, parameter in named_parameters(parts.model).items():
+            names.setdefault(parameter, name)
+        found, packed = pack_optimizer(parts.optimizer, names)
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in found.items()}
+    if local.outer.exchange.feedback is not None:
+        tensors[FEEDBACK] = local.outer.exchange.feedback
+    if local.outer.momentum is not None and parts.rank == 0:
+        tensors[MOMENTUM] = local.outer.momentum
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    mine = safetensors.torch.save(copies, {"optimizer": json.dumps(packed)})
+    everyone = _to_first(parts.communicator, mine)
+    return {file_name(rank): content for rank, content in enumerate(everyone)}
+
+
+def restore_rank(parts: Parts, folder: Path) -> None:
+    """Put this rank's own state back, from a checkpoint whose model and optimizer have been loaded.
+
+    A checkpoint of other ranks, or of another strategy, has none for it: its optimizer goes on from rank 0's
+    state, and what the wire had lost is lost.
+    """
+    local = parts.local
+    if local is None or local.settings is None:
+        return
+    first = folder / file_name(0)
+    if not first.is_file():
+        return
+    outer = local.begin(parts)
+    saved = len(list(folder.glob("rank_*.safetensors")))
+    with safe_open(first, "pt", "cpu") as file:
+        if MOMENTUM in file.keys():  # noqa: SIM118 - it is no mapping
+            outer.momentum = file.get_tensor(MOMENTUM).clone()
+    if saved != parts.communicator.world_size:
+        if parts.rank == 0:
+            log.warning(
+                "resume: the checkpoint is of %d ranks, which are now %d: every optimizer goes on from the "
+                "state of the first one.",
+                saved,
+                parts.communicator.world_size,
+            )
+        return
+    with safe_open(folder / file_name(parts.rank), "pt", "cpu") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        packed = json.loads(file.metadata()["optimizer"])
+    if FEEDBACK in found and local.settings.wire != "float32":
+        outer.exchange.feedback = found[FEEDBACK].clone()
+    if packed is not None and local.settings.inner_state == "keep":
+        moments = {n.removeprefix("optimizer/"): t for n, t in found.items() if n.startswith("optimizer/")}
+        restore_optimizer(moments, packed, parts.optimizer, named_parameters(parts.model))
+
+
+def _to_first(communicator: Communicator, mine: bytes) -> list[bytes]:
+    """Return every rank's bytes on rank 0, and nothing on the others."""
+    sizes = torch.zeros(communicator.world_size, dtype=torch.int64)
+    sizes[communicator.rank] = len(mine)
+    lengths = communicator.all_reduce(sizes).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    everyone: list[list[bytes]] = [[] for _ in lengths]
+    for piece in padded.split(PIECE_BYTES):
+        for rank, part in enumerate(communicator.all_gather(piece)):
+            if communicator.rank == 0:
+                everyone[rank].append(part.numpy().tobytes())
+    if communicator.rank:
+        return []
+    return [b"".join(pieces)[:length] for pieces, length in zip(everyone, lengths, strict=True)]
