@@ -180,6 +180,8 @@ class TrainerConfig(Section):
     checkpoint_every: NonNegativeInt = 0
     """Steps between checkpoints; 0 writes one at the end only."""
     log_every: PositiveInt = 10
+    check_sync_every: NonNegativeInt = 0
+    """Steps between comparisons of all ranks' replicas (`hetexp.training.replicas`); 0: none."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     drop_last: bool = False
     num_workers: NonNegativeInt = 0

@@ -17,6 +17,7 @@ from hetexp.training.measure import Meter, Totals
 from hetexp.training.non_finite import explain
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError
+from hetexp.training.replicas import ReplicaCheck
 from hetexp.training.saving import save, save_before
 from hetexp.training.state import Parts, Progress
 from hetexp.training.step import StepResult
@@ -48,6 +49,7 @@ def train(parts: Parts, progress: Progress) -> Outcome:
     outcome = Outcome(progress, window.totals)
     evaluated_at = saved_at = -1
     first_step = progress.step
+    replicas = ReplicaCheck(parts)
     parts.model.train()
     batches = local_batches(
         parts.train_data,
@@ -78,6 +80,10 @@ def train(parts: Parts, progress: Progress) -> Outcome:
             told = tell_non_finite(parts, progress, batch, result, window)
             if trainer.non_finite == "stop":
                 raise NonFiniteError(f"{told} {save_before(parts, good, first_step, saved_at)}")
+        if replicas.due(progress.step, result.synchronised):
+            window.pause()
+            replicas.compare(progress.step)
+            window.restart()
         if progress.step % trainer.log_every == 0:
             outcome.train_loss = window.log(progress)
         if trainer.eval_every and progress.step % trainer.eval_every == 0:

@@ -37,6 +37,8 @@ class StepResult:
     """Of `loss_sum`, each microbatch's own, as the step was done at last."""
     factor: float = 1.0
     """What they were multiplied by before backward."""
+    synchronised: bool = True
+    """Whether all ranks hold the same weights after it, as after every joint step."""
 
 
 def joint_step(

@@ -63,3 +63,14 @@ def test_a_strategy_that_cannot_run_falls_back_only_where_it_is_told_to(train: T
     screen = " ".join(run.screen.split())
     assert f"strategy.fallback=single: choosy cannot run. {reason} cpu:0 " in screen
     assert f"Not choosy but single: {reason}" in screen
+
+
+def test_a_rank_that_drifts_is_found(train: Train, tmp_path: Path) -> None:
+    common = (option for option in COMMON if not option.startswith("model"))
+    options = (*common, "model=custom", "model._target_=drifting.Net", "trainer.check_sync_every=2")
+    assert train(*options, "+model.by=0.0").summary["steps"] == 4
+    with pytest.raises(RunFailedError) as caught:
+        train(*options, folder=tmp_path / "drifted")
+    told = str(caught.value)
+    assert "After step 4 the ranks no longer hold one model: the weight of layers.1.weight differs" in told
+    assert "rank 1, cpu:1" in told

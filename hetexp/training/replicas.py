@@ -1,0 +1,171 @@
+"""Do all ranks still hold one model? A debug check that costs a copy of weights and gradients to the host.
+
+Each rank reduces every tensor to three numbers, in float64 on the host whatever its device: its projection on
+a fixed random vector of ±1, its squared norm and its largest magnitude. The projection of a difference is
+about as large as the difference's norm, whatever shape it has (Johnson and Lindenstrauss 1984), so that a few
+numbers a tensor tell how far apart two replicas are.
+
+Replicas on unlike devices apply the same gradient with different rounding. A difference counts from
+`TOLERANCE` times the tensor's norm on: a million roundings that add up at random stay below it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetexp.core.errors import HetexpError
+from hetexp.training.state import Parts
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+"""Largest difference of two replicas that rounding explains, relative to the tensor's norm, by the type of
+the weights. An exchanged gradient is the same to the bit, but for the factor by which it is clipped."""
+SPREAD = 4.0
+"""A projection is seldom more than this many times as large as the difference that it is of."""
+CHUNK = 2**20
+"""Elements that are on the host at the same time."""
+FIX = (
+    "Something changes the model on one rank only, or keeps gradients from being exchanged: a hook, an "
+    "optimizer with random numbers, a part of the model that the strategy does not see."
+)
+
+
+class ReplicaError(HetexpError):
+    """Ranks that should hold the same weights do not."""
+
+
+@dataclass(frozen=True)
+class _Difference:
+    kind: str
+    name: str
+    size: float
+    """Relative to the tensor's norm."""
+    values: list[list[float]]
+    """Each rank's projection, squared norm and largest magnitude."""
+
+
+class ReplicaCheck:
+    """Compares the replicas of all ranks; every rank asks at the same steps."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._every = parts.config.trainer.check_sync_every
+        self._due = False
+        self._warned = False
+
+    def due(self, step: int, synchronised: bool) -> bool:
+        """Tell whether the replicas are to be compared after this step: at every so many, and at the next
+        synchronisation where ranks take steps of their own in between.
+        """
+        several = self._parts.communicator.world_size > 1
+        self._due |= self._every > 0 and step % self._every == 0 and several
+        return self._due and synchronised
+
+    def compare(self, step: int) -> None:
+        """Compare weights, buffers, and the gradients of a joint step.
+
+        Buffers are warned of, once: those that each rank computes from its own samples differ unless the
+        strategy synchronises them.
+
+        Raises:
+            ReplicaError: weights or gradients differ by more than rounding; the same on every rank.
+        """
+        self._due = False
+        found = self._differences()
+        told = [one for one in found if one.kind != "buffer"]
+        if told:
+            raise ReplicaError(f"{self._words(step, told)} {FIX}")
+        if found and not self._warned:
+            self._warned = True
+            if self._parts.rank == 0:
+                log.warning("%s Rank 0's is saved.", self._words(step, found))
+
+    def _differences(self) -> list[_Difference]:
+        parts = self._parts
+        kinds, rows = [], []
+        for number, (kind, name, tensor) in enumerate(_tensors(parts)):
+            kinds.append((kind, name))
+            rows.append(fingerprint(tensor, number))
+        everyone = torch.zeros((parts.communicator.world_size, len(rows), 3), dtype=torch.float64)
+        everyone[parts.rank] = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
+        by_tensor = parts.communicator.all_reduce(everyone).transpose(0, 1).tolist()
+        tolerance = TOLERANCE[parts.dtype]
+        found = []
+        for (kind, name), values in zip(kinds, by_tensor, strict=True):
+            size = max(_distance(values[0], other) for other in values)
+            if size > tolerance:
+                found.append(_Difference(kind, name, size, values))
+        return found
+
+    def _words(self, step: int, found: list[_Difference]) -> str:
+        worst = max(found, key=lambda one: one.size)
+        devices = self._parts.plan.devices
+        values = "; ".join(
+            f"rank {rank}, {device}: norm {math.sqrt(square):.12g}, largest {largest:.12g}"
+            for rank, (device, (_, square, largest)) in enumerate(zip(devices, worst.values, strict=True))
+        )
+        others = len(found) - 1
+        more = f" {others} other tensor{'s differ' if others > 1 else ' differs'}, too." if others else ""
+        return (
+            f"After step {step} the ranks no longer hold one model: the {worst.kind} of {worst.name} differs "
+            f"by about {worst.size:.2g} of its norm, where {TOLERANCE[self._parts.dtype]:g} may come of "
+            f"rounding ({values}).{more}"
+        )
+
+
+def _tensors(parts: Parts) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield what all ranks should hold alike, in one order."""
+    joint = parts.strategy.steps == "joint"
+    for name, parameter in parts.model.named_parameters():
+        yield "weight", name, parameter.detach()
+        if joint and parameter.requires_grad:
+            gradient = parameter.grad
+            yield "gradient", name, torch.zeros(()) if gradient is None else gradient
+    for name, buffer in parts.model.named_buffers():
+        yield "buffer", name, buffer
+
+
+def fingerprint(tensor: torch.Tensor, number: int) -> tuple[float, float, float]:
+    """Return a tensor's projection on a fixed vector of ±1, its squared norm and its largest magnitude.
+
+    Args:
+        number: chooses the vector; the same on every rank.
+    """
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
+    projection = square = largest = 0.0
+    for chunk_number, chunk in enumerate(flat.split(CHUNK)):
+        values = chunk.to("cpu").to(torch.float64)
+        if not len(values):
+            continue
+        projection += float(values @ _signs(number, chunk_number, len(values)))
+        square += float(values @ values)
+        largest = max(largest, float(values.abs().amax()))
+        if not math.isfinite(square):
+            largest = math.inf  # a maximum forgets NaN
+    return projection, square, largest
+
+
+def _signs(number: int, chunk: int, count: int) -> torch.Tensor:
+    """Return [count] numbers of 1 and -1; NumPy keeps this generator's raw stream for good."""
+    source = np.random.Philox(np.random.SeedSequence([number, chunk]))
+    words = np.atleast_1d(source.random_raw(-(-count // 64))).astype("<u8")
+    bits = np.unpackbits(words.view(np.uint8))[:count]
+    return torch.from_numpy(bits).to(torch.float64) * 2.0 - 1.0
+
+
+def _distance(one: list[float], other: list[float]) -> float:
+    """Return about how far apart two tensors are, relative to the larger norm."""
+    finite = [all(map(math.isfinite, values)) for values in (one, other)]
+    if not all(finite):
+        return 0.0 if finite[0] == finite[1] else math.inf
+    norm = math.sqrt(max(one[1], other[1]))
+    apart = max(abs(one[0] - other[0]) / SPREAD, abs(one[2] - other[2]))
+    return apart / norm if norm else 0.0
