@@ -186,7 +186,7 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     from hetexp.core.files import write_text
     from hetexp.hardware.pool import Selection
     from hetexp.launch.launcher import launch
-    from hetexp.launch.prepare import memory_of, with_measured_split, with_memory
+    from hetexp.launch.prepare import prepare
     from hetexp.plan.calibrations import drop_if_wrong
     from hetexp.plan.planner import make_plan
 
@@ -206,9 +206,7 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     console = console or Console()
     if config.plan_only:
         return _predict(plan, config, console)
-    memory = memory_of(plan, config)
-    plan = with_measured_split(plan, config, memory, console)
-    plan = with_memory(plan, memory)
+    plan = prepare(plan, config, console)
     summary = launch(plan, config, console)
     told = drop_if_wrong(plan, summary)
     if told is not None:

@@ -169,7 +169,7 @@ def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, con
     from hetexp.core.overrides import compose_typed
     from hetexp.core.words import written_out
     from hetexp.hardware.pool import Selection
-    from hetexp.launch.prepare import memory_of, with_measured_split
+    from hetexp.launch.prepare import prepare
     from hetexp.plan.planner import Request, make_plan
 
     register_resolvers()
@@ -201,8 +201,7 @@ def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, con
     assert isinstance(selection, Selection)
     request = Request(folder / "runs" / "plan", here, overrides=tuple(overrides))
     request.run_dir.mkdir(parents=True, exist_ok=True)
-    plan = make_plan(config, raw, selection, request)
-    plan = with_measured_split(plan, config, memory_of(plan, config), console)
+    plan = prepare(make_plan(config, raw, selection, request), config, console)
     return _Prepared(raw, config, selection, request, plan, console)
 
 

@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     from hetexp.training.estimate import RunMemory
 
 
+def prepare(plan: Plan, config: Config, console: Console) -> Plan:
+    """Return the plan that is launched.
+
+    Raises:
+        ConfigError: a device has less memory than it needs.
+        SetupError, RunFailedError: measuring the devices could not be started, or failed.
+    """
+    memory = memory_of(plan, config)
+    return with_memory(with_measured_split(plan, config, memory, console), memory)
+
+
 def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, console: Console) -> Plan:
     """Return the plan with the split that measures best, where the policy asks for it and there is a choice.
 

@@ -99,7 +99,8 @@ def explain(
     sums = parts.communicator.all_reduce(own).tolist()
     bad_loss = [not math.isfinite(value) for value in sums]
     found = Found()
-    if bad_loss[rank] or not any(bad_loss):
+    whole = parts.strategy.steps != "staged"  # a stage alone computes no loss
+    if whole and (bad_loss[rank] or not any(bad_loss)):
         with parts.communicator.working():
             found = _search(parts, batch, losses, factor, of_loss=bad_loss[rank])
     parts.communicator.meet()  # the search may have taken one of them its time
