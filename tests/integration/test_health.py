@@ -52,6 +52,21 @@ def test_a_bad_sample_stops_the_run_with_a_checkpoint_to_go_on_from(train: Train
     assert [row["train/skipped_steps"] for row in run.metrics if "train/loss" in row] == [1, 1, 1]
 
 
+def test_a_gradient_that_is_not_finite_where_the_loss_is(train: Train, tmp_path: Path) -> None:
+    first, _ = GlobalSampler(64, 16, seed=0).batch(Position())
+    bad = int(first[14])
+    common = (option for option in COMMON if not option.startswith("model"))
+    options = (*common, "model=custom", "model._target_=poisoned.Root", f"+data.zero=[{bad}]")
+    with pytest.raises(RunFailedError) as caught:
+        train(*options, "trainer.accumulate=2", folder=tmp_path / "run")
+    told = str(caught.value)
+    assert "every loss is finite, but rank 1's own gradient, on cpu:1" in told
+    assert f"is not (first in first.weight), because of training sample {bad}." in told
+    assert "start anew" in told and not (tmp_path / "run" / "checkpoints").exists()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["checkpoint"] is None
+
+
 def test_a_strategy_that_cannot_run_falls_back_only_where_it_is_told_to(train: Train) -> None:
     options = (*COMMON, "strategy._target_=choosy.Choosy", "trainer.max_steps=2")
     with pytest.raises(ConfigError, match="Or strategy.fallback=single goes on"):

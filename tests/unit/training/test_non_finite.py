@@ -111,6 +111,14 @@ def test_the_samples_of_a_gradient_are_named(make_parts: MakeParts) -> None:
     assert "(first in norm.weight), because" in told
 
 
+def test_samples_are_named_where_memory_cut_the_microbatches(make_parts: MakeParts) -> None:
+    bad = order(make_parts)[8 + 5]
+    parts = make_parts(SoloCommunicator(), train=data(bad), model=Net(), max_steps=3)
+    parts.microbatch_limits = [4]
+    with pytest.raises(NonFiniteError, match=rf"step 2 .* because of training sample {bad}\."):
+        train(parts, Progress())
+
+
 def test_many_samples_are_not_all_named(make_parts: MakeParts) -> None:
     with pytest.raises(NonFiniteError, match=r"training samples (\d+, ){7}\d+ and more\."):
         train_on(make_parts, [1.0], data(*range(24)), global_batch_size=24, max_steps=1)
