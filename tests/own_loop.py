@@ -37,11 +37,14 @@ def tokens() -> TensorDataset:
     return TensorDataset(words, labels)
 
 
-def rows() -> TensorDataset:
-    """Return vectors and classes."""
+def rows(masked: bool) -> TensorDataset:
+    """Return vectors and classes, in float64 and half of them without a class where that is wanted."""
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(SAMPLES, 5, generator=generator)
-    return TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
+    classes = inputs[:, :3].argmax(dim=1)
+    if masked:
+        classes[torch.rand(SAMPLES, generator=generator) < 0.5] = -100
+    return TensorDataset(inputs.double() if masked else inputs, classes)
 
 
 def make(case: str) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
@@ -51,11 +54,11 @@ def make(case: str) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     if case == "tokens":
         model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 11)).double()
     elif case == "norm":
-        model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).double()
     else:
         model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, optimizer, tokens() if case == "tokens" else rows()
+    return model, optimizer, tokens() if case == "tokens" else rows(masked=case == "norm")
 
 
 def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -64,7 +67,7 @@ def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def plain_loop(case: str, steps: int) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
@@ -132,7 +135,6 @@ def main() -> None:
             "counts": counts,
             "evaluation": evaluation,
             "logged": logged,
-            "buffers": dict(model.named_buffers()),
             "device": str(run.device),
         },
         options.folder / f"rank_{run.rank}.pt",

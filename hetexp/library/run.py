@@ -152,13 +152,14 @@ class Run:
         if parts.exchange is not None:
             parts.exchange.begin_step()
         self._normalizer.tell = parts.balancer.own_seconds(self._window.meter)
-        rows = parts.pass_sizes(batch.local_samples) or [0]
-        step = ScriptStep(parts, self._normalizer, self._window.meter, batch, rows)
-        self._step = step
-        for microbatch in batch.microbatches or [self._collate([parts.train_data[0]])]:
-            step.next_microbatch()
-            yield on_device(microbatch, parts.device)
+        step = self._step = ScriptStep(parts, self._normalizer, self._window.meter, batch)
+        while not step.is_over:
+            yield on_device(step.next_microbatch(self._stand_in), parts.device)
             step.check_gone_back()
+
+    def _stand_in(self) -> Any:
+        """Return a batch of a sample, on the host, where this rank has none."""
+        return self._collate([self._parts.train_data[0]])
 
     def backward(
         self, loss: torch.Tensor, count: int | None = None, *, reduction: Reduction = "mean"
@@ -212,6 +213,9 @@ class Run:
         bytes_ = sum(t.numel() * t.element_size() for t in tensors(call))
         parts.input_bytes = bytes_ // max(1, num_samples(call))
         parts.backend.attach(self._called, parts.optimizer, call)
+        parts.strategy.join(parts.module, parts.communicator, call, parts.backend.waiting)
+        assert self._step is not None
+        self._step.count_passes()
         modes = [(module, module.training) for module in self.model.modules()]
         self._rehearsing = True
         parts.time_scale = rehearse(parts, partial(self._rehearse, call))
@@ -229,7 +233,7 @@ class Run:
                 parts.exchange.begin_step()
             parts.backend.begin_step(-1)
             with parts.autocast():
-                output = parts.module(None if self._step.is_empty else call)
+                output = parts.module(call if self._step.rows else None)
             found = [t.float().sum() for t in tensors(output) if t.requires_grad]
             if not found:
                 raise SetupError(

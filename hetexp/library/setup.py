@@ -228,8 +228,12 @@ def _decided(plan: Plan, given: Mapping[str, Any], model: nn.Module) -> Plan:
     plan = replace(plan, config=config, local_batch_sizes=counts)
     if all(parameter.dtype != torch.float64 for parameter in model.parameters()):
         return plan
-    if problems := precision_problems("float64", plan.devices):
-        raise ConfigError(problems)
+    if precision_problems("float64", plan.devices):
+        lacking = [str(d) for d in plan.devices if d.precisions is not None and "float64" not in d.precisions]
+        raise ConfigError(
+            "`model` must be of float32 where a device does not compute in float64, but is of float64 "
+            f"instead: {', '.join(lacking)}."
+        )
     return replace(plan, precisions=("float64",) * plan.world_size)
 
 

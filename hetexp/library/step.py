@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 
 from hetexp.core.errors import UsageError, must_be
 from hetexp.data.loader import LocalBatch
+from hetexp.hardware.pacing import tensors
 from hetexp.library.front import Call, keeping_statistics
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
@@ -25,45 +27,50 @@ class ScriptStep:
     backwards, and the exchanged gradient is multiplied by the normaliser's factor at the end.
 
     A rank without samples is given a real one, so that the script's loop runs as on any other: its model is
-    called and learns nothing, its loss is not looked at, and gradients of zero take part in the exchange.
-
-    Args:
-        rows: samples of each microbatch of this rank; a single 0 where it has none.
+    called and learns nothing, its loss is not looked at, and gradients of zero take part in the exchange. So
+    is one with fewer microbatches than others where all must do equally many passes.
     """
 
-    def __init__(
-        self, parts: Parts, normalizer: LossNormalizer, meter: Meter, batch: LocalBatch, rows: list[int]
-    ) -> None:
+    def __init__(self, parts: Parts, normalizer: LossNormalizer, meter: Meter, batch: LocalBatch) -> None:
         self._parts, self._normalizer, self._meter = parts, normalizer, meter
-        self.batch, self._rows = batch, rows
+        self.batch = batch
+        self._rows = parts.pass_sizes(batch.local_samples)
+        self._num_passes = 1
+        self.count_passes()
         self._number = -1
         self._called = self._gone_back = self._has_gradient = False
         self._start: Any = None
-        self._zero: torch.Tensor | None = None
+        self._outputs: list[Any] = []
         self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
         self.count = 0
         """Elements that the loss is the mean of, on this rank, so far."""
         self.global_count = 0
 
     @property
-    def is_empty(self) -> bool:
-        """Whether this rank has no samples in this step."""
-        return self._rows == [0]
+    def rows(self) -> int:
+        """Samples of the microbatch; 0 where one stands in that does not count."""
+        return self._rows[self._number] if self._number < len(self._rows) else 0
 
     @property
     def is_last(self) -> bool:
-        return self._number == len(self._rows) - 1
+        return self._number == self._num_passes - 1
 
     @property
     def is_over(self) -> bool:
         """Whether the parameters hold the gradient of the whole batch."""
         return self.is_last and self._gone_back
 
-    def next_microbatch(self) -> None:
-        """Begin with the next microbatch."""
+    def count_passes(self) -> None:
+        """Find out how many passes this rank does, once the ranks have agreed on what they do together."""
+        self._num_passes = max(1, len(self._rows), self._parts.num_passes(self.batch.counts))
+
+    def next_microbatch(self, stand_in: Callable[[], Any]) -> Any:
+        """Begin with the next microbatch and return it, or what stands in where this rank has none."""
         self._number += 1
         self._called = self._gone_back = False
         self._start = None
+        self._outputs.clear()
+        return self.batch.microbatches[self._number] if self.rows else stand_in()
 
     def check_gone_back(self) -> None:
         """Check that the microbatch is over.
@@ -84,10 +91,10 @@ class ScriptStep:
         if self._start is None:
             self._start = parts.backend.mark()
         with self._accumulating(), parts.autocast():
-            if not self.is_empty:
-                return widened(parts.module(call))
-            zero = parts.module(None)
-        self._zero = zero if self._zero is None else self._zero + zero
+            output = widened(parts.module(call if self.rows else None))
+        self._outputs.append(output)
+        if self.rows:
+            return output
         args, kwargs = call
         with keeping_statistics(parts.model), parts.autocast():
             return widened(parts.model(*args, **kwargs))
@@ -95,38 +102,41 @@ class ScriptStep:
     def backward(self, loss: torch.Tensor, count: int | None, reduction: Reduction) -> None:
         """Go back from the microbatch's loss; after the last one exchange, and scale the gradient."""
         self._check_backward(loss, reduction)
-        self._meter.span(self._start, self._parts.backend.mark())
-        rows = self._rows[self._number]
-        counted = 0 if self.is_empty else rows if count is None else int(count)
+        if self.rows:  # what stands in is no work of this device
+            self._meter.span(self._start, self._parts.backend.mark())
+        counted = 0 if not self.rows else self.rows if count is None else int(count)
         self.count += counted
         if self.is_last:
             self._normalizer.start(self.count)
-        if self.is_empty and self._zero is not None:
-            self._go_back(self._zero)
-        elif counted == 0:
-            # A mean over nothing is NaN, and so is what would go back from it.
-            if self.is_last:
-                self._send_zeros()
+        if counted:
+            total = widened(loss).sum() * (counted if reduction == "mean" else 1)
+            self._go_back(total)
+            self.loss_sum += total.detach().to(self.loss_sum)
         else:
-            total = widened(loss) * counted if reduction == "mean" else widened(loss)
-            self._go_back(total.sum())
-            self.loss_sum += total.detach().sum().to(self.loss_sum)
-            self._has_gradient = True
+            self._go_back_from_nothing()
+        self._outputs.clear()
         self._gone_back = True
         if self.is_last:
+            self._parts.strategy.check_exchanged(self._parts.module)
             self._scale()
 
     def _go_back(self, total: torch.Tensor) -> None:
         with self._accumulating():
             self._meter.backward(total)
+        self._has_gradient = True
 
-    def _send_zeros(self) -> None:
-        parts = self._parts
-        trained = [p for p in parts.model.parameters() if p.requires_grad]
-        parts.strategy.end_exchange(parts.module, trained, 0.0)
-        for parameter in trained if parts.communicator.world_size == 1 else ():
-            if parameter.grad is None:  # nobody exchanges: as a backward pass would have left it
-                parameter.grad = torch.zeros_like(parameter)
+    def _go_back_from_nothing(self) -> None:
+        """Send zeros back: a mean over nothing is NaN, and so is what would go back from it.
+
+        They go through the model, in which ranks may wait for each other, from what of its output is finite:
+        a loss that the model itself computes is not.
+        """
+        found = [t for t in tensors(self._outputs) if t.requires_grad and bool(t.isfinite().all())]
+        if found:
+            self._go_back(torch.stack([(t * 0.0).sum() for t in found]).sum())
+        elif self.is_last:
+            trained = [p for p in self._parts.model.parameters() if p.requires_grad]
+            self._parts.strategy.end_exchange(self._parts.module, trained, 0.0)
 
     def _scale(self) -> None:
         """Make the exchanged sum the mean over all that counts in the whole batch."""
@@ -157,7 +167,7 @@ class ScriptStep:
                 f"run.backward must get the loss as a tensor of one element, but its shape is {shape}. Give "
                 "loss.mean(), or loss.sum() with reduction='sum'."
             )
-        if not self.is_empty and not loss.requires_grad:
+        if self.rows and not loss.requires_grad:
             raise UsageError("run.backward must get a loss that depends on what run.model(…) returned.")
         if self._has_gradient and all(p.grad is None for p in self._parts.model.parameters()):
             raise UsageError(

@@ -11,13 +11,16 @@ from typing import Any
 import own_loop
 import pytest
 import torch
-from support import difference
+import torch.distributed as dist
+from support import difference, plan_on, unbuilt_config
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import hetexp
+from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, SetupError, UsageError
 from hetexp.data.sampler import GlobalSampler, Position
+from hetexp.library.setup import Launched, begin_as
 
 
 @pytest.fixture(autouse=True)
@@ -266,6 +269,18 @@ def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SetupError, match="Start the script with `hetexp launch"):
         small()
+
+
+def test_a_model_that_a_device_cannot_compute() -> None:
+    model, optimizer, data = own_loop.make("tokens")
+    arc = DeviceSpec("xpu:0", "xpu", 0, "Arc", "intel", precisions=("float32", "bfloat16"))
+    plan = plan_on([arc], unbuilt_config())
+    begin_as(Launched(plan, 0, dist.HashStore(), lambda: None))
+    try:
+        with pytest.raises(ConfigError, match=r"is of float64 instead: xpu:0 \(Arc\)"):
+            hetexp.setup(model, optimizer, data, global_batch_size=8)
+    finally:
+        begin_as(None)
 
 
 def test_a_mean_over_nothing_moves_nothing(loop: Loop) -> None:
