@@ -145,6 +145,7 @@ def check(
     from hetexp.core.errors import ConfigError, HetexpError
     from hetexp.core.instantiate import check_component
     from hetexp.hardware.selection import select_devices
+    from hetexp.plan.fallback import fall_back
     from hetexp.plan.planner import check_plan
 
     for section in ("model", "data", "optimizer"):
@@ -157,9 +158,10 @@ def check(
     if config is not None:
         selection = select_devices(config.hardware, detect_for(config.hardware, working_dir))
         usable = not (components["strategy"] or components["balancing"])
-        found += check_plan(config, selection, usable)
         if usable:
+            config, raw, selection = fall_back(config, raw, selection)
             found += _unsupported(config, selection)
+        found += check_plan(config, selection, usable)
         if config.resume is not None:
             try:
                 find_checkpoint(working_dir / config.resume)

@@ -59,6 +59,8 @@ class Run:
         self._before: LocalBatch | None = None
         self._attached = self._rehearsing = self._clock_runs = self._log_due = self._finished = False
         self._evaluations = 0
+        self._weight = 1.0
+        """What counted on this rank in the last step."""
         self._started = time.perf_counter()
         parts.optimizer.register_step_pre_hook(lambda *_: self._check_step())
 
@@ -252,7 +254,7 @@ class Run:
         self._window.meter.samples += batch.local_samples
         if self._before is not None:
             rebalance(parts, progress.step, self._before, self._normalizer.told)
-        self._before = batch
+        self._before, self._weight = batch, float(step.count)
         progress.step += 1
         progress.samples += batch.global_samples
         progress.position = batch.position
@@ -279,7 +281,7 @@ class Run:
             The means, the same on every rank.
         """
         mine = {**(values or {}), **named}
-        weight = float(self._step.count) if self._step is not None else 1.0
+        weight = self._weight
         # A rank on which nothing counts may hold NaN, which no weight of 0 would mend.
         sums = [float(value) * weight if weight else 0.0 for value in mine.values()]
         *sums, total = self._parts.communicator.all_reduce(
