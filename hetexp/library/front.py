@@ -50,6 +50,17 @@ class Front(nn.Module):
 
 
 @contextmanager
+def keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Put every module's mode (training or not) back after the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def keeping_statistics(model: nn.Module) -> Iterator[None]:
     """Let a forward pass leave running statistics as they are, and take them for those of its batch.
 
@@ -57,11 +68,7 @@ def keeping_statistics(model: nn.Module) -> Iterator[None]:
     are, so that the model returns what it returns in training.
     """
     layers = [m for m in model.modules() if m.training and getattr(m, "running_mean", None) is not None]
-    for layer in layers:
-        layer.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
+    with keeping_modes(model), torch.no_grad():
         for layer in layers:
-            layer.training = True
+            layer.training = False
+        yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from hetexp.comm.rendezvous import exchange
-from hetexp.core.errors import SetupError, UsageError
+from hetexp.core.errors import UsageError
 from hetexp.core.files import write_json
 from hetexp.data.loader import LocalBatch, local_batches
-from hetexp.hardware.pacing import num_samples, tensors
+from hetexp.library.attach import attach, find_pace
 from hetexp.library.batches import Collate, on_device, part_batches, steps_left
-from hetexp.library.front import Call, Called, Front
+from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
 from hetexp.training import saving, wiring
 from hetexp.training.loop import Outcome, Window, rebalance
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import widened
-from hetexp.training.rehearsal import REHEARSED_STEPS, rehearse
 from hetexp.training.result import report
 from hetexp.training.state import Parts, Progress
 from hetexp.training.step import StepResult
@@ -205,46 +203,17 @@ class Run:
             with self._parts.autocast():
                 return widened(self._called(call))
         if not self._attached:
-            self._attach(call)
+            self._attach(call, self._step)
         return self._step.call(call)
 
-    def _attach(self, call: Call) -> None:
-        """Prepare the device for the model, whose work can be counted now that a call of it is known."""
-        parts = self._parts
+    def _attach(self, call: Call, step: ScriptStep) -> None:
         self._attached = True
-        bytes_ = sum(t.numel() * t.element_size() for t in tensors(call))
-        parts.input_bytes = bytes_ // max(1, num_samples(call))
-        parts.backend.attach(self._called, parts.optimizer, call)
-        parts.strategy.join(parts.module, parts.communicator, call, parts.backend.waiting)
-        assert self._step is not None
-        self._step.count_passes()
-        modes = [(module, module.training) for module in self.model.modules()]
+        attach(self._parts, self._called, call)
+        step.count_passes()
         self._rehearsing = True
-        parts.time_scale = rehearse(parts, partial(self._rehearse, call))
+        find_pace(self._parts, call, has_samples=step.rows > 0)
         self._rehearsing = False
-        for module, training in modes:
-            module.training = training
-        self._window.restart()
-
-    def _rehearse(self, call: Call, parts: Parts) -> None:
-        """Do a few steps with whatever loss: only their time counts, and all is undone."""
-        assert self._step is not None
-        for _ in range(REHEARSED_STEPS):
-            parts.optimizer.zero_grad(set_to_none=True)
-            if parts.exchange is not None:
-                parts.exchange.begin_step()
-            parts.backend.begin_step(-1)
-            with parts.autocast():
-                output = parts.module(call if self._step.rows else None)
-            found = [t.float().sum() for t in tensors(output) if t.requires_grad]
-            if not found:
-                raise SetupError(
-                    "A model on emulated devices must return tensors, or tuples, lists and dicts of them, in "
-                    f"which its work can be followed, but returns a {type(output).__name__}."
-                )
-            torch.stack(found).sum().backward()
-            parts.backend.begin_update()
-            parts.optimizer.step()
+        self._window.restart()  # that was no training
 
     def _account(self, step: ScriptStep) -> None:
         """Take in a step whose gradient is there; the optimizer's part is the script's."""
@@ -311,20 +280,17 @@ class Run:
             raise UsageError("run.evaluate must have data, but hetexp.setup got no eval_dataset.")
         total = len(data)  # type: ignore[arg-type]  # map-style, as checked
         sums: dict[str, float] = {"samples": 0.0}
-        modes = [(module, module.training) for module in self.model.modules()]
         with self._clock_stopped():
-            self.model.eval()
             most = max(parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank]), default=1)
             bounds = parts.balancer.now(total).bounds(parts.rank)
             workers = parts.config.trainer.num_workers
-            with torch.no_grad():
+            with keeping_modes(self.model), torch.no_grad():
+                self.model.eval()
                 for batch, rows in part_batches(data, bounds, most, workers, self._collate):
                     for name, value in function(on_device(batch, parts.device)).items():
                         sums[name] = sums.get(name, 0.0) + float(value)
                     sums["samples"] += rows
                     parts.communicator.alive()
-            for module, training in modes:
-                module.training = training
             parts.communicator.meet()
             result = self._means(sums)
         self._outcome.evaluation = result
