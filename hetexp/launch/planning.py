@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.core.config import Config
@@ -12,16 +12,22 @@ from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.instantiate import check_component, instantiate
 from hetexp.core.options import group_options
 from hetexp.core.plan import Plan
+from hetexp.core.stage import Layer
 from hetexp.hardware.catalogue import load_catalogue
 from hetexp.hardware.pool import Selection
-from hetexp.plan import calibrations
+from hetexp.launch.arrange import layers_of
+from hetexp.launch.known import known_of
 from hetexp.plan.as_json import prediction
-from hetexp.plan.known import Known
+from hetexp.plan.known import MEASURED, Known
 from hetexp.plan.planner import Request, check_plan, make_plan
-from hetexp.plan.predict import Forecast, Needs, Objective, Row, forecast
+from hetexp.plan.predict import Forecast, Objective, forecast
 from hetexp.plan.scale import Scaled, scaled
+from hetexp.plan.scene import Needs, Row
 from hetexp.plan.what_if import Change, changed
 from hetexp.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    from hetexp.training.estimate import RunMemory
 
 
 @dataclass(frozen=True)
@@ -85,25 +91,11 @@ def foresee(
         ConfigError: an option cannot be composed, or nothing is known of a device that a cluster is made of.
     """
     choices = alternatives(config)
-
-    def predicted(plan: Plan, known: Known, needs: Needs | None) -> Forecast:
-        found = forecast(
-            plan,
-            known,
-            choices.strategies,
-            choices.policies,
-            needs,
-            objective=wanted.objective,
-            budget_watts=wanted.budget_watts,
-            preferred=choices.own["balancing"],
-        )
-        return _with_problems(found, choices)
-
-    known, needs = _known(plan, config)
-    first, second = predicted(plan, known, needs), None
+    first, second = predicted(plan, config, choices, wanted), None
+    known = first.known
     if other is not None:
-        known, needs = _known(other.plan, config, other.kept, known)
-        second = predicted(other.plan, known, needs)
+        second = predicted(other.plan, config, choices, wanted, other.kept, known)
+        known = second.known
     last = second or first
     cluster = None
     if wanted.scale is not None:
@@ -116,6 +108,45 @@ def foresee(
         network = load_catalogue(config.hardware.catalogue).links[config.hardware.network]
         cluster = scaled(last.plan, last.known, wanted.scale, choices.policies, network)
     return Foreseen(first, wanted.changes, second, cluster)
+
+
+def predicted(
+    plan: Plan,
+    config: Config,
+    choices: Alternatives,
+    wanted: Wanted = Wanted(),
+    kept: Sequence[int | None] = (),
+    old: Known | None = None,
+) -> Forecast:
+    """Predict some strategies with some policies on a plan's devices.
+
+    Args:
+        kept: of each device its place among those of `old`, `None` for a new one.
+        old: what is known of the devices before a change.
+    """
+    known, needs, built = _known(plan, config, kept, old)
+    layers: tuple[Layer, ...] | str = "the strategy is not configured"
+    if any(strategy.predicted_as == "stages" for strategy in choices.strategies.values()):
+        try:
+            layers = layers_of(plan, config, built)
+        except ConfigError as error:
+            layers = " ".join(error.problems)
+    # One device is chosen for a strategy that takes one.
+    asked = {name: one for name, one in choices.strategies.items() if not one.solo}
+    refusals = {name: " ".join(one.check(config, plan.devices)) for name, one in asked.items()}
+    found = forecast(
+        plan,
+        known,
+        choices.strategies,
+        choices.policies,
+        needs,
+        objective=wanted.objective,
+        budget_watts=wanted.budget_watts,
+        preferred=choices.own["balancing"],
+        layers=layers,
+        refusals={name: told for name, told in refusals.items() if told},
+    )
+    return _with_problems(found, choices)
 
 
 def what_if(
@@ -182,27 +213,22 @@ def check_scale(scale: int | None, config: Config) -> list[str]:
 
 def _known(
     plan: Plan, config: Config, kept: Sequence[int | None] = (), old: Known | None = None
-) -> tuple[Known, Needs | None]:
-    """Return what is known of a plan's devices within their memory, and what tells a split's memory.
+) -> tuple[Known, Needs | None, RunMemory]:
+    """Return what is known of a plan's devices within their memory, what tells a split's, and the model.
 
     Args:
         kept: of each device its place among those of `old`, `None` for a new one.
         old: what is known of the devices before a change.
     """
-    from hetexp.training.catalogue_curves import known_from_catalogue
     from hetexp.training.estimate import RunMemory
 
     strategy: Strategy = instantiate(config.strategy)
     built = RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
-    cached = calibrations.find(plan, config)
-    if cached is not None:
-        known = Known.measured(plan.devices, cached.devices, cached.exchange)
-    else:
-        known = known_from_catalogue(config, plan.devices, plan.precisions, strategy, built, plan.paced)
-        if old is not None:
-            known = known.mixed(kept, old)
+    known = known_of(plan, config, built)
+    if old is not None and set(known.sources) != {MEASURED}:
+        known = known.mixed(kept, old)
     if not config.hardware.check_memory:
-        return known, None
+        return known, None, built
 
     def needs(ranks: Sequence[int], counts: Sequence[int]) -> list[int | None]:
         devices = [plan.devices[rank] for rank in ranks]
@@ -213,7 +239,7 @@ def _known(
 
     whole = [config.trainer.global_batch_size] * plan.world_size
     passes = [size or None for size in built.largest_passes(whole)]
-    return known.limited(built.caps(), passes), needs
+    return known.limited(built.caps(), passes), needs, built
 
 
 def _with_problems(found: Forecast, choices: Alternatives) -> Forecast:

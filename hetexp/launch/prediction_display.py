@@ -12,8 +12,10 @@ from hetexp.core.device import GIB
 from hetexp.core.plan import Plan
 from hetexp.launch.planning import Foreseen
 from hetexp.plan.known import CATALOGUE, MEASURED, NOTHING
-from hetexp.plan.predict import Forecast, Row
+from hetexp.plan.predict import Forecast
 from hetexp.plan.scale import Scaled, ScaledRow
+from hetexp.plan.scene import Row
+from hetexp.plan.staged import layers_told
 
 MIB = 2**20
 WIDE = 100
@@ -61,10 +63,16 @@ def show_forecast(found: Forecast, console: Console) -> None:
     _show_devices(found, console)
     for reason in found.reasons:
         _line(console, f"→ {reason}" if reason is found.reasons[0] else f"· {reason}")
+    inexact = dict.fromkeys(row.strategy for row in found.rows if row.predicted and not row.exact)
+    if inexact:
+        _line(console, f"· Not exact, and so not recommended by their speed: {', '.join(inexact)}.")
+    problems: dict[tuple[str, str], list[str]] = {}
     for row in found.rows:
         if row.problem is not None:
-            name = " + ".join(part for part in (row.strategy, row.policy) if part)
-            _line(console, f"· {name}: {row.problem.removesuffix('.')}.")
+            problems.setdefault((row.strategy, row.problem), []).append(row.policy or "")
+    for (strategy, problem), policies in problems.items():
+        name = " + ".join(part for part in (strategy, ", ".join(filter(None, policies))) if part)
+        _line(console, f"· {name}: {problem.removesuffix('.')}.")
     if not found.known.complete and found.known.reason is not None:
         _line(console, f"· Nothing is predicted: {found.known.reason}.")
 
@@ -149,15 +157,27 @@ def _show_devices(found: Forecast, console: Console) -> None:
         names.append([f"{who}\n{device.name}", *told, alone])
     body = [[_cell(row, group) for row in rows] for group in groups]
     labels = [row.policy or row.strategy for row in rows]
-    if len({row.strategy for row in rows}) > 1:
-        labels = [f"{row.strategy} {row.policy}" for row in rows]
+    several_strategies = len({row.strategy for row in rows}) > 1
+    if several_strategies:
+        labels, body = _alike(rows, body)
     title = "Samples a step, and the memory that they need"
     fixed = ["device", *(["speed"] if several else []), "alone"]
     _chunked(fixed, names, labels, body, title, console)
 
 
+def _alike(rows: Sequence[Row], body: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return one column for all policies of a strategy that give the devices the same."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for number, row in enumerate(rows):
+        key = (row.strategy, *(cells[number] for cells in body))
+        columns.setdefault(key, []).append(row.policy or "")
+    labels = ["\n".join((strategy, *policies)) for (strategy, *_), policies in columns.items()]
+    cells = [list(column[1:]) for column in columns]
+    return labels, [list(line) for line in zip(*cells, strict=True)]
+
+
 def _cell(row: Row, group: Sequence[int]) -> str:
-    """Return a group's samples under a row, and below them the memory."""
+    """Return a group's samples under a row, and below them the memory; of a pipeline also the layers."""
     memory = row.memory_bytes or (None,) * len(row.ranks)
     own = [(c, m) for rank, c, m in zip(row.ranks, row.counts, memory, strict=True) if rank in group]
     if not own:
@@ -165,8 +185,21 @@ def _cell(row: Row, group: Sequence[int]) -> str:
     counts = [count for count, _ in own]
     text = _range(min(counts), max(counts))
     text += f" of {len(own)}" if len(own) < len(group) else ""
+    if row.stages:
+        text = f"{_layers(row, group)}\n{text}"
     needs = [need for _, need in own if need is not None]
     return f"{text}\n{_memory(max(needs))}" if needs else text
+
+
+def _layers(row: Row, group: Sequence[int]) -> str:
+    """Return the layers of a group's devices, and which pipelines they belong to where there are several."""
+    own = [stages for rank, stages in zip(row.ranks, row.stages, strict=True) if rank in group]
+    pieces = [stage for stages in own for stage in stages]
+    text = ", ".join(layers_told(stage.first_layer, stage.end_layer) for stage in pieces[:LISTED])
+    if len({stage.replica for stages in row.stages for stage in stages}) == 1:
+        return text
+    pipelines = sorted({stage.replica for stage in pieces})
+    return f"{text} of pipeline {', '.join(map(str, pipelines))}"
 
 
 def _memory(num_bytes: int) -> str:

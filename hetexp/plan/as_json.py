@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 import hetexp
-from hetexp.plan.predict import Forecast, Row
+from hetexp.plan.predict import Forecast
 from hetexp.plan.scale import Scaled
+from hetexp.plan.scene import Row
 from hetexp.plan.what_if import Change
 
 SCHEMA = 1
@@ -63,18 +64,29 @@ def _forecast(found: Forecast) -> dict[str, Any]:
 
 def _row(row: Row, found: Forecast) -> dict[str, Any]:
     memory = row.memory_bytes or (None,) * len(row.ranks)
+    stages = row.stages or ((),) * len(row.ranks)
     return {
         "strategy": row.strategy,
         "policy": row.policy,
+        "exact": row.exact,
         "predicted_step_s": row.step_seconds,
         "samples_per_s": row.samples_per_second,
         "efficiency": row.efficiency,
         "ceiling": row.ceiling,
+        "bubble": row.bubble,
         "watts": row.watts,
         "joules_per_sample": row.joules_per_sample,
         "split": [
-            {"device": found.plan.devices[rank].id, "samples": count, "memory_bytes": need}
-            for rank, count, need in zip(row.ranks, row.counts, memory, strict=True)
+            {
+                "device": found.plan.devices[rank].id,
+                "samples": count,
+                "memory_bytes": need,
+                "stages": [
+                    {"pipeline": s.replica, "index": s.index, "layers": [s.first_layer, s.end_layer]}
+                    for s in own
+                ],
+            }
+            for rank, count, need, own in zip(row.ranks, row.counts, memory, stages, strict=True)
         ],
         "problem": row.problem,
         "reasons": list(row.reasons),

@@ -73,6 +73,8 @@ class Arrangement:
     """As predicted; `None` where the devices' speeds are not known."""
     bubble: float | None
     """Predicted fraction of the devices' time in which nothing is computed."""
+    busy_seconds: tuple[float | None, ...]
+    """Each rank's own work in a step, as predicted."""
     reasons: tuple[str, ...]
 
     @property
@@ -268,11 +270,14 @@ def _as_ranks(plan: Plan, pipeline: Pipeline, grouping: Grouping, rated: bool) -
         ranks.sort()
     stages: dict[int, list[Stage]] = {device: [] for device in ranks}
     shares, memory = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0)
+    busy: dict[int, float | None] = dict.fromkeys(ranks)
     total = sum(grouping.batch_sizes)
     for replica, cut in enumerate(grouping.cuts):
         for index, (device, (first, end)) in enumerate(zip(cut.devices, cut.bounds, strict=True)):
             stages[device].append(Stage(replica, index, first, end))
             shares[device] += pipeline.of("work", first, end) * cut.samples / total
+        if rated:
+            busy.update(zip(cut.group, cut.step.busy_seconds, strict=True))
         for device, need in zip(cut.group, cut.memory_bytes, strict=True):
             rules = rules_for(plan.devices[device])
             memory[device] = int(need * rules.fragmentation) + rules.context_bytes + rules.workspace_bytes
@@ -284,6 +289,7 @@ def _as_ranks(plan: Plan, pipeline: Pipeline, grouping: Grouping, rated: bool) -
         memory_bytes=tuple(memory[device] for device in ranks),
         step_seconds=grouping.step_seconds if rated else None,
         bubble=grouping.bubble if rated else None,
+        busy_seconds=tuple(busy[device] for device in ranks),
         reasons=(),
     )
 

@@ -25,7 +25,8 @@ from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
 from hetexp.plan.known import CATALOGUE, NOTHING, Known
 from hetexp.plan.measured import choose, predicted
-from hetexp.plan.predict import LEAST_ENERGY, Forecast, Row, forecast
+from hetexp.plan.predict import Forecast, forecast
+from hetexp.plan.scene import LEAST_ENERGY, Row
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.single import Single
