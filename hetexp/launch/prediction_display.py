@@ -139,7 +139,7 @@ def _heading(found: Forecast) -> str:
 
 def _show_devices(found: Forecast, console: Console) -> None:
     """Print what each device would get, by policy; more than a few devices by kind."""
-    rows = [row for row in found.rows if row.counts and row.policy is not None]
+    rows = _rows_of_devices(found)
     devices = found.plan.devices
     groups = [[rank] for rank in range(len(devices))]
     if len(devices) > LISTED:
@@ -163,6 +163,19 @@ def _show_devices(found: Forecast, console: Console) -> None:
     title = "Samples a step, and the memory that they need"
     fixed = ["device", *(["speed"] if several else []), "alone"]
     _chunked(fixed, names, labels, body, title, console)
+
+
+def _rows_of_devices(found: Forecast) -> list[Row]:
+    """Return all rows of the plan's own and the recommended strategy, and the fastest of each other one."""
+    rows = [row for row in found.rows if row.counts and row.policy is not None]
+    whole = {found.plan.strategy, found.best.strategy if found.best is not None else None}
+    fastest: dict[str, Row] = {}
+    for row in rows:
+        if row.predicted:
+            known = fastest.setdefault(row.strategy, row)
+            if (row.step_seconds or 0.0) < (known.step_seconds or 0.0):
+                fastest[row.strategy] = row
+    return [row for row in rows if row.strategy in whole or row is fastest.get(row.strategy)]
 
 
 def _alike(rows: Sequence[Row], body: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:

@@ -15,6 +15,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.launch.launcher import measure
 from hetexp.plan import calibrations
+from hetexp.plan.exchanged import exchange_under
 from hetexp.plan.measured import begun_with, choose, replanned
 
 if TYPE_CHECKING:
@@ -62,8 +63,10 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
         plan = replace(plan, reasons=(cached.reason(), *plan.reasons))
     limits = zip(own, caps, passes, strict=True)
     devices = [device.capped(cap).in_passes(size or None) for device, cap, size in limits]
+    strategy = instantiate(config.strategy)
+    seen = exchange_under(strategy, Exchange.from_dict(exchange), plan.devices, plan.network)
     try:
-        choice = choose(plan, devices, Exchange.from_dict(exchange), policy.drop_slower)
+        choice = choose(plan, devices, seen, policy.drop_slower)
     except ValueError as error:  # their memory together does not hold the batch
         raise ConfigError(
             must_be(

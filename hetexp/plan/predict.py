@@ -16,7 +16,7 @@ from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer
 from hetexp.plan.known import MEASURED, Known
 from hetexp.plan.measured import LEAST_GAIN, Choice
-from hetexp.plan.predict_local import apart, periodic
+from hetexp.plan.predict_local import local
 from hetexp.plan.predict_stages import staged
 from hetexp.plan.scene import ENERGY_TOLERANCE, Needs, Row, Scene
 from hetexp.strategy.base import Strategy
@@ -73,10 +73,8 @@ def forecast(
             rows.append(Row(name, None, problem=(refusals or {})[name], exact=strategy.exact))
         elif strategy.predicted_as == "stages":
             rows += staged(scene, name, strategy, layers)
-        elif strategy.predicted_as == "periodic":
-            rows += periodic(scene, name, strategy)
-        elif strategy.predicted_as == "apart":
-            rows += apart(scene, name, strategy)
+        elif strategy.predicted_as in ("periodic", "apart"):
+            rows += local(scene, name, strategy)
         elif strategy.predicted_as == "alone":
             rows.append(scene.alone(name))
         elif strategy.predicted_as == "all_reduce" and len(plan.devices) > 1:
