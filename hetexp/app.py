@@ -317,18 +317,32 @@ def _missing(node: Any, key: str = "") -> Iterator[str]:
 
 def _check_run(config: Config, working_dir: Path) -> list[str]:
     """Check what names something outside the configuration: a loss to import, a checkpoint to read."""
-    from hetexp.checkpoint.manifest import find_checkpoint
+    from hetexp.checkpoint.manifest import find_checkpoint, rank_folders, search_rank_checkpoints
     from hetexp.training.loss import check_loss
 
     problems = check_loss(config.trainer.loss)
     if config.resume is not None:
+        path = working_dir / config.resume
         try:
-            find_checkpoint(working_dir / config.resume)
+            if _trains_apart(config) and rank_folders(path):
+                search_rank_checkpoints(path)
+            else:
+                find_checkpoint(path)
         except ConfigError as error:
             problems += error.problems
         except HetexpError as error:
             problems.append(str(error))
     return problems
+
+
+def _trains_apart(config: Config) -> bool:
+    """Return whether each device trains a model of its own, as far as that can be told by now."""
+    from hetexp.core.instantiate import locate
+
+    try:
+        return bool(getattr(locate(config.strategy["_target_"]), "apart", False))
+    except Exception:  # a wrong path is told where the strategy itself is checked
+        return False
 
 
 def need_bytes(config: Config, inventory: Inventory, count: int) -> int | None:

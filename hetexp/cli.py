@@ -86,6 +86,14 @@ def doctor(arguments: list[str]) -> int:
     return doctor_main(arguments)
 
 
+@command
+def merge(arguments: list[str]) -> int:
+    """Merge checkpoints of one model to one, and judge it beside its parents (hetexp merge --help)."""
+    from hetexp.commands.merge import main as merge_main
+
+    return merge_main(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a subcommand may also leave by `SystemExit`.
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -168,3 +169,43 @@ def _read_state(path: Path) -> dict[str, Any]:
     if lacking:
         raise CheckpointError(f"`resume` must name a checkpoint of hetexp, but '{path}' lacks {lacking[0]}.")
     return dict(described)
+
+
+def read_packed(
+    folder: Path,
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any], dict[str, Tensor]]:
+    """Verify a checkpoint and return what it holds, without a model to put it into.
+
+    Returns:
+        The model's tensors, the names of tied ones that are left out (each with the one that stands for it),
+        `state.json`, and the optimizer's tensors.
+
+    Raises:
+        CheckpointError: incomplete or damaged.
+    """
+    verify(folder)
+    with safetensors.safe_open(folder / MODEL, "pt", "cpu") as file:
+        left_out = dict(file.metadata() or {})
+    left_out.pop("format", None)
+    described = _read_state(folder / STATE)
+    return _read_tensors(folder / MODEL), left_out, described, _read_tensors(folder / OPTIMIZER)
+
+
+def write_packed(
+    parent: Path,
+    model: Mapping[str, Tensor],
+    left_out: Mapping[str, str],
+    optimizer: Mapping[str, Tensor],
+    described: Mapping[str, Any],
+) -> Path:
+    """Write `<parent>/step_<step>/` from what `read_packed` returns, and return it.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    step = int(described["step"])
+    with write_folder(parent, step) as folder:
+        _write_tensors(folder / MODEL, model, left_out)
+        _write_tensors(folder / OPTIMIZER, optimizer, {})
+        write_json(folder / STATE, dict(described))
+    return parent / folder_name(step)

@@ -27,6 +27,7 @@ FORMAT = 1
 ACCEPTED = "a checkpoint folder (…/checkpoints/step_00000100) or a run folder with checkpoints"
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
+_RANK_FOLDER = re.compile(r"rank_(\d+)")
 _HIDDEN_FOLDER = re.compile(r"\.(step_\d+)\.\d+\.(new|old)")
 
 
@@ -86,9 +87,37 @@ def search_checkpoint(path: Path) -> tuple[Path, tuple[str, ...]]:
         if problem is None:
             return candidate, tuple(skipped)
         skipped.append(f"'{candidate}' was skipped: it {problem}.")
+    if rank_folders(path):
+        skipped.append("Its devices trained apart: hetexp merge makes one model of theirs.")
     raise CheckpointError(
         " ".join([must_be("resume", "a folder with a complete checkpoint", str(path)), *skipped])
     )
+
+
+def rank_folders(path: Path) -> list[Path]:
+    """Return the folders, in rank order, that the ranks of a run have each saved a model of its own into."""
+    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = [(_RANK_FOLDER.fullmatch(one.name), one) for one in parent.iterdir()] if parent.is_dir() else []
+    return [one for _, one in sorted((int(m[1]), one) for m, one in found if m is not None and one.is_dir())]
+
+
+def search_rank_checkpoints(path: Path) -> list[Path]:
+    """Return each rank's checkpoint of the newest step that all of them have complete.
+
+    Args:
+        path: a run's folder with `rank_folders`.
+
+    Raises:
+        CheckpointError: there is no such step.
+    """
+    folders = rank_folders(path)
+    complete = [{one.name for one in _newest_first(f) if _incompleteness(one) is None} for f in folders]
+    common = sorted(set.intersection(*complete)) if complete else []
+    common = [name for name in common if not name.startswith(".")]
+    if not common:
+        accepted = "a run folder with a step of which every device has a complete checkpoint"
+        raise CheckpointError(must_be("resume", accepted, str(path)))
+    return [folder / common[-1] for folder in folders]
 
 
 def verify(folder: Path) -> None:

@@ -61,6 +61,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "devices": [_device(plan, rank) for rank in range(plan.world_size)],
         "failures": [],
         "final": {"train_loss": None, "eval": None},
+        "merge": None,
         "checkpoint": None,
         "versions": {"hetexp": hetexp.__version__, "python": platform.python_version()},
     }

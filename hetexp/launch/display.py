@@ -219,6 +219,8 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         if final["eval"] and name in final["eval"]:
             parts.append(f"{label} {final['eval'][name]:.4f}")
     console.print(", ".join(parts), highlight=False)
+    if summary["merge"] is not None:
+        show_merge(summary["merge"], console)
     if emulated:
         scale = summary["time_scale"]
         how = (
@@ -233,6 +235,22 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         text = f"NOT VALID: {summary['invalid_reason']}"
         console.print(text, style="bold red", markup=False, highlight=False)
     console.print(f"Everything about this run: {run_dir}", markup=False, highlight=False, soft_wrap=True)
+
+
+def show_merge(merge: dict[str, Any], console: Console) -> None:
+    """Say what became of models that were trained apart, beside each of them."""
+    if "error" in merge:
+        console.print(f"Not merged: {merge['error']}", style="yellow", markup=False, highlight=False)
+        return
+    pairs = zip(merge["parents"], merge["weights"], strict=True)
+    told = "; ".join(f"{p['device']} {_number(p['loss'], '.4f')} ({w:.0%})" for p, w in pairs)
+    text = (
+        f"merged ({merge['method']}): test loss {_number(merge['merged_loss'], '.4f')}, its parents' {told}"
+    )
+    console.print(text, markup=False, highlight=False)
+    if merge["worse_than_best_parent"]:
+        text = "The merged model is worse than its best parent, which is kept, too."
+        console.print(text, style="yellow", highlight=False)
 
 
 def _show_efficiency(summary: dict[str, Any], console: Console) -> None:

@@ -25,11 +25,46 @@ def evaluate(parts: Parts) -> dict[str, float]:
     """
     if parts.eval_data is None:
         return {}
+    loss_total, integers = _sums(parts, _batches(parts, parts.rank))
+    parts.communicator.meet()  # a slow device may take longer than a collective would wait
+    # A rank without samples never asked the loss, so "no rank said no" is what a maximum can tell.
+    integers = parts.communicator.all_reduce(integers)
+    loss_sum = parts.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))
+    return _result(float(loss_sum), integers)
+
+
+def evaluate_alone(parts: Parts) -> dict[str, float]:
+    """Run this rank's model over all evaluation data; no other rank takes part."""
+    return _result(*_sums(parts, _batches(parts, None))) if parts.eval_data is not None else {}
+
+
+def evaluate_apart(parts: Parts) -> list[dict[str, float]]:
+    """Run every rank's own model over all evaluation data, and tell all what each one found.
+
+    Returns:
+        One result a rank, as `evaluate` gives it; the same on every rank.
+    """
+    if parts.eval_data is None:
+        return []
+    mine = evaluate_alone(parts)
+    parts.communicator.meet()
+    told = torch.zeros((parts.communicator.world_size, 3), dtype=torch.float64)
+    row = [mine["loss"], mine["samples"], mine.get("accuracy", -1.0)]
+    told[parts.rank] = torch.tensor(row, dtype=torch.float64)
+    everyone = parts.communicator.all_reduce(told).tolist()
+    return [
+        {"loss": loss, "samples": samples} | ({"accuracy": accuracy} if accuracy >= 0 else {})
+        for loss, samples, accuracy in everyone
+    ]
+
+
+def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor]:
+    """Return the sum of the loss; elements, right ones, samples, and 1 where nobody knows what is right."""
     loss_total, count, correct, samples = 0.0, 0, 0, 0
     counts_correct = True
     parts.model.eval()
     with torch.inference_mode():
-        for inputs, targets in _local_part(parts):
+        for inputs, targets in batches:
             on_device = parts.to_device(targets)
             with parts.autocast():
                 output = call_model(parts.model, parts.to_device(inputs))
@@ -41,26 +76,26 @@ def evaluate(parts: Parts) -> dict[str, float]:
             samples += _rows(targets)
             parts.communicator.alive()
     parts.model.train()
-    parts.communicator.meet()  # a slow device may take longer than a collective would wait
-    # A rank without samples never asked the loss, so "no rank said no" is what a maximum can tell.
-    integers = parts.communicator.all_reduce(torch.tensor([count, correct, samples, int(not counts_correct)]))
-    loss_sum = parts.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))
+    return loss_total, torch.tensor([count, correct, samples, int(not counts_correct)])
+
+
+def _result(loss_sum: float, integers: torch.Tensor) -> dict[str, float]:
     count, correct, samples, undefined = (int(value) for value in integers)
-    result = {"loss": float(loss_sum) / count if count else float("nan"), "samples": float(samples)}
+    result = {"loss": loss_sum / count if count else float("nan"), "samples": float(samples)}
     if not undefined and count:
         result["accuracy"] = correct / count
     return result
 
 
-def _local_part(parts: Parts) -> Iterator[Any]:
-    """Yield this rank's batches of the evaluation data, no larger than its largest training microbatch."""
+def _batches(parts: Parts, rank: int | None) -> Iterator[Any]:
+    """Yield a rank's batches of the evaluation data, or all of them, as large as a training microbatch."""
     trainer = parts.config.trainer
     total = len(parts.eval_data)  # type: ignore[arg-type]
     sizes = parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank])
     batch = max(sizes, default=1)
     if trainer.fast_dev_run:
         total = min(total, trainer.fast_dev_run * trainer.global_batch_size)
-    first, end = parts.balancer.now(total).bounds(parts.rank)
+    first, end = parts.balancer.now(total).bounds(rank) if rank is not None else (0, total)
     if first == end:
         return
     batches = list(chop(range(first, end), cut(end - first, 1, batch)))

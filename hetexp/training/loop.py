@@ -12,8 +12,9 @@ import torch
 
 from hetexp.balancing.scheduler import idle_seconds, imbalance
 from hetexp.data.loader import LocalBatch, local_batches
-from hetexp.training.evaluate import evaluate
+from hetexp.training.evaluate import evaluate, evaluate_apart
 from hetexp.training.measure import Meter, Totals
+from hetexp.training.merging import merge_ranks
 from hetexp.training.non_finite import explain
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError
@@ -103,6 +104,11 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         outcome.evaluation = evaluate_and_log(parts, progress)
     if saved_at != progress.step and not trainer.fast_dev_run:
         outcome.checkpoint = save(parts, progress)
+    if parts.strategy.apart and not trainer.fast_dev_run:
+        outcome.checkpoint, outcome.evaluation = merge_ranks(parts, progress) or (
+            outcome.checkpoint,
+            outcome.evaluation,
+        )
     return outcome
 
 
@@ -263,13 +269,32 @@ def tell_non_finite(
 
 
 def evaluate_and_log(parts: Parts, progress: Progress) -> dict[str, float]:
-    """Evaluate on all ranks and log on rank 0."""
+    """Evaluate on all ranks and log on rank 0.
+
+    Where each trains a model of its own, the loss is the mean of theirs, weighted by the shares.
+    """
+    if parts.strategy.apart:
+        return _evaluate_apart_and_log(parts, progress)
     result = evaluate(parts)
     if parts.rank == 0 and not math.isfinite(result.get("loss", 0.0)):
         log.warning("The loss of the evaluation at step %d is %g.", progress.step, result["loss"])
     for logger in parts.loggers:
         logger.log({f"eval/{name}": value for name, value in result.items()}, progress.step)
     return result
+
+
+def _evaluate_apart_and_log(parts: Parts, progress: Progress) -> dict[str, float]:
+    assert parts.local is not None
+    parts.local.evaluations = everyone = evaluate_apart(parts)
+    pairs = list(zip(parts.plan.devices, everyone, strict=False))
+    line = {f"device/{device.id}/eval_{key}": one[key] for device, one in pairs for key in one}
+    mean = {
+        key: sum(share * one[key] for share, one in zip(parts.plan.shares, everyone, strict=True))
+        for key in (everyone[0] if everyone else {})
+    }
+    for logger in parts.loggers:
+        logger.log(line | {f"eval/{name}": value for name, value in mean.items()}, progress.step)
+    return mean
 
 
 def should_stop(parts: Parts, progress: Progress, evaluation: dict[str, float]) -> bool:

@@ -50,6 +50,7 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
         "samples_per_s": totals.global_samples / seconds if totals.steps else None,
         "measured_step_s": seconds / totals.steps if totals.steps else None,
         "final": {"train_loss": outcome.train_loss, "eval": outcome.evaluation or None},
+        "merge": parts.local.merged if parts.local is not None else None,
         "checkpoint": outcome.checkpoint,
         "splits": parts.balancer.num_changes,
     }

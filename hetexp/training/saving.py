@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hetexp.checkpoint.folder import TrainingState, save_checkpoint
@@ -30,11 +31,13 @@ def save(parts: Parts, progress: Progress) -> str | None:
 
     The others wait for it, as long as it takes.
     """
+    if parts.strategy.apart:
+        return _save_apart(parts, progress)
     path = None
     files = rank_files(parts)
     if parts.rank == 0:
         with parts.communicator.working():
-            path = _write(parts, progress, files)
+            path = _write(parts, parts.checkpoints, _state(parts, progress), files)
     parts.communicator.meet()
     return path
 
@@ -65,8 +68,33 @@ def save_before(parts: Parts, good: Progress, first_step: int, saved_at: int) ->
     )
 
 
-def _write(parts: Parts, progress: Progress, files: dict[str, bytes]) -> str:
-    state = TrainingState(
+def rank_folder(parts: Parts, rank: int) -> Path:
+    """Return the folder of a rank's own checkpoints, where each trains a model of its own."""
+    return parts.checkpoints / f"rank_{rank}"
+
+
+def _save_apart(parts: Parts, progress: Progress) -> str:
+    """Write each rank's own checkpoint, which says what part of the data it is of."""
+    assert parts.local is not None
+    state = _state(parts, progress)
+    rank, device = parts.rank, parts.plan.devices[parts.rank]
+    state.extra["devices"] = [state.extra["devices"][rank]]
+    state.extra["part"] = {
+        "rank": rank,
+        "ranks": parts.plan.world_size,
+        "device": device.id,
+        "share": parts.plan.shares[rank],
+        "samples": parts.local.samples,
+        "seed": parts.config.trainer.seed,
+    }
+    with parts.communicator.working():
+        _write(parts, rank_folder(parts, rank), state, {})
+    parts.communicator.meet()
+    return str(parts.checkpoints)
+
+
+def _state(parts: Parts, progress: Progress) -> TrainingState:
+    return TrainingState(
         step=progress.step,
         position=progress.position.to_dict(),
         schedule={"step": parts.schedule.last_epoch},
@@ -80,4 +108,7 @@ def _write(parts: Parts, progress: Progress, files: dict[str, bytes]) -> str:
             "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
         },
     )
-    return str(save_checkpoint(parts.checkpoints, parts.model, parts.optimizer, state, files))
+
+
+def _write(parts: Parts, parent: Path, state: TrainingState, files: dict[str, bytes]) -> str:
+    return str(save_checkpoint(parent, parts.model, parts.optimizer, state, files))

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 
 import hetexp
 from hetexp.checkpoint.folder import load_checkpoint
-from hetexp.checkpoint.manifest import search_checkpoint
+from hetexp.checkpoint.manifest import rank_folders, search_checkpoint, search_rank_checkpoints
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.rendezvous import compare_facts, exchange, form_group
 from hetexp.core.config import Config
+from hetexp.core.errors import CheckpointError, must_be
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
@@ -229,9 +230,7 @@ def resume(parts: Parts) -> Progress:
     """
     if parts.config.resume is None:
         return Progress()
-    folder, skipped = search_checkpoint(Path(parts.plan.working_dir, parts.config.resume))
-    for name in skipped:
-        log.warning("resume: %s is not complete and was skipped", name)
+    folder = _checkpoint_of(parts, Path(parts.plan.working_dir, parts.config.resume))
     state = load_checkpoint(folder, parts.model, parts.optimizer)
     # The rates are a function of the step: they follow from it and from this run's own configuration.
     restart_schedule(parts.schedule, state.step)
@@ -239,8 +238,30 @@ def resume(parts: Parts) -> Progress:
     if parts.loss_scale is not None and state.extra.get("loss_scale") is not None:
         parts.loss_scale = LossScale.from_dict(state.extra["loss_scale"])
     restore_rank(parts, folder)
+    part = state.extra.get("part")
+    if parts.local is not None and part is not None:
+        parts.local.goes_on, parts.local.samples = True, part["samples"]
     parts.microbatch_limits = _limits_before(parts, state.extra.get("devices", []))
     return Progress.from_dict(state.step, state.position, state.extra["progress"])
+
+
+def _checkpoint_of(parts: Parts, path: Path) -> Path:
+    """Return the checkpoint that this rank goes on from: its own, where each has one.
+
+    Raises:
+        CheckpointError: there is none, or there are those of another number of ranks.
+    """
+    if parts.strategy.apart and rank_folders(path):
+        folders = search_rank_checkpoints(path)
+        if len(folders) == parts.plan.world_size:
+            return folders[parts.rank]
+        accepted = f"a run of as many devices as this one has ({parts.plan.world_size})"
+        fix = f"It is of {len(folders)}: hetexp merge makes one model of theirs, which any run goes on from."
+        raise CheckpointError(must_be("resume", accepted, str(path), fix))
+    folder, skipped = search_checkpoint(path)
+    for name in skipped:
+        log.warning("resume: %s is not complete and was skipped", name)
+    return folder
 
 
 def _limits_before(parts: Parts, devices: list[dict[str, Any]]) -> list[int | None]:

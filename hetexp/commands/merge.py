@@ -1,0 +1,174 @@
+"""`hetexp merge`: one model of several runs, or of the devices of a run that trained apart."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetexp.checkpoint.merge import Parent
+    from hetexp.training.state import Parts
+
+_EPILOG = """\
+examples
+  hetexp merge outputs/2026-01-31/12-00-00-0a1b2c            the devices of a run of strategy=independent
+  hetexp merge RUN RUN RUN --soup greedy --output soup        several runs of one configuration
+  hetexp merge RUN RUN --weights 0.7 0.3"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Merge, say how the result compares with its parents; return 2 where it cannot be done."""
+    options = _parser().parse_args(arguments)
+    from hetexp.core.errors import HetexpError
+    from hetexp.launch.interpreter import check_own_interpreter
+
+    try:
+        check_own_interpreter()
+        return _run(options)
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hetexp merge",
+        description="Merge checkpoints of one model to one: the mean of their weights, by the samples that "
+        "each was trained on. The result is evaluated beside its parents, and any strategy resumes from it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="run or checkpoint folder")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder that gets checkpoints/step_…; by default the run itself where there is one, else "
+        "merged in the first one",
+    )
+    parser.add_argument("--weights", nargs="+", type=float, metavar="W", help="one for each checkpoint")
+    parser.add_argument(
+        "--soup",
+        choices=["greedy"],
+        help="take models in from the best to the worst, each only if the loss of the mean does not rise",
+    )
+    parser.add_argument(
+        "--batch-norm",
+        choices=["recalibrate", "average"],
+        default="recalibrate",
+        help="running statistics: measured anew on training data (the default), or averaged",
+    )
+    parser.add_argument(
+        "--lora-scaling",
+        type=float,
+        metavar="S",
+        help="factor of the adapters' products (alpha / rank), where the model's layers do not tell it",
+    )
+    parser.add_argument("--force", action="store_true", help="merge models that began from other weights")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.launch.display import show_merge
+    from hetexp.training.merging import Wanted, merge, write_merged
+
+    parents = _parents(options.runs)
+    if len(parents) < 2:
+        raise ConfigError(must_be("RUN", "at least two checkpoints", str(parents[0].folder)))
+    if options.lora_scaling is not None and not 0 < options.lora_scaling < float("inf"):
+        raise ConfigError(must_be("--lora-scaling", "a number above 0", options.lora_scaling))
+    console = Console()
+    parts, why = _parts(parents[0])
+    if parts is None:
+        console.print(f"Nothing is evaluated: {why}", style="yellow", markup=False, highlight=False)
+    elif parts.eval_data is None:
+        console.print("Nothing is evaluated: the runs have no evaluation data.", style="yellow")
+    wanted = Wanted(
+        weights=tuple(options.weights) if options.weights is not None else None,
+        soup=options.soup,
+        batch_norm=options.batch_norm,
+        lora_scaling=options.lora_scaling,
+        force=options.force,
+    )
+    merged = merge(parents, wanted, parts)
+    folder = _output(options.output, options.runs)
+    path = write_merged(folder, parents, merged)
+    show_merge(merged.report, console)
+    if merged.report["other_start"] is not None:
+        console.print(merged.report["other_start"], style="yellow", markup=False, highlight=False)
+    console.print(f"Merged checkpoint: {path}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _parents(runs: Sequence[Path]) -> list[Parent]:
+    """Return the newest checkpoint of each run, and that of every device where they trained apart."""
+    from hetexp.checkpoint.manifest import MANIFEST, find_checkpoint, rank_folders, search_rank_checkpoints
+    from hetexp.checkpoint.merge import read_parent
+
+    folders: list[Path] = []
+    for run in runs:
+        apart = not (run / MANIFEST).is_file() and bool(rank_folders(run))
+        folders += search_rank_checkpoints(run) if apart else [find_checkpoint(run)]
+    parents = [read_parent(folder) for folder in folders]
+    # A device without a share has trained nothing.
+    return [parent for parent in parents if parent.samples] or parents
+
+
+def _output(wanted: Path | None, runs: Sequence[Path]) -> Path:
+    if wanted is not None:
+        return wanted / "checkpoints"
+    first: Path = runs[0]
+    if len(runs) == 1 and (first / "checkpoints").is_dir():
+        return first / "checkpoints"
+    return first / "merged" / "checkpoints"
+
+
+def _parts(parent: Parent) -> tuple[Parts | None, str]:
+    """Return one CPU's objects of a parent's configuration; without them, why they could not be built."""
+    import torch
+    import torch.distributed as dist
+
+    from hetexp.core.config import read_config
+    from hetexp.core.plan import Plan
+    from hetexp.hardware.cpu import CpuBackend
+    from hetexp.training.wiring import build_parts
+
+    sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
+    double = any(tensor.dtype == torch.float64 for tensor in parent.tensors.values())
+    raw: dict[str, Any] = dict(parent.state["extra"]["config"])
+    raw |= {
+        "hardware": {"devices": ["cpu"]},
+        "strategy": {"_target_": "hetexp.strategy.single.Single"},
+        "balancing": {"_target_": "hetexp.balancing.equal.Equal"},
+        "trainer": raw["trainer"] | {"precision": "float64" if double else "float32", "fast_dev_run": 0},
+        "fault": {"events": []},
+        "resume": None,
+    }
+    try:
+        config = read_config(raw)
+        plan = Plan(
+            run_id="merge",
+            run_dir=str(parent.folder),
+            name="merge",
+            group=None,
+            config=raw,
+            devices=(CpuBackend.describe(0),),
+            strategy="single",
+            shares=(1.0,),
+            local_batch_sizes=(config.trainer.global_batch_size,),
+            collective_backend="gloo",
+            threads=(os.cpu_count() or 1,),
+            precisions=(config.trainer.precision,),
+            working_dir=str(Path.cwd()),
+        )
+        return build_parts(plan, config, 0, dist.HashStore()), ""
+    except Exception as error:  # a person's own classes run any code
+        cause = error.__cause__ or error
+        return None, f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"

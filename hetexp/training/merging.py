@@ -1,0 +1,281 @@
+"""From models that were trained apart to one, judged beside its parents on the evaluation data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
+
+from hetexp.checkpoint.folder import write_packed
+from hetexp.checkpoint.manifest import folder_name
+from hetexp.checkpoint.merge import (
+    Parent,
+    adapter_names,
+    check_parents,
+    greedy_soup,
+    lora_scalings,
+    merge_tensors,
+    read_parent,
+    strangers,
+    weights_of,
+)
+from hetexp.checkpoint.model_state import match_model, pack_model
+from hetexp.checkpoint.optimizer_state import tensor_names
+from hetexp.core.call import call_model
+from hetexp.core.errors import CheckpointError
+from hetexp.data.loader import chop, cut
+from hetexp.strategy.independent import Independent
+from hetexp.training.evaluate import evaluate_alone
+from hetexp.training.saving import rank_folder
+from hetexp.training.state import Parts, Progress
+
+log = logging.getLogger(__name__)
+
+RECALIBRATED_SAMPLES = 8192
+"""Training samples, at most, that BatchNorm's statistics are measured on."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How models are to be merged."""
+
+    weights: tuple[float, ...] | None = None
+    """One a parent; `None`: by the samples that each was trained on."""
+    soup: Literal["greedy"] | None = None
+    batch_norm: Literal["recalibrate", "average"] = "recalibrate"
+    lora_scaling: float | None = None
+    """Of all adapters, where the model's layers do not tell it."""
+    force: bool = False
+    """Whether models may be merged that began from other weights."""
+
+
+@dataclass
+class Merged:
+    """One model made of several."""
+
+    tensors: dict[str, torch.Tensor]
+    report: dict[str, Any]
+    """As `summary.json` has it under `merge`."""
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+
+def merge(
+    parents: Sequence[Parent],
+    wanted: Wanted,
+    parts: Parts | None,
+    evaluations: Sequence[dict[str, float]] = (),
+) -> Merged:
+    """Merge models, and evaluate the result where there is something to evaluate with.
+
+    Args:
+        parts: with the model that the parents are of, which then holds the merged one; `None`: nothing is
+            evaluated, and running statistics are averaged.
+        evaluations: of the parents, where these are known; else they are found here.
+
+    Raises:
+        CheckpointError: the parents are no models of one kind, began from other weights (without `force`),
+            or what is wanted needs more than there is.
+    """
+    check_parents(parents)
+    foreign = strangers(parents)
+    if foreign is not None and not wanted.force:
+        raise CheckpointError(f"{foreign} `--force` merges them all the same, and tells how that went.")
+    weights = weights_of(parents, wanted.weights)
+    judge = _Judge(parents, weights, wanted, parts)
+    found = [dict(one) for one in evaluations]
+    if not found and judge.evaluates:
+        found = [judge.evaluation([index]) for index in range(len(parents))]
+    chosen = list(range(len(parents)))
+    if wanted.soup == "greedy":
+        if not judge.evaluates:
+            raise CheckpointError(
+                "`--soup greedy` needs evaluation data, but the runs have none to judge by."
+            )
+        chosen = greedy_soup([one["loss"] for one in found], lambda some: judge.evaluation(some)["loss"])
+    tensors = judge.tensors(chosen)
+    evaluation = evaluate_alone(parts) if parts is not None and judge.evaluates else {}
+    part = judge.parts_of(chosen)
+    losses = [one.get("loss") for one in found] or [None] * len(parents)
+    known = [loss for loss in losses if loss is not None]
+    worse = evaluation["loss"] > min(known) if evaluation and known else None
+    report = {
+        "method": "greedy soup" if wanted.soup else "mean",
+        "weights": part,
+        "parents": [
+            {
+                "device": parent.name,
+                "run_id": parent.state["extra"]["run_id"],
+                "checkpoint": str(parent.folder),
+                "step": parent.state["step"],
+                "samples": parent.samples,
+                "share": parent.part.get("share"),
+                "seed": parent.state["extra"]["config"]["trainer"]["seed"],
+                "loss": loss,
+            }
+            for parent, loss in zip(parents, losses, strict=True)
+        ],
+        "merged_loss": evaluation.get("loss"),
+        "worse_than_best_parent": worse,
+        "batch_norm": judge.batch_norm,
+        "other_start": foreign,
+    }
+    return Merged(tensors, report, evaluation)
+
+
+class _Judge:
+    """Makes means of some of the parents, and evaluates them."""
+
+    def __init__(
+        self, parents: Sequence[Parent], weights: Sequence[float], wanted: Wanted, parts: Parts | None
+    ) -> None:
+        self._parents, self._weights, self._wanted, self._parts = parents, weights, wanted, parts
+        self.evaluates = parts is not None and parts.eval_data is not None
+        self.batch_norm: str | None = None
+        """What became of running statistics, `None` where there are none."""
+        self._scalings = lora_scalings(parts.model) if parts is not None else {}
+        if wanted.lora_scaling is not None:
+            self._scalings = dict.fromkeys(adapter_names(parents[0].tensors), wanted.lora_scaling)
+
+    def parts_of(self, chosen: Sequence[int]) -> list[float]:
+        """Return each parent's weight in the mean of some of them; 0 for the others."""
+        total = sum(self._weights[index] for index in chosen)
+        return [
+            self._weights[index] / total if index in chosen and total else 0.0
+            for index in range(len(self._weights))
+        ]
+
+    def tensors(self, chosen: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the merged model's tensors; the model of `parts` then holds them."""
+        weights = self.parts_of(chosen)
+        if len(chosen) == 1:  # a parent itself, its adapters and statistics as they are
+            merged = dict(self._parents[chosen[0]].tensors)
+        else:
+            models = [self._parents[index].tensors for index in chosen]
+            merged = merge_tensors(models, [weights[index] for index in chosen], self._scalings)
+        if self._parts is None:
+            self.batch_norm = "averaged" if any("running_mean" in name for name in merged) else None
+            return merged
+        if any(merged[name].shape != self._parents[0].tensors[name].shape for name in merged):
+            self.evaluates = False  # stacked adapters fit no model of the parents' kind
+            return merged
+        self._parts.model.load_state_dict(match_model(merged, self._parts.model), strict=True)
+        if not _norms(self._parts.model):
+            return merged
+        self.batch_norm = "averaged"
+        if self._wanted.batch_norm == "recalibrate" and len(chosen) > 1:
+            recalibrate(self._parts)
+            self.batch_norm = "recalibrated"
+        return {name: value.detach().cpu() for name, value in pack_model(self._parts.model)[0].items()}
+
+    def evaluation(self, chosen: Sequence[int]) -> dict[str, float]:
+        """Return what the mean of some of the parents makes of the evaluation data."""
+        assert self._parts is not None
+        self.tensors(chosen)
+        return evaluate_alone(self._parts)
+
+
+def recalibrate(parts: Parts) -> None:
+    """Measure the running statistics of all BatchNorm layers anew, on training data with the present weights.
+
+    Each becomes the mean over batches of the training's size; everything else computes as in an evaluation.
+    """
+    norms = _norms(parts.model)
+    before = [norm.momentum for norm in norms]
+    parts.model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain mean over the batches
+        norm.train()
+    count = min(len(parts.train_data), RECALIBRATED_SAMPLES)  # type: ignore[arg-type]
+    largest = max(2, *parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank]))
+    order = [index for epoch in _epoch(parts) for index in epoch][:count]
+    batches = list(chop(order, cut(count, 1, largest)))
+    with torch.no_grad():
+        for inputs, _ in DataLoader(parts.train_data, batch_sampler=batches):
+            with parts.autocast():
+                call_model(parts.model, parts.to_device(inputs))
+            parts.communicator.alive()
+    for norm, momentum in zip(norms, before, strict=True):
+        norm.momentum = momentum
+    parts.model.train()
+
+
+def _epoch(parts: Parts) -> list[list[int]]:
+    """Return the global batches of the first epoch: samples in no order of their own."""
+    position = Progress().position
+    batches = []
+    while position.epoch == 0:
+        indices, position = parts.sampler.batch(position)
+        batches.append(indices.tolist())
+    return batches
+
+
+def _norms(model: nn.Module) -> list[_BatchNorm]:
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [norm for norm in found if norm.running_mean is not None]
+
+
+def write_merged(folder: Path, parents: Sequence[Parent], merged: Merged) -> Path:
+    """Write a merged model as a checkpoint of the usual form, and return it.
+
+    It stands where its parent with the largest weight stood. The optimizer begins anew: moments of gradients
+    at other weights are none of these. `state.json` says who took part.
+    """
+    weights = merged.report["weights"]
+    heaviest = parents[max(range(len(parents)), key=lambda i: (weights[i], -i))]
+    packed = heaviest.state["optimizer"] | {"state": {}}
+    kept = tensor_names(packed)
+    extra = dict(heaviest.state["extra"])
+    extra.pop("part", None)
+    extra["devices"] = [device for parent in parents for device in parent.state["extra"]["devices"]]
+    extra["merged"] = merged.report
+    described = heaviest.state | {"optimizer": packed, "extra": extra}
+    optimizer = {name: tensor for name, tensor in heaviest.optimizer.items() if name in kept}
+    return write_packed(folder, merged.tensors, heaviest.tied, optimizer, described)
+
+
+def merge_ranks(parts: Parts, progress: Progress) -> tuple[str, dict[str, float]] | None:
+    """Merge the models that the ranks have saved, on rank 0; the others wait for it, as long as it takes.
+
+    Returns:
+        The merged checkpoint and its evaluation on rank 0; `None` elsewhere, and where they are not merged.
+    """
+    strategy, local = parts.strategy, parts.local
+    assert isinstance(strategy, Independent)
+    assert local is not None
+    result = None
+    if strategy.merge and parts.rank == 0:
+        with parts.communicator.working():
+            result = _merge_on_first(parts, progress, strategy)
+    parts.communicator.meet()
+    return result
+
+
+def _merge_on_first(
+    parts: Parts, progress: Progress, strategy: Independent
+) -> tuple[str, dict[str, float]] | None:
+    assert parts.local is not None
+    wanted = Wanted(soup=strategy.soup, batch_norm=strategy.batch_norm)
+    name = folder_name(progress.step)
+    read = [read_parent(rank_folder(parts, rank) / name) for rank in range(parts.plan.world_size)]
+    # A device without a share has trained nothing.
+    taking_part = [rank for rank, parent in enumerate(read) if parent.samples]
+    parents = [read[rank] for rank in taking_part]
+    evaluations = [parts.local.evaluations[rank] for rank in taking_part if parts.local.evaluations]
+    try:
+        merged = merge(parents, wanted, parts, evaluations)
+    except CheckpointError as error:
+        log.warning("The models were not merged, and stay as they are: %s", error)
+        parts.local.merged = {"error": f"{error}"}
+        return None
+    parts.local.merged = merged.report
+    for logger in parts.loggers:
+        logger.log({f"merge/{key}": value for key, value in merged.evaluation.items()}, progress.step)
+    return str(write_merged(parts.checkpoints, parents, merged)), merged.evaluation

@@ -1,0 +1,136 @@
+"""A merged model is judged beside its parents, its statistics are its own, and any run goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hetexp.checkpoint.folder import TrainingState, load_checkpoint, save_checkpoint
+from hetexp.checkpoint.merge import Parent, read_parent
+from hetexp.comm.communicator import SoloCommunicator
+from hetexp.core.errors import CheckpointError
+from hetexp.strategy.single import Single
+from hetexp.training.evaluate import evaluate_alone
+from hetexp.training.merging import Wanted, merge, recalibrate, write_merged
+from hetexp.training.state import Parts
+
+MakeParts = Callable[..., Parts]
+
+
+class Net(nn.Module):
+    """A linear classifier behind a BatchNorm."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.linear = nn.Linear(3, 4)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.linear.parameters()):
+                values = torch.linspace(-1, 1 + number, parameter.numel()).reshape(parameter.shape)
+                parameter.copy_(values + shift * torch.cos(7 * values))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(inputs))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def parts(make_parts: MakeParts) -> Parts:
+    generator = torch.Generator().manual_seed(0)
+    inputs = 3.0 + 2.0 * torch.randn(24, 3, generator=generator)
+    data = TensorDataset(inputs, torch.randint(4, (24,), generator=generator))
+    return make_parts(SoloCommunicator(), strategy=Single(), model=Net(), train=data, evaluation=data)
+
+
+def parent(folder: Path, shift: float, samples: int = 10, seed: int = 0) -> Parent:
+    model = Net(shift)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(8, 3)).sum().backward()
+    optimizer.step()
+    model.load_state_dict(Net(shift).state_dict())
+    extra = {
+        "run_id": folder.name,
+        "progress": {"samples": samples},
+        "devices": [{"id": folder.name}],
+        "config": {"trainer": {"seed": seed}, "model": {}, "resume": None},
+        "part": {"device": folder.name, "samples": samples},
+    }
+    state = TrainingState(5, {"epoch": 0, "offset": 8}, {"step": 5}, extra)
+    return read_parent(save_checkpoint(folder, model, optimizer, state))
+
+
+def test_statistics_are_those_of_the_training_data(parts: Parts) -> None:
+    norm: Any = parts.model.norm
+    recalibrate(parts)
+    data: Any = parts.train_data
+    batches = data.tensors[0]
+    # Means over batches of 8: their mean is that of all samples.
+    torch.testing.assert_close(norm.running_mean, batches.mean(dim=0))
+    assert int(norm.num_batches_tracked) == 3
+    assert norm.momentum == 0.1
+    assert parts.model.training
+
+
+def test_the_merged_model_beside_its_parents(parts: Parts, tmp_path: Path) -> None:
+    parents = [parent(tmp_path / "a", 0.0, 30), parent(tmp_path / "b", 0.5, 10)]
+    merged = merge(parents, Wanted(), parts)
+    report = merged.report
+    assert report["weights"] == [0.75, 0.25]
+    assert [one["device"] for one in report["parents"]] == ["a", "b"]
+    assert report["batch_norm"] == "recalibrated"
+    losses = [one["loss"] for one in report["parents"]]
+    assert report["merged_loss"] == merged.evaluation["loss"] == evaluate_alone(parts)["loss"]
+    assert report["worse_than_best_parent"] == (report["merged_loss"] > min(losses))
+    mean = 0.75 * parents[0].tensors["linear.weight"] + 0.25 * parents[1].tensors["linear.weight"]
+    torch.testing.assert_close(merged.tensors["linear.weight"], mean)
+    assert bool((merged.tensors["norm.running_mean"] > 1).all())  # the parents' are zero
+    average = merge(parents, Wanted(batch_norm="average"), parts)
+    assert average.report["batch_norm"] == "averaged"
+    assert not bool(average.tensors["norm.running_mean"].any())
+
+
+def test_any_run_goes_on_from_it(parts: Parts, tmp_path: Path) -> None:
+    parents = [parent(tmp_path / "a", 0.0, 10), parent(tmp_path / "b", 0.5, 30)]
+    merged = merge(parents, Wanted(), parts)
+    path = write_merged(tmp_path / "merged", parents, merged)
+    model = Net(3.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = load_checkpoint(path, model, optimizer)
+    assert state.step == 5
+    assert not optimizer.state  # moments of other weights are none of these
+    assert torch.equal(model.linear.weight, merged.tensors["linear.weight"])
+    assert [one["id"] for one in state.extra["devices"]] == ["a", "b"]
+    assert state.extra["merged"] == merged.report
+    assert "part" not in state.extra
+
+
+def test_a_soup_takes_in_what_helps(parts: Parts, tmp_path: Path) -> None:
+    parents = [parent(tmp_path / name, shift) for name, shift in (("a", 0.0), ("b", 50.0))]
+    soup = merge(parents, Wanted(soup="greedy"), parts)
+    assert soup.report["weights"] == [1.0, 0.0]
+    assert soup.report["worse_than_best_parent"] is False
+    assert torch.equal(soup.tensors["linear.weight"], parents[0].tensors["linear.weight"])
+    assert merge(parents, Wanted(), parts).report["worse_than_best_parent"] is True
+
+
+def test_other_seeds_need_force_and_are_flagged(parts: Parts, tmp_path: Path) -> None:
+    parents = [parent(tmp_path / "a", 0.0), parent(tmp_path / "b", 0.1, seed=4)]
+    with pytest.raises(CheckpointError, match=r"trainer\.seed=4.*--force"):
+        merge(parents, Wanted(), parts)
+    merged = merge(parents, Wanted(force=True), parts)
+    assert "trainer.seed=4" in merged.report["other_start"]
+    assert merged.report["worse_than_best_parent"] is not None
+
+
+def test_without_a_model_nothing_is_judged(tmp_path: Path) -> None:
+    parents = [parent(tmp_path / "a", 0.0), parent(tmp_path / "b", 0.5)]
+    merged = merge(parents, Wanted(), None)
+    assert (merged.report["merged_loss"], merged.report["worse_than_best_parent"]) == (None, None)
+    assert merged.report["batch_norm"] == "averaged"
+    with pytest.raises(CheckpointError, match="needs evaluation data"):
+        merge(parents, Wanted(soup="greedy"), None)
