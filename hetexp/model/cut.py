@@ -1,0 +1,163 @@
+"""Cuts a model into pieces of consecutive layers, and keeps of it what a rank computes.
+
+What is kept has the names that it has in the whole model; what is not is gone, and its memory with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hetexp.core.errors import ConfigError
+from hetexp.model.layered import Pieces, call_layer, pieces_of
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What is known of the whole model once only a part of it is left."""
+
+    pieces: Pieces
+    parameters: dict[str, str]
+    """Of each name of a parameter the first one that the same tensor has, in the model's order."""
+    buffers: tuple[str, ...]
+    trained: frozenset[str]
+    """First names of the parameters that require a gradient."""
+
+    @classmethod
+    def of(cls, model: nn.Module, pieces: Pieces) -> Whole:
+        """Take down the names of a model that is whole."""
+        first: dict[nn.Parameter, str] = {}
+        named = list(model.named_parameters(remove_duplicate=False))
+        for name, parameter in named:
+            first.setdefault(parameter, name)
+        return cls(
+            pieces,
+            {name: first[parameter] for name, parameter in named},
+            tuple(name for name, _ in model.named_buffers(remove_duplicate=False)),
+            frozenset(name for parameter, name in first.items() if parameter.requires_grad),
+        )
+
+    def names_of(self, ranges: Iterable[tuple[int, int]]) -> list[str]:
+        """Return the modules and parameters that some ranges of layers use."""
+        names: list[str] = []
+        for start, end in ranges:
+            names += self.pieces.begin_names if start == 0 else ()
+            names += self.pieces.layer_names[start:end]
+            names += self.pieces.finish_names if end == len(self.pieces.layer_names) else ()
+        return names
+
+    def parameters_of(self, ranges: Iterable[tuple[int, int]]) -> set[str]:
+        """Return the first names of the parameters that some ranges of layers hold."""
+        names = self.names_of(ranges)
+        return {first for name, first in self.parameters.items() if _within(name, names)}
+
+    def buffers_of(self, ranges: Iterable[tuple[int, int]]) -> set[str]:
+        """Return the names of the buffers that some ranges of layers hold."""
+        names = self.names_of(ranges)
+        return {name for name in self.buffers if _within(name, names)}
+
+
+def whole_of(model: nn.Module) -> Whole:
+    """Return what is to be known of a model that is about to be cut.
+
+    Raises:
+        ConfigError: it does not tell where, tells names that it does not have, has state outside of its
+            pieces, or normalises over the batch.
+    """
+    pieces = pieces_of(model)
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    if pieces is None:
+        raise ConfigError(
+            f"`model` must tell where it may be cut to be trained in stages, but {kind} has no method "
+            "`pieces` (see hetexp.model.layered). strategy=ddp trains any model."
+        )
+    if not pieces.layer_names:
+        raise ConfigError(f"`model` must have at least one layer to be cut, but {kind} has none.")
+    named = [*pieces.begin_names, *pieces.layer_names, *pieces.finish_names]
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    problems = [
+        f"`model` must have what its pieces name, but {kind} has no {name}."
+        for name in named
+        if name not in known
+    ]
+    whole = Whole.of(model, pieces)
+    outside = [name for name in (*whole.parameters, *whole.buffers) if not _within(name, named)]
+    if outside:
+        problems.append(
+            f"`model` must name all of its state in `pieces`, but {kind} leaves out {', '.join(outside[:3])}."
+        )
+    over_batch = [
+        name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
+    if over_batch:
+        problems.append(
+            f"`model` must not normalise over the batch to be trained in stages, but {over_batch[0]} does: "
+            "its statistics would be those of a microbatch. GroupNorm or LayerNorm would be exact."
+        )
+    if problems:
+        raise ConfigError(problems)
+    return whole
+
+
+class Piece(nn.Module):
+    """Some consecutive layers of a model, as a module of their own; the same modules, not copies.
+
+    The first piece takes the model's inputs and the last one gives its output.
+    """
+
+    def __init__(self, model: nn.Module, pieces: Pieces, start: int, end: int) -> None:
+        super().__init__()
+        names = pieces.layer_names
+        self._begin = pieces.begin if start == 0 else None
+        self._finish = pieces.finish if end == len(names) else None
+        self.layers = nn.ModuleList(model.get_submodule(name) for name in names[start:end])
+        ends = [*(pieces.begin_names if start == 0 else ())]
+        ends += pieces.finish_names if end == len(names) else ()
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.ends = nn.ModuleList(modules[name] for name in ends if name in modules)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.own = nn.ParameterList(parameters[name] for name in ends if name in parameters)
+
+    def forward(self, payload: Any = None, **inputs: Any) -> Any:
+        """Return what the next piece takes, or the model's output."""
+        payload = inputs if payload is None else payload
+        if self._begin is not None:
+            payload = self._begin(payload)
+        for layer in self.layers:
+            payload = call_layer(layer, payload)
+        return payload if self._finish is None else self._finish(payload)
+
+
+def keep_only(model: nn.Module, whole: Whole, ranges: Sequence[tuple[int, int]]) -> None:
+    """Take everything out of a model that these ranges of layers do not use, in place.
+
+    Modules give way to `nn.Identity`, single parameters and buffers to `None`.
+    """
+    pieces = whole.pieces
+    named = {*pieces.begin_names, *pieces.layer_names, *pieces.finish_names}
+    _drop(model, "", named, set(whole.names_of(ranges)))
+
+
+def _drop(module: nn.Module, prefix: str, named: set[str], kept: set[str]) -> None:
+    for tensors in (module._parameters, module._buffers):
+        for name in list(tensors):
+            if prefix + name in named - kept:
+                tensors[name] = None
+    for name, child in list(module._modules.items()):
+        path = prefix + name
+        if child is None or path in kept:
+            continue
+        if path in named:
+            module._modules[name] = nn.Identity()
+        else:
+            _drop(child, f"{path}.", named, kept)
+
+
+def _within(name: str, places: Iterable[str]) -> bool:
+    """Tell whether a parameter's or buffer's name is one of these, or inside one of these modules."""
+    return any(name == place or name.startswith(f"{place}.") for place in places)
