@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.cost import Work
@@ -48,6 +49,20 @@ VISIBILITY = (
 """Variables by which a person or a scheduler hides cards; a rank gets one of them, and none of the others."""
 
 
+@dataclass(frozen=True)
+class StagePasses:
+    """A piece of a model that a device computes beside others, of the same model or on other devices."""
+
+    module: nn.Module
+    inputs: Any
+    """A small batch of what goes into it, on the device; where another piece gives it, it requires a
+    gradient."""
+    takes_bytes: int
+    """What comes from another device for one sample; 0 for the first piece."""
+    gives_bytes: int
+    """What goes to another device of one sample; 0 for the last one."""
+
+
 def backend_class(name: str) -> type[Backend]:
     """Return the class of a backend by its name; its vendor library is not imported yet."""
     located: type[Backend] = pkgutil.resolve_name(BACKENDS[name])
@@ -85,6 +100,8 @@ class Backend(ABC):
         """Marks around each wait for other ranks in the midst of a pass, until a meter takes them."""
         self._slowdown: Slowdown | None = None
         self._allocator: ModelledAllocator | None = None
+        self._passes: list[nn.Module] = []
+        """The pieces of the model that are called, where it is not called as a whole."""
 
     @classmethod
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[Found]:
@@ -176,6 +193,23 @@ class Backend(ABC):
         if self.spec.limited:
             self.limit_memory(model, optimizer)
 
+    def attach_stages(
+        self, stages: Sequence[StagePasses], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Prepare the device for some pieces of a model, instead of `attach`.
+
+        Args:
+            model: what this device has of it.
+        """
+        if self.spec.slow != 1.0 or self.faults.lasting:
+            from hetexp.hardware.pacing import Slowdown
+
+            for stage in stages:
+                Slowdown(stage.module, lambda: self.slower, self)
+        self._passes = [stage.module for stage in stages]
+        if self.spec.limited:
+            self.limit_memory(model, optimizer)
+
     def autocast(self, precision: str) -> AbstractContextManager[Any]:
         """Return a context in which a model of float32 weights computes in this precision."""
         if precision not in AUTOCAST:
@@ -193,7 +227,8 @@ class Backend(ABC):
         from hetexp.hardware.memory_model import ModelledAllocator
 
         assert self.spec.memory_bytes is not None
-        self._allocator = ModelledAllocator(model, optimizer, self.spec.memory_bytes, str(self.spec))
+        name = str(self.spec)
+        self._allocator = ModelledAllocator(model, optimizer, self.spec.memory_bytes, name, self._passes)
 
     def free_memory_bytes(self) -> int | None:
         """Return what the device could still give to tensors, `None` where that is not known."""

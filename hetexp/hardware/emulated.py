@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.cost import Work
 from hetexp.core.device import GIB, DeviceSpec
+from hetexp.hardware.backend import StagePasses
 from hetexp.hardware.catalogue import Card, card_of
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.deviation import Deviation
@@ -44,6 +45,8 @@ class CardTimes:
         backward_flops: operations of one sample backward.
         update_bytes: what an update moves through the card's memory.
         deviation: how this very card differs from its figures.
+        takes_bytes: what comes from another device for one sample, so that its gradient goes back there.
+        gives_bytes: what goes to another device of one sample, so that its gradient comes back from there.
     """
 
     def __init__(
@@ -54,21 +57,31 @@ class CardTimes:
         backward_flops: float,
         update_bytes: float,
         deviation: Deviation | None = None,
+        takes_bytes: int = 0,
+        gives_bytes: int = 0,
     ) -> None:
         self.card = card
         self._rate = card.tflops[precision] * 1e12 * card.efficiency
         self._forward_flops, self._backward_flops = forward_flops, backward_flops
         self._update_bytes = update_bytes
         self._deviation = deviation or Deviation(None, 0)
+        self._takes_bytes, self._gives_bytes = takes_bytes, gives_bytes
         self.slower = 1.0
         """Factor of the moment: heat, an ordered slow-down."""
 
     def forward(self, num_samples: int, num_bytes: int) -> float:
         travel = self.card.host_link.seconds(num_bytes)
+        travel += self._travel(self._gives_bytes, num_samples)
         return travel + self._compute(self._forward_flops, num_samples)
 
     def backward(self, num_samples: int) -> float:
-        return self._compute(self._backward_flops, num_samples)
+        both = (self._takes_bytes, self._gives_bytes)
+        travel = sum(self._travel(num_bytes, num_samples) for num_bytes in both)
+        return travel + self._compute(self._backward_flops, num_samples)
+
+    def _travel(self, bytes_per_sample: int, num_samples: int) -> float:
+        """Return what it takes tensors between two pieces of a model to pass the card's link, one way."""
+        return self.card.host_link.seconds(bytes_per_sample * num_samples) if bytes_per_sample else 0.0
 
     def update(self) -> float:
         travelled = self._update_bytes / (self.card.bandwidth_gb_per_second * 1e9)
@@ -90,6 +103,7 @@ class EmulatedBackend(CpuBackend):
         self.card = card_of(spec)
         self.times: CardTimes | None = None
         self._planned: CardTimes | None = None
+        self._stage_times: list[CardTimes] = []
         self.pacer: Pacer | None = None
 
     @classmethod
@@ -127,12 +141,32 @@ class EmulatedBackend(CpuBackend):
         assert capacity is not None
         self._allocator = ModelledAllocator(model, optimizer, capacity, str(self.spec))
 
+    def attach_stages(
+        self, stages: Sequence[StagePasses], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        deviation = Deviation(self.deviation_seed, self.spec.index)
+        assert self.precision is not None
+        for stage in stages:
+            forward, backward, fractions = count_work(stage.module, stage.inputs)
+            figures = (self.card, self.precision, forward, backward, UPDATE_PASSES * weights)
+            times = CardTimes(*figures, deviation, stage.takes_bytes, stage.gives_bytes)
+            self._stage_times.append(times)
+            if self.pacer is None:
+                self.pacer = Pacer(stage.module, times, fractions)
+            else:
+                self.pacer.follow(stage.module, times, fractions)
+        assert self.spec.memory_bytes is not None
+        modules = [stage.module for stage in stages]
+        self._allocator = ModelledAllocator(model, optimizer, self.spec.memory_bytes, str(self.spec), modules)
+
     def begin_step(self, step: int) -> None:
         if self.pacer is not None:
             self.pacer.end_update()
         super().begin_step(step)
-        if self.times is not None:
-            self.times.slower = self.slower
+        for times in (self.times, *self._stage_times):
+            if times is not None:
+                times.slower = self.slower
 
     def begin_update(self) -> None:
         if self.pacer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,17 @@ class ModelledAllocator:
         optimizer: its state is part of the sum.
         capacity_bytes: memory of the card.
         name: of the device, for the error.
+        pieces: of the model that are called instead of it, as a pipeline's stages are: what a pass keeps
+            counts until its own backward pass ends, beside those of other microbatches.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, capacity_bytes: int, name: str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        capacity_bytes: int,
+        name: str,
+        pieces: Sequence[nn.Module] = (),
     ) -> None:
         self._optimizer, self._capacity, self._name = optimizer, capacity_bytes, name
         self._parameters = list(model.parameters())
@@ -41,8 +49,13 @@ class ModelledAllocator:
         self.peak_bytes = self.static_bytes()
         self.free_bytes: int | None = None
         """Before the last tensor that did not fit; `None` while all did."""
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(lambda *_: self._end(), always_call=True)
+        self._of_others = 0
+        """Kept by passes before this one whose backward pass has not come."""
+        for module in pieces or [model]:
+            module.register_forward_pre_hook(self._begin, with_kwargs=True)
+            module.register_forward_hook(lambda *_: self._end(), always_call=True)
+            if pieces:
+                module.register_forward_hook(self._free_after_backward)
 
     def static_bytes(self) -> int:
         """Return what is held between two steps, gradients included."""
@@ -56,7 +69,7 @@ class ModelledAllocator:
 
         weights = {_storage(p) for p in (*self._parameters, *self._buffers)}
         self._seen = set(weights)
-        self._activations = 0
+        self._activations = self._of_others
         self._static = self.static_bytes()
         self._seen |= {_storage(t) for t in tensors((args, kwargs))}
         self._hold(sum(_size(t) for t in tensors((args, kwargs))))
@@ -67,6 +80,20 @@ class ModelledAllocator:
         if self._hooks is not None:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__(None, None, None)
+
+    def _free_after_backward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        from torch.autograd import Variable
+
+        kept = self._activations - self._of_others
+        waiting = next((tensor for tensor in tensors(output) if tensor.requires_grad), None)
+        if waiting is None:  # an evaluation
+            return
+
+        def free() -> None:
+            self._of_others -= kept
+
+        self._of_others += kept
+        waiting.register_hook(lambda _: Variable._execution_engine.queue_callback(free))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = _storage(tensor)

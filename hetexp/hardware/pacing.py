@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetexp.core.call import call_model
@@ -52,7 +53,7 @@ class Pacer:
     def __init__(
         self, model: nn.Module, times: PassTimes, fractions: list[tuple[torch.nn.Parameter, float]]
     ) -> None:
-        self._times = times
+        self._update_seconds = times.update
         self.time_scale = 0.0
         self._ratios: dict[str, list[float]] = {}
         self._shortest = math.inf
@@ -65,8 +66,14 @@ class Pacer:
         self._updating = False
         self.paced: list[tuple[str, float, float]] = []
         """Of each paced phase its name, real time and modelled time × scale, to check the emulation by."""
-        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-        model.register_forward_hook(self._end_forward)
+        self.follow(model, times, fractions)
+
+    def follow(
+        self, model: nn.Module, times: PassTimes, fractions: list[tuple[torch.nn.Parameter, float]]
+    ) -> None:
+        """Delay the passes of another module of the same device, which does one pass at a time."""
+        model.register_forward_pre_hook(partial(self._begin_forward, times), with_kwargs=True)
+        model.register_forward_hook(partial(self._end_forward, times))
         for parameter, fraction in fractions:
             parameter.register_hook(lambda _, fraction=fraction: self._gradient_ready(fraction))
 
@@ -93,7 +100,7 @@ class Pacer:
 
     def begin_update(self) -> None:
         """The gradients are there: the optimizer's phase begins."""
-        self._begin("update", self._times.update())
+        self._begin("update", self._update_seconds())
         self._updating = True
 
     def end_update(self) -> None:
@@ -111,24 +118,27 @@ class Pacer:
         """Begin no phase where the last one ended: something else than training came between."""
         self._updating = False
 
-    def _begin_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_forward(
+        self, times: PassTimes, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._samples = num_samples((args, kwargs))
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors((args, kwargs)))
-        self._begin("forward", self._times.forward(self._samples, num_bytes))
+        self._begin("forward", times.forward(self._samples, num_bytes))
 
-    def _end_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _end_forward(self, times: PassTimes, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._wait_until(1.0)
         self._end()
+        samples = self._samples  # of this pass, whose backward may come after other forward passes
         for tensor in tensors(output):
             if tensor.requires_grad:
                 # The gradient of the output is the first thing that the backward pass hands to the model.
-                tensor.register_hook(lambda _: self._begin_backward())
+                tensor.register_hook(lambda _: self._begin_backward(times, samples))
                 break
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, times: PassTimes, samples: int) -> None:
         from torch.autograd import Variable
 
-        self._begin("backward", self._times.backward(self._samples))
+        self._begin("backward", times.backward(samples))
         self.backward_done = 0.0
         # Runs when all gradients are there and before DDP waits for its exchange, which queues later.
         Variable._execution_engine.queue_callback(self._end_backward)
@@ -262,6 +272,9 @@ def spread_out(parameters: Sequence[nn.Parameter], count: int) -> list[nn.Parame
 def count_work(model: nn.Module, inputs: Any) -> tuple[float, float, list[tuple[torch.nn.Parameter, float]]]:
     """Count the floating-point operations of one sample.
 
+    Args:
+        inputs: those that require a gradient get one in backward, as of a piece that is not the first.
+
     Returns:
         Operations forward, operations backward, and for each trainable parameter the fraction of the
         backward pass that ends with its gradient (fractions sum to 1).
@@ -274,16 +287,25 @@ def count_work(model: nn.Module, inputs: Any) -> tuple[float, float, list[tuple[
     model.eval()  # no dropout, no running statistics: counting leaves the model as it was
     counter = FlopCounterMode(display=False)
     with torch.random.fork_rng(devices=[]), counter:
-        output = call_model(model, inputs)
+        before = [tensor for tensor in tensors(inputs) if tensor.requires_grad]
+        output = call_model(model, _no_leaves(inputs))
         forward = counter.get_total_flops()
         total = sum(t.sum() for t in tensors(output) if t.requires_grad)
         if isinstance(total, torch.Tensor):
-            torch.autograd.grad(total, trainable, allow_unused=True)
+            torch.autograd.grad(total, [*trainable, *before], allow_unused=True)
         backward = counter.get_total_flops() - forward
     for module, training in modes:
         module.training = training
     counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     return forward / samples, backward / samples, list(_fractions(model, counts))
+
+
+def _no_leaves(inputs: Any) -> Any:
+    """Return inputs that require a gradient as results: the counter's hooks refuse leaves of a graph."""
+    if type(inputs) is tuple:
+        return tuple(_no_leaves(item) for item in inputs)
+    required = getattr(inputs, "requires_grad", False)
+    return inputs.view_as(inputs) if required else inputs
 
 
 def _fractions(model: nn.Module, counts: dict[str, int]) -> Iterator[tuple[torch.nn.Parameter, float]]:

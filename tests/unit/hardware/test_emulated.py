@@ -16,6 +16,7 @@ from hetexp.core.device import GIB
 from hetexp.core.fault import FaultSchedule
 from hetexp.hardware import backend as backend_module
 from hetexp.hardware import emulated, pacing
+from hetexp.hardware.backend import StagePasses
 from hetexp.hardware.catalogue import card
 from hetexp.hardware.deviation import FACTOR_RANGE, Deviation
 from hetexp.hardware.emulated import CardTimes, EmulatedBackend
@@ -351,3 +352,28 @@ def test_the_modelled_memory_is_the_cards(clock: Clock) -> None:
     assert peak is not None and CONTEXT_BYTES < peak <= CONTEXT_BYTES + 4096
     with pytest.raises(torch.OutOfMemoryError, match=r"emulated:0 \(RTX 3090 \(emulated\)\)"):
         model(torch.zeros(64, 8))
+
+
+def test_pieces_pay_for_what_passes_between_them(clock: Clock) -> None:
+    """A middle piece: its inputs come over the link, its outputs leave over it, and gradients go back."""
+    first, last = mlp(64, 64), mlp(64, 64)
+    model = nn.Sequential(first, last)
+    backend = EmulatedBackend(EmulatedBackend.describe_card(0, card("rtx_3090")))
+    backend.precision = "float32"
+    inputs = torch.zeros(2, 64)
+    sizes = 4 * 64
+    stages = [
+        StagePasses(first, inputs, takes_bytes=0, gives_bytes=sizes),
+        StagePasses(last, inputs.clone().requires_grad_(), takes_bytes=sizes, gives_bytes=sizes),
+    ]
+    backend.attach_stages(stages, model, torch.optim.SGD(model.parameters()))
+    begin, middle = backend._stage_times
+    one_way = card("rtx_3090").host_link.seconds(10 * sizes)
+    own = CardTimes(card("rtx_3090"), "float32", 2 * 64 * 64, 2 * 64 * 64, 0.0)
+    both = CardTimes(card("rtx_3090"), "float32", 2 * 64 * 64, 4 * 64 * 64, 0.0)
+    assert begin.forward(10, 0) == pytest.approx(own.forward(10, 0) + one_way)
+    assert middle.forward(10, 10 * sizes) == pytest.approx(own.forward(10, 10 * sizes) + one_way)
+    assert begin.backward(10) == pytest.approx(own.backward(10) + one_way)
+    assert middle.backward(10) == pytest.approx(both.backward(10) + 2 * one_way)
+    assert begin.update() == middle.update()
+    assert begin.update() > own.update()

@@ -286,3 +286,16 @@ def test_results_are_freed(backward: bool) -> None:
     reference = step()
     gc.collect()
     assert reference() is None
+
+
+def test_pieces_hold_what_their_microbatches_keep_until_backward() -> None:
+    model = mlp()
+    memory = ModelledAllocator(model, sgd(model), PLENTY, NAME, [model])
+    first, second = model(torch.zeros(5, 8)), model(torch.zeros(5, 8))
+    assert memory.peak_bytes == CONTEXT_BYTES + 2 * WEIGHTS + 2 * activations(5)
+    first.sum().backward()
+    second.sum().backward()
+    with torch.no_grad():
+        model(torch.zeros(5, 8))  # an evaluation keeps nothing
+    model(torch.zeros(5, 8))
+    assert memory.peak_bytes == CONTEXT_BYTES + 2 * WEIGHTS + 2 * activations(5)

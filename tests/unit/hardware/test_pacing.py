@@ -468,3 +468,35 @@ def test_the_pace_changes_with_the_card(clock: Clock) -> None:
         model(torch.zeros(SAMPLES, 8))
         took.append(clock.now - start)
     assert took == pytest.approx([1.0, 4.0])
+
+
+# ---------------------------------------------------------------- pieces of a pipeline
+
+
+def test_a_backward_pass_is_that_of_its_own_microbatch(clock: Clock) -> None:
+    """Of a pipeline, whose forward passes run ahead."""
+    model = mlp(8, 4)
+    paced(model, torch.zeros(1, 8)).start(1.0)
+    first, second = model(torch.zeros(5, 8)), model(torch.zeros(2, 8))
+    began = clock.now
+    first.sum().backward()
+    assert clock.now - began == pytest.approx(5 * 0.5)
+    second.sum().backward()
+    assert clock.now - began == pytest.approx(5 * 0.5 + 2 * 0.5)
+
+
+def test_a_pacer_follows_several_pieces(clock: Clock) -> None:
+    one, other = mlp(8, 4), mlp(4, 2)
+    pacer = paced(one, torch.zeros(1, 8))
+    pacer.follow(other, Times(forward_sample=1.0), count_work(other, torch.zeros(1, 4))[2])
+    pacer.start(1.0)
+    began = clock.now
+    other(one(torch.zeros(3, 8)))
+    assert clock.now - began == pytest.approx(3 * 0.25 + 3 * 1.0)
+
+
+def test_what_goes_to_the_piece_before_is_counted() -> None:
+    model = mlp(8, 16, 4)
+    _, alone, _ = count_work(model, torch.zeros(5, 8))
+    _, asked, _ = count_work(model, torch.zeros(5, 8, requires_grad=True))
+    assert asked - alone == 2 * 8 * 16
