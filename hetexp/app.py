@@ -237,6 +237,7 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
     from hetexp.core.config import COMPONENTS, check_config, for_devices
     from hetexp.core.instantiate import check_component
     from hetexp.hardware.selection import select_devices
+    from hetexp.launch.stages import check_model
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.fallback import fall_back
     from hetexp.plan.planner import check_plan
@@ -263,6 +264,8 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
         if config.fallback is not None and built:
             config, raw, selection = fall_back(config, raw, selection)
         found += check_plan(config, selection, built)
+        if not any(components.values()) and not any(problem.startswith("`strategy") for problem in found):
+            found += check_model(config)
     # What is missing was told already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
     return raw, config, selection, problems

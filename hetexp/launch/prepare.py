@@ -14,6 +14,7 @@ from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.launch.launcher import measure
+from hetexp.launch.stages import with_stages
 from hetexp.plan import calibrations
 from hetexp.plan.exchanged import exchange_under
 from hetexp.plan.measured import begun_with, choose, replanned
@@ -26,9 +27,11 @@ def prepare(plan: Plan, config: Config, console: Console) -> Plan:
     """Return the plan that is launched.
 
     Raises:
-        ConfigError: a device has less memory than it needs.
+        ConfigError: a device has less memory than it needs, or the model cannot be cut so.
         SetupError, RunFailedError: measuring the devices could not be started, or failed.
     """
+    if instantiate(config.strategy).steps == "staged":  # no device has the whole model for its own samples
+        return with_stages(plan, config)
     memory = memory_of(plan, config)
     return with_memory(with_measured_split(plan, config, memory, console), memory)
 

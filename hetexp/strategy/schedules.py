@@ -1,0 +1,78 @@
+"""What is to be known of torch's pipeline schedules before torch is there.
+
+The names and the limits are those of `torch.distributed.pipelining.schedules`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+MICROBATCHES_A_STAGE = 4
+"""The bubble of a pipeline of S equal stages is (S − 1) / (M + S − 1) of its time: a fifth with M = 4 · S."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One of torch's schedules."""
+
+    name: ScheduleName
+    stages_a_rank: int = 1
+    """That it is meant for."""
+    more_stages: bool = False
+    """Whether a rank may have more of them."""
+    returns: bool = False
+    """Whether the stages go through the ranks and back (a V), instead of round and round."""
+    splits_backward: bool = False
+    """Whether gradients of the weights come later than those of the inputs."""
+
+    def rank_of(self, stage: int, num_ranks: int) -> int:
+        """Return which of a pipeline's ranks computes a stage."""
+        turn, place = divmod(stage, num_ranks)
+        return num_ranks - 1 - place if self.returns and turn % 2 else place
+
+    def stages_problem(self, num_stages: int, num_ranks: int) -> str | None:
+        """Return what the schedule asks of the number of stages instead, `None` where it may be this."""
+        each, rest = divmod(num_stages, num_ranks)
+        if rest == 0 and (each == self.stages_a_rank or (self.more_stages and each > self.stages_a_rank)):
+            return None
+        wanted = self.stages_a_rank * num_ranks
+        whole = f"a multiple of {num_ranks} from {wanted} on" if self.more_stages else str(wanted)
+        return f"{whole} for schedule {self.name} on {num_ranks} device{'s' if num_ranks > 1 else ''}"
+
+    def microbatches_problem(self, num_microbatches: int, num_stages: int, num_ranks: int) -> str | None:
+        """Return what is asked of the number of microbatches instead, `None` where it may be this."""
+        if self.name in ("1F1B", "DualPipeV") and num_microbatches < num_stages:
+            return f"at least the {num_stages} stages for schedule {self.name}"
+        if self.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+            rounds = max(1, num_microbatches // num_ranks)
+            if num_microbatches % rounds:
+                return f"a multiple of the {num_ranks} devices of a pipeline for schedule {self.name}"
+        return None
+
+    def num_microbatches(self, num_stages: int, num_ranks: int, num_samples: int) -> int:
+        """Return a sensible number of microbatches: four a stage, no more than there are samples.
+
+        It is what the schedule takes, also where the samples are fewer: then some microbatches are empty.
+        """
+        wanted = max(1, min(MICROBATCHES_A_STAGE * num_stages, num_samples))
+        if self.stages_a_rank > 1:
+            return max(num_stages, wanted // num_ranks * num_ranks)
+        return max(num_stages, wanted)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("GPipe"),
+        Schedule("1F1B"),
+        Schedule("Interleaved1F1B", stages_a_rank=2, more_stages=True),
+        Schedule("LoopedBFS", stages_a_rank=2, more_stages=True),
+        Schedule("InterleavedZeroBubble", stages_a_rank=2, more_stages=True, splits_backward=True),
+        Schedule("ZBVZeroBubble", stages_a_rank=2, returns=True, splits_backward=True),
+        Schedule("DualPipeV", stages_a_rank=2, returns=True, splits_backward=True),
+    )
+}

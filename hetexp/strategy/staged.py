@@ -1,0 +1,115 @@
+"""What the strategies have in common that cut the model into stages."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
+from hetexp.strategy.base import Strategy
+from hetexp.strategy.schedules import SCHEDULES, Schedule, ScheduleName
+from hetexp.strategy.shard_plan import Ranges, check_ranges
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Staged(Strategy):
+    """Gives each rank some consecutive layers of the model, of all samples of its pipeline.
+
+    Args:
+        schedule: one of torch's (`torch.distributed.pipelining`).
+        num_microbatches: of each pipeline and step; `None`: four a stage, at most its samples.
+    """
+
+    steps: ClassVar[Literal["joint", "local", "staged"]] = "staged"
+    predicted_as = "stages"
+
+    def __init__(self, schedule: ScheduleName = "1F1B", num_microbatches: int | None = None) -> None:
+        self.schedule: Schedule = SCHEDULES[schedule]
+        self._num_microbatches = num_microbatches
+
+    @abstractmethod
+    def chosen_groups(self, num_devices: int) -> list[list[int]] | None:
+        """Return the ranks of each pipeline, in the order of its stages; `None`: the planner's choice."""
+
+    @abstractmethod
+    def chosen_ranges(self) -> list[Ranges] | None:
+        """Return the layers of each pipeline's stages; `None`: the planner's choice."""
+
+    @abstractmethod
+    def keys(self) -> list[str]:
+        """Return the Hydra key of each pipeline's ranges."""
+
+    def num_microbatches(self, num_stages: int, num_ranks: int, num_samples: int) -> int:
+        """Return the microbatches of a step of one pipeline.
+
+        Args:
+            num_samples: that the pipeline takes of a full global batch.
+        """
+        if self._num_microbatches is not None:
+            return self._num_microbatches
+        return self.schedule.num_microbatches(num_stages, num_ranks, num_samples)
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        problems = []
+        trainer = config.trainer
+        fix = "A pipeline's microbatches are `strategy.num_microbatches`."
+        if trainer.accumulate > 1:
+            accepted = f"1 where `strategy` is {self.name}"
+            problems.append(must_be("trainer.accumulate", accepted, trainer.accumulate, fix))
+        if trainer.microbatch_size is not None:
+            accepted = f"null where `strategy` is {self.name}"
+            problems.append(must_be("trainer.microbatch_size", accepted, trainer.microbatch_size, fix))
+        if self.schedule.splits_backward and any(device.backend == "emulated" for device in devices):
+            problems.append(
+                must_be(
+                    "strategy.schedule",
+                    "one that computes a backward pass at once where devices are emulated (GPipe, 1F1B, "
+                    "Interleaved1F1B, LoopedBFS)",
+                    self.schedule.name,
+                )
+            )
+        return problems
+
+    def check_stages(self, groups: Sequence[Sequence[int]]) -> list[str]:
+        """Return what speaks against the chosen ranges and microbatches for pipelines of these ranks."""
+        problems = []
+        chosen = self.chosen_ranges()
+        for position, group in enumerate(groups):
+            num_stages = self.schedule.stages_a_rank * len(group)
+            if chosen is not None:
+                ranges, key = chosen[position], self.keys()[position]
+                problems += check_ranges(ranges, key)
+                wanted = self.schedule.stages_problem(len(ranges), len(group))
+                if wanted is not None:
+                    problems.append(
+                        f"`{key}` must have one range of layers a stage, which are {wanted}, but has "
+                        f"{len(ranges)} instead."
+                    )
+                    continue
+                num_stages = len(ranges)
+            if self._num_microbatches is None:
+                continue
+            wanted = self.schedule.microbatches_problem(self._num_microbatches, num_stages, len(group))
+            if wanted is not None:
+                problem = must_be("strategy.num_microbatches", wanted, self._num_microbatches)
+                problems += [problem] if problem not in problems else []
+        return problems
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return model  # its pieces are called by the schedule
+
+    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def varies_passes(self) -> bool:
+        return False  # all ranks of a pipeline have the same microbatches
+
+    def averaged_over(self, world_size: int) -> int:
+        return 1  # gradients of pipelines and of tied weights are summed
