@@ -23,7 +23,7 @@ from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.launch.launcher import CALIBRATION, READY
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
-from hetexp.launch.preflight import check_checkpoint_space
+from hetexp.launch.preflight import check_checkpoint_space, checkpoint_bytes
 from hetexp.launch.process import LAUNCHER_PID
 from hetexp.launch.report import RankFailure, write_failure
 
@@ -166,9 +166,12 @@ class _Rank:
             parts.communicator.close()
             return
         self.progress = resume(parts)
+        needed = checkpoint_bytes(parts.model, parts.optimizer)
+        if parts.staging is not None:  # a checkpoint is of all stages
+            needed = parts.staging.sum_once(needed)
         if self.rank == 0:
             count = num_checkpoints(config, self.progress.step, parts.total_steps)
-            check_checkpoint_space(parts.checkpoints, parts.model, parts.optimizer, count)
+            check_checkpoint_space(parts.checkpoints, needed, count)
             parts.loggers = self.loggers = start_loggers(parts)
             store.set(READY, str(parts.total_steps))
         started = time.perf_counter()

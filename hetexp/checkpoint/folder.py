@@ -23,6 +23,7 @@ from hetexp.checkpoint.model_state import match_model, named_parameters, pack_mo
 from hetexp.checkpoint.optimizer_state import (
     check_optimizer,
     pack_optimizer,
+    part_of_optimizer,
     restore_optimizer,
     tensor_names,
 )
@@ -74,8 +75,22 @@ def save_checkpoint(
     names: dict[nn.Parameter, str] = {}
     for name, parameter in named_parameters(model).items():
         names.setdefault(parameter, name)
-    model_tensors, left_out = pack_model(model)
-    optimizer_tensors, packed = pack_optimizer(optimizer, names)
+    return save_packed(parent, pack_model(model), pack_optimizer(optimizer, names), state, files)
+
+
+def save_packed(
+    parent: Path,
+    model: tuple[Mapping[str, Tensor], Mapping[str, str]],
+    optimizer: tuple[Mapping[str, Tensor], Mapping[str, Any]],
+    state: TrainingState,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write what `pack_model` and `pack_optimizer` give, as `save_checkpoint` does, and return the folder.
+
+    Raises:
+        CheckpointError: something holds a value that cannot be stored, or the folder cannot be written.
+    """
+    (model_tensors, left_out), (optimizer_tensors, packed) = model, optimizer
     described = asdict(state) | {"optimizer": packed}
     try:
         json.dumps(described)
@@ -126,6 +141,40 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     model.load_state_dict(weights, strict=True)
     if optimizer is not None:
         restore_optimizer(optimizer_tensors, packed, optimizer, parameters)
+    return TrainingState(**{name: described[name] for name in TrainingState.__dataclass_fields__})
+
+
+def load_optimizer(
+    folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> TrainingState:
+    """Put a checkpoint's optimizer state into an optimizer of some of the model's parameters only.
+
+    Args:
+        folder: a checkpoint folder that `load_checkpoint` has verified.
+        parameters: those that the optimizer has, by any name of theirs in the whole model.
+
+    Raises:
+        CheckpointError: it is not of this optimizer.
+    """
+    described = _read_state(folder / STATE)
+    packed = part_of_optimizer(described["optimizer"], parameters)
+    tensors = _read_tensors(folder / OPTIMIZER)
+    check_optimizer(packed, optimizer, parameters)
+    if lacking := sorted(tensor_names(packed) - tensors.keys()):
+        raise CheckpointError(
+            f"`resume` must name a checkpoint with all tensors of the optimizer, but it lacks {lacking[0]}."
+        )
+    restore_optimizer(tensors, packed, optimizer, parameters)
+    return TrainingState(**{name: described[name] for name in TrainingState.__dataclass_fields__})
+
+
+def load_state(folder: Path) -> TrainingState:
+    """Return where the training stood, without model and optimizer.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    described = _read_state(folder / STATE)
     return TrainingState(**{name: described[name] for name in TrainingState.__dataclass_fields__})
 
 

@@ -6,7 +6,7 @@ every tensor keeps its dtype and is known by its parameter's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,48 @@ def restore_optimizer(
                     )
                     for key, value in packed["state"][name].items()
                 }
+
+
+def part_of_optimizer(packed: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+    """Return what a packed state says of some parameters; every group is there, if with fewer of them.
+
+    Args:
+        packed: the second value of `pack_optimizer`.
+        names: of these parameters, as the state has them.
+    """
+    groups = [
+        {**group, "params": [name for name in group["params"] if name in names]}
+        for group in packed["param_groups"]
+    ]
+    state = {name: entries for name, entries in packed["state"].items() if name in names}
+    return {**packed, "param_groups": groups, "state": state}
+
+
+def join_optimizers(parts: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+    """Return the packed state of one optimizer over the parameters of several, which step alike.
+
+    Args:
+        parts: second values of `pack_optimizer`, of different parameters of one model.
+        order: names of all parameters, as the model has them.
+
+    Raises:
+        CheckpointError: they are of different classes, or have not the same groups.
+    """
+    classes = sorted({part["class"] for part in parts})
+    counts = sorted({len(part["param_groups"]) for part in parts})
+    if len(classes) > 1 or len(counts) > 1:
+        raise CheckpointError(
+            "The stages' optimizers must be of one class and have the same number of parameter groups to be "
+            f"saved as one, but are {' and '.join(classes)} with {' and '.join(map(str, counts))} groups."
+        )
+    place = {name: index for index, name in enumerate(order)}
+    groups = []
+    for several in zip(*(part["param_groups"] for part in parts), strict=True):
+        names = sorted((name for group in several for name in group["params"]), key=place.__getitem__)
+        groups.append({**several[0], "params": names})
+    state = {name: entries for part in parts for name, entries in part["state"].items()}
+    ordered = {name: state[name] for name in sorted(state, key=place.__getitem__)}
+    return {**parts[0], "param_groups": groups, "state": ordered}
 
 
 def tensor_names(packed: object) -> set[str]:

@@ -58,6 +58,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
             "bytes_per_step": None,
             "exposed_s": None,
         },
+        "pipeline": None,
         "devices": [_device(plan, rank) for rank in range(plan.world_size)],
         "failures": [],
         "final": {"train_loss": None, "eval": None},

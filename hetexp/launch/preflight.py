@@ -60,15 +60,14 @@ def check_machine(plan: Plan, config: Config, environments: Sequence[Mapping[str
         raise SetupError(f"{len(problems)} things keep this run from starting:\n{lines}")
 
 
-def check_checkpoint_space(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, count: int
-) -> None:
+def check_checkpoint_space(folder: Path, needed: int, count: int) -> None:
     """Check that a checkpoint will fit, before hours of training show that it does not.
 
     Where one fits but not all of them do, a warning says so.
 
     Args:
         folder: that checkpoints go to, or will once it is made.
+        needed: bytes of a checkpoint (`checkpoint_bytes`).
         count: checkpoints that the run is going to write.
 
     Raises:
@@ -76,7 +75,6 @@ def check_checkpoint_space(
     """
     if count < 1:
         return
-    needed = checkpoint_bytes(model, optimizer)
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if free < needed:

@@ -7,5 +7,6 @@ import sklearn.datasets
 import sklearn.model_selection  # noqa: F401
 import torch._dynamo  # every optimizer imports it, for 1.2 s
 import torch.distributed
+import torch.distributed.pipelining
 import torch.nn.parallel
 import torch.utils.flop_counter  # noqa: F401

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hetexp.core.call import call_model
+from hetexp.core.split import apportion
 from hetexp.data.loader import chop, cut
 from hetexp.training.state import Parts
 
@@ -64,19 +65,29 @@ def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor]:
     counts_correct = True
     parts.model.eval()
     with torch.inference_mode():
-        for inputs, targets in batches:
+        for number, (inputs, targets) in enumerate(batches):
+            output = _output(parts, number, inputs, _rows(targets))
+            parts.communicator.alive()
+            if output is None:
+                continue
             on_device = parts.to_device(targets)
             with parts.autocast():
-                output = call_model(parts.model, parts.to_device(inputs))
                 loss_total += float(parts.local_loss(output, on_device))
             count += parts.loss.count(targets)
             right = parts.loss.correct(output, on_device)
             counts_correct &= right is not None
             correct += right or 0
             samples += _rows(targets)
-            parts.communicator.alive()
     parts.model.train()
     return loss_total, torch.tensor([count, correct, samples, int(not counts_correct)])
+
+
+def _output(parts: Parts, number: int, inputs: Any, num_samples: int) -> Any:
+    """Return what the model makes of a batch; `None` where another rank has the model's last layers."""
+    if parts.staging is not None:
+        return parts.staging.evaluate(inputs, number, num_samples)
+    with parts.autocast():
+        return call_model(parts.model, parts.to_device(inputs))
 
 
 def _result(loss_sum: float, integers: torch.Tensor) -> dict[str, float]:
@@ -95,7 +106,11 @@ def _batches(parts: Parts, rank: int | None) -> Iterator[Any]:
     batch = max(sizes, default=1)
     if trainer.fast_dev_run:
         total = min(total, trainer.fast_dev_run * trainer.global_batch_size)
-    first, end = parts.balancer.now(total).bounds(rank) if rank is not None else (0, total)
+    if parts.staging is not None:
+        batch = parts.staging.rows
+        first, end = apportion(total, parts.plan.replica_batch_sizes).bounds(parts.staging.replica)
+    else:
+        first, end = parts.balancer.now(total).bounds(rank) if rank is not None else (0, total)
     if first == end:
         return
     batches = list(chop(range(first, end), cut(end - first, 1, batch)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hetexp.balancing.scheduler import idle_seconds, imbalance
-from hetexp.data.loader import LocalBatch, local_batches
+from hetexp.data.loader import LocalBatch
 from hetexp.training.evaluate import evaluate, evaluate_apart
 from hetexp.training.measure import Meter, Totals
 from hetexp.training.merging import merge_ranks
@@ -52,17 +52,8 @@ def train(parts: Parts, progress: Progress) -> Outcome:
     first_step = progress.step
     replicas = ReplicaCheck(parts)
     parts.model.train()
-    batches = local_batches(
-        parts.train_data,
-        parts.sampler,
-        progress.position,
-        parts.total_steps - progress.step,
-        parts.balancer.split,
-        parts.rank,
-        *parts.loaded_in,
-        trainer.num_workers,
-        progress.step,
-    )
+    steps = parts.total_steps - progress.step
+    batches = parts.batches(progress.position, steps, progress.step, trainer.num_workers)
     before: LocalBatch | None = None
     window.restart()
     for batch in window.loaded(batches):
@@ -232,8 +223,9 @@ class Window:
             line["train/skipped_steps"] = progress.skipped_steps
         idle = idle_seconds(compute)
         per_device = zip(self.parts.plan.devices, compute, samples, idle, strict=True)
-        for device, seconds, count, waited in per_device:
-            line[f"device/{device.id}/share"] = count / self._samples
+        shares = self.parts.plan.shares if self.parts.staging is not None else None  # of the work
+        for rank, (device, seconds, count, waited) in enumerate(per_device):
+            line[f"device/{device.id}/share"] = shares[rank] if shares else count / self._samples
             line[f"device/{device.id}/samples_per_second"] = count / seconds if count else None
             if len(compute) > 1:
                 line[f"device/{device.id}/idle_seconds"] = waited / self.num_steps

@@ -56,6 +56,11 @@ class Meter:
         """Count the time between two marks as spent for others: an exchange between two steps."""
         self._waits.append((start, end))
 
+    def add(self, busy_seconds: float, seconds: float) -> None:
+        """Count the own work of a stretch that was measured already; the rest of it was waiting."""
+        self.compute_seconds += busy_seconds
+        self.wait_seconds += max(seconds - busy_seconds, 0.0)
+
     def bookmark(self) -> tuple[int, int]:
         """Return where the list of what was timed ends now."""
         return len(self._spans), len(self._waits)

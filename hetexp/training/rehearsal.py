@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-from hetexp.data.loader import local_batches
 from hetexp.hardware.emulated import SCALE_MARGIN
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.measure import Meter
@@ -40,6 +39,8 @@ def rehearse(parts: Parts, real_steps: Callable[[Parts], None] | None = None) ->
         scale = float(parts.communicator.all_reduce(needed, "max"))
     parts.communicator.barrier()
     parts.backend.start_pacing(scale)
+    if parts.staging is not None:
+        parts.staging.start_pacing(scale)
     if parts.exchange is not None:
         parts.exchange.start(scale)
     return scale
@@ -70,16 +71,7 @@ def _real_steps(parts: Parts) -> None:
     scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts anew
     normalizer = LossNormalizer(parts.communicator, averaged_over, loss_scale=scale)
     meter = Meter(parts.backend)
-    batches = local_batches(
-        parts.train_data,
-        parts.sampler,
-        Progress().position,
-        REHEARSED_STEPS,
-        parts.balancer.split,
-        parts.rank,
-        *parts.loaded_in,
-    )
-    for batch in batches:
+    for batch in parts.batches(Progress().position, REHEARSED_STEPS):
         train_step(parts, -1, batch, normalizer, meter)
     if parts.local is not None:
         parts.local.rehearse(parts)

@@ -23,6 +23,7 @@ from hetexp.hardware.links import build_links
 from hetexp.hardware.pacing import tensors
 from hetexp.training.loop import Outcome
 from hetexp.training.measure import Totals
+from hetexp.training.staged_result import pipeline_fields, stage_fields
 from hetexp.training.state import Parts
 from hetexp.training.wiring import versions
 
@@ -62,7 +63,9 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
     summary["versions"] |= versions()
     for device, rank in zip(summary["devices"], everyone, strict=True):
         device |= rank["device"]
-    if totals.steps:
+    if parts.staging is not None:
+        summary["pipeline"] = pipeline_fields(parts, [rank["stages"] for rank in everyone])
+    elif totals.steps:
         # The rank that never waits for another's work waits for the exchange alone.
         summary["comm"]["exposed_s"] = min(rank["device"]["idle_s"] for rank in everyone) / totals.steps
         counts = parts.balancer.now(parts.config.trainer.global_batch_size).counts
@@ -168,7 +171,9 @@ def _phases(parts: Parts) -> dict[str, dict[str, float]]:
 
 
 def _sent_bytes(parts: Parts, steps: int) -> float | None:
-    """Return the bytes of gradients or weights that this rank handed to the exchange, a step."""
+    """Return the bytes that this rank hands to others in a step: gradients, weights, payloads."""
+    if parts.staging is not None:
+        return parts.staging.sent_bytes() + parts.staging.gradients.num_bytes
     if parts.local is not None:
         return parts.local.sent_bytes / steps if steps else None
     return parts.strategy.exchanged_bytes(parts.model, parts.communicator.world_size)
@@ -196,11 +201,18 @@ def _input_bytes(parts: Parts) -> int:
 def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
     """Return what only this rank knows."""
     totals = outcome.totals
-    split = parts.balancer.now(parts.config.trainer.global_batch_size)
-    sizes = parts.pass_sizes(split.counts[parts.rank])
-    work = parts.backend.modelled_work(sizes, _input_bytes(parts))
     working = totals.local_samples and totals.compute_seconds
+    share = totals.local_samples / totals.global_samples if totals.steps else None
+    work, staging = None, parts.staging
+    if staging is None:
+        local = parts.balancer.now(parts.config.trainer.global_batch_size).counts[parts.rank]
+        sizes = parts.pass_sizes(local)
+        work = parts.backend.modelled_work(sizes, _input_bytes(parts))
+    else:  # a rank has all samples of its pipeline, and its share is one of the work
+        local, share = parts.plan.replica_batch_sizes[staging.replica], parts.plan.shares[parts.rank]
+        sizes = [staging.rows]
     return {
+        "stages": stage_fields(parts) if staging is not None else None,
         "invalid_reason": _invalid_reason(parts),
         "work": asdict(work) if work is not None else None,
         "buckets": parts.exchange.buckets if parts.exchange is not None else [],
@@ -214,8 +226,8 @@ def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
         "sent": _sent_bytes(parts, totals.steps),
         "device": {
             **versions(),
-            "share": totals.local_samples / totals.global_samples if totals.steps else None,
-            "local_batch": split.counts[parts.rank],
+            "share": share,
+            "local_batch": local,
             "micro_batch": max(sizes, default=0),
             "samples_per_s": totals.local_samples / totals.compute_seconds if working else None,
             "idle_s": totals.wait_seconds,

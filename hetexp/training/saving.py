@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hetexp.checkpoint.folder import TrainingState, save_checkpoint
+from hetexp.checkpoint.folder import TrainingState, save_checkpoint, save_packed
 from hetexp.checkpoint.manifest import folder_name
 from hetexp.core.errors import CheckpointError
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.rank_states import rank_files
+from hetexp.training.staged_saving import Packed, gather
 from hetexp.training.state import Parts, Progress
 
 
@@ -35,9 +36,10 @@ def save(parts: Parts, progress: Progress) -> str | None:
         return _save_apart(parts, progress)
     path = None
     files = rank_files(parts)
+    gathered = gather(parts) if parts.staging is not None else None
     if parts.rank == 0:
         with parts.communicator.working():
-            path = _write(parts, parts.checkpoints, _state(parts, progress), files)
+            path = _write(parts, parts.checkpoints, _state(parts, progress), files, gathered)
     parts.communicator.meet()
     return path
 
@@ -110,5 +112,14 @@ def _state(parts: Parts, progress: Progress) -> TrainingState:
     )
 
 
-def _write(parts: Parts, parent: Path, state: TrainingState, files: dict[str, bytes]) -> str:
+def _write(
+    parts: Parts,
+    parent: Path,
+    state: TrainingState,
+    files: dict[str, bytes],
+    gathered: Packed | None = None,
+) -> str:
+    """Write what this rank holds, or what was gathered from all of them."""
+    if gathered is not None:
+        return str(save_packed(parent, gathered.model, gathered.optimizer, state, files))
     return str(save_checkpoint(parent, parts.model, parts.optimizer, state, files))

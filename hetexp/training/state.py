@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,8 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
-from hetexp.data.loader import cut
+from hetexp.core.split import apportion
+from hetexp.data.loader import LocalBatch, cut, local_batches
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
 from hetexp.logger.base import Logger
@@ -29,6 +30,8 @@ from hetexp.training.precision import LossScale, widened
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
+
+    from hetexp.training.staging import Staging
 
 
 @dataclass
@@ -74,6 +77,8 @@ class Parts:
     """Of one sample, where a script calls the model itself; `None`: those of the training data's inputs."""
     local: LocalTraining | None = None
     """What ranks keep that take steps by themselves; `None` where they do not."""
+    staging: Staging | None = None
+    """This rank's stages, where the strategy cuts the model; `model` has nothing else then."""
     microbatch_limits: list[int | None] = field(default_factory=list)
     """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
 
@@ -118,6 +123,28 @@ class Parts:
             return 1, None
         return self.config.trainer.accumulate, self.microbatch_size
 
+    def batches(
+        self, start: Position, num_steps: int, first_step: int = 0, num_workers: int = 0
+    ) -> Iterator[LocalBatch]:
+        """Yield this rank's part of the next global batches; each rank of a pipeline has all of its samples.
+
+        Args:
+            first_step: number of the first one.
+            num_workers: processes that load samples ahead.
+        """
+        staging, sizes = self.staging, self.plan.replica_batch_sizes
+        return local_batches(
+            self.train_data,
+            self.sampler,
+            start,
+            num_steps,
+            self.balancer.split if staging is None else lambda _, total: apportion(total, sizes),
+            self.rank if staging is None else staging.replica,
+            *(self.loaded_in if staging is None else (staging.num_microbatches, None)),
+            num_workers,
+            first_step,
+        )
+
     def pass_sizes(self, num_samples: int, rank: int | None = None) -> list[int]:
         """Return the sizes of a rank's microbatches for so many local samples; `None`: of this one's."""
         rank = self.rank if rank is None else rank
@@ -142,12 +169,18 @@ class Parts:
 
     def to_device(self, value: Any) -> Any:
         """Move a microbatch's inputs or targets to the device, floating-point ones in the weights' type."""
-        if isinstance(value, torch.Tensor):
-            dtype = self.dtype if value.is_floating_point() else value.dtype
-            return value.to(self.device, dtype, non_blocking=True)
-        if isinstance(value, dict):
-            return {key: self.to_device(item) for key, item in value.items()}
-        return value
+        return on_device(value, self.device, self.dtype)
+
+
+def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Move tensors to a device, floating-point ones in this type; what is no tensor stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype if value.is_floating_point() else value.dtype, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: on_device(item, device, dtype) for key, item in value.items()}
+    if type(value) is tuple:
+        return tuple(on_device(item, device, dtype) for item in value)
+    return value
 
 
 @dataclass

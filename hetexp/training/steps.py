@@ -8,6 +8,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.training.local_step import local_step
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.staged_step import staged_step
 from hetexp.training.state import Parts
 from hetexp.training.step import StepResult, joint_step
 
@@ -20,7 +21,7 @@ class StepFunction(Protocol):
     ) -> StepResult: ...
 
 
-STEPS: dict[str, StepFunction] = {"joint": joint_step, "local": local_step}
+STEPS: dict[str, StepFunction] = {"joint": joint_step, "local": local_step, "staged": staged_step}
 
 
 def train_step(

@@ -20,15 +20,16 @@ from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.rendezvous import compare_facts, exchange, form_group
 from hetexp.core.config import Config
-from hetexp.core.errors import CheckpointError, must_be
+from hetexp.core.errors import CheckpointError, ConfigError, must_be
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data
 from hetexp.data.dealt import DealtSampler
 from hetexp.data.sampler import GlobalSampler
-from hetexp.hardware.backend import Backend, backend_class
+from hetexp.hardware.backend import Backend, StagePasses, backend_class
 from hetexp.hardware.links import build_links
+from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
@@ -37,12 +38,15 @@ from hetexp.optimizer.build import build_optimizer, build_schedule, restart_sche
 from hetexp.strategy.base import Strategy
 from hetexp.training.balancer import Balancer
 from hetexp.training.compiled import compiled
+from hetexp.training.cutting import Cut, cut_model
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale, check_device
 from hetexp.training.rank_states import restore_rank
 from hetexp.training.shortage import recovering_guard
-from hetexp.training.state import Parts, Progress
+from hetexp.training.staged_saving import load_part
+from hetexp.training.staging import NothingTrained, Staging
+from hetexp.training.state import Parts, Progress, on_device
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +74,17 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     run_on = agree(plan, config, rank, store, facts)
+    inputs, _ = next(iter(DataLoader(data.train, batch_size=min(2, num_samples))))
+    cut = part_of(plan, config, rank, model, inputs) if plan.stages else None
     # From here on dropout differs from rank to rank, as the samples do.
     torch.manual_seed(trainer.seed + 1 + rank)
     model.to(device)
     communicator = form_communicator(plan, config, rank, store, device, solo=strategy.solo)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
-    optimizer = build_optimizer(config.optimizer, model)
+    optimizer = build_optimizer(config.optimizer, model if cut is None else trained_part(model, cut))
     policy = instantiate(config.balancing)
-    # Samples that were dealt out for good cannot follow the devices' speeds.
-    settings = policy.settings if policy.follows and not strategy.apart else None
+    # Samples that were dealt out for good cannot follow the devices' speeds, and stages neither.
+    settings = policy.settings if policy.follows and not strategy.apart and cut is None else None
     parts = Parts(
         plan=plan,
         config=config,
@@ -102,7 +108,10 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         balancer=Balancer(plan, settings, trainer.num_workers),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
     )
-    inputs, _ = next(iter(DataLoader(data.train, batch_size=min(2, num_samples))))
+    if cut is not None:
+        parts.staging = Staging(parts, cut)
+        attach_pieces(parts, cut)
+        return parts
     # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
     backend.attach(model, optimizer, parts.to_device(inputs))
     parts.compiled = compiled(model, config)
@@ -149,6 +158,45 @@ def _sampler(plan: Plan, config: Config, strategy: Strategy, num_samples: int) -
     if strategy.apart:
         return DealtSampler(*sizes, plan.shares, trainer.drop_last, trainer.overfit_batches)
     return GlobalSampler(*sizes, trainer.drop_last, trainer.overfit_batches)
+
+
+def part_of(plan: Plan, config: Config, rank: int, model: nn.Module, inputs: Any) -> Cut:
+    """Cut the model, after loading what `resume` names: a checkpoint is of the whole model.
+
+    Args:
+        model: whole, on the CPU.
+        inputs: a small batch of the training data.
+
+    Raises:
+        CheckpointError: the checkpoint is not there, not complete or not of this model.
+        ConfigError: the model cannot be cut, or has nothing to train.
+    """
+    if config.resume is not None:
+        load_checkpoint(search_checkpoint(Path(plan.working_dir, config.resume))[0], model, None)
+    dtype = torch.float64 if plan.precisions[rank] == "float64" else torch.float32
+    cut = cut_model(plan, rank, model, on_device(inputs, torch.device("cpu"), dtype))
+    if not cut.whole.trained:
+        raise ConfigError("`model` must have a parameter that requires a gradient, but has none.")
+    return cut
+
+
+def trained_part(model: nn.Module, cut: Cut) -> nn.Module:
+    """Return the module whose parameters this rank's optimizer gets."""
+    return model if any(p.requires_grad for p in model.parameters()) else NothingTrained()
+
+
+def attach_pieces(parts: Parts, cut: Cut) -> None:
+    """Let the device know this rank's pieces of the model, instead of the whole one."""
+    stages = []
+    for stage, piece, example in zip(cut.stages, cut.pieces, cut.examples, strict=True):
+        inputs = parts.to_device(example)
+        bounds = (stage.first_layer, stage.end_layer)
+        takes, gives = (cut.layouts[n].num_bytes(parts.dtype) if n in cut.layouts else 0 for n in bounds)
+        if takes:
+            for tensor in tensors(inputs):
+                tensor.requires_grad_(tensor.is_floating_point())
+        stages.append(StagePasses(piece, inputs, takes, gives))
+    parts.backend.attach_stages(stages, parts.model, parts.optimizer)
 
 
 def form_communicator(
@@ -231,7 +279,10 @@ def resume(parts: Parts) -> Progress:
     if parts.config.resume is None:
         return Progress()
     folder = _checkpoint_of(parts, Path(parts.plan.working_dir, parts.config.resume))
-    state = load_checkpoint(folder, parts.model, parts.optimizer)
+    if parts.staging is None:
+        state = load_checkpoint(folder, parts.model, parts.optimizer)
+    else:
+        state = load_part(parts, folder)
     # The rates are a function of the step: they follow from it and from this run's own configuration.
     restart_schedule(parts.schedule, state.step)
     parts.balancer.restore(state.extra.get("balancer"))

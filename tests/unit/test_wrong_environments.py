@@ -250,18 +250,18 @@ def test_space_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = tmp_path / "run" / "checkpoints"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, needed - 1))
     with pytest.raises(SetupError) as caught:
-        check_checkpoint_space(folder, model, made, 1)
+        check_checkpoint_space(folder, needed, 1)
     told = str(caught.value)
     assert told.startswith(f"{folder} must have room for a checkpoint of this model and its optimizer (")
     assert "(0.8 MiB), but only 0.8 MiB are free there" in told
     assert "choose another disk: hydra.run.dir=" in told
-    check_checkpoint_space(folder, model, made, 0)  # a run that writes none
+    check_checkpoint_space(folder, needed, 0)  # a run that writes none
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * needed))
     warnings: list[str] = []
     monkeypatch.setattr(preflight._LOG, "warning", lambda text, *values: warnings.append(text % values))
-    check_checkpoint_space(folder, model, made, 3)
+    check_checkpoint_space(folder, needed, 3)
     assert not warnings
-    check_checkpoint_space(folder, model, made, 4)
+    check_checkpoint_space(folder, needed, 4)
     assert "room for 3 of the 4 checkpoints" in warnings[0]
 
 

@@ -1,0 +1,119 @@
+"""What a rank keeps of the model where the strategy cuts it, from the plan and the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetexp.checkpoint.model_state import pack_model
+from hetexp.comm.boundary import Layout
+from hetexp.core.plan import Plan
+from hetexp.core.stage import Stage
+from hetexp.model.cut import Piece, Whole, keep_only, whole_of
+from hetexp.model.layered import call_layer
+
+
+@dataclass
+class Cut:
+    """A rank's part of the model, and what must be known of the rest."""
+
+    whole: Whole
+    stages: tuple[Stage, ...]
+    """This rank's, in the order of the pipeline."""
+    pieces: tuple[Piece, ...]
+    """One a stage; of the modules that are left of the model."""
+    group: tuple[int, ...]
+    """Ranks of this rank's pipeline, rising."""
+    num_stages: int
+    """Of this rank's pipeline."""
+    layouts: dict[int, Layout]
+    """What leaves the layer before the one of this number."""
+    examples: tuple[Any, ...]
+    """A small batch of what goes into each piece, on the host."""
+    holders: dict[str, tuple[int, ...]]
+    """Of each parameter's first name and each buffer's name the ranks that hold it."""
+    saved_as: dict[str, str]
+    """Of each name in the whole model's state the one that a checkpoint keeps."""
+
+    def saved_names(self) -> dict[str, str]:
+        """Return the names of the whole model's state that a checkpoint leaves out, with the one kept."""
+        return {name: kept for name, kept in self.saved_as.items() if name != kept}
+
+
+def cut_model(plan: Plan, rank: int, model: nn.Module, inputs: Any) -> Cut:
+    """Take everything out of the model, in place, that this rank does not compute.
+
+    Args:
+        model: whole, on the CPU; what is left keeps its names.
+        inputs: a small batch of the training data, of the model's type.
+
+    Raises:
+        ConfigError: the model cannot be cut.
+    """
+    whole = whole_of(model)
+    stages = tuple(sorted(plan.stages[rank], key=lambda stage: stage.index))
+    replica = stages[0].replica
+    of_replica = [stage for own in plan.stages for stage in own if stage.replica == replica]
+    starts = {stage.first_layer for stage in of_replica}
+    payloads = trace(model, whole, inputs, starts)
+    _, left_out = pack_model(model)
+    saved_as = {name: left_out.get(name, name) for name in model.state_dict()}
+    num_samples = len(next(iter(_tensors(payloads[0]))))
+    ranges = [(stage.first_layer, stage.end_layer) for stage in stages]
+    pieces = tuple(Piece(model, whole.pieces, *one) for one in ranges)
+    keep_only(model, whole, ranges)
+    return Cut(
+        whole=whole,
+        stages=stages,
+        pieces=pieces,
+        group=tuple(r for r, own in enumerate(plan.stages) if own[0].replica == replica),
+        num_stages=len(of_replica),
+        layouts={
+            start: Layout.of(payload, num_samples, whole.pieces.layer_names[start - 1])
+            for start, payload in payloads.items()
+            if start
+        },
+        examples=tuple(payloads[first] for first, _ in ranges),
+        holders=holders_of(plan.stages, whole),
+        saved_as=saved_as,
+    )
+
+
+def trace(model: nn.Module, whole: Whole, inputs: Any, starts: set[int]) -> dict[int, Any]:
+    """Return what goes into the layers of these numbers; into number 0 go the model's inputs.
+
+    The model and the random numbers are left as they were.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    payloads = {0: inputs}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        payload = whole.pieces.begin(inputs)
+        for number, name in enumerate(whole.pieces.layer_names):
+            if number and number in starts:
+                payloads[number] = payload
+            payload = call_layer(model.get_submodule(name), payload)
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    return payloads
+
+
+def holders_of(stages: Sequence[Sequence[Stage]], whole: Whole) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that hold each parameter (by its first name) and each buffer, rising."""
+    found: dict[str, list[int]] = {}
+    for rank, own in enumerate(stages):
+        ranges = [(stage.first_layer, stage.end_layer) for stage in own]
+        for name in sorted(whole.parameters_of(ranges) | whole.buffers_of(ranges)):
+            found.setdefault(name, []).append(rank)
+    return {name: tuple(ranks) for name, ranks in found.items()}
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [
+        tensor for item in (value.values() if isinstance(value, dict) else value) for tensor in _tensors(item)
+    ]

@@ -1,0 +1,146 @@
+"""The checkpoint of a model that is in stages: the same files as of a whole one, put together on rank 0.
+
+Each tensor comes from the lowest of the ranks that hold it, through the host, one after another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hetexp.checkpoint.folder import TrainingState, load_optimizer, load_state
+from hetexp.checkpoint.optimizer_state import join_optimizers, pack_optimizer, part_of_optimizer, tensor_names
+from hetexp.comm.communicator import peer_lost
+from hetexp.core.errors import CheckpointError
+from hetexp.training.shared_gradients import parameters_by_name
+from hetexp.training.state import Parts
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What `pack_model` and `pack_optimizer` would give of the whole model."""
+
+    model: tuple[dict[str, Tensor], dict[str, str]]
+    optimizer: tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def gather(parts: Parts) -> Packed | None:
+    """Return the whole model and its optimizer on rank 0, `None` elsewhere; all ranks call it.
+
+    Raises:
+        CheckpointError: something holds a value that cannot be stored.
+        PeerLostError: a rank is gone.
+    """
+    assert parts.staging is not None
+    own_model, own_optimizer, packed = pack_part(parts)
+    if parts.rank != 0:
+        _send(parts, own_model, own_optimizer, packed)
+        return None
+    model, optimizer, described = dict(own_model), dict(own_optimizer), [packed]
+    for rank in range(1, parts.plan.world_size):
+        tensors, states, told = _receive(parts, rank)
+        model |= tensors
+        optimizer |= states
+        described.append(told)
+    whole = parts.staging.cut.whole
+    # A rank whose layers have nothing to train has groups without parameters.
+    trained = [part for part in described if any(group["params"] for group in part["param_groups"])]
+    joined = join_optimizers(trained, list(dict.fromkeys(whole.parameters.values())))
+    return Packed((dict(sorted(model.items())), parts.staging.cut.saved_names()), (optimizer, joined))
+
+
+def pack_part(parts: Parts) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of the model and of the optimizer that this rank gives, and the optimizer's rest."""
+    assert parts.staging is not None
+    cut = parts.staging.cut
+    state = parts.model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise CheckpointError(f"The model's '{name}' must be a tensor to be saved, but is {kind}.")
+    gives = {
+        name for name, value in cut.whole.parameters.items() if min(cut.holders[value]) == parts.rank
+    } | {name for name in cut.whole.buffers if min(cut.holders[name]) == parts.rank}
+    model = {cut.saved_as[name]: value for name, value in state.items() if name in gives}
+    own = parameters_by_name(parts.model, cut)
+    names: dict[nn.Parameter, str] = {parameter: name for name, parameter in own.items()}
+    mine = [p for group in parts.optimizer.param_groups for p in group["params"]]
+    names |= {p: NOTHING for p in mine if p not in names and p.numel() == 0}
+    tensors, packed = pack_optimizer(parts.optimizer, names)
+    packed = part_of_optimizer(packed, {name for name in own if name in gives})
+    kept = tensor_names(packed)
+    return model, {name: value for name, value in tensors.items() if name in kept}, packed
+
+
+NOTHING = "nothing"
+"""Name of what an optimizer holds that has nothing to train."""
+
+
+def load_part(parts: Parts, folder: Path) -> TrainingState:
+    """Put a checkpoint's optimizer state into this rank's optimizer; its weights are in the model already.
+
+    Raises:
+        CheckpointError: it is not of this optimizer.
+    """
+    assert parts.staging is not None
+    cut = parts.staging.cut
+    own = parameters_by_name(parts.model, cut)
+    if not any(parameter.requires_grad for parameter in own.values()):
+        return load_state(folder)
+    by_any_name = {name: own[first] for name, first in cut.whole.parameters.items() if first in own}
+    return load_optimizer(folder, parts.optimizer, by_any_name)
+
+
+def _send(
+    parts: Parts, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], packed: Mapping[str, Any]
+) -> None:
+    assert parts.staging is not None
+    header = {"model": _described(model), "optimizer": _described(optimizer), "packed": packed}
+    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+    group = parts.staging.everyone
+    try:
+        dist.send(torch.tensor([len(text)]), 0, group=group)
+        dist.send(text, 0, group=group)
+        for tensor in (*model.values(), *optimizer.values()):
+            if tensor.numel():
+                dist.send(_bytes(tensor.detach().cpu().contiguous()), 0, group=group)
+    except RuntimeError as error:
+        raise peer_lost(error) from error
+
+
+def _receive(parts: Parts, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    assert parts.staging is not None
+    group = parts.staging.everyone
+    try:
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, rank, group=group)
+        text = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(text, rank, group=group)
+        header = json.loads(bytes(text.tolist()).decode())
+        found: list[dict[str, Tensor]] = []
+        for key in ("model", "optimizer"):
+            found.append({})
+            for name, shape, dtype in header[key]:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                if tensor.numel():
+                    dist.recv(_bytes(tensor), rank, group=group)
+                found[-1][name] = tensor
+    except RuntimeError as error:
+        raise peer_lost(error) from error
+    return found[0], found[1], header["packed"]
+
+
+def _described(tensors: Mapping[str, Tensor]) -> list[tuple[str, list[int], str]]:
+    return [(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's memory as bytes: a view."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,78 @@
+"""One optimizer step in which each rank computes its layers' part, of all samples of its pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hetexp.data.loader import LocalBatch
+from hetexp.hardware.out_of_memory import is_out_of_memory
+from hetexp.optimizer.build import restart_schedule
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.precision import settle
+from hetexp.training.shortage import ends_with_shortage, sizes_of
+from hetexp.training.state import Parts
+from hetexp.training.step import StepResult
+
+
+def staged_step(
+    parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+) -> StepResult:
+    """Do one optimizer step of the global batch: the same gradient as one device on all of it.
+
+    The rank of a pipeline's last stage multiplies its loss by 1 / N, N being the global count, and all
+    gradients are sums from there on: over microbatches, pipelines, and the two ends of a tied weight.
+    Whatever is decided about the step is decided by all ranks together, which then step alike.
+    """
+    staging, microbatches = parts.staging, batch.microbatches
+    assert staging is not None
+    count = sum(parts.loss.count(targets) for _, targets in microbatches) if staging.is_last else 0
+    normalizer.start(count)
+    parts.optimizer.zero_grad(set_to_none=True)
+    why = "The other ranks of the pipeline cannot do the step again."
+    with ends_with_shortage(parts, step, sizes_of(microbatches), why), _bare_shortage():
+        parts.backend.begin_step(step)
+        factor, global_count = normalizer.factor()
+        loss_sum = staging.run(microbatches, factor)
+        staging.gradients.sum()
+    meter.add(staging.times.busy_seconds[-1], staging.times.step_seconds[-1])
+    look = parts.config.trainer.non_finite != "continue"
+    gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+    finite, norm, clip_norm = (
+        settle(gradients, normalizer.loss_scale, look),
+        None,
+        parts.config.trainer.clip_norm,
+    )
+    if look or normalizer.loss_scale is not None or clip_norm is not None:
+        finite, norm = staging.gradients.agree(finite, clip_norm is not None)
+    parts.backend.begin_update()  # not before: to agree is to wait for the others
+    mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
+    grad_norm = None
+    if norm is not None and clip_norm is not None:
+        grad_norm = torch.tensor(norm, dtype=parts.dtype, device=parts.device)
+        if finite:
+            torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), clip_norm, grad_norm)
+    learning_rate = float(parts.optimizer.param_groups[0]["lr"])
+    if finite:
+        why = "The optimizer's update cannot be done again: some weights may have moved."
+        with ends_with_shortage(parts, step, sizes_of(microbatches), why):
+            parts.optimizer.step()
+        parts.schedule.step()
+    else:  # the rate follows the number of the step, also of one that changes nothing
+        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
+    meter.samples += batch.local_samples
+    return StepResult(loss_sum, global_count, grad_norm, learning_rate, not finite, not mendable)
+
+
+@contextmanager
+def _bare_shortage() -> Iterator[None]:
+    """Raise what torch's schedule wraps into an error of its own, where memory ran out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, RuntimeError) and is_out_of_memory(error.__cause__):
+            raise error.__cause__ from None
+        raise

@@ -1,0 +1,149 @@
+"""S6, S7: pipelines of unequal stages, and several of them in data parallel, equal one device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+from support import Run, Train, difference, worst
+
+from hetexp.core.errors import RunFailedError
+
+STEPS = 20
+COMMON = (
+    "data=synthetic",
+    "data.num_samples=245",  # batches of 32, and a last one of 21
+    "data.num_test_samples=50",
+    f"trainer.max_steps={STEPS}",
+    "trainer.max_epochs=null",
+    "trainer.global_batch_size=32",
+    "trainer.precision=float64",
+    "trainer.log_every=1",
+    "trainer.checkpoint_every=1",
+)
+GPT = (
+    "data.kind=tokens",
+    "data.mask_fraction=0.6",
+    "model=gpt",
+    "model.num_layers=5",
+    "model.num_heads=2",
+    "model.embedding_size=16",
+    "model.tie_weights=true",
+    "model.num_experts=2",
+    "model.experts_per_token=1",
+    "model.balance_weight=0.1",
+    "trainer.clip_norm=0.5",
+)
+Options = tuple[str, ...]
+
+
+def devices(count: int) -> str:
+    return f"hardware.devices=[{','.join(['cpu'] * count)}]"
+
+
+LAYOUTS = {
+    "1 + 1 + 3 layers": (
+        devices(3),
+        "strategy=pipeline",
+        "strategy.shard_plan=[[0,1],[1,2],[2,5]]",
+        "strategy.schedule=GPipe",
+    ),
+    "a pipeline and a device": (
+        devices(3),
+        "strategy=hybrid",
+        "strategy.groups=[[0,1],[2]]",
+        "strategy.shard_plan=[[[0,4],[4,5]],[[0,5]]]",
+    ),
+    "two pipelines": (
+        devices(4),
+        "strategy=hybrid",
+        "strategy.groups=[[0,2],[1,3]]",
+        "strategy.shard_plan=[[[0,3],[3,5]],[[0,1],[1,5]]]",
+        "balancing=manual",
+        "balancing.weights=[3,1,3,1]",  # 24 samples and 8; some of 8 microbatches of 5 are empty
+    ),
+}
+
+
+def test_float64_steps_equal_one_device(train: Train) -> None:
+    """Tied weights, a mixture of experts, masks, clipping, indivisible and short batches."""
+    reference = train("hardware=cpu", "strategy=single", *COMMON, *GPT)
+    expected = reference.summary["final"]["eval"]
+    for name, layout in LAYOUTS.items():
+        run = train(*COMMON, *GPT, *layout)
+        loss, parameters = worst(run, reference, STEPS)
+        assert loss <= 1e-12, name
+        assert parameters <= 1e-12, name
+        found = run.summary["final"]["eval"]
+        assert found == pytest.approx(expected, rel=1e-12), name
+        assert found["accuracy"] == expected["accuracy"]
+
+
+def test_checkpoints_are_those_of_any_strategy(train: Train) -> None:
+    common = (*COMMON, *GPT, "trainer.checkpoint_every=4")
+    pipeline = (devices(2), "strategy=pipeline", "strategy.shard_plan=[[0,4],[4,5]]")
+    other = (devices(3), "strategy=pipeline", "strategy.shard_plan=[[0,1],[1,3],[3,5]]")
+    whole = train("hardware=cpu", "strategy=single", *common, "trainer.max_steps=8")
+    begun = train(*pipeline, *common, "trainer.max_steps=4")
+    assert files(begun, 4) == files(whole, 4)
+    resumed = train(
+        "hardware=cpu", "strategy=single", *common, "trainer.max_steps=8", f"resume={begun.folder}"
+    )
+    assert difference(resumed.parameters(8), whole.parameters(8)) <= 1e-12
+    saved = whole.folder / "checkpoints" / "step_00000004"
+    cut_anew = train(*other, *common, "trainer.max_steps=8", f"resume={saved}")
+    assert difference(cut_anew.parameters(8), whole.parameters(8)) <= 1e-12
+    assert cut_anew.losses == pytest.approx(whole.losses[4:], rel=1e-12)
+
+
+def files(run: Run, step: int) -> tuple[object, ...]:
+    """Return what a checkpoint's files hold: names, tied ones, and the optimizer but for its tensors."""
+    folder = run.folder / "checkpoints" / f"step_{step:08}"
+    with safe_open(folder / "model.safetensors", "pt") as model:
+        tied = model.metadata()
+    names = (
+        sorted(load_file(folder / "model.safetensors")),
+        sorted(load_file(folder / "optimizer.safetensors")),
+    )
+    return names, tied, json.loads((folder / "state.json").read_text())["optimizer"]
+
+
+def test_a_stage_that_dies_ends_the_run(train: Train) -> None:
+    with pytest.raises(RunFailedError, match="cpu:1") as caught:
+        train(
+            devices(2),
+            "strategy=pipeline",
+            *COMMON,
+            *GPT,
+            "trainer.checkpoint_every=0",
+            "fault.events=[{kind: death, device: 'cpu:1', at_step: 2}]",
+        )
+    assert "SIGKILL" in str(caught.value)
+
+
+def test_emulated_stages_are_paced_and_told_of(train: Train) -> None:
+    run = train(
+        "hardware.devices=[emulated:rtx_3090,emulated:arc_a770]",
+        "strategy=pipeline",
+        "strategy.shard_plan=[[0,3],[3,4]]",
+        "strategy.num_microbatches=4",
+        *COMMON[:3],
+        "data.kind=tokens",
+        "model=gpt",
+        "model.num_layers=4",
+        "trainer.max_steps=4",
+        "trainer.max_epochs=null",
+        "trainer.global_batch_size=32",
+    )
+    assert run.summary["efficiency"] is None
+    (pipeline,) = run.summary["pipeline"]
+    first, last = pipeline["stages"]
+    assert (first["layers"], last["layers"], pipeline["microbatches"]) == ([0, 3], [3, 4], 4)
+    assert 0 < pipeline["bubble"] < 1
+    emulation = json.loads((run.folder / "emulation.json").read_text())
+    for stage, device in zip((first, last), emulation["devices"], strict=True):
+        for phase in ("forward", "backward"):  # a stage's passes last at least as the card's would
+            assert stage[f"{phase}_s"] >= 0.9 * device["phases"][phase]["modelled"]
+    assert [device["share"] for device in run.summary["devices"]] == [0.75, 0.25]

@@ -1,0 +1,105 @@
+"""Ranks of a run in stages without launcher: real processes that build their parts again and again."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetexp.app import check, compose_config
+from hetexp.core.config import read_config
+from hetexp.core.plan import Plan
+from hetexp.launch.stages import with_stages
+from hetexp.plan.planner import Request, make_plan
+from hetexp.training.measure import Meter
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.staged_saving import gather
+from hetexp.training.state import Parts, Progress
+from hetexp.training.steps import train_step
+from hetexp.training.wiring import build_parts
+
+
+def planned(folder: Path, overrides: tuple[str, ...]) -> Plan:
+    """Return the plan of a command line, as the launcher makes it."""
+    quick = ("balancing=equal", "logger=none", "hardware.threads_per_rank=1")
+    raw, config, selection, problems = check(compose_config([*quick, *overrides]), Path.cwd())
+    assert not problems
+    assert config is not None
+    return with_stages(make_plan(config, raw, selection, Request(folder, Path.cwd())), config)
+
+
+def trained(plans: list[Plan], steps: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Train each plan in turn with the same processes.
+
+    Returns:
+        Of each plan the model's tensors after each step, as a checkpoint of it would hold them.
+    """
+    world = plans[0].world_size
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    told: Any = context.SimpleQueue()
+    folder = Path(plans[0].run_dir)
+    paths = []
+    for number, plan in enumerate(plans):
+        paths.append(folder / f"plan_{number}.json")
+        replace(plan, store_port=store.port).write(paths[-1])
+    processes = [
+        context.Process(target=_rank, args=(paths, rank, store.port, steps, told)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * world
+    return [torch.load(folder / f"trained_{number}.pt") for number in range(len(plans))]
+
+
+def _rank(paths: list[Path], rank: int, port: int, steps: int, told: Any) -> None:
+    torch.set_num_threads(1)
+    for number, path in enumerate(paths):
+        plan = Plan.read(path)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        parts = build_parts(plan, read_config(plan.config), rank, dist.PrefixStore(f"{number}", store))
+        found = _steps(parts, steps)
+        if rank == 0:
+            torch.save(found, path.parent / f"trained_{number}.pt")
+        parts.communicator.close()
+
+
+def _steps(parts: Parts, steps: int) -> list[dict[str, torch.Tensor]]:
+    normalizer = LossNormalizer(parts.communicator, parts.strategy.averaged_over(parts.plan.world_size))
+    meter = Meter(parts.backend)
+    found = []
+    parts.model.train()
+    for number, batch in enumerate(parts.batches(Progress().position, steps)):
+        train_step(parts, number, batch, normalizer, meter)
+        tied_are_equal(parts)
+        packed = gather(parts)
+        if packed is not None:
+            found.append({name: tensor.clone() for name, tensor in packed.model[0].items()})
+    return found
+
+
+def tied_are_equal(parts: Parts) -> None:
+    """Check that every rank that holds a parameter holds the same bits."""
+    staging = parts.staging
+    assert staging is not None
+    whole, world = staging.cut.whole, parts.plan.world_size
+    own = {whole.parameters[name]: p for name, p in parts.model.named_parameters()}
+    for name, ranks in staging.cut.holders.items():
+        if len(ranks) < 2 or name not in whole.parameters.values():
+            continue
+        size = torch.tensor([own[name].numel() if name in own else 0])
+        dist.all_reduce(size, op=dist.ReduceOp.MAX)
+        mine = own[name].detach().reshape(-1) if name in own else torch.zeros(int(size), dtype=parts.dtype)
+        everyone = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(everyone, mine.contiguous())
+        assert all(torch.equal(everyone[rank], everyone[ranks[0]]) for rank in ranks), name
