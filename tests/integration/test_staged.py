@@ -146,4 +146,5 @@ def test_emulated_stages_are_paced_and_told_of(train: Train) -> None:
     for stage, device in zip((first, last), emulation["devices"], strict=True):
         for phase in ("forward", "backward"):  # a stage's passes last at least as the card's would
             assert stage[f"{phase}_s"] >= 0.9 * device["phases"][phase]["modelled"]
-    assert [device["share"] for device in run.summary["devices"]] == [0.75, 0.25]
+    shares = [device["share"] for device in run.summary["devices"]]  # of the work: the head is with the last
+    assert shares == pytest.approx([0.75, 0.25], abs=0.05)
