@@ -7,16 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hetexp.app import check, compose_config
 from hetexp.core.config import read_config
 from hetexp.core.plan import Plan
+from hetexp.data.loader import LocalBatch
 from hetexp.launch.stages import with_stages
 from hetexp.plan.planner import Request, make_plan
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.replicas import ReplicaCheck, ReplicaError
+from hetexp.training.shared_gradients import parameters_by_name
 from hetexp.training.staged_saving import gather
 from hetexp.training.state import Parts, Progress
 from hetexp.training.steps import train_step
@@ -85,7 +89,42 @@ def _steps(parts: Parts, steps: int) -> list[dict[str, torch.Tensor]]:
         packed = gather(parts)
         if packed is not None:
             found.append({name: tensor.clone() for name, tensor in packed.model[0].items()})
+    one_bad_gradient_stops_all(parts, batch, normalizer)
+    replicas_are_compared(parts)
     return found
+
+
+def one_bad_gradient_stops_all(parts: Parts, batch: LocalBatch, normalizer: LossNormalizer) -> None:
+    """Check that a gradient that is not finite on the last rank makes all of them leave the step out."""
+    assert parts.staging is not None
+    gradients = parts.staging.gradients
+    if parts.rank == parts.plan.world_size - 1:
+        add_up = gradients.sum
+
+        def spoil() -> None:
+            add_up()
+            next(p.grad for p in parts.model.parameters() if p.grad is not None).mul_(torch.inf)
+
+        gradients.sum = spoil  # type: ignore[method-assign]
+    before = [p.detach().clone() for p in parts.model.parameters()]
+    result = train_step(parts, 99, batch, normalizer, Meter(parts.backend))
+    assert result.skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, parts.model.parameters(), strict=True))
+
+
+def replicas_are_compared(parts: Parts) -> None:
+    """Check that what several ranks hold is compared, and nothing else."""
+    assert parts.staging is not None
+    check = ReplicaCheck(parts)
+    parts.optimizer.zero_grad()
+    check.compare(1)
+    cut, own = parts.staging.cut, parameters_by_name(parts.model, parts.staging.cut)
+    shared = [(name, ranks) for name, ranks in cut.holders.items() if len(ranks) > 1]
+    for name, ranks in shared[:1]:
+        if parts.rank == ranks[-1]:
+            own[name].data.mul_(1.5)
+        with pytest.raises(ReplicaError, match=f"the weight of {name} differs"):
+            check.compare(2)
 
 
 def tied_are_equal(parts: Parts) -> None:

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from hetexp.core.errors import HetexpError
+from hetexp.training.cutting import Cut
+from hetexp.training.shared_gradients import parameters_by_name
 from hetexp.training.state import Parts
 
 log = logging.getLogger(__name__)
@@ -47,8 +49,10 @@ class _Difference:
     name: str
     size: float
     """Relative to the tensor's norm."""
+    ranks: tuple[int, ...]
+    """Those that hold it."""
     values: list[list[float]]
-    """Each rank's projection, squared norm and largest magnitude."""
+    """Each one's projection, squared norm and largest magnitude."""
 
 
 class ReplicaCheck:
@@ -90,26 +94,27 @@ class ReplicaCheck:
     def _differences(self) -> list[_Difference]:
         parts = self._parts
         kinds, rows = [], []
-        for number, (kind, name, tensor) in enumerate(_tensors(parts)):
-            kinds.append((kind, name))
+        for number, (kind, name, tensor, ranks) in enumerate(_tensors(parts)):
+            kinds.append((kind, name, ranks))
             rows.append(fingerprint(tensor, number))
         everyone = torch.zeros((parts.communicator.world_size, len(rows), 3), dtype=torch.float64)
         everyone[parts.rank] = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
         by_tensor = parts.communicator.all_reduce(everyone).transpose(0, 1).tolist()
         tolerance = TOLERANCE[parts.dtype]
         found = []
-        for (kind, name), values in zip(kinds, by_tensor, strict=True):
+        for (kind, name, ranks), all_values in zip(kinds, by_tensor, strict=True):
+            values = [all_values[rank] for rank in ranks]
             size = max(_distance(values[0], other) for other in values)
             if size > tolerance:
-                found.append(_Difference(kind, name, size, values))
+                found.append(_Difference(kind, name, size, ranks, values))
         return found
 
     def _words(self, step: int, found: list[_Difference]) -> str:
         worst = max(found, key=lambda one: one.size)
         devices = self._parts.plan.devices
         values = "; ".join(
-            f"rank {rank}, {device}: norm {math.sqrt(square):.12g}, largest {largest:.12g}"
-            for rank, (device, (_, square, largest)) in enumerate(zip(devices, worst.values, strict=True))
+            f"rank {rank}, {devices[rank]}: norm {math.sqrt(square):.12g}, largest {largest:.12g}"
+            for rank, (_, square, largest) in zip(worst.ranks, worst.values, strict=True)
         )
         others = len(found) - 1
         more = f" {others} other tensor{'s differ' if others > 1 else ' differs'}, too." if others else ""
@@ -120,16 +125,38 @@ class ReplicaCheck:
         )
 
 
-def _tensors(parts: Parts) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield what all ranks should hold alike, in one order."""
+def _tensors(parts: Parts) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
+    """Yield what several ranks should hold alike, in one order, and which ranks these are."""
+    if parts.staging is not None:
+        yield from _shared_by_stages(parts, parts.staging.cut)
+        return
+    everyone = tuple(range(parts.communicator.world_size))
     joint = parts.strategy.steps == "joint"
     for name, parameter in parts.model.named_parameters():
-        yield "weight", name, parameter.detach()
+        yield "weight", name, parameter.detach(), everyone
         if joint and parameter.requires_grad:
-            gradient = parameter.grad
-            yield "gradient", name, torch.zeros(()) if gradient is None else gradient
+            yield "gradient", name, _gradient(parameter), everyone
     for name, buffer in parts.model.named_buffers():
-        yield "buffer", name, buffer
+        yield "buffer", name, buffer, everyone
+
+
+def _shared_by_stages(parts: Parts, cut: Cut) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
+    """Yield what more than one rank holds: replicas of a layer, both ends of a tied weight."""
+    own, absent = parameters_by_name(parts.model, cut), torch.zeros(())
+    buffers = dict(parts.model.named_buffers())
+    for name in dict.fromkeys(cut.whole.parameters.values()):
+        ranks, parameter = cut.holders[name], own.get(name)
+        if len(ranks) > 1:
+            yield "weight", name, absent if parameter is None else parameter.detach(), ranks
+            if name in cut.whole.trained:
+                yield "gradient", name, absent if parameter is None else _gradient(parameter), ranks
+    for name in cut.whole.buffers:
+        if len(cut.holders[name]) > 1:
+            yield "buffer", name, buffers.get(name, absent), cut.holders[name]
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros(()) if parameter.grad is None else parameter.grad
 
 
 def fingerprint(tensor: torch.Tensor, number: int) -> tuple[float, float, float]:

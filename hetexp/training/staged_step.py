@@ -11,6 +11,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.hardware.out_of_memory import is_out_of_memory
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.measure import Meter
+from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import settle
 from hetexp.training.shortage import ends_with_shortage, sizes_of
@@ -31,6 +32,7 @@ def staged_step(
     assert staging is not None
     count = sum(parts.loss.count(targets) for _, targets in microbatches) if staging.is_last else 0
     normalizer.start(count)
+    buffers = KeptBuffers(parts.model) if parts.looks else None
     parts.optimizer.zero_grad(set_to_none=True)
     why = "The other ranks of the pipeline cannot do the step again."
     with ends_with_shortage(parts, step, sizes_of(microbatches), why), _bare_shortage():
@@ -48,6 +50,8 @@ def staged_step(
     )
     if look or normalizer.loss_scale is not None or clip_norm is not None:
         finite, norm = staging.gradients.agree(finite, clip_norm is not None)
+    if not finite and buffers is not None:
+        buffers.put_back()
     parts.backend.begin_update()  # not before: to agree is to wait for the others
     mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
     grad_norm = None
@@ -64,7 +68,9 @@ def staged_step(
     else:  # the rate follows the number of the step, also of one that changes nothing
         restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
     meter.samples += batch.local_samples
-    return StepResult(loss_sum, global_count, grad_norm, learning_rate, not finite, not mendable)
+    return StepResult(
+        loss_sum, global_count, grad_norm, learning_rate, not finite, not mendable, factor=factor
+    )
 
 
 @contextmanager
