@@ -185,6 +185,7 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
 
     from hetexp.core.files import write_text
     from hetexp.hardware.pool import Selection
+    from hetexp.launch.choose_strategy import chosen
     from hetexp.launch.launcher import launch
     from hetexp.launch.prepare import prepare
     from hetexp.plan.calibrations import drop_if_wrong
@@ -200,10 +201,13 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
         raise ConfigError(problems)
     assert config is not None
     assert isinstance(selection, Selection)
+    console = console or Console()
+    if not config.plan_only:
+        run_of = chosen(config, raw, selection, request, console)
+        config, raw, selection, request = run_of.config, run_of.raw, run_of.selection, run_of.request
     request.run_dir.mkdir(parents=True, exist_ok=True)
     plan = make_plan(config, raw, selection, request)
     write_text(request.run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
-    console = console or Console()
     if config.plan_only:
         return _predict(plan, config, console)
     plan = prepare(plan, config, console)

@@ -49,9 +49,17 @@ def known_of(plan: Plan, config: Config, built: RunMemory) -> Known:
     return known
 
 
+def like_ddp(config: Config) -> Config:
+    """Return the configuration with DDP as its option has it, where it has another strategy."""
+    ddp = group_options("strategy", only=[MEASURES]).get(MEASURES)
+    if ddp is None or ddp["_target_"] == config.strategy["_target_"]:
+        return config
+    return config.model_copy(update={"strategy": ddp})
+
+
 def _likes(config: Config) -> Iterator[Config]:
     """Yield the configuration, and the same one with DDP where it has another strategy."""
     yield config
-    ddp = group_options("strategy", only=[MEASURES]).get(MEASURES)
-    if ddp is not None and ddp["_target_"] != config.strategy["_target_"]:
-        yield config.model_copy(update={"strategy": ddp})
+    other = like_ddp(config)
+    if other is not config:
+        yield other

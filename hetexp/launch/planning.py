@@ -16,14 +16,16 @@ from hetexp.core.stage import Layer
 from hetexp.hardware.catalogue import load_catalogue
 from hetexp.hardware.pool import Selection
 from hetexp.launch.arrange import layers_of
-from hetexp.launch.known import known_of
+from hetexp.launch.known import known_of, like_ddp
 from hetexp.plan.as_json import prediction
 from hetexp.plan.known import MEASURED, Known
+from hetexp.plan.pick import pick, why_picked
 from hetexp.plan.planner import Request, check_plan, make_plan
 from hetexp.plan.predict import Forecast, Objective, forecast
 from hetexp.plan.scale import Scaled, scaled
 from hetexp.plan.scene import Needs, Row
 from hetexp.plan.what_if import Change, changed
+from hetexp.strategy.auto import Auto
 from hetexp.strategy.base import Strategy
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class Alternatives:
     """Option → why it cannot be built."""
     own: dict[str, str] = field(default_factory=dict)
     """Group → option that the run itself has."""
+    picks: bool = False
+    """Whether the run leaves its strategy to the planner, which is none of them."""
 
 
 def foresee(
@@ -91,11 +95,14 @@ def foresee(
         ConfigError: an option cannot be composed, or nothing is known of a device that a cluster is made of.
     """
     choices = alternatives(config)
+    config = like_ddp(config) if choices.picks else config
     first, second = predicted(plan, config, choices, wanted), None
     known = first.known
     if other is not None:
         second = predicted(other.plan, config, choices, wanted, other.kept, known)
         known = second.known
+    if choices.picks:
+        first, second = _with_pick(first, choices), _with_pick(second, choices) if second else None
     last = second or first
     cluster = None
     if wanted.scale is not None:
@@ -192,6 +199,10 @@ def alternatives(config: Config) -> Alternatives:
                 problems = error.problems
             if problems:
                 found.problems[f"{group}={option}"] = " ".join(problems)
+    picking = [name for name, strategy in found.strategies.items() if isinstance(strategy, Auto)]
+    found.picks = found.own["strategy"] in picking
+    for name in picking:
+        del found.strategies[name]
     return found
 
 
@@ -240,6 +251,14 @@ def _known(
     whole = [config.trainer.global_batch_size] * plan.world_size
     passes = [size or None for size in built.largest_passes(whole)]
     return known.limited(built.caps(), passes), needs, built
+
+
+def _with_pick(found: Forecast, choices: Alternatives) -> Forecast:
+    """Return a forecast that tells what `strategy=auto` takes."""
+    row = pick(found, choices.own["balancing"])
+    if row is None:
+        return found
+    return replace(found, reasons=(*found.reasons, why_picked(row, found)))
 
 
 def _with_problems(found: Forecast, choices: Alternatives) -> Forecast:

@@ -1,4 +1,4 @@
-"""`gpu_ids=0,1` as people write it, turned into what Hydra reads."""
+"""Words as people write them, turned into what Hydra reads."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ from hetexp.core.words import written_out
         ("gpu_ids=choice(0,1)", "hardware.gpu_ids=choice(0,1)"),
         ("hardware.devices=0,1", "hardware.devices=0,1"),
         ("--config-dir=gpu_ids", "--config-dir=gpu_ids"),
+        ("strategy=none", "strategy=single"),
+        ("strategy=dataparallel", "strategy=dp"),
+        ("strategy=distributed", "strategy=ddp"),
+        ("strategy.mode=distributed", "strategy=ddp"),
+        ("strategy.mode=hybrid", "strategy=hybrid"),
+        ("strategy.mode=auto", "strategy=auto"),
+        ("strategy.mode=sideways", "strategy.mode=sideways"),  # and Hydra says that there is no such key
+        ("strategy=ddp", "strategy=ddp"),
+        ("strategy=none,pipeline", "strategy=single,pipeline"),
+        ("strategy.schedule=none", "strategy.schedule=none"),
+        ("strategy=dpp", "strategy=dpp"),
     ],
 )
 def test_outside_a_sweep(typed: str, read: str) -> None:

@@ -1,0 +1,49 @@
+"""The strategy that the planner picks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Auto(Strategy):
+    """Stands for the exact strategy that is predicted to be the fastest, until the devices are known.
+
+    No rank ever has it: the launcher puts the one that it picked in its place before it makes the plan
+    (`hetexp.launch.choose_strategy`).
+
+    Args:
+        among: options of the group `strategy` to pick from; `None`: every one that is exact.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    def __init__(self, among: list[str] | None = None) -> None:
+        self.among = among
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        if self.among is None or self.among:
+            return []
+        return ["`strategy.among` must name a strategy at least, but is [] instead. null means all."]
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        _picked_before()
+
+    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
+        _picked_before()
+
+    def averaged_over(self, world_size: int) -> int:
+        _picked_before()
+
+
+def _picked_before() -> NoReturn:
+    raise RuntimeError("strategy=auto is another strategy by the time that ranks start")
