@@ -28,8 +28,28 @@ def test_predicted_is_modelled(train: Train, tmp_path: Path, cap: float) -> None
     done = train(*words, "hardware.time_scale=1")
     emulation = json.loads((done.folder / "emulation.json").read_text())
     predicted = train(*words, "plan_only=true").summary
-    (equal,) = [row for row in predicted["rows"] if row["policy"] == "equal"]
+    (equal,) = [r for r in predicted["rows"] if (r["strategy"], r["policy"]) == ("ddp", "equal")]
     assert [part["samples"] for part in equal["split"]] == [8, 8]
     assert predicted["exchange"]["buckets"] == [[pytest.approx(f), size] for f, size in emulation["buckets"]]
     assert (len(emulation["buckets"]) > 1) == (cap < 1)
     assert equal["predicted_step_s"] == pytest.approx(emulation["predicted_step_s"], rel=1e-9)
+
+
+def test_the_planner_picks_the_strategy(train: Train, tmp_path: Path) -> None:
+    """What `plan_only` says that it takes; and a run goes on as if that had been configured."""
+    words = (*TINY, "hardware.devices=[emulated:rtx_3090,emulated:arc_a770]", "strategy=auto")
+    predicted = train(*words, "plan_only=true").summary
+    names = {row["strategy"] for row in predicted["rows"]}
+    assert {"ddp", "single"} <= names
+    assert "auto" not in names
+    assert predicted["reasons"][-1].startswith(
+        "strategy=auto takes single: 16 samples are predicted to take "
+    )
+    done = train(*TINY, "hardware.devices=[cpu,cpu]", "strategy=auto")
+    plan = json.loads((done.folder / "plan.json").read_text())
+    assert done.summary["strategy"] == plan["strategy"] == "ddp"
+    assert plan["config"]["strategy"]["_target_"] == "hetexp.strategy.ddp.DDP"
+    assert "hetexp.strategy.ddp.DDP" in (done.folder / "config.yaml").read_text()
+    (reason,) = [reason for reason in plan["reasons"] if reason.startswith("strategy=auto takes ddp: ")]
+    assert reason in done.screen.replace("\n", " ")
+    assert done.summary["world_size"] == 2
