@@ -9,7 +9,7 @@ from refusal import Refusals
 
 TWO = "hardware.devices=[cpu,cpu]"
 WRONG = {
-    "unknown group option": (["strategy=dpp"], ["`strategy` must be one of ddp, ", "'dpp'", "`ddp`"]),
+    "unknown group option": (["strategy=dpp"], ["`strategy` must be one of auto, ddp", "'dpp'", "`ddp`"]),
     "unknown group": (["strateggy=ddp"], ["`strateggy`", "ddp", "Did you mean `strategy`?"]),
     "misspelt key": (["trainer.max_stps=5"], ["`trainer.max_stps`", "5", "Did you mean `max_steps`?"]),
     "key that does not exist, added": (["+trainer.speed=9"], ["`trainer.speed`", "9"]),
@@ -91,14 +91,6 @@ WRONG = {
     "static graph with accumulation": (
         ["strategy.static_graph=true", "trainer.accumulate=2", "trainer.drop_last=true"],
         ["`strategy.static_graph` must be false where gradients accumulate", "True"],
-    ),
-    "an unknown mode of the compiler": (
-        ["trainer.compile=fast"],
-        ["`trainer.compile` must be", "'fast'"],
-    ),
-    "a compiled model of an emulated card": (
-        ["hardware.devices=[emulated:arc_a770]", "trainer.compile=true"],
-        ["`trainer.compile` must be false", "Arc A770", "True"],
     ),
     "native group on the CPU": ([TWO, "comm=native"], ["`comm.backend` must be auto or gloo", "'native'"]),
     "card without fp64": (
