@@ -169,6 +169,7 @@ def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, con
     from hetexp.core.overrides import compose_typed
     from hetexp.core.words import written_out
     from hetexp.hardware.pool import Selection
+    from hetexp.launch.choose_strategy import chosen
     from hetexp.launch.prepare import prepare
     from hetexp.plan.planner import Request, make_plan
 
@@ -201,8 +202,9 @@ def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, con
     assert isinstance(selection, Selection)
     request = Request(folder / "runs" / "plan", here, overrides=tuple(overrides))
     request.run_dir.mkdir(parents=True, exist_ok=True)
-    plan = prepare(make_plan(config, raw, selection, request), config, console)
-    return _Prepared(raw, config, selection, request, plan, console)
+    run = chosen(config, raw, selection, request, console)
+    plan = prepare(make_plan(run.config, run.raw, run.selection, run.request), run.config, console)
+    return _Prepared(run.raw, run.config, run.selection, run.request, plan, console)
 
 
 class _Runs:

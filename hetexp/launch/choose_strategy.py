@@ -78,7 +78,7 @@ def _with(run: Chosen, name: str, reason: str, ranks: Sequence[int]) -> Chosen:
     node = group_options("strategy", only=[name])[name]
     return Chosen(
         run.config.model_copy(update={"strategy": node}),
-        {**run.raw, "strategy": node},
+        {**run.raw, "strategy": node | ({"fallback": run.config.fallback} if run.config.fallback else {})},
         replace(
             run.selection,
             devices=[run.selection.devices[rank] for rank in ranks],

@@ -53,7 +53,7 @@ def show_forecast(found: Forecast, console: Console) -> None:
             "samples/s": _number(row.samples_per_second, ",.0f"),
             "efficiency": _number(row.efficiency, ".1%"),
             "ceiling": _number(row.ceiling, ".1%"),
-            "energy": _energy(row.joules_per_sample),
+            "energy": _energy(row.joules_per_sample, "/sample" if console.width >= WIDE else ""),
         }
         style = "bold green" if row is found.best else "dim" if row.problem is not None else ""
         marked = "→ " if row is found.best else "  "
@@ -125,10 +125,10 @@ def duration(seconds: float | None) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def _energy(joules: float | None) -> str:
+def _energy(joules: float | None, unit: str) -> str:
     if joules is None:
         return UNKNOWN
-    return f"{joules:,.3g} J/sample" if joules >= 1.0 else f"{joules * 1e3:.3g} mJ/sample"
+    return f"{joules:,.3g} J{unit}" if joules >= 1.0 else f"{joules * 1e3:.3g} mJ{unit}"
 
 
 def _heading(found: Forecast) -> str:
