@@ -169,6 +169,8 @@ class _Rank:
         needed = checkpoint_bytes(parts.model, parts.optimizer)
         if parts.staging is not None:  # a checkpoint is of all stages
             needed = parts.staging.sum_once(needed)
+        if parts.local is not None:  # it holds every rank's own optimizer, or model
+            needed *= parts.plan.world_size
         if self.rank == 0:
             count = num_checkpoints(config, self.progress.step, parts.total_steps)
             check_checkpoint_space(parts.checkpoints, needed, count)

@@ -194,7 +194,7 @@ def recalibrate(parts: Parts) -> None:
         norm.momentum = None  # a plain mean over the batches
         norm.train()
     count = min(len(parts.train_data), RECALIBRATED_SAMPLES)  # type: ignore[arg-type]
-    largest = max(2, *parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank]))
+    largest = max([2, *parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank])])
     order = [index for epoch in _epoch(parts) for index in epoch][:count]
     batches = list(chop(order, cut(count, 1, largest)))
     with torch.no_grad():

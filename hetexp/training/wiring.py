@@ -292,6 +292,8 @@ def resume(parts: Parts) -> Progress:
     part = state.extra.get("part")
     if parts.local is not None and part is not None:
         parts.local.goes_on, parts.local.samples = True, part["samples"]
+        if parts.strategy.apart and part["share"] != parts.plan.shares[parts.rank]:
+            log.warning("resume: the shares are others than before: samples are dealt out anew.")
     parts.microbatch_limits = _limits_before(parts, state.extra.get("devices", []))
     return Progress.from_dict(state.step, state.position, state.extra["progress"])
 

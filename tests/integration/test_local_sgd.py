@@ -107,3 +107,41 @@ def test_a_rank_that_dies_ends_the_run(train: Train, tmp_path: Path, when: str) 
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000004"]
     again = train(*overrides[:-1], "trainer.max_steps=8", f"resume={folder}", *alive[when])
     assert again.summary["steps"] == 8
+
+
+def test_a_sync_takes_its_modelled_time(train: Train) -> None:
+    """An emulated pair: between syncs nobody waits, and a sync lasts as long as its bytes on the links."""
+    run = train(
+        "hardware=nvidia_arc",
+        "data=synthetic",
+        "data.num_samples=64",
+        "data.num_test_samples=8",
+        "model=mlp",
+        "model.hidden_sizes=[8]",
+        "strategy=local_sgd",
+        "strategy.sync_every=3",
+        "trainer.global_batch_size=16",
+        "trainer.max_epochs=null",
+        "trainer.max_steps=6",
+        "trainer.log_every=3",
+    )
+    emulation = json.loads((run.folder / "emulation.json").read_text())
+    scale = emulation["time_scale"]
+    num_bytes = 4 * (16 * 8 + 8 + 8 * 4 + 4)
+    cards = [device["card_facts"] for device in json.loads((run.folder / "plan.json").read_text())["devices"]]
+    travel = []
+    for card in cards:
+        link = card["host_link"]
+        rate = link["gb_per_second"] * 1e9 * link["efficiency"]
+        travel.append(link["latency_seconds"] + num_bytes / rate)
+    exchange = 2 * 1e-4 + num_bytes / 1.7e9  # a ring of two through the host's memory
+    for device in emulation["devices"]:
+        paced = device["phases"]["exchange"]
+        assert paced["real"] >= 0.999 * paced["modelled"] >= 0.998 * (exchange + min(travel)) * scale
+    own = max(
+        sum(device["work"]["forward"]) + sum(device["work"]["backward"]) + device["work"]["update"]
+        for device in emulation["devices"]
+    )
+    predicted = own + (2 * max(travel) + exchange) / 3
+    assert run.summary["predicted_step_s"] == pytest.approx(predicted * scale, rel=1e-9)
+    assert run.summary["comm"]["bytes_per_step"] == pytest.approx(num_bytes / 3)
