@@ -10,6 +10,7 @@ from typing import Any
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.files import write_json
+from hetexp.core.split import apportion
 from hetexp.core.stage import Stage
 
 _TUPLES = (
@@ -20,6 +21,7 @@ _TUPLES = (
     "precisions",
     "microbatch_sizes",
     "memory_bytes",
+    "card_shares",
     "replica_batch_sizes",
     "reasons",
     "import_paths",
@@ -64,6 +66,10 @@ class Plan:
     """What each rank is estimated to need of its device, `None` where that is not known."""
     stages: tuple[tuple[Stage, ...], ...] = ()
     """Each rank's pieces of the model, where the strategy cuts it; empty elsewhere."""
+    cards: tuple[DeviceSpec, ...] = ()
+    """All devices of the only rank, where it drives several (`devices` has the first); empty elsewhere."""
+    card_shares: tuple[float, ...] = ()
+    """Fraction of each batch that each of them takes."""
     replica_batch_sizes: tuple[int, ...] = ()
     """Samples of a full global batch that each pipeline takes, where the strategy cuts the model."""
     reasons: tuple[str, ...] = ()
@@ -86,6 +92,16 @@ class Plan:
     """Folder the person started from; relative paths in the configuration mean this one."""
     import_paths: tuple[str, ...] = ()
     """Folders that workers append to `sys.path`, so that a person's own modules are found."""
+
+    @property
+    def all_devices(self) -> tuple[DeviceSpec, ...]:
+        """Every device that takes part: one a rank, but where a single rank drives them all."""
+        return self.cards or self.devices
+
+    @property
+    def card_batch_sizes(self) -> tuple[int, ...]:
+        """Samples of a full global batch that each of a single rank's devices takes."""
+        return apportion(sum(self.local_batch_sizes), self.card_shares).counts if self.cards else ()
 
     @property
     def world_size(self) -> int:
@@ -124,6 +140,7 @@ class Plan:
         raw.pop("world_size")
         raw.pop("emulated")
         raw["devices"] = tuple(DeviceSpec.from_dict(device) for device in raw["devices"])
+        raw["cards"] = tuple(DeviceSpec.from_dict(device) for device in raw["cards"])
         raw["stages"] = tuple(tuple(Stage(**stage) for stage in own) for own in raw["stages"])
         for name in _TUPLES:
             raw[name] = tuple(raw[name])

@@ -59,7 +59,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
             "exposed_s": None,
         },
         "pipeline": None,
-        "devices": [_device(plan, rank) for rank in range(plan.world_size)],
+        "devices": [_device(plan, place) for place in range(len(plan.all_devices))],
         "failures": [],
         "final": {"train_loss": None, "eval": None},
         "merge": None,
@@ -76,8 +76,10 @@ def _calibration(plan: Plan) -> dict[str, Any] | None:
     return {"measured_at": known["measured_at"], "cached": known["cached"]}
 
 
-def _device(plan: Plan, rank: int) -> dict[str, Any]:
-    device = plan.devices[rank]
+def _device(plan: Plan, place: int) -> dict[str, Any]:
+    device = plan.all_devices[place]
+    rank = 0 if plan.cards else place
+    local_batch = (plan.card_batch_sizes or plan.local_batch_sizes)[place]
     return {
         "id": device.id,
         "backend": device.backend,
@@ -87,8 +89,10 @@ def _device(plan: Plan, rank: int) -> dict[str, Any]:
         "python": None,
         "torch": None,
         "driver": device.driver,
-        "share": plan.shares[rank],
-        "local_batch": plan.local_batch_sizes[rank] if plan.script is None else None,
+        "share": (plan.card_shares or plan.shares)[place],
+        "local_batch": (plan.card_batch_sizes or plan.local_batch_sizes)[place]
+        if plan.script is None
+        else None,
         "micro_batch": None,
         "precision": plan.precisions[rank] if plan.precisions else None,
         "samples_per_s": None,

@@ -69,6 +69,24 @@ def backend_class(name: str) -> type[Backend]:
     return located
 
 
+def environment_together(specs: Sequence[DeviceSpec]) -> dict[str, str]:
+    """Return the variables that make a process see all of these devices of one backend, each once."""
+    together: dict[str, list[str]] = {}
+    for spec in specs:
+        for key, value in backend_class(spec.backend).environment(spec).items():
+            values = together.setdefault(key, [])
+            if value not in values:
+                values.append(value)
+    return {key: ",".join(values) for key, values in together.items()}
+
+
+def visible_places(specs: Sequence[DeviceSpec]) -> list[int]:
+    """Return the number by which a process that sees all of these devices calls each of them."""
+    seen = [backend_class(spec.backend).environment(spec) for spec in specs]
+    apart = [one for place, one in enumerate(seen) if one not in seen[:place]]
+    return [apart.index(one) for one in seen]
+
+
 class Backend(ABC):
     """Drives one device in one rank's process.
 

@@ -108,7 +108,8 @@ class Display:
         devices = ""
         for device in self.plan.devices:
             share, speed = (row.get(f"device/{device.id}/{key}") for key in ("share", "samples_per_second"))
-            devices += f"  {device.id} {share:.0%}" + (f" at {speed:,.0f}/s" if speed is not None else "")
+            if share is not None:
+                devices += f"  {device.id} {share:.0%}" + (f" at {speed:,.0f}/s" if speed is not None else "")
         self._bar.below = devices
         self._bar.update(self._task, completed=row["step"], detail=text)
         now = time.monotonic()
@@ -137,13 +138,15 @@ def show_plan(plan: Plan, console: Console) -> None:
     columns += ["memory"] if any(need is not None for need in plan.memory_bytes) else []
     for column in columns:
         table.add_column(column, justify="right" if column in ("rank", "share", "samples a step") else "left")
-    for rank, device in enumerate(plan.devices):
+    shares, samples = plan.card_shares or plan.shares, plan.card_batch_sizes or plan.local_batch_sizes
+    for place, device in enumerate(plan.all_devices):
+        rank = 0 if plan.cards else place
         cells: dict[str, str | Text] = {
             "rank": str(rank),
             "device": device.id,
             "name": Text(device.name),
-            "share": f"{plan.shares[rank]:.1%}",
-            "samples a step": str(plan.local_batch_sizes[rank]),
+            "share": f"{shares[place]:.1%}",
+            "samples a step": str(samples[place]),
             "precision": plan.precisions[rank] if plan.precisions else "",
             "memory": _memory(plan, rank),
         }

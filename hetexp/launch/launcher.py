@@ -24,7 +24,7 @@ from hetexp.core.errors import HetexpError, RunFailedError, SetupError
 from hetexp.core.files import remove_temporary_folders, write_json
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
-from hetexp.hardware.backend import backend_class
+from hetexp.hardware.backend import backend_class, environment_together
 from hetexp.hardware.detection import detect
 from hetexp.hardware.lease import Leases
 from hetexp.launch.display import Display, show_plan, show_summary
@@ -92,7 +92,7 @@ def _run_ranks(plan: Plan, config: Config, console: Console) -> tuple[dict[str, 
     store = host_store(listener)
     run = _Run(plan, config, console, store)
     # A shared card is nobody's own.
-    leases = nullcontext() if config.hardware.share_devices else Leases(plan.devices, plan.run_dir)
+    leases = nullcontext() if config.hardware.share_devices else Leases(plan.all_devices, plan.run_dir)
     with leases, _signals() as caught:
         try:
             run.start(plan_path)
@@ -282,8 +282,7 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 
 def environment_of(plan: Plan, rank: int) -> dict[str, str]:
     """Return the environment of a rank."""
-    device = plan.devices[rank]
-    visible = backend_class(device.backend).environment(device)
+    visible = environment_together(plan.cards or [plan.devices[rank]])
     return rank_environment(os.environ, visible, plan.threads[rank], package_root())
 
 

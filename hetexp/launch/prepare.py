@@ -18,6 +18,7 @@ from hetexp.launch.stages import with_stages
 from hetexp.plan import calibrations
 from hetexp.plan.exchanged import exchange_under
 from hetexp.plan.measured import begun_with, choose, replanned
+from hetexp.plan.planner import in_one_process
 
 if TYPE_CHECKING:
     from hetexp.training.estimate import RunMemory
@@ -30,8 +31,10 @@ def prepare(plan: Plan, config: Config, console: Console) -> Plan:
         ConfigError: a device has less memory than it needs, or the model cannot be cut so.
         SetupError, RunFailedError: measuring the devices could not be started, or failed.
     """
-    if instantiate(config.strategy).steps == "staged":  # no device has the whole model for its own samples
+    strategy = instantiate(config.strategy)
+    if strategy.steps == "staged":  # no device has the whole model for its own samples
         return with_stages(plan, config)
+    plan = in_one_process(plan, strategy)
     memory = memory_of(plan, config)
     return with_memory(with_measured_split(plan, config, memory, console), memory)
 
@@ -95,6 +98,9 @@ def memory_of(plan: Plan, config: Config) -> RunMemory | None:
     from hetexp.training.estimate import RunMemory
 
     strategy = instantiate(config.strategy)
+    if plan.cards:
+        precisions = plan.precisions * len(plan.cards)
+        return RunMemory(config, plan.cards, plan.card_batch_sizes, precisions, strategy)
     return RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
 
 
@@ -106,6 +112,8 @@ def with_memory(plan: Plan, memory: RunMemory | None) -> Plan:
     """
     if memory is None:
         return plan
+    if plan.cards:
+        return _with_memory_of_cards(plan, memory)
     counts = list(plan.local_batch_sizes)
     if instantiate(plan.config["balancing"]).follows:  # any device may get any part of the batch
         counts = [sum(counts)] * plan.world_size
@@ -117,6 +125,16 @@ def with_memory(plan: Plan, memory: RunMemory | None) -> Plan:
     needs = tuple(one.total_bytes if one is not None else None for one in memory.estimates)
     unknown = [f"The memory that it needs is not known: {memory.reason}."] if memory.reason else []
     return replace(plan, memory_bytes=needs, reasons=(*plan.reasons, *unknown))
+
+
+def _with_memory_of_cards(plan: Plan, memory: RunMemory) -> Plan:
+    """The cards of one process: their passes are chunks of its own, and are cut no further."""
+    problems = memory.problems()
+    if problems:
+        raise ConfigError(problems)
+    needs = [one.total_bytes for one in memory.estimates if one is not None]
+    unknown = [f"The memory that it needs is not known: {memory.reason}."] if memory.reason else []
+    return replace(plan, memory_bytes=(max(needs, default=None),), reasons=(*plan.reasons, *unknown))
 
 
 def with_microbatches(plan: Plan, memory: RunMemory, counts: Sequence[int]) -> Plan:

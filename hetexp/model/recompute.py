@@ -78,6 +78,14 @@ def layer_names(model: nn.Module) -> list[str]:
     return names
 
 
+def rebind(model: nn.Module) -> None:
+    """Let the layers of a shallow copy, as `torch.nn.parallel.replicate` makes it, compute by themselves."""
+    for module in model.modules():
+        stand_in = module.__dict__.get("forward")
+        if isinstance(stand_in, _Recomputed):
+            module.forward = stand_in.of(module)
+
+
 class _Recomputed:
     """Stands in for a layer's `forward`."""
 
@@ -85,6 +93,12 @@ class _Recomputed:
         self._layer = layer
         self._forward = layer.__dict__.get("forward")
         """Where something else has taken the method's place before."""
+
+    def of(self, layer: nn.Module) -> _Recomputed:
+        """Return what stands in for the method of a copy of the layer."""
+        other = _Recomputed(layer)
+        other._forward = self._forward
+        return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._forward or type(self._layer).forward.__get__(self._layer)

@@ -6,7 +6,7 @@ import re
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,24 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         import_paths=tuple(
             dict.fromkeys(str(Path(path).absolute()) for path in [str(request.working_dir), sys.path[0]])
         ),
+    )
+
+
+def in_one_process(plan: Plan, strategy: Strategy) -> Plan:
+    """Return the plan with one rank for all devices, where the strategy wants that; their shares stay."""
+    if not strategy.one_process:
+        return plan
+    return replace(
+        plan,
+        devices=plan.devices[:1],
+        cards=plan.devices,
+        shares=(1.0,),
+        card_shares=plan.shares,
+        local_batch_sizes=(sum(plan.local_batch_sizes),),
+        collective_backend="gloo",
+        threads=(sum(plan.threads),),
+        precisions=plan.precisions[:1],
+        reasons=(*plan.reasons, "One process drives all of these cards."),
     )
 
 

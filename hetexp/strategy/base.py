@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
+from hetexp.core.plan import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,8 @@ class Strategy(ABC):
     """Whether each rank trains a model of its own, with a fixed part of the data."""
     exact: ClassVar[bool] = True
     """Whether each step is the one that a single device would take with the global batch."""
+    one_process: ClassVar[bool] = False
+    """Whether one rank drives all devices."""
     compiles: ClassVar[bool] = False
     """Whether `wrap` takes a model that `torch.compile` has compiled."""
     predicted_as: ClassVar[Literal["alone", "all_reduce", "periodic", "apart", "stages"] | None] = None
@@ -45,6 +48,9 @@ class Strategy(ABC):
     @abstractmethod
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         """Return what speaks against this strategy here, one sentence a problem, with the fix."""
+
+    def learn(self, plan: Plan) -> None:  # noqa: B027
+        """Take what it needs of the plan; a rank calls it before `wrap`."""
 
     @abstractmethod
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:

@@ -222,6 +222,8 @@ class Window:
         if self.parts.loss_scale is not None or self.parts.config.trainer.non_finite == "skip":
             line["train/skipped_steps"] = progress.skipped_steps
         idle = idle_seconds(compute)
+        if self.parts.plan.cards:  # the rank is timed, and it drives several
+            return line
         per_device = zip(self.parts.plan.devices, compute, samples, idle, strict=True)
         shares = self.parts.plan.shares if self.parts.staging is not None else None  # of the work
         for rank, (device, seconds, count, waited) in enumerate(per_device):

@@ -17,6 +17,7 @@ from hetexp.core.cost import Work, step_seconds
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
+from hetexp.core.split import apportion
 from hetexp.core.summary import blank_summary
 from hetexp.hardware.emulated import OUTRUN_TOLERANCE
 from hetexp.hardware.links import build_links
@@ -61,8 +62,9 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
         wire = parts.local.settings.wire
         summary["comm"]["wire_dtype"] = wire if wire != "float32" else summary["comm"]["wire_dtype"]
     summary["versions"] |= versions()
-    for device, rank in zip(summary["devices"], everyone, strict=True):
-        device |= rank["device"]
+    for place, device in enumerate(summary["devices"]):
+        told = everyone[0 if parts.plan.cards else place]["device"]
+        device |= _of_card(parts.plan, told, place) if parts.plan.cards else told
     if parts.staging is not None:
         summary["pipeline"] = pipeline_fields(parts, [rank["stages"] for rank in everyone])
     elif totals.steps:
@@ -77,6 +79,14 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
             device["solo_samples_per_s"] = solo
         summary |= accounted
     return summary
+
+
+def _of_card(plan: Plan, told: dict[str, Any], place: int) -> dict[str, Any]:
+    """Return what is known of one of a single rank's cards: it is the rank that was timed, not the card."""
+    largest = apportion(told["micro_batch"], plan.card_shares).counts[place]
+    unknown = {"samples_per_s": None, "peak_memory": told["peak_memory"] if place == 0 else None}
+    own = {"share": plan.card_shares[place], "local_batch": plan.card_batch_sizes[place]}
+    return told | own | unknown | {"micro_batch": largest}
 
 
 def _by_calibration(

@@ -17,13 +17,14 @@ from hetexp.training.state import Parts, Progress
 def provenance(parts: Parts) -> list[dict[str, Any]]:
     """Return what trained the model: each rank's device, its part of the batch, and what it ran on."""
     plan = parts.plan
+    ranks = [0] * len(plan.cards) or range(plan.world_size)
     kept = ("id", "backend", "vendor", "name", "uuid", "architecture", "driver", "emulated")
     return [
         {key: getattr(device, key) for key in kept}
-        | {"share": plan.shares[rank], "precision": plan.precisions[rank] if plan.precisions else None}
+        | {"share": share, "precision": plan.precisions[rank] if plan.precisions else None}
         | {"microbatch_limit": parts.microbatch_limits[rank]}
         | (parts.run_on[rank] if parts.run_on else {})
-        for rank, device in enumerate(plan.devices)
+        for rank, device, share in zip(ranks, plan.all_devices, plan.card_shares or plan.shares, strict=True)
     ]
 
 

@@ -20,6 +20,7 @@ from hetexp.core.split import apportion
 from hetexp.data.loader import LocalBatch, cut, local_batches
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
+from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.empty_share import EmptyShareGuard
@@ -164,12 +165,18 @@ class Parts:
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return the sum of the loss over a microbatch; never in half precision, whatever the model gives."""
-        total: torch.Tensor = widened(total_loss(self.loss, widened(output), self.to_device(targets)))
-        return total
+        # One process may drive several devices, and gather the outputs on any of them.
+        there = next((t.device for t in tensors(output)), self.device)
+        total: torch.Tensor = widened(total_loss(self.loss, widened(output), self.to_device(targets, there)))
+        return total.to(self.device)
 
-    def to_device(self, value: Any) -> Any:
-        """Move a microbatch's inputs or targets to the device, floating-point ones in the weights' type."""
-        return on_device(value, self.device, self.dtype)
+    def to_device(self, value: Any, device: torch.device | None = None) -> Any:
+        """Move a microbatch's inputs or targets to a device, floating-point ones in the weights' type.
+
+        Args:
+            device: `None`: the rank's own.
+        """
+        return on_device(value, device or self.device, self.dtype)
 
 
 def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -79,6 +79,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     # From here on dropout differs from rank to rank, as the samples do.
     torch.manual_seed(trainer.seed + 1 + rank)
     model.to(device)
+    strategy.learn(plan)
     communicator = form_communicator(plan, config, rank, store, device, solo=strategy.solo)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, model if cut is None else trained_part(model, cut))

@@ -9,7 +9,10 @@ from refusal import Refusals
 
 TWO = "hardware.devices=[cpu,cpu]"
 WRONG = {
-    "unknown group option": (["strategy=dpp"], ["`strategy` must be one of auto, ddp", "'dpp'", "`ddp`"]),
+    "unknown group option": (
+        ["strategy=dpp"],
+        ["`strategy` must be one of auto, ddp", "'dpp'", "Did you mean `dp`?"],
+    ),
     "unknown group": (["strateggy=ddp"], ["`strateggy`", "ddp", "Did you mean `strategy`?"]),
     "misspelt key": (["trainer.max_stps=5"], ["`trainer.max_stps`", "5", "Did you mean `max_steps`?"]),
     "key that does not exist, added": (["+trainer.speed=9"], ["`trainer.speed`", "9"]),

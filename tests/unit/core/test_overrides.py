@@ -72,7 +72,7 @@ def test_deleted_keys_are_gone(typed: Type) -> None:
     [
         (
             "strategy=dpp",
-            ["`strategy` must be one of ", "ddp", "but is 'dpp' instead.", "Did you mean `ddp`?"],
+            ["`strategy` must be one of ", "ddp", "but is 'dpp' instead.", "Did you mean `dp`?"],
         ),
         (
             "trainer.max_stps=5",

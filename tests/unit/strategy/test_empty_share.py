@@ -13,6 +13,7 @@ from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.ddp import DDP
+from hetexp.strategy.dp import DP
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.strategy.single import Single
 
@@ -176,5 +177,5 @@ def test_a_static_graph_must_be_static(trainer: dict[str, Any], reasons: list[st
 
 
 def test_names_are_those_of_the_hydra_options() -> None:
-    strategies: list[type[Strategy]] = [DDP, Single]
-    assert [strategy.name for strategy in strategies] == ["ddp", "single"]
+    strategies: list[type[Strategy]] = [DDP, DP, Single]
+    assert [strategy.name for strategy in strategies] == ["ddp", "dp", "single"]

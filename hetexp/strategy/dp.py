@@ -1,0 +1,139 @@
+"""torch's DataParallel over several cards of one vendor, driven by one process, with unequal chunks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import NonNegativeInt
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
+from hetexp.core.fault import LASTING
+from hetexp.core.plan import Plan
+from hetexp.core.precision import choose_precisions
+from hetexp.hardware.backend import visible_places
+from hetexp.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hetexp.comm.communicator import Communicator
+    from hetexp.strategy.empty_share import EmptyShareGuard
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("cuda", "hip")
+"""Whose torch can copy a model to several cards within a process."""
+
+
+class DP(Strategy):
+    """Copies the model to all cards for each pass, and gives each a chunk of the samples.
+
+    The gradient is summed where the weights are, on the first card, so that nothing is weighted: the loss is
+    the sum over all chunks, divided by the global count.
+
+    Args:
+        output_device: place of the card, among those that take part, where outputs are gathered and the loss
+            is computed.
+        dim: dimension of inputs and outputs that counts the samples.
+    """
+
+    name: ClassVar[str] = "dp"
+    solo = True
+    one_process = True
+
+    def __init__(self, output_device: NonNegativeInt = 0, dim: NonNegativeInt = 0) -> None:
+        self.output_device = output_device
+        self.dim = dim
+        self._cards: tuple[DeviceSpec, ...] = ()
+        self._shares: tuple[float, ...] = ()
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        names = ", ".join(str(device) for device in devices)
+        if len(devices) < 2:
+            return [must_be("strategy", f"ddp or single for one device ({names})", "dp")]
+        reason = _why_not_in_one_process(devices)
+        if reason is not None:
+            return [must_be("strategy", f"ddp where {reason} ({names})", "dp")]
+        problems = []
+        precisions = choose_precisions(config.trainer.precision, devices)
+        if len(set(precisions)) > 1:
+            accepted = "auto_common, or one precision, where one process drives all cards"
+            problems.append(must_be("trainer.precision", accepted, config.trainer.precision))
+        if self.output_device >= len(devices):
+            accepted = f"below the number of cards ({len(devices)})"
+            problems.append(must_be("strategy.output_device", accepted, self.output_device))
+        slowed = {event.device for event in config.fault.events if event.kind in LASTING}
+        if slowed:
+            accepted = f"ddp where `fault.events` slows a device ({', '.join(sorted(slowed))})"
+            problems.append(must_be("strategy", accepted, "dp"))
+        return problems
+
+    def learn(self, plan: Plan) -> None:
+        self._cards, self._shares = plan.cards, plan.card_shares
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        import torch
+
+        from hetexp.strategy.chunks import Replicated
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        devices = [torch.device(device.type, place) for place in visible_places(self._cards)]
+        seed = torch.initial_seed()
+        for number, one in enumerate(devices):
+            # One seed for all would drop the same values on each card.
+            with torch.cuda.device(one):
+                torch.cuda.manual_seed(seed + number)
+        return EmptyShareGuard(
+            Replicated(model, devices, self._shares, devices[self.output_device], self.dim)
+        )
+
+    def join(
+        self,
+        module: nn.Module,
+        communicator: Communicator,
+        inputs: Any,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        names = [name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+        if names:
+            log.warning(
+                "%d BatchNorm layers: their statistics are each card's own, and those of %s are kept. With "
+                "strategy=ddp they are of all samples.",
+                len(names),
+                self._cards[0],
+            )
+
+    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        assert isinstance(module, EmptyShareGuard)
+        return module
+
+    def averaged_over(self, world_size: int) -> int:
+        return 1
+
+
+def _why_not_in_one_process(devices: Sequence[DeviceSpec]) -> str | None:
+    """Return what keeps one process from driving all of these devices."""
+    if any(device.emulated for device in devices):
+        return "devices are emulated, slowed or limited in memory"
+    if any(device.backend not in BACKENDS for device in devices):
+        return "devices are not all cards of NVIDIA's or of AMD's"
+    if len({device.backend for device in devices}) > 1:
+        return "devices are of different vendors"
+    if len({device.python for device in devices}) > 1:
+        return "devices have interpreters of their own"
+    if sum((device.uuid or "").startswith("MIG-") for device in devices) > 0:
+        return "devices are instances of a card, of which a process sees one"
+    return None
