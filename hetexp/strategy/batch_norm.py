@@ -12,7 +12,7 @@ order of layers and gradients, so that every rank's exchanges come in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetexp.comm.communicator import Communicator
-from hetexp.core.call import call_model
 from hetexp.model.recompute import once
 from hetexp.strategy.empty_share import give
+from hetexp.strategy.trial_pass import try_out, undisturbed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,10 +85,18 @@ class SynchronisedNorms:
         model: its layers are changed in place.
         communicator: with an order of collectives of its own, since backward's come between others.
         waiting: returns a context for what waits for other ranks in the midst of a pass.
+        leaves_unused: whether parameters that a recorded pass did not use get no gradient without samples.
     """
 
-    def __init__(self, model: nn.Module, communicator: Communicator, waiting: Waiting = nullcontext) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        communicator: Communicator,
+        waiting: Waiting = nullcontext,
+        leaves_unused: bool = False,
+    ) -> None:
         self._communicator, self._waiting = communicator, waiting
+        self._leaves_unused = leaves_unused
         found = batch_norms(model)
         self.names, self.layers = list(found), list(found.values())
         self.active = False
@@ -124,34 +132,23 @@ class SynchronisedNorms:
         Args:
             inputs: of a small batch, on the device.
         """
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        modes = [(module, module.training) for module in self._model.modules()]
         record = self._record = _Record()
+        trained = [p for p in self._model.parameters() if p.requires_grad]
         hooks = [p.register_hook(lambda _, p=p: record.backward.append(p)) for p in trained]
         self._recording = True
         try:
-            self._model.train()
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), self.together():
-                output = call_model(self._model.forward, inputs)
-                total = _sum(output)
-                if total is not None:
-                    torch.autograd.grad(total, trained, allow_unused=True)
+            with undisturbed(self._model), self.together():
+                try_out(self._model, inputs)
         finally:
             self._recording = False
             for hook in hooks:
                 hook.remove()
-            for module, training in modes:
-                module.training = training
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
 
     def without_samples(self) -> Tensor:
         """Take part in a forward pass with no samples.
 
         Returns:
-            A zero whose backward takes part in the other ranks', and gives every trained parameter a zero.
+            A zero whose backward takes part in the other ranks', and gives parameters a zero.
         """
         assert self._record is not None, "record() comes first"
         for index in self._record.forward:
@@ -160,6 +157,8 @@ class SynchronisedNorms:
         zero = first.new_zeros(()).requires_grad_()
         came = {id(event) for event in self._record.backward}
         late = [p for p in self._model.parameters() if p.requires_grad and id(p) not in came]
+        if self._leaves_unused:
+            late = []
         # What is put in first comes last in backward.
         for event in [*late, *reversed(self._record.backward)]:
             zero = self._absent(zero, event) if isinstance(event, int) else give(zero, event, 0.0)
@@ -339,11 +338,3 @@ def _wide_type(dtype: torch.dtype) -> torch.dtype:
 
 def _wide(values: Tensor) -> Tensor:
     return values.to(_wide_type(values.dtype))
-
-
-def _sum(output: Any) -> Tensor | None:
-    """Return the sum of all that a gradient could come from."""
-    from hetexp.hardware.pacing import tensors
-
-    sums: Sequence[Tensor] = [t.sum() for t in tensors(output) if t.requires_grad]
-    return torch.stack([one.double() if one.is_complex() else one for one in sums]).sum() if sums else None

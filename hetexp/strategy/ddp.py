@@ -30,7 +30,7 @@ class DDP(Strategy):
     """Keeps a replica a rank and all-reduces the gradients during backward.
 
     The arguments are torch's own (`torch.nn.parallel.DistributedDataParallel`); `static_graph` promises
-    that every step runs the same graph, which accumulation and a share that is empty only sometimes break.
+    that every step runs the same graph, which several microbatches a step break.
 
     Args:
         sync_batch_norm: whether BatchNorm layers normalise over all ranks' samples; else each rank's
@@ -64,15 +64,6 @@ class DDP(Strategy):
             problems.append(
                 must_be("strategy.static_graph", "false where gradients accumulate over microbatches", True)
             )
-        if self.static_graph and not trainer.drop_last:
-            problems.append(
-                must_be(
-                    "strategy.static_graph",
-                    "false unless `trainer.drop_last` is true",
-                    True,
-                    "The short last batch can leave a rank without samples, which is another graph.",
-                )
-            )
         return problems
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -100,12 +91,18 @@ class DDP(Strategy):
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
+        from hetexp.strategy.trial_pass import used_parameters
 
         guard = _guard_of(module)
         model = uncompiled(guard.model)
+        unused = self.find_unused_parameters or self.static_graph
         if communicator.world_size > 1 and self.sync_batch_norm and batch_norms(model):
-            norms = guard.norms = SynchronisedNorms(model, communicator.apart(), waiting)
+            norms = guard.norms = SynchronisedNorms(model, communicator.apart(), waiting, unused)
             norms.record(inputs)
+        elif unused:
+            # A zero is a gradient: an optimizer would let the weights decay of what no rank has used, and a
+            # static graph would be another one.
+            guard.used = used_parameters(model, inputs) or None
         _warn_of_batch_norm(model, communicator)
 
     def equal_passes(self, module: nn.Module) -> bool:

@@ -75,6 +75,8 @@ class EmptyShareGuard(nn.Module):
         self.model = model
         self.norms: PassesTogether | None = None
         """The BatchNorm layers, where ranks have common statistics."""
+        self.used: list[nn.Parameter] | None = None
+        """Parameters that get a zero where there are no samples; `None`: all that are trained."""
         self.catches = False
         """Whether the model's running out of memory is kept in `shortage` instead of being raised."""
         self.shortage: str | None = None
@@ -92,4 +94,6 @@ class EmptyShareGuard(nn.Module):
             # The error is gone here, and with it the frames that held what the pass had computed so far.
         if self.norms is not None and self.shortage is None:
             return self.norms.without_samples()
-        return given_gradient(self.model.parameters(), 0.0 if self.shortage is None else math.nan)
+        if self.shortage is not None:
+            return given_gradient(self.model.parameters(), math.nan)
+        return given_gradient(self.model.parameters() if self.used is None else self.used, 0.0)

@@ -92,7 +92,7 @@ WRONG = {
     ),
     "two devices, single": ([TWO, "strategy=single"], ["`strategy` must be ddp", "'single'", "cpu:0, cpu:1"]),
     "static graph with accumulation": (
-        ["strategy.static_graph=true", "trainer.accumulate=2", "trainer.drop_last=true"],
+        ["strategy.static_graph=true", "trainer.accumulate=2"],
         ["`strategy.static_graph` must be false where gradients accumulate", "True"],
     ),
     "native group on the CPU": ([TWO, "comm=native"], ["`comm.backend` must be auto or gloo", "'native'"]),

@@ -204,7 +204,7 @@ def test_nothing_speaks_against_a_right_plan() -> None:
             {
                 "strategy": {"_target_": "hetexp.strategy.ddp.DDP", "static_graph": True},
                 "balancing": manual(1),
-                "trainer": {"precision": "float64"},
+                "trainer": {"precision": "float64", "accumulate": 2},
                 "comm": {"backend": "native"},
             },
             EMULATED,

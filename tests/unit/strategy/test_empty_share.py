@@ -155,17 +155,9 @@ def test_ddp_takes_any_number_of_devices() -> None:
 @pytest.mark.parametrize(
     ("trainer", "reasons"),
     [
-        ({"drop_last": True}, []),
-        ({"drop_last": False}, ["false unless `trainer.drop_last` is true"]),
-        ({"drop_last": True, "accumulate": 2}, ["false where gradients accumulate over microbatches"]),
-        ({"drop_last": True, "microbatch_size": 2}, ["false where gradients accumulate over microbatches"]),
-        (
-            {"drop_last": False, "accumulate": 2},
-            [
-                "false where gradients accumulate over microbatches",
-                "false unless `trainer.drop_last` is true",
-            ],
-        ),
+        ({}, []),
+        ({"accumulate": 2}, ["false where gradients accumulate over microbatches"]),
+        ({"microbatch_size": 2}, ["false where gradients accumulate over microbatches"]),
     ],
 )
 def test_a_static_graph_must_be_static(trainer: dict[str, Any], reasons: list[str]) -> None:
