@@ -30,3 +30,21 @@ class Adapted(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return torch.as_tensor(hidden)
+
+
+class Dropping(nn.Module):
+    """Tells its weights before the first pass in training, and which values that pass has dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 64), nn.Linear(64, 4)])
+        self.told = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(torch.ones(64), 0.5, self.training)
+        if self.training and not self.told:
+            self.told = True
+            print("weights", [p.double().sum().item() for p in self.parameters()])
+            print("mask", (dropped > 0).int().tolist(), flush=True)
+        hidden = self.layers[0](inputs).tanh() * dropped
+        return torch.as_tensor(self.layers[1](hidden))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Train
+from support import Run, Train, difference
 
 from hetexp.core.errors import ConfigError
 
@@ -305,6 +305,18 @@ def test_emulation_is_labelled_everywhere(train: Train) -> None:
 
 
 def test_dropout_differs_between_ranks_and_repeats(train: Train) -> None:
-    """Spare S6: the same seed gives the same run."""
-    options = (*TINY, "model.dropout=0.3", "trainer.max_steps=5", *layout(1, 1))
-    assert train(*options).losses == train(*options).losses
+    """Spare S6: ranks begin with the same weights and drop other values; the same seed gives the same run."""
+
+    def told(run: Run, word: str) -> list[str]:
+        logs = ((run.folder / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1))
+        return [line for log in logs for line in log.splitlines() if line.startswith(word)]
+
+    options = ("model=custom", "model._target_=adapted.Dropping", "data=synthetic", "data.num_samples=64")
+    one, again = (train(*options, "trainer.max_steps=5", *layout(1, 1)) for _ in range(2))
+    weights, masks = told(one, "weights"), told(one, "mask")
+    assert (len(weights), len(masks)) == (2, 2)
+    assert weights[0] == weights[1]
+    assert masks[0] != masks[1]
+    assert (weights, masks) == (told(again, "weights"), told(again, "mask"))
+    assert one.losses == again.losses
+    assert difference(one.parameters(), again.parameters()) == 0.0
