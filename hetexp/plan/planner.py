@@ -123,6 +123,8 @@ def in_one_process(plan: Plan, strategy: Strategy) -> Plan:
     """Return the plan with one rank for all devices, where the strategy wants that; their shares stay."""
     if not strategy.one_process:
         return plan
+    wanted = plan.config.get("comm", {}).get("backend", "auto")
+    _, exchange = choose_collective(wanted, plan.devices)  # there is none
     return replace(
         plan,
         devices=plan.devices[:1],
@@ -133,7 +135,7 @@ def in_one_process(plan: Plan, strategy: Strategy) -> Plan:
         collective_backend="gloo",
         threads=(sum(plan.threads),),
         precisions=plan.precisions[:1],
-        reasons=(*plan.reasons, "One process drives all of these cards."),
+        reasons=(*(one for one in plan.reasons if one != exchange), "One process drives all of these cards."),
     )
 
 

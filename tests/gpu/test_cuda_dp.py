@@ -46,6 +46,9 @@ def check(train: Train, layout: tuple[str, ...], options: tuple[str, ...]) -> No
     assert run.summary["world_size"] == 1
     assert len(run.summary["devices"]) == 2
     assert sum(device["local_batch"] for device in run.summary["devices"]) == 32
+    one_step_more = (f"trainer.max_steps={STEPS + 1}", f"resume={run.folder}")
+    more = train(*GPT, "hardware.devices=[cuda:0]", "strategy=single", *one_step_more)
+    assert more.summary["steps"] == STEPS + 1
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -157,3 +157,20 @@ def test_parameters_are_spread_over_the_work(sizes: list[int], count: int) -> No
         assert len(chosen) == len(sizes)
     ends = [sum(sizes[at:]) for at in order]
     assert all(b - a <= sum(sizes) / count + 2 * max(sizes) for a, b in zip([0, *ends], ends, strict=False))
+
+
+def test_waiting_for_others_within_a_pass_is_not_stretched(clock: Clock) -> None:
+    """As `Backend.waiting` does it, between the first layer's work and the second's."""
+
+    class Meeting(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            slowdown.catch_up()
+            clock.work(50.0)
+            slowdown.go_on()
+            return value
+
+    slowed = Slowed(clock, 1.0)
+    slowed.model = nn.Sequential(slowed.layers[0], Meeting(), slowed.layers[1])
+    slowdown = Slowdown(slowed.model, lambda: 3.0, slowed)
+    slowed.model(torch.zeros(2, 4))
+    assert clock.slept == [pytest.approx(2.0 * 2.0), pytest.approx(2.0 * 3.0)]

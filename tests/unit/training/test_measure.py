@@ -147,3 +147,39 @@ def test_a_step_before_the_line_was_written_is_told_after_it(backend: ClockBacke
     meter.span(start, backend.mark())
     assert meter.since_last() == 0.5
     assert meter.take()[0] == 0.5
+
+
+class _Meets(torch.autograd.Function):
+    """Works 1 s, waits 5 s for other ranks and works 2 s, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, backend: ClockBackend) -> torch.Tensor:
+        ctx.backend = backend
+        _Meets.work(backend)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _Meets.work(ctx.backend)
+        return gradients[0], None
+
+    @staticmethod
+    def work(backend: ClockBackend) -> None:
+        backend.work(1.0)
+        with backend.waiting():
+            backend.work(5.0)
+        backend.work(2.0)
+
+
+def test_waiting_for_others_within_a_pass_is_no_work() -> None:
+    backend = ClockBackend()
+    meters = [Meter(backend), Meter(backend)]
+    for meter in meters:  # one may be read after another has begun
+        start = backend.mark()
+        output = _Meets.apply(torch.ones(1, requires_grad=True), backend)  # type: ignore[no-untyped-call]
+        meter.span(start, backend.mark())
+        meter.backward(output.sum())
+    for meter in meters:
+        assert meter.since_last() == pytest.approx(6.0)
+        compute, waited, _ = meter.take()
+        assert [compute, waited] == pytest.approx([6.0, 10.0])
