@@ -90,9 +90,7 @@ def _device(plan: Plan, place: int) -> dict[str, Any]:
         "torch": None,
         "driver": device.driver,
         "share": (plan.card_shares or plan.shares)[place],
-        "local_batch": (plan.card_batch_sizes or plan.local_batch_sizes)[place]
-        if plan.script is None
-        else None,
+        "local_batch": local_batch if plan.script is None else None,
         "micro_batch": None,
         "precision": plan.precisions[rank] if plan.precisions else None,
         "samples_per_s": None,
