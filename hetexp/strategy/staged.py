@@ -66,6 +66,12 @@ class Staged(Strategy):
         if trainer.microbatch_size is not None:
             accepted = f"null where `strategy` is {self.name}"
             problems.append(must_be("trainer.microbatch_size", accepted, trainer.microbatch_size, fix))
+        if self.schedule.splits_backward and trainer.activation_checkpointing:
+            accepted = (
+                f"false where `strategy.schedule` is {self.schedule.name}, which splits the backward pass"
+            )
+            fix = "1F1B and the other schedules that do not split it may compute activations again."
+            problems.append(must_be("trainer.activation_checkpointing", accepted, True, fix))
         if self.schedule.splits_backward and any(device.backend == "emulated" for device in devices):
             problems.append(
                 must_be(

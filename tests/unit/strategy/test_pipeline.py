@@ -68,6 +68,15 @@ def test_microbatches_are_the_pipelines_own() -> None:
     assert told.startswith("`trainer.microbatch_size` must be null where `strategy` is pipeline, but is 2")
 
 
+def test_activations_are_not_computed_again_where_backward_is_split() -> None:
+    again = {"activation_checkpointing": True}
+    assert problems(CPUS, again) == []
+    (told,) = problems(CPUS[:2], again, schedule="ZBVZeroBubble")
+    assert told.startswith(
+        "`trainer.activation_checkpointing` must be false where `strategy.schedule` is ZBV"
+    )
+
+
 def test_emulated_devices_compute_a_backward_pass_at_once() -> None:
     emulated = [EmulatedBackend.describe_card(index, card("rtx_3090")) for index in range(2)]
     assert problems(emulated, schedule="Interleaved1F1B") == []
