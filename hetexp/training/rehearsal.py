@@ -35,6 +35,8 @@ def rehearse(parts: Parts, real_steps: Callable[[Parts], None] | None = None) ->
             (real_steps or _real_steps)(parts)
         own = parts.backend.rehearsal_scale() or 0.0
         links = parts.exchange.real_ratio() * SCALE_MARGIN if parts.exchange is not None else 0.0
+        if parts.staging is not None:
+            links = parts.staging.gradients.real_ratio() * SCALE_MARGIN
         needed = torch.tensor([max(own, links)], dtype=torch.float64)
         scale = float(parts.communicator.all_reduce(needed, "max"))
     parts.communicator.barrier()

@@ -192,9 +192,10 @@ def _sent_bytes(parts: Parts, steps: int) -> float | None:
 def _invalid_reason(parts: Parts) -> str | None:
     """Return why this rank's timings must not be used, `None` where they may."""
     reason = parts.backend.invalid_reason()
-    if reason is None and parts.exchange is not None and parts.exchange.late_share() > OUTRUN_TOLERANCE:
+    paced = parts.staging.gradients if parts.staging is not None else parts.exchange
+    if reason is None and paced is not None and paced.late_share() > OUTRUN_TOLERANCE:
         reason = (
-            f"{parts.backend.spec}: this machine's real exchange took {parts.exchange.late_share():.0%} "
+            f"{parts.backend.spec}: this machine's real exchange took {paced.late_share():.0%} "
             "longer than the emulated links; raise `hardware.time_scale`"
         )
     return reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch import nn
 
 from hetexp.comm.communicator import peer_lost
 from hetexp.hardware.links import build_links
+from hetexp.hardware.pacing import GRAIN_SECONDS
 from hetexp.training.cutting import Cut
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class SharedGradients:
         self.num_bytes = 0
         """Exchanged in the last step."""
         self.time_scale = 0.0
+        self._ratios: list[float] = []
+        self._late_seconds = self._modelled_seconds = 0.0
 
     def sum(self) -> None:
         """Replace each shared gradient by the sum over its ranks.
@@ -55,11 +59,9 @@ class SharedGradients:
         """
         self.num_bytes = 0
         for ranks, group, parameters in self._groups:
-            started = time.perf_counter()
             flat = self._flat(parameters)
             try:
-                dist.all_reduce(flat, group=group)
-                self._pace(ranks, group, flat, started)
+                self._exchange(ranks, group, flat)
             except RuntimeError as error:
                 raise peer_lost(error) from error
             self.num_bytes += flat.numel() * flat.element_size()
@@ -83,22 +85,36 @@ class SharedGradients:
             start += parameter.numel()
         return flat
 
-    def _pace(
-        self, ranks: tuple[int, ...], group: dist.ProcessGroup, flat: torch.Tensor, started: float
-    ) -> None:
-        """Let the exchange take what it would on the links of emulated devices."""
-        if self.time_scale == 0.0:
+    def real_ratio(self) -> float:
+        """Return the median of real ÷ modelled time of an exchange while nothing was delayed yet."""
+        return statistics.median(self._ratios) if self._ratios else 0.0
+
+    def late_share(self) -> float:
+        """Return the seconds past the due moments ÷ modelled seconds, since pacing started."""
+        return self._late_seconds / self._modelled_seconds if self._modelled_seconds else 0.0
+
+    def _exchange(self, ranks: tuple[int, ...], group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+        """Sum over the ranks; between emulated devices it takes as long as it would on their links."""
+        plan, scale = self._parts.plan, self.time_scale
+        if not plan.paced:
+            dist.all_reduce(flat, group=group)
             return
-        plan = self._parts.plan
         links = build_links([plan.devices[rank] for rank in ranks], plan.network)
         num_bytes = flat.numel() * flat.element_size()
         to_host = links.to_host_seconds(ranks.index(self._parts.rank), num_bytes)
-        moment = torch.tensor([started + to_host * self.time_scale], dtype=torch.float64)
+        moment = torch.tensor([time.perf_counter() + to_host * scale], dtype=torch.float64)
         dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=group)
-        due = float(moment) + (links.exchange_seconds(num_bytes) + to_host) * self.time_scale
-        left = due - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+        met, rest = time.perf_counter(), links.exchange_seconds(num_bytes) + to_host
+        dist.all_reduce(flat, group=group)
+        now = time.perf_counter()
+        if scale == 0.0:
+            self._ratios.append((now - met) / (to_host + rest))
+            return
+        due = float(moment) + rest * scale
+        self._modelled_seconds += (to_host + rest) * scale
+        self._late_seconds += max(0.0, now - due - GRAIN_SECONDS)
+        if due > now:
+            time.sleep(due - now)
 
     def agree(self, finite: bool, wants_norm: bool) -> tuple[bool, float | None]:
         """Make one decision and one norm of what every rank knows of its own gradients.
