@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hetexp.core.calibration import DeviceCalibration
+from hetexp.core.cost import Channel
 from hetexp.core.pipeline_cost import Order, PipelineStep, StageTimes, most_in_flight, order_of, play
 from hetexp.core.speed import BACKWARD_SHARE, SpeedCurve
 from hetexp.core.stage import Layer
 
 Send = Callable[[int, int, float], float]
-"""(device that sends, device that receives, bytes) → seconds."""
+"""(device that sends, device that receives, bytes) → seconds from host to host."""
+Link = Callable[[int], Channel]
+"""Device → its own link to the host, which a pass waits for."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Pipeline:
     returns: bool = False
     """Whether the devices' second stages go through them backwards (a V)."""
     send: Send = lambda sender, receiver, num_bytes: 0.0
+    link: Link = lambda device: Channel()
     _sums: dict[str, list[float]] = field(init=False, repr=False)
     _orders: dict[tuple[int, int], Order] = field(default_factory=dict, init=False, repr=False)
 
@@ -146,8 +150,7 @@ class Pipeline:
         whole = self._sums["trained_bytes"][-1] or 1.0
         stages, updates, memory = [], dict.fromkeys(group, 0.0), dict.fromkeys(group, 0)
         for index, (device, (first, end)) in enumerate(zip(devices, bounds, strict=True)):
-            work = self.of("work", first, end)
-            both = [self.devices[device].seconds(work, size) for size in sizes]
+            both = [self.pass_seconds(devices, index, first, end, size) for size in sizes]
             after = self._message(devices, index, index + 1, end, sizes)
             before = self._message(devices, index, index - 1, first, sizes)
             stages.append(StageTimes(tuple(f for f, _ in both), tuple(b for _, b in both), after, before))
@@ -156,6 +159,29 @@ class Pipeline:
             memory[device] += self.need(first, end, kept[index], sizes[0])
         step = play(order, stages, list(updates.values()))
         return Cut(tuple(group), tuple(devices), tuple(ends), samples, step, tuple(memory.values()))
+
+    def pass_seconds(
+        self, devices: Sequence[int], index: int, first: int, end: int, size: int
+    ) -> tuple[float, float]:
+        """Return forward and backward seconds of a stage, with what passes its device's link meanwhile.
+
+        Args:
+            devices: of all stages.
+            size: samples.
+        """
+        device = devices[index]
+        forward, backward = self.devices[device].seconds(self.of("work", first, end), size)
+        if size == 0:
+            return forward, backward
+        link = self.link(device)
+        if index > 0 and devices[index - 1] != device:
+            num_bytes = size * self.layers[first - 1].output_bytes
+            forward += num_bytes / link.bytes_per_second  # its latency is in every pass: the inputs'
+            backward += link.seconds(num_bytes)
+        if index + 1 < len(devices) and devices[index + 1] != device:
+            given = link.seconds(size * self.layers[end - 1].output_bytes)
+            forward, backward = forward + given, backward + given
+        return forward, backward
 
     def fits(self, cut: Cut) -> bool:
         """Return whether each device holds its stages."""

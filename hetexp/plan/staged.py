@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hetexp.balancing.base import BalancingPolicy
+from hetexp.core.cost import Channel
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
@@ -106,7 +107,6 @@ def arrange(
     by_curve = rated is not None and (policy.measures or policy.follows)
     shares = None if by_curve else policy.shares(plan.devices, plan.precisions)
     limits = [_room(device) if check_memory else None for device in plan.devices]
-    send = _sends(plan, rated) if by_curve else lambda sender, receiver, num_bytes: 0.0
     pipeline = Pipeline(
         layers,
         _devices(plan, rated if by_curve else None, shares, limits),
@@ -114,8 +114,9 @@ def arrange(
         strategy.num_microbatches,
         strategy.schedule.stages_a_rank,
         strategy.schedule.returns,
-        send,
     )
+    if by_curve:
+        pipeline = replace(pipeline, send=_sends(plan), link=_links(rated))
     given, ranges = strategy.chosen_groups(count), strategy.chosen_ranges()
     longest = max(len(group) for group in given) if given is not None else 1
     if pipeline.num_stages(longest) > len(layers):
@@ -135,7 +136,8 @@ def arrange(
         ) from error
     judged = found
     if rated is not None and not by_curve:
-        own = replace(pipeline, devices=_devices(plan, rated, None, limits), send=_sends(plan, rated))
+        known_devices = _devices(plan, rated, None, limits)
+        own = replace(pipeline, devices=known_devices, send=_sends(plan), link=_links(rated))
         cuts = tuple(own.judge(cut.group, cut.ends, cut.samples) for cut in found.cuts)
         spent = max(cut.step.step_seconds for cut in cuts) + _exchanges(plan, rated, layers)(cuts)
         judged = Grouping(cuts, spent)
@@ -204,19 +206,27 @@ def _room(device: DeviceSpec) -> int | None:
     return int((device.memory_bytes - rules.context_bytes - rules.workspace_bytes) / rules.fragmentation)
 
 
-def _sends(plan: Plan, known: Known | None) -> Callable[[int, int, float], float]:
-    """Return what a message from device to device takes: through the host, whatever the vendors."""
-    linked = known.linked if known is not None else plan.devices
-    measured = known.exchange.measured if known is not None else None
+def _sends(plan: Plan) -> Callable[[int, int, float], float]:
+    """Return what a message takes from host to host: all go through gloo, whatever the vendors.
+
+    Emulated cards' messages are not paced between the hosts' processes, but for a network between the hosts.
+    """
 
     def seconds(sender: int, receiver: int, num_bytes: float) -> float:
-        if measured is not None:
-            return measured.seconds(num_bytes)
-        links = build_links([linked[sender], linked[receiver]], plan.network)
-        between = links.exchange[1:]  # the network, where the two are in several hosts
-        return sum(channel.seconds(num_bytes) for channel in (*links.device, HOST_EXCHANGE, *between))
+        pair = [plan.devices[sender], plan.devices[receiver]]
+        channels = list(build_links(pair, plan.network).exchange[1:])  # the network, between several hosts
+        if any(device.backend != "emulated" for device in pair):
+            channels.append(HOST_EXCHANGE)
+        return sum((channel.seconds(num_bytes) for channel in channels), 0.0)
 
     return seconds
+
+
+def _links(known: Known | None) -> Callable[[int], Channel]:
+    """Return each device's own link to the host as the catalogue has it; free where it says nothing."""
+    assert known is not None
+    own = [build_links([device]).device[0] for device in known.linked]
+    return lambda device: own[device]
 
 
 def _exchanges(plan: Plan, known: Known | None, layers: Sequence[Layer]) -> Exchange:

@@ -179,7 +179,7 @@ class _Table:
             for first in range(self._layers):
                 for end in range(first + 1, self._layers + 1):
                     if limit is None or pipeline.need(first, end, kept[index], sizes[0]) <= limit:
-                        both = pipeline.devices[device].seconds(pipeline.of("work", first, end), sizes[0])
+                        both = pipeline.pass_seconds(devices, index, first, end, sizes[0])
                         own[first, end] = sum(both)
             self._seconds.append(own)
             there = index + 1 < len(devices)
