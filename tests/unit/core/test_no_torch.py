@@ -25,7 +25,7 @@ for package in (hetexp.core, hetexp.balancing):
         load(module.name)
 for name in ("hetexp.hardware.selection", "hetexp.strategy.base", "hetexp.plan.planner", "hetexp.app"):
     load(name)
-for name in ("known", "measured", "predict", "scale", "what_if", "as_json"):
+for name in ("known", "measured", "predict", "scale", "what_if", "as_json", "staged", "groups", "pick"):
     load(f"hetexp.plan.{name}")
 for name in ("hetexp.launch.planning", "hetexp.launch.prediction_display"):
     load(name)
