@@ -32,6 +32,7 @@ from hetexp.data.loader import cut, local_batches
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.links import build_links
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
+from hetexp.training.compiled import any_batch_size
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.rehearsal import undone
@@ -254,8 +255,7 @@ def _time_steps(
         backend.begin_step(-1)
         start = backend.mark()
         with parts.autocast():
-            module = parts.compiled if parts.compiled is not None else parts.model
-            loss = parts.local_loss(module(parts.to_device(inputs)), targets) / size
+            loss = parts.local_loss(_output(parts, inputs), targets) / size
         middle = backend.mark()
         loss.backward()
         marks.append((start, middle, backend.mark()))
@@ -272,6 +272,15 @@ def _time_steps(
         backend.seconds_between(middle, end) / backend.seconds_between(start, end)
         for start, middle, end in marks
     ]
+
+
+def _output(parts: Parts, inputs: Any) -> Any:
+    """Return what the model makes of inputs on the host, by the passes that training will run."""
+    moved = parts.to_device(inputs)
+    if parts.compiled is None:
+        return parts.model(moved)
+    any_batch_size(moved)
+    return parts.compiled(moved)
 
 
 def _fitted(parts: Parts, passes: _Passes) -> DeviceCalibration:
