@@ -40,3 +40,10 @@ class Root(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.second(self.first(inputs).abs().sqrt())
         return output
+
+
+class Normed(nn.Sequential):
+    """Has a BatchNorm, by which one rank's sample is every rank's."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))

@@ -13,6 +13,7 @@ from hetexp.comm.summation import Summation
 from hetexp.core.cost import Links
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
+from hetexp.training.found import ALONE, TOGETHER, WIDTH, Found
 from hetexp.training.measure import Meter
 from hetexp.training.outer import OuterStep
 from hetexp.training.precision import LossScale, NonFiniteError
@@ -37,6 +38,8 @@ class Since:
     hopeless_step: int = 0
     """Number of the first step, from 1, of which no smaller loss scale would have helped; 0: none."""
     hopeless_loss: float = 0.0
+    found: Found = field(default_factory=Found)
+    """Which samples made that step so."""
     seconds: list[tuple[int, int, float]] = field(default_factory=list)
     """Step, samples of its global batch and own seconds, where shares follow the devices' speeds."""
 
@@ -135,15 +138,17 @@ class LocalTraining:
         told = torch.zeros((parts.communicator.world_size, _FIXED + len(mine.seconds)), dtype=torch.float64)
         scale = (loss_scale.value, loss_scale.good_steps) if loss_scale is not None else (0.0, 0)
         row = [mine.count, mine.left_out, mine.hopeless_step, mine.hopeless_loss, *scale, limit or 0]
-        told[parts.rank] = torch.tensor([*row, *(own for _, _, own in mine.seconds)], dtype=torch.float64)
+        seconds = [own for _, _, own in mine.seconds]
+        told[parts.rank] = torch.tensor([*row, *mine.found.to_row(), *seconds], dtype=torch.float64)
         return parts.communicator.all_reduce(told)
 
     def _face_non_finite(self, parts: Parts, told: torch.Tensor) -> None:
-        hopeless = [(rank, int(row[2]), float(row[3])) for rank, row in enumerate(told.tolist()) if row[2]]
+        hopeless = [(rank, row) for rank, row in enumerate(told.tolist()) if row[2]]
         if not hopeless or parts.config.trainer.non_finite == "continue":
             return
         sentences = " ".join(
-            explain(step, loss, rank, f"{parts.plan.devices[rank]}") for rank, step, loss in hopeless
+            explain(int(row[2]), row[3], rank, f"{parts.plan.devices[rank]}", Found.from_row(row[7:_FIXED]))
+            for rank, row in hopeless
         )
         if parts.config.trainer.non_finite == "stop":
             parts.communicator.barrier()
@@ -185,9 +190,9 @@ class LocalTraining:
         return 2 * travel + self._summation.seconds(self._links, coded)
 
 
-_FIXED = 7
+_FIXED = 7 + WIDTH
 """Numbers that every rank tells at a sync: count, steps left out, first hopeless step and its loss, loss
-scale and steps since it changed, microbatch limit; its seconds of each step follow."""
+scale and steps since it changed, microbatch limit, the hopeless step's samples; its seconds follow."""
 
 
 def _agree(parts: Parts, told: torch.Tensor, loss_scale: LossScale | None) -> None:
@@ -199,11 +204,14 @@ def _agree(parts: Parts, told: torch.Tensor, loss_scale: LossScale | None) -> No
         loss_scale.good_steps = int(told[smallest, 5].min())
 
 
-def explain(step: int, loss: float, rank: int, device: str) -> str:
+def explain(step: int, loss: float, rank: int, device: str, found: Found) -> str:
     """Return what is told of a local step whose gradient is not finite.
 
     Args:
         step: its number, counted from 1.
+        found: the samples that made it so.
     """
     which = f"the loss is {loss} there" if not math.isfinite(loss) else "the loss is finite"
-    return f"The gradient of step {step} on rank {rank}, {device}, is not finite, and {which}."
+    why = {ALONE: f", because of {found.words()}", TOGETHER: f", in a pass over {found.words()}"}
+    because = why.get(found.what, "")
+    return f"The gradient of step {step} on rank {rank}, {device}, is not finite, and {which}{because}."

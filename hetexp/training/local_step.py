@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from hetexp.comm.communicator import SoloCommunicator
-from hetexp.data.loader import LocalBatch, cut
+from hetexp.data.loader import LocalBatch, chop, cut
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.gradient import take_gradient
 from hetexp.training.local import FIX, LocalTraining, explain
 from hetexp.training.measure import Meter
+from hetexp.training.non_finite import KeptBuffers, search
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError, settle
 from hetexp.training.shortage import ends_with_shortage, halve_alone, into_passes, sizes_of
@@ -37,7 +39,7 @@ def local_step(
     pieces = _pieces(parts, local, step, batch)
     if not pieces:
         parts.backend.begin_step(step)
-    results = [_own_step(parts, step, piece, own, meter) for piece in pieces]
+    results = [_own_step(parts, step, *piece, own, meter) for piece in pieces]
     learning_rate = float(parts.optimizer.param_groups[0]["lr"])
     restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
     meter.samples += batch.local_samples
@@ -46,7 +48,8 @@ def local_step(
         _take_in(parts, local, step, result)
     if parts.balancer.follows and step >= 0:
         local.since.seconds.append((step, batch.global_samples, meter.since_last()))
-    skipped = local.sync(parts, step, own.loss_scale, meter) if local.due(parts, step) else 0
+    due = local.due(parts, step)
+    skipped = local.sync(parts, step, own.loss_scale, meter) if due else 0
     if local.settings is None:
         skipped = sum(result.skipped for result in results)
     zero = torch.zeros((), dtype=parts.dtype, device=parts.device)
@@ -56,28 +59,44 @@ def local_step(
         grad_norm=results[-1].grad_norm if results else None,
         learning_rate=learning_rate,
         skipped=skipped,
+        synchronised=due,
     )
 
 
-def _pieces(parts: Parts, local: LocalTraining, step: int, batch: LocalBatch) -> list[list[Any]]:
-    """Return the microbatches of each local step; consecutive pieces of this rank's slice."""
+def _pieces(
+    parts: Parts, local: LocalTraining, step: int, batch: LocalBatch
+) -> list[tuple[list[Any], list[list[int]]]]:
+    """Return the microbatches of each local step, consecutive pieces of this rank's slice.
+
+    With them come the places of their samples in the training data.
+    """
     number = local.pieces(parts, step, batch.global_samples, batch.local_samples)
     if number == 0:
         return []
     passes = [parts.pass_sizes(size) for size in cut(batch.local_samples, number, None)]
-    cut_up = into_passes(batch.microbatches, [size for sizes in passes for size in sizes])
+    in_all = [size for sizes in passes for size in sizes]
+    cut_up = into_passes(batch.microbatches, in_all)
+    places = list(chop([index for one in batch.indices for index in one], in_all))
     pieces, start = [], 0
     for sizes in passes:
-        pieces.append(cut_up[start : start + len(sizes)])
-        start += len(sizes)
+        end = start + len(sizes)
+        pieces.append((cut_up[start:end], places[start:end]))
+        start = end
     return pieces
 
 
 def _own_step(
-    parts: Parts, step: int, samples: list[Any], normalizer: LossNormalizer, meter: Meter
+    parts: Parts,
+    step: int,
+    samples: list[Any],
+    places: list[list[int]],
+    normalizer: LossNormalizer,
+    meter: Meter,
 ) -> StepResult:
     """Do one optimizer step with these microbatches, smaller ones where memory runs out."""
     look = parts.config.trainer.non_finite != "continue"
+    buffers = KeptBuffers(parts.model) if parts.looks else None
+    suspects = list(zip(samples, places, strict=True)) if places[0] else []
     while True:
         bookmark = meter.bookmark()
         gradient = take_gradient(parts, step, samples, normalizer, meter)
@@ -85,12 +104,20 @@ def _own_step(
         gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
         if gradient.shortage is None:
             break
+        if buffers is not None:
+            buffers.put_back()
         limit = halve_alone(parts, step, samples, gradient.shortage)
         samples = into_passes(samples, [piece for n in sizes_of(samples) for piece in cut(n, 1, limit)])
         meter.back_to(bookmark)
         gradients.clear()  # the memory is needed
     finite = settle(gradients, normalizer.loss_scale, look)
     mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
+    if not finite and buffers is not None:
+        buffers.put_back()
+    since = parts.local.since if parts.local is not None else None
+    if look and not mendable and since is not None and not since.hopeless_step:
+        of_loss = not math.isfinite(float(gradient.loss_sum))
+        since.found = search(parts, suspects, gradient.factor, of_loss)
     grad_norm, clip_norm = None, parts.config.trainer.clip_norm
     if clip_norm is not None:
         grad_norm = torch.nn.utils.get_total_norm(gradients)
@@ -121,5 +148,6 @@ def _take_in(parts: Parts, local: LocalTraining, step: int, result: StepResult) 
         return
     since.hopeless_step, since.hopeless_loss = step + 1, float(result.loss_sum)
     if local.settings is None and parts.config.trainer.non_finite == "stop":
-        told = explain(step + 1, since.hopeless_loss, parts.rank, f"{parts.plan.devices[parts.rank]}")
+        device = f"{parts.plan.devices[parts.rank]}"
+        told = explain(step + 1, since.hopeless_loss, parts.rank, device, since.found)
         raise NonFiniteError(f"{told} {FIX}")

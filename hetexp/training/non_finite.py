@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,14 +18,10 @@ from torch import nn
 
 from hetexp.core.call import call_model
 from hetexp.data.loader import LocalBatch
+from hetexp.training.found import ALONE, MOST_NAMED, NOT_FOUND, TOGETHER, WIDTH, Found
 from hetexp.training.precision import all_finite
 from hetexp.training.shortage import in_passes, indices_in_passes, part_of
 from hetexp.training.state import Parts
-
-MOST_NAMED = 8
-"""Samples that a message names at most, of each rank."""
-NOT_FOUND, ALONE, TOGETHER = range(3)
-"""What was found on a rank: nothing, samples that are not finite alone, or only as one pass."""
 
 
 class KeptBuffers:
@@ -44,36 +39,6 @@ class KeptBuffers:
         with torch.no_grad():
             for buffer, kept in self._buffers:
                 buffer.copy_(kept)
-
-
-@dataclass
-class Found:
-    """What one rank found out about its own part of a step."""
-
-    what: int = NOT_FOUND
-    samples: list[int] = field(default_factory=list)
-    """Places in the training data, at most `MOST_NAMED`."""
-    count: int = 0
-    """How many there are in all; of samples that are found one by one, at least so many."""
-    parameter: int = -1
-    """Number of the first parameter whose own gradient is not finite, where that was asked; -1: none."""
-
-    def to_row(self) -> list[float]:
-        """Return numbers for all ranks to add up, each rank in a row of its own."""
-        padded = self.samples + [0] * (MOST_NAMED - len(self.samples))
-        return [self.what, self.count, self.parameter, *padded]
-
-    @classmethod
-    def from_row(cls, row: list[float]) -> Found:
-        """Read what `to_row` returned."""
-        what, count, parameter, *padded = map(int, row)
-        return cls(what, padded[: min(count, MOST_NAMED)], count, parameter)
-
-    def words(self) -> str:
-        """Name the samples."""
-        more = "" if self.count <= len(self.samples) else " and more"
-        listed = ", ".join(map(str, self.samples)) + more
-        return f"training sample{'s' if self.count > 1 else ''} {listed}"
 
 
 def explain(
@@ -102,14 +67,17 @@ def explain(
     whole = parts.strategy.steps != "staged"  # a stage alone computes no loss
     if whole and (bad_loss[rank] or not any(bad_loss)):
         with parts.communicator.working():
-            found = _search(parts, batch, losses, factor, of_loss=bad_loss[rank])
+            found = search(parts, _suspects(parts, batch, losses, bad_loss[rank]), factor, bad_loss[rank])
     parts.communicator.meet()  # the search may have taken one of them its time
-    rows = torch.zeros((world, 3 + MOST_NAMED), dtype=torch.float64)
+    rows = torch.zeros((world, WIDTH), dtype=torch.float64)
     rows[rank] = torch.tensor(found.to_row(), dtype=torch.float64)
     everyone = [Found.from_row(row) for row in parts.communicator.all_reduce(rows).tolist()]
     names = [name for name, _ in parts.model.named_parameters()]
+    blamed = any(one.what == ALONE for one in everyone)
     told = [
-        _of_loss(parts, one, value, everyone[one]) if bad else _of_gradient(parts, one, everyone[one], names)
+        _of_loss(parts, one, value, everyone[one], blamed)
+        if bad
+        else _of_gradient(parts, one, everyone[one], names)
         for one, (value, bad) in enumerate(zip(sums, bad_loss, strict=True))
         if bad or (not any(bad_loss) and everyone[one].what != NOT_FOUND)
     ]
@@ -130,10 +98,12 @@ def _first(parts: Parts) -> str:
     return ""
 
 
-def _of_loss(parts: Parts, rank: int, value: float, found: Found) -> str:
+def _of_loss(parts: Parts, rank: int, value: float, found: Found, blamed: bool) -> str:
     where = f"{value} on rank {rank}, {parts.plan.devices[rank]}"
     if found.what == ALONE:
         return f"{where}, because of {found.words()}"
+    if found.what == TOGETHER and blamed:  # statistics over the whole batch carry it from rank to rank
+        return f"{where}, whose samples alone give a finite one"
     if found.what == TOGETHER:
         return f"{where}, in a pass over {found.words()}, of which none is so alone"
     return where
@@ -147,19 +117,30 @@ def _of_gradient(parts: Parts, rank: int, found: Found, names: list[str]) -> str
     )
 
 
-def _search(
-    parts: Parts, batch: LocalBatch, losses: list[torch.Tensor], factor: float, of_loss: bool
-) -> Found:
-    """Look for the samples on this rank; whatever goes wrong on the way, the run's own error is told."""
+def _suspects(
+    parts: Parts, batch: LocalBatch, losses: list[torch.Tensor], of_loss: bool
+) -> list[tuple[Any, list[int]]]:
+    """Return the microbatches to look at, with the places of their samples; none where not known."""
     limit = parts.microbatch_limits[parts.rank]
     passes = in_passes(batch.microbatches, limit)
     indices = indices_in_passes(batch.indices, limit)
     if len(passes) != len(indices):
-        return Found()
+        return []
     suspects = list(zip(passes, indices, strict=True))
     if of_loss and len(losses) == len(suspects):
         kept = [math.isfinite(float(loss)) for loss in losses]
-        suspects = [one for one, finite in zip(suspects, kept, strict=True) if not finite]
+        return [one for one, finite in zip(suspects, kept, strict=True) if not finite]
+    return suspects
+
+
+def search(parts: Parts, suspects: list[tuple[Any, list[int]]], factor: float, of_loss: bool) -> Found:
+    """Look for the samples on this rank; whatever goes wrong on the way, the run's own error is told.
+
+    Args:
+        suspects: microbatches, each with the places of its samples in the training data.
+        factor: what losses were multiplied by before backward.
+        of_loss: whether the loss is not finite; else the gradient is looked at.
+    """
     judge = _Judge(parts, None if of_loss else factor)
     try:
         with _as_alone(parts):

@@ -67,6 +67,32 @@ def test_a_gradient_that_is_not_finite_where_the_loss_is(train: Train, tmp_path:
     assert summary["checkpoint"] is None
 
 
+def test_one_ranks_sample_in_everybodys_statistics(train: Train) -> None:
+    second, _ = GlobalSampler(64, 16, seed=0).batch(Position(0, 16))
+    bad = int(second[13])
+    common = (option for option in COMMON if not option.startswith("model"))
+    options = (*common, "model=custom", "model._target_=poisoned.Normed", f"+data.bad=[{bad}]")
+    run = train(*options, "trainer.non_finite=skip")
+    screen = " ".join(run.screen.split())
+    assert "the loss is nan on rank 0, cpu:0" in screen
+    assert "whose samples alone give a finite one; nan on rank 1, cpu:1" in screen
+    assert f"because of training sample {bad}." in screen
+    assert all(tensor.isfinite().all() for tensor in run.parameters().values())
+    assert run.parameters()["1.num_batches_tracked"] == 3
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "independent"])
+def test_a_bad_sample_of_a_rank_that_trains_by_itself(train: Train, tmp_path: Path, strategy: str) -> None:
+    second, _ = GlobalSampler(64, 16, seed=0).batch(Position(0, 16))
+    bad = int(second[13])
+    options = (*COMMON, f"strategy={strategy}", f"+data.bad=[{bad}]", "trainer.check_sync_every=1")
+    with pytest.raises(RunFailedError) as caught:
+        train(*options, folder=tmp_path / "run")
+    told = str(caught.value)
+    assert "The gradient of step 2 on rank 1, cpu:1" in told
+    assert f"because of training sample {bad}." in told
+
+
 def test_a_strategy_that_cannot_run_falls_back_only_where_it_is_told_to(train: Train) -> None:
     options = (*COMMON, "strategy._target_=choosy.Choosy", "trainer.max_steps=2")
     with pytest.raises(ConfigError, match="Or strategy.fallback=single goes on"):

@@ -16,9 +16,10 @@ from torch.utils.data import TensorDataset
 from hetexp.checkpoint.manifest import find_checkpoint
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
+from hetexp.training.found import Found
 from hetexp.training.loop import train
 from hetexp.training.loss import CrossEntropy, Loss
-from hetexp.training.non_finite import Found, explain
+from hetexp.training.non_finite import explain
 from hetexp.training.precision import NonFiniteError
 from hetexp.training.state import Parts, Progress
 
