@@ -34,6 +34,14 @@ MODELS = {
     "mlp": (*SYNTHETIC, "model=mlp", "model.hidden_sizes=[32,32,32]"),
     "gpt": (*TOKENS, "model=gpt", *SIZES, "model.dropout=0.1"),
     "gpt, tied": (*TOKENS, "model=gpt", *SIZES, "model.tie_weights=true"),
+    "gpt, experts": (*TOKENS, "model=gpt", *SIZES, "model.num_experts=2", "model.experts_per_token=1"),
+    "convnet, BatchNorm": (
+        *SYNTHETIC,
+        "data.input_shape=[1,8,8]",
+        "model=convnet",
+        "model.widths=[8,8]",
+        "model.norm=batch",
+    ),
     "gpt, frozen parts": (
         *TOKENS,
         "model=custom",
@@ -80,7 +88,11 @@ class Case:
 
 
 HEAD = ("strategy", "model", "samples a rank", "options", "verdict", "loss", "parameters", "control")
-ACCUMULATE, CLIP = "trainer.accumulate=4", "trainer.clip_norm=0.5"
+ACCUMULATE, CLIP, MICROBATCHES = (
+    "trainer.accumulate=4",
+    "trainer.clip_norm=0.5",
+    "strategy.num_microbatches=5",
+)
 CASES = [
     Case("ddp", "mlp", (24, 8)),
     Case("ddp", "mlp", (31, 1), (ACCUMULATE,)),
@@ -91,12 +103,17 @@ CASES = [
     Case("ddp", "gpt, tied", (17, 9, 5, 1)),
     Case("ddp", "gpt, tied", (32, 0), ("trainer.accumulate=2",)),
     Case("ddp", "gpt, frozen parts", (24, 8)),
+    Case("ddp", "gpt, experts", (24, 8), (ACCUMULATE, CLIP)),
+    Case("ddp", "convnet, BatchNorm", (25, 7)),
     Case("pipeline", "gpt, tied", ranks=2),
-    Case("pipeline", "gpt, tied", ranks=2, options=("strategy.shard_plan=[[0,3],[3,4]]", ACCUMULATE, CLIP)),
-    Case("pipeline", "gpt, frozen parts", ranks=3, options=(ACCUMULATE,)),
-    Case("pipeline", "mlp", ranks=4, options=(ACCUMULATE,)),
-    Case("hybrid", "gpt, tied", ranks=4, options=(ACCUMULATE, CLIP)),
-    Case("hybrid", "gpt, frozen parts", ranks=4, options=(ACCUMULATE,)),
+    Case("pipeline", "gpt, tied", ranks=2, options=("strategy.shard_plan=[[0,3],[3,4]]", MICROBATCHES, CLIP)),
+    Case("pipeline", "gpt, experts", ranks=2, options=("strategy.schedule=Interleaved1F1B", CLIP)),
+    Case("pipeline", "gpt, frozen parts", ranks=3, options=("strategy.schedule=GPipe",)),
+    Case("pipeline", "mlp", ranks=4),
+    Case("hybrid", "gpt, tied", ranks=3, options=("strategy.groups=[[0,1],[2]]", CLIP)),
+    Case("hybrid", "gpt, experts", ranks=3, options=("strategy.groups=[[0],[1,2]]", CLIP)),
+    Case("hybrid", "gpt, frozen parts", ranks=4, options=("strategy.groups=[[0,1,2],[3]]",)),
+    Case("hybrid", "mlp", ranks=4, options=("strategy.groups=[[0,1],[2,3]]", MICROBATCHES)),
 ]
 
 
