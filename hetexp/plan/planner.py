@@ -58,7 +58,6 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
             strategy: Strategy = instantiate(config.strategy)
             problems += [with_hint(one, strategy, config) for one in strategy.check(config, devices)]
             problems += _check_compile(config, strategy, devices)
-            problems += _check_replicas(config, strategy)
         except ConfigError as error:
             problems += error.problems
         try:
@@ -197,14 +196,6 @@ def _check_compile(config: Config, strategy: Strategy, devices: Sequence[DeviceS
         return []
     accepted = f"false where devices are emulated, slowed or limited in memory ({', '.join(altered)})"
     return [must_be("trainer.compile", accepted, mode)]
-
-
-def _check_replicas(config: Config, strategy: Strategy) -> list[str]:
-    every = config.trainer.check_sync_every
-    if not every or strategy.steps != "staged":
-        return []
-    accepted = f"0 with {strategy.name}, whose ranks hold different layers"
-    return [must_be("trainer.check_sync_every", accepted, every)]
 
 
 def _check_collective(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:

@@ -272,16 +272,3 @@ def test_a_name_that_was_given_wins() -> None:
         settings, settings.model_dump(), Selection(devices=CPU[:1]), request(overrides=("model=mlp",))
     )
     assert plan.name == "my run"
-
-
-def test_stages_are_no_replicas_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = config(
-        balancing={"_target_": "hetexp.balancing.equal.Equal"},
-        trainer={"check_sync_every": 5},
-        hardware={"devices": ["cpu", "cpu"]},
-    )
-    assert check_plan(asked, Selection(CPU[:2])) == []
-    monkeypatch.setattr("hetexp.strategy.ddp.DDP.steps", "staged")
-    assert check_plan(asked, Selection(CPU[:2])) == [
-        "`trainer.check_sync_every` must be 0 with ddp, whose ranks hold different layers, but is 5 instead."
-    ]
