@@ -36,10 +36,11 @@ class AcceleratorBackend(Backend):
     def _check_card(self, module: Any) -> None:
         """Check that the card is the chosen one: training on another would be worse than no training."""
         seen, wanted = self._seen_uuid(module), self.spec.uuid
-        if module.device_count() != 1:
+        if module.device_count() != self.num_visible:
+            wanted_count = "the only card" if self.num_visible == 1 else f"one of {self.num_visible} cards"
             masks = ", ".join(f"{k}={v}" for k, v in self.environment(self.spec).items())
             raise SetupError(
-                f"{self.spec} must be the only card that its rank sees, but torch sees "
+                f"{self.spec} must be {wanted_count} that its rank sees, but torch sees "
                 f"{module.device_count()} ({masks})."
             )
         if seen is not None and wanted is not None and bare_uuid(wanted) != bare_uuid(seen):

@@ -113,6 +113,8 @@ class Backend(ABC):
         """What the rank's model computes in; `None`: in the type of its parameters."""
         self.slower = spec.slow
         """How many times slower than by itself the device is made to be at the moment."""
+        self.num_visible = 1
+        """Cards that this process sees; more than the one where the strategy drives several (`dp`)."""
         self._first_step_at: float | None = None
         self.waits: list[tuple[Any, Any]] = []
         """Marks around each wait for other ranks in the midst of a pass, until a meter takes them."""

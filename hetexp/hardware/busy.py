@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from hetexp.core.device import GIB
@@ -28,7 +29,9 @@ def who_is_busy(
         held = holder(card.spec)
         if held is not None:
             return held
-        computing = [p for p in card.reading.processes or () if p.computes]
+        # What this process itself has put on the card, in a notebook say, is nobody else's.
+        others = [p for p in card.reading.processes or () if p.pid != os.getpid()]
+        computing = [p for p in others if p.computes]
         heavy = [p for p in computing if p.memory_bytes is None or p.memory_bytes >= least]
         if heavy:
             return " and ".join(_told(machine, p.pid, p.memory_bytes) for p in heavy)

@@ -27,7 +27,7 @@ from hetexp.core.plan import Plan
 from hetexp.data.base import build_data
 from hetexp.data.dealt import DealtSampler
 from hetexp.data.sampler import GlobalSampler
-from hetexp.hardware.backend import Backend, StagePasses, backend_class
+from hetexp.hardware.backend import Backend, StagePasses, backend_class, visible_places
 from hetexp.hardware.links import build_links
 from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger, RunInfo
@@ -138,6 +138,7 @@ def open_device(plan: Plan, config: Config, rank: int) -> tuple[Backend, torch.d
     backend.faults = FaultSchedule(config.fault.events, spec.id)
     backend.deviation_seed = config.hardware.deviation_seed
     backend.precision = plan.precisions[rank]
+    backend.num_visible = len(set(visible_places(plan.cards))) if plan.cards else 1
     device = backend.torch_device()
     check_device(backend, plan.precisions[rank])
     return backend, device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,3 +60,10 @@ def test_memory_of_the_host_is_not_the_cards(tmp_path: Path) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     reading = Reading(processes=(Process(7, 4 * GIB), Process(9, 2 * GIB)))
     assert busy(tmp_path, reading) == "python (process 7) holds 4.0 GiB and process 9 holds 2.0 GiB"
+
+
+def test_what_this_process_holds_is_nobody_elses(tmp_path: Path) -> None:
+    mine = Process(os.getpid(), 4 * GIB)
+    assert busy(tmp_path, Reading(memory_free_bytes=20 * GIB, processes=(mine,))) is None
+    told = busy(tmp_path, Reading(memory_free_bytes=16 * GIB, processes=(mine, Process(7, 4 * GIB))))
+    assert told == "python (process 7) holds 4.0 GiB"

@@ -727,17 +727,19 @@ class OneCard:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "seen", "count", "refusal"),
+    ("wanted", "seen", "count", "driven", "refusal"),
     [
-        (CARD.uuid, CARD.uuid[4:], 1, None),
-        (CARD.uuid, "ffff0000-0000-0000-0000-000000000000", 1, "torch sees another card"),
-        (CARD.uuid, CARD.uuid[4:], 2, "must be the only card"),
-        ("MIG-1111", CARD.uuid[4:], 1, None),  # its card's UUID, or its own
-        ("MIG-1111", CARD.uuid[4:], 2, "must be the only card"),
+        (CARD.uuid, CARD.uuid[4:], 1, 1, None),
+        (CARD.uuid, "ffff0000-0000-0000-0000-000000000000", 1, 1, "torch sees another card"),
+        (CARD.uuid, CARD.uuid[4:], 2, 1, "must be the only card"),
+        ("MIG-1111", CARD.uuid[4:], 1, 1, None),  # its card's UUID, or its own
+        ("MIG-1111", CARD.uuid[4:], 2, 1, "must be the only card"),
+        (CARD.uuid, CARD.uuid[4:], 2, 2, None),
+        (CARD.uuid, CARD.uuid[4:], 1, 2, "must be one of 2 cards"),
     ],
 )
 def test_the_rank_trains_on_the_card_that_was_chosen(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, seen: str, count: int, refusal: str | None
+    monkeypatch: pytest.MonkeyPatch, wanted: str, seen: str, count: int, driven: int, refusal: str | None
 ) -> None:
     import torch
 
@@ -745,6 +747,7 @@ def test_the_rank_trains_on_the_card_that_was_chosen(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch, "get_device_module", lambda kind: one)
     backend = CudaBackend(replace(spec_of(), uuid=wanted, mask=wanted))
+    backend.num_visible = driven
     if refusal is not None:
         with pytest.raises(SetupError, match=refusal):
             backend.torch_device()
