@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -23,7 +24,7 @@ def group_options(
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
     from hetexp.core.conf_folders import conf_dir
     from hetexp.core.config import own_arguments
@@ -33,14 +34,20 @@ def group_options(
     own, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     found = {}
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"), warnings.catch_warnings():
+            # Of `_self_`, which only a primary configuration needs in its defaults.
+            warnings.filterwarnings("ignore", "In '.*': Defaults list is missing", UserWarning)
             loader = GlobalHydra.instance().config_loader()
             for name in loader.get_group_options(group):
                 if only is not None and name not in only:
                     continue
                 try:
-                    node = compose(config_name, [f"{group}={name}"])[group]
-                    plain = OmegaConf.to_container(node, resolve=True)
+                    try:  # by itself, which takes a tenth of the time
+                        node = compose(f"{group}/{name}")[group]
+                        plain = OmegaConf.to_container(node, resolve=True)
+                    except InterpolationResolutionError:  # it refers to another section
+                        node = compose(config_name, [f"{group}={name}"])[group]
+                        plain = OmegaConf.to_container(node, resolve=True)
                 except (HydraException, OmegaConfBaseException) as error:
                     told = " ".join(f"{error}".split())
                     raise ConfigError(

@@ -139,7 +139,7 @@ def predicted(
         except ConfigError as error:
             layers = " ".join(error.problems)
     # One device is chosen for a strategy that takes one.
-    asked = {name: one for name, one in choices.strategies.items() if not one.solo}
+    asked = {name: one for name, one in choices.strategies.items() if one.one_process or not one.solo}
     refusals = {name: " ".join(one.check(config, plan.devices)) for name, one in asked.items()}
     found = forecast(
         plan,

@@ -40,7 +40,7 @@ def choose_stages(
         samples: of a step.
         any_order: whether another order of the devices may be taken: any of few, of more the one with the
             most memory first, since 1F1B keeps most in its first stage.
-        thorough: whether to look beyond what dynamic programming finds.
+        thorough: whether to look beyond what dynamic programming finds, and at more orders.
 
     Raises:
         ValueError: there are fewer layers than devices, or no cut fits their memory.
@@ -50,7 +50,7 @@ def choose_stages(
         raise ValueError(
             f"{len(pipeline.layers)} layers cannot be cut into {wanted} stages: each needs a layer"
         )
-    orders = _orders(pipeline, devices) if any_order else [tuple(devices)]
+    orders = _orders(pipeline, devices, FEW if thorough else 2) if any_order else [tuple(devices)]
     most = MOST_ACTIONS // len(orders) if thorough else None
     found = [cut for order in orders for cut in _best(pipeline, order, samples, most)]
     if not found:
@@ -70,9 +70,13 @@ def even_cut(pipeline: Pipeline, devices: Sequence[int], samples: int) -> Cut:
     return pipeline.judge(devices, ends, samples)
 
 
-def _orders(pipeline: Pipeline, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the orders to try, the given one first; devices that are alike are not told apart."""
-    if len(devices) > FEW:
+def _orders(pipeline: Pipeline, devices: Sequence[int], few: int) -> list[tuple[int, ...]]:
+    """Return the orders to try, the given one first; devices that are alike are not told apart.
+
+    Args:
+        few: devices of which all orders are tried.
+    """
+    if len(devices) > few:
         by_memory = sorted(devices, key=lambda d: -(pipeline.devices[d].memory_bytes or 0))
         by_speed = sorted(devices, key=lambda d: sum(pipeline.devices[d].seconds(1.0, 1)))
         return list(dict.fromkeys([tuple(devices), tuple(by_memory), tuple(by_speed)]))

@@ -112,7 +112,7 @@ def test_the_command_itself_imports_nothing_slow(ask: Ask, words: list[str]) -> 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--help"], "strategy: ddp, "),
+        (["--help"], "strategy: auto, ddp, "),
         (["--cfg", "job"], "global_batch_size: 64"),
         (["--shell-completion", "query=bash"], "strategy=ddp "),
         (["-sc", "install=bash"], "complete -o nospace"),

@@ -79,7 +79,7 @@ def test_any_other_strategy_stays() -> None:
 
 
 def test_wrong_names_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"`strategy.among` must be a list of .*Did you mean `ddp`\?"):
+    with pytest.raises(ConfigError, match=r"`strategy.among` must be a list of .*Did you mean `dp`\?"):
         choose(*MIX, "strategy.among=[dpp]")
     _, _, _, problems = check(compose_config(["strategy=auto", "strategy.among=[]", *MIX]), Path.cwd())
     assert problems == ["`strategy.among` must name a strategy at least, but is [] instead. null means all."]

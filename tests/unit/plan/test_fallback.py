@@ -37,7 +37,7 @@ def test_without_it_the_reason_and_the_way_out_are_told() -> None:
     ]
     *_, problems = checked("strategy=single", "hardware.devices=[cpu,cpu]")
     assert "fallback" not in problems[0]  # choosing one device is what it says already
-    *_, problems = checked("strategy.static_graph=true")
+    *_, problems = checked("strategy.static_graph=true", "trainer.accumulate=2")
     assert problems and "fallback" not in problems[0]  # one's own option is wrong
 
 
