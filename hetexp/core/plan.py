@@ -72,6 +72,8 @@ class Plan:
     """Fraction of each batch that each of them takes."""
     replica_batch_sizes: tuple[int, ...] = ()
     """Samples of a full global batch that each pipeline takes, where the strategy cuts the model."""
+    predicted_step_seconds: float | None = None
+    """What a step of these stages is predicted to take, in the devices' own time; `None` where it is not."""
     reasons: tuple[str, ...] = ()
     """Why it looks like this, one sentence each."""
     fallback: dict[str, str] | None = None

@@ -74,5 +74,6 @@ def with_arrangement(plan: Plan, found: Arrangement) -> Plan:
         shares=found.shares,
         local_batch_sizes=found.local_batch_sizes,
         memory_bytes=found.memory_bytes,
+        predicted_step_seconds=found.step_seconds,
         reasons=(*found.reasons, *old),
     )

@@ -16,9 +16,9 @@ from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers, search
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError, settle
-from hetexp.training.shortage import ends_with_shortage, halve_alone, into_passes, sizes_of
+from hetexp.training.shortage import halve_alone, into_passes, sizes_of
 from hetexp.training.state import Parts
-from hetexp.training.step import StepResult
+from hetexp.training.step import StepResult, clip, update
 
 
 def local_step(
@@ -118,15 +118,9 @@ def _own_step(
     if look and not mendable and since is not None and not since.hopeless_step:
         of_loss = not math.isfinite(float(gradient.loss_sum))
         since.found = search(parts, suspects, gradient.factor, of_loss)
-    grad_norm, clip_norm = None, parts.config.trainer.clip_norm
-    if clip_norm is not None:
-        grad_norm = torch.nn.utils.get_total_norm(gradients)
-        if finite:
-            torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), clip_norm, grad_norm)
+    grad_norm = clip(parts, gradients, finite)
     if finite:
-        why = "The optimizer's update cannot be done again: some weights may have moved."
-        with ends_with_shortage(parts, step, sizes_of(samples), why):
-            parts.optimizer.step()
+        update(parts, step, samples)
     rate = float(parts.optimizer.param_groups[0]["lr"])
     return StepResult(
         gradient.loss_sum, gradient.global_count, grad_norm, rate, not finite, not finite and not mendable

@@ -67,6 +67,8 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
         device |= _of_card(parts.plan, told, place) if parts.plan.cards else told
     if parts.staging is not None:
         summary["pipeline"] = pipeline_fields(parts, [rank["stages"] for rank in everyone])
+        predicted = parts.plan.predicted_step_seconds
+        summary["predicted_step_s"] = None if predicted is None else predicted * (time_scale or 1.0)
     elif totals.steps:
         # The rank that never waits for another's work waits for the exchange alone.
         summary["comm"]["exposed_s"] = min(rank["device"]["idle_s"] for rank in everyone) / totals.steps

@@ -16,7 +16,7 @@ from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import settle
 from hetexp.training.shortage import ends_with_shortage, sizes_of
 from hetexp.training.state import Parts
-from hetexp.training.step import StepResult
+from hetexp.training.step import StepResult, clip, update
 
 
 def staged_step(
@@ -43,27 +43,21 @@ def staged_step(
     meter.add(staging.times.busy_seconds[-1], staging.times.step_seconds[-1])
     look = parts.config.trainer.non_finite != "continue"
     gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
-    finite, norm, clip_norm = (
-        settle(gradients, normalizer.loss_scale, look),
-        None,
-        parts.config.trainer.clip_norm,
-    )
-    if look or normalizer.loss_scale is not None or clip_norm is not None:
-        finite, norm = staging.gradients.agree(finite, clip_norm is not None)
+    finite, norm = settle(gradients, normalizer.loss_scale, look), None
+    clips = parts.config.trainer.clip_norm is not None
+    if look or normalizer.loss_scale is not None or clips:
+        finite, norm = staging.gradients.agree(finite, clips)
     if not finite and buffers is not None:
         buffers.put_back()
     parts.backend.begin_update()  # not before: to agree is to wait for the others
     mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
     grad_norm = None
-    if norm is not None and clip_norm is not None:
-        grad_norm = torch.tensor(norm, dtype=parts.dtype, device=parts.device)
-        if finite:
-            torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), clip_norm, grad_norm)
+    if norm is not None:  # of all stages
+        of_all = torch.tensor(norm, dtype=parts.dtype, device=parts.device)
+        grad_norm = clip(parts, gradients, finite, of_all)
     learning_rate = float(parts.optimizer.param_groups[0]["lr"])
     if finite:
-        why = "The optimizer's update cannot be done again: some weights may have moved."
-        with ends_with_shortage(parts, step, sizes_of(microbatches), why):
-            parts.optimizer.step()
+        update(parts, step, microbatches)
         parts.schedule.step()
     else:  # the rate follows the number of the step, also of one that changes nothing
         restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)

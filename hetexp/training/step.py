@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -69,17 +71,11 @@ def joint_step(
         meter.back_to(bookmark)
         gradients.clear()  # the memory is needed
     mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
-    grad_norm, clip_norm = None, parts.config.trainer.clip_norm
-    if clip_norm is not None:
-        # After the exchange and the weighting: every rank clips the gradient of the whole batch.
-        grad_norm = torch.nn.utils.get_total_norm(gradients)
-        if finite:
-            torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), clip_norm, grad_norm)
+    # After the exchange and the weighting: every rank clips the gradient of the whole batch.
+    grad_norm = clip(parts, gradients, finite)
     learning_rate = float(parts.optimizer.param_groups[0]["lr"])
     if finite:
-        why = "The optimizer's update cannot be done again: some weights may have moved."
-        with ends_with_shortage(parts, step, sizes_of(microbatches), why):
-            parts.optimizer.step()
+        update(parts, step, microbatches)
         parts.schedule.step()
     else:  # the rate follows the number of the step, also of one that changes nothing
         restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
@@ -94,3 +90,34 @@ def joint_step(
         losses=gradient.losses,
         factor=gradient.factor,
     )
+
+
+def clip(
+    parts: Parts, gradients: Sequence[torch.Tensor], finite: bool, norm: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Clip gradients to `trainer.clip_norm` where they are finite, and return their norm before.
+
+    Args:
+        norm: where it is not that of these gradients alone.
+
+    Returns:
+        `None` where nothing is to be clipped.
+    """
+    most = parts.config.trainer.clip_norm
+    if most is None:
+        return None
+    norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
+    if finite:
+        torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), most, norm)
+    return norm
+
+
+def update(parts: Parts, step: int, microbatches: list[Any]) -> None:
+    """Let the optimizer change the weights.
+
+    Raises:
+        DeviceMemoryError: memory ran out.
+    """
+    why = "The optimizer's update cannot be done again: some weights may have moved."
+    with ends_with_shortage(parts, step, sizes_of(microbatches), why):
+        parts.optimizer.step()

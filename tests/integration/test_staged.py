@@ -129,6 +129,7 @@ def test_emulated_stages_are_paced_and_told_of(train: Train) -> None:
         "strategy=pipeline",
         "strategy.shard_plan=[[0,3],[3,4]]",
         "strategy.num_microbatches=4",
+        "balancing=adaptive",  # it asks how fast the devices are, so that a step can be predicted
         *COMMON[:3],
         "data.kind=tokens",
         "model=gpt",
@@ -138,6 +139,9 @@ def test_emulated_stages_are_paced_and_told_of(train: Train) -> None:
         "trainer.global_batch_size=32",
     )
     assert run.summary["efficiency"] is None
+    plan = json.loads((run.folder / "plan.json").read_text())
+    predicted = plan["predicted_step_seconds"] * run.summary["time_scale"]
+    assert run.summary["predicted_step_s"] == pytest.approx(predicted) and predicted > 0
     (pipeline,) = run.summary["pipeline"]
     first, last = pipeline["stages"]
     assert (first["layers"], last["layers"], pipeline["microbatches"]) == ([0, 3], [3, 4], 4)
