@@ -7,7 +7,8 @@ from typing import Any
 
 from strategy_bench.measure import loss_at
 
-EXACT = ("single", "ddp", "pipeline", "hybrid", "auto")
+EXACT = ("single", "ddp", "pipeline", "hybrid")
+"""Strategies that `auto` may choose from."""
 
 
 def strategies(results: dict[str, Any]) -> str:
