@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import NonNegativeInt
@@ -16,14 +16,13 @@ from hetexp.core.fault import LASTING
 from hetexp.core.plan import Plan
 from hetexp.core.precision import choose_precisions
 from hetexp.hardware.backend import visible_places
-from hetexp.strategy.base import Strategy
+from hetexp.strategy.unexchanged import Unexchanged
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from hetexp.comm.communicator import Communicator
-    from hetexp.strategy.empty_share import EmptyShareGuard
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ BACKENDS = ("cuda", "hip")
 """Whose torch can copy a model to several cards within a process."""
 
 
-class DP(Strategy):
+class DP(Unexchanged):
     """Copies the model to all cards for each pass, and gives each a chunk of the samples.
 
     The gradient is summed where the weights are, on the first card, so that nothing is weighted: the loss is
@@ -110,18 +109,6 @@ class DP(Strategy):
                 len(names),
                 self._cards[0],
             )
-
-    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
-        from hetexp.strategy.empty_share import EmptyShareGuard
-
-        assert isinstance(module, EmptyShareGuard)
-        return module
-
-    def averaged_over(self, world_size: int) -> int:
-        return 1
 
 
 def _why_not_in_one_process(devices: Sequence[DeviceSpec]) -> str | None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
-from hetexp.strategy.base import Strategy
+from hetexp.strategy.unexchanged import Unexchanged
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-    from hetexp.strategy.empty_share import EmptyShareGuard
 
-
-class Independent(Strategy):
+class Independent(Unexchanged):
     """Exchanges neither gradients nor weights while it trains.
 
     The training samples are dealt out once, by the seed and in proportion to the shares, each to one rank.
@@ -51,23 +47,6 @@ class Independent(Strategy):
             fix = "hetexp merge --soup greedy does it later."
             return [must_be("strategy.soup", "null unless `strategy.merge` is true", self.soup, fix)]
         return []
-
-    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        from hetexp.strategy.empty_share import EmptyShareGuard
-
-        return EmptyShareGuard(model)
-
-    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
-        from hetexp.strategy.empty_share import EmptyShareGuard
-
-        assert isinstance(module, EmptyShareGuard)
-        return module
-
-    def averaged_over(self, world_size: int) -> int:
-        return 1
 
     def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:
         return 0

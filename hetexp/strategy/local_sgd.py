@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -11,16 +10,13 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
-from hetexp.strategy.base import Strategy
+from hetexp.strategy.unexchanged import Unexchanged
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from hetexp.strategy.empty_share import EmptyShareGuard
+    pass
 
 
-class LocalSGD(Strategy):
+class LocalSGD(Unexchanged):
     """Exchanges weights every `sync_every` steps, and nothing of the gradients.
 
     A global step has the samples that it has under any strategy; each rank trains on its slice by itself.
@@ -82,20 +78,3 @@ class LocalSGD(Strategy):
             accepted = "null unless `strategy.local_steps` is speed"
             problems.append(must_be("strategy.local_batch_size", accepted, self.local_batch_size))
         return problems
-
-    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        from hetexp.strategy.empty_share import EmptyShareGuard
-
-        return EmptyShareGuard(model)
-
-    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
-        from hetexp.strategy.empty_share import EmptyShareGuard
-
-        assert isinstance(module, EmptyShareGuard)
-        return module
-
-    def averaged_over(self, world_size: int) -> int:
-        return 1

@@ -1,0 +1,56 @@
+"""What strategies share whose backward passes exchange nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from hetexp.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hetexp.comm.communicator import Communicator
+    from hetexp.strategy.empty_share import EmptyShareGuard
+
+
+class Unexchanged(Strategy):
+    """A strategy in which a rank's gradients are its own matter."""
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        return EmptyShareGuard(model)
+
+    def join(
+        self,
+        module: nn.Module,
+        communicator: Communicator,
+        inputs: Any,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Let running statistics see a batch once, also where its activations are computed again."""
+        from hetexp.comm.communicator import SoloCommunicator
+        from hetexp.model.recompute import recomputes
+        from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        assert isinstance(module, EmptyShareGuard)
+        model: nn.Module = getattr(module.model, "_orig_mod", module.model)
+        if recomputes(model) and batch_norms(model):
+            module.norms = SynchronisedNorms(model, SoloCommunicator())
+            module.norms.record(inputs)
+
+    def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def guard(self, module: nn.Module) -> EmptyShareGuard | None:
+        from hetexp.strategy.empty_share import EmptyShareGuard
+
+        assert isinstance(module, EmptyShareGuard)
+        return module
+
+    def averaged_over(self, world_size: int) -> int:
+        return 1
