@@ -9,14 +9,13 @@ import torch
 
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.out_of_memory import is_out_of_memory
-from hetexp.optimizer.build import restart_schedule
 from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import settle
 from hetexp.training.shortage import ends_with_shortage, sizes_of
 from hetexp.training.state import Parts
-from hetexp.training.step import StepResult, clip, update
+from hetexp.training.step import StepResult, clip, end_step
 
 
 def staged_step(
@@ -55,12 +54,7 @@ def staged_step(
     if norm is not None:  # of all stages
         of_all = torch.tensor(norm, dtype=parts.dtype, device=parts.device)
         grad_norm = clip(parts, gradients, finite, of_all)
-    learning_rate = float(parts.optimizer.param_groups[0]["lr"])
-    if finite:
-        update(parts, step, microbatches)
-        parts.schedule.step()
-    else:  # the rate follows the number of the step, also of one that changes nothing
-        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
+    learning_rate = end_step(parts, step, microbatches, finite)
     meter.samples += batch.local_samples
     return StepResult(
         loss_sum, global_count, grad_norm, learning_rate, not finite, not mendable, factor=factor

@@ -73,12 +73,7 @@ def joint_step(
     mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
     # After the exchange and the weighting: every rank clips the gradient of the whole batch.
     grad_norm = clip(parts, gradients, finite)
-    learning_rate = float(parts.optimizer.param_groups[0]["lr"])
-    if finite:
-        update(parts, step, microbatches)
-        parts.schedule.step()
-    else:  # the rate follows the number of the step, also of one that changes nothing
-        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
+    learning_rate = end_step(parts, step, microbatches, finite)
     meter.samples += batch.local_samples
     return StepResult(
         loss_sum=gradient.loss_sum,
@@ -121,3 +116,18 @@ def update(parts: Parts, step: int, microbatches: list[Any]) -> None:
     why = "The optimizer's update cannot be done again: some weights may have moved."
     with ends_with_shortage(parts, step, sizes_of(microbatches), why):
         parts.optimizer.step()
+
+
+def end_step(parts: Parts, step: int, microbatches: list[Any], finite: bool) -> float:
+    """Update the weights where the gradient is finite, move the schedule on, and return the step's rate.
+
+    Raises:
+        DeviceMemoryError: memory ran out.
+    """
+    learning_rate = float(parts.optimizer.param_groups[0]["lr"])
+    if finite:
+        update(parts, step, microbatches)
+        parts.schedule.step()
+    else:  # the rate follows the number of the step, also of one that changes nothing
+        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
+    return learning_rate
