@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.optimize import Bounds, LinearConstraint, milp
 from speed_curves import curves, seconds
 
 from hetexp.balancing.solver import ceiling, solve, step_times
