@@ -1,0 +1,48 @@
+"""The files of a report: the page, its text, and tables for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetexp.core.files import write_text
+from hetexp.report.comparison import Comparison, compare
+from hetexp.report.markdown import render as as_markdown
+from hetexp.report.page import render as as_page
+from hetexp.report.runs import read_runs
+from hetexp.report.tables import curves_csv, runs_csv, variants_csv
+
+PAGE, TEXT, RUNS, VARIANTS, CURVES = "report.html", "report.md", "runs.csv", "variants.csv", "curves.csv"
+
+
+def write_report(paths: Sequence[Path], folder: Path, title: str) -> Path:
+    """Compare the runs in these folders and below them, and write the report's files.
+
+    Args:
+        paths: run folders, sweeps, or folders above them.
+        folder: where the files go; it is made where it is missing.
+        title: of the report.
+
+    Returns:
+        The path of `report.html`; `report.md` and the CSV files lie beside it.
+
+    Raises:
+        ConfigError: a path is no folder, or there is no run in any of them.
+        OSError: the files cannot be written.
+    """
+    return write_files(compare(read_runs(paths), title), folder)
+
+
+def write_files(comparison: Comparison, folder: Path) -> Path:
+    """Write the files of a comparison that was made already; return the path of `report.html`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        TEXT: as_markdown(comparison),
+        RUNS: runs_csv(comparison),
+        VARIANTS: variants_csv(comparison),
+        CURVES: curves_csv(comparison),
+        PAGE: as_page(comparison),
+    }
+    for name, text in files.items():
+        write_text(folder / name, text)
+    return folder / PAGE
