@@ -76,6 +76,8 @@ class Plan:
     """What a step of these stages is predicted to take, in the devices' own time; `None` where it is not."""
     reasons: tuple[str, ...] = ()
     """Why it looks like this, one sentence each."""
+    exact: bool = True
+    """Whether each step is the one that a single device would take with the global batch."""
     fallback: dict[str, str] | None = None
     """`from` and `to` which strategy, and the `reason`, where the configured one could not run."""
     measuring: bool = False

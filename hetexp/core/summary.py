@@ -33,6 +33,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "hardware": plan.choices.get("hardware"),
         "strategy": plan.strategy,
         "balancing": plan.choices.get("balancing"),
+        "exact": plan.exact,
         "fallback": plan.fallback,
         "model": plan.choices.get("model"),
         "data": plan.choices.get("data"),

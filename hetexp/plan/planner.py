@@ -107,6 +107,7 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         overrides=request.overrides,
         precisions=precisions,
         reasons=tuple(reasons),
+        exact=strategy.exact,
         fallback=selection.fallback,
         network=selection.network.model_dump() if selection.network is not None else None,
         script=str(request.script.absolute()) if request.script is not None else None,
