@@ -11,9 +11,14 @@ from typing import Any
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.plan import Plan
-from hetexp.core.sweep import SWEEP_FILE, SweepRow, read_rows
+from hetexp.core.sweep import SWEEP_FILE, SweepRow, key_of, read_rows
 
 SUMMARY, PLAN, METRICS = "summary.json", "plan.json", "metrics.jsonl"
+HYDRA = Path(".hydra", "overrides.yaml")
+"""Hydra writes it before anything of a run is checked."""
+PREDICTION, CALIBRATION = "prediction.json", "calibration"
+"""A folder with the first is of no run; the second is a part of one."""
+NO_RUNS = "a folder with runs in it (each has a plan.json)"
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,87 @@ class RunRecord:
 
     @property
     def seed(self) -> int | None:
-        return self.summary.get("seed")
+        """Of the run; of one that was refused the one that was typed."""
+        if "seed" in self.summary or self.plan is None:
+            told = self.summary.get("seed", self.settings.get("trainer.seed"))
+        else:
+            told = self.plan.config.get("trainer", {}).get("seed")
+        return int(told) if told is not None and str(told).lstrip("-").isdigit() else None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a device is not as it is: such a run is compared with its like only."""
+        return bool(self.summary.get("emulated", self.plan is not None and self.plan.emulated))
+
+    @property
+    def valid(self) -> bool:
+        """False where this machine was too slow for the emulated devices: the run's times are not theirs."""
+        return self.summary.get("valid") is not False
+
+    @property
+    def exact(self) -> bool:
+        """Whether its steps are those of one device; taken for granted of runs that do not tell."""
+        return self.summary.get("exact") is not False
+
+    @property
+    def fallback(self) -> dict[str, str] | None:
+        """What ran instead of what was asked for; a device alone is what `strategy=single` asks for."""
+        told = self.summary.get("fallback") or (self.plan.fallback if self.plan is not None else None)
+        return told if told is not None and told["from"] != told["to"] else None
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """Of all devices that took part, in rank order."""
+        return tuple(str(device["name"]) for device in self.summary.get("devices", ()))
+
+    @property
+    def own_steps(self) -> int | None:
+        """Steps of this run itself, those before a resume left out; its throughput is of these."""
+        told = [device.get("steps") for device in self.summary.get("devices", ())]
+        return next((int(steps) for steps in told if steps is not None), self.summary.get("steps"))
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were done before the first line of the metrics: 0 unless the run is a resumed one."""
+        steps, own = self.summary.get("steps"), self.own_steps
+        if steps is None or own is None or own >= steps:
+            return 0
+        begun = steps - own
+        logged = next((int(line["step"]) for line in self.metrics if "step_seconds" in line), steps)
+        return int(begun) if logged > begun else 0  # else the folder has the lines before the resume, too
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; of a step that a resumed run repeated, the later ones."""
         path = self.folder / METRICS
-        return list(_metrics(path)) if path.exists() else []
+        return _metrics(path.read_text(encoding="utf-8")) if path.exists() else []
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """Each group's option as asked for, that of the hardware first, and each key that was typed."""
+        chosen = {} if self.plan is None else dict(reversed(self.plan.choices.items()))
+        if self.plan is not None and self.plan.script is not None:
+            chosen["script"] = Path(self.plan.script).name
+        fallback = self.fallback
+        if fallback is not None and "strategy" in chosen:
+            chosen["strategy"] = fallback["from"]
+        for text in self.overrides:
+            key, _, value = text.lstrip("+").partition("=")
+            key = key.partition("@")[0]
+            if not text.startswith("~"):
+                chosen[key] = canonical(value)
+        return chosen
+
+    @cached_property
+    def configured(self) -> dict[str, Any]:
+        """The resolved configuration with dotted keys."""
+        return {} if self.plan is None else flat(self.plan.config)
+
+    def setting(self, key: str) -> str | None:
+        """Return what a key was, typed or not; None where it is not known, or not there."""
+        if key in self.settings:
+            return self.settings[key]
+        return canonical(self.configured[key]) if key in self.configured else None
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
@@ -64,7 +143,7 @@ def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
         ConfigError: a path is no folder, or there is no run in any of them.
     """
     paths = list(paths)
-    problems = [must_be("RUN", "a run folder or one above it", str(p)) for p in paths if not p.is_dir()]
+    problems = [must_be("FOLDER", "a run folder or one above it", str(p)) for p in paths if not p.is_dir()]
     if problems:
         raise ConfigError(problems)
     found: dict[Path, RunRecord] = {}
@@ -72,49 +151,97 @@ def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
         for run in _below(path.resolve()):
             found.setdefault(run.folder, run)
     if not found:
-        where = ", ".join(map(str, paths))
-        raise ConfigError(must_be("RUN", "a folder with runs in it (each has a plan.json)", where))
+        raise ConfigError(must_be("FOLDER", NO_RUNS, ", ".join(map(str, paths))))
     return list(found.values())
 
 
 def _below(path: Path) -> Iterator[RunRecord]:
-    if (path / SWEEP_FILE).exists():
-        yield from (_of_row(path, row) for row in read_rows(path))
-        return
-    if (path / PLAN).exists():
+    rows = read_rows(path)
+    if rows or (path / SWEEP_FILE).exists():
+        yield from _of_sweep(path, rows)
+    elif (path / PLAN).exists():
         yield _read(path)
-        return
-    for child in sorted(path.iterdir()):
-        if child.is_dir() and not child.name.startswith("."):
+    elif (path / HYDRA).exists():
+        if not (path / PREDICTION).exists():
+            yield _unstarted(path)
+    else:
+        for child in _folders(path):
             yield from _below(child)
 
 
-def _of_row(sweep: Path, row: SweepRow) -> RunRecord:
-    folder = sweep / row.folder
-    if (folder / PLAN).exists():
-        return _read(folder, row)
-    return RunRecord(folder, {"status": row.status, "error": row.error}, None, row.overrides, row)
+def _folders(path: Path) -> list[Path]:
+    """Return the folders in a folder by name, numbers by value; links may lead in a circle."""
+    children = [c for c in path.iterdir() if not c.name.startswith(".") and c.is_dir() and not c.is_symlink()]
+    return sorted(children, key=lambda c: (not c.name.isdigit(), int(c.name) if c.name.isdigit() else c.name))
+
+
+def _of_sweep(sweep: Path, rows: Sequence[SweepRow]) -> Iterator[RunRecord]:
+    """Yield the runs that have a row, and after them those that have none yet."""
+    ended, keys = {sweep / row.folder for row in rows}, {row.overrides for row in rows}
+    for row in rows:
+        folder = sweep / row.folder
+        if (folder / PLAN).exists():
+            yield _read(folder, row)
+        else:
+            yield RunRecord(folder, {"status": row.status, "error": row.error}, None, row.overrides, row)
+    for child in _folders(sweep):
+        if child not in ended:
+            yield from (run for run in _below(child) if key_of(run.overrides) not in keys)
 
 
 def _read(folder: Path, row: SweepRow | None = None) -> RunRecord:
-    plan = Plan.read(folder / PLAN)
-    path = folder / SUMMARY
-    if path.exists():
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    else:
-        summary = {"status": "unfinished", "error": "it has no summary: it is running, or was killed"}
+    """Return a run that has a plan; what cannot be read is told in place of its result."""
+    try:
+        plan = Plan.read(folder / PLAN)
+        path = folder / SUMMARY
+        if path.exists():
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            if not {"status", "error"} <= set(summary):
+                raise ValueError(f"{SUMMARY} tells no status")
+        else:
+            summary = {"status": "unfinished", "error": "it has no summary: it is running, or was killed"}
+    except (ValueError, TypeError, KeyError) as error:
+        told = f"its files cannot be read ({type(error).__name__}: {error})"
+        overrides = row.overrides if row is not None else _typed(folder)
+        return RunRecord(folder, {"status": "unfinished", "error": told}, None, overrides, row)
     return RunRecord(folder, summary, plan, plan.overrides if row is None else row.overrides, row)
 
 
-def _metrics(path: Path) -> Iterator[dict[str, Any]]:
-    lines: dict[tuple[int, bool], dict[str, Any]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
+def _unstarted(folder: Path) -> RunRecord:
+    """Return a run that Hydra began and that has no plan."""
+    measuring = (folder / CALIBRATION).is_dir()
+    told = (
+        "it ended, or still is, where its devices are measured"
+        if measuring
+        else "it has no plan: its configuration was refused, or it was stopped before it started"
+    )
+    return RunRecord(folder, {"status": "unfinished", "error": told}, None, _typed(folder))
+
+
+def _typed(folder: Path) -> tuple[str, ...]:
+    """Return the overrides as Hydra kept them."""
+    from omegaconf import OmegaConf
+
+    path = folder / HYDRA
+    return tuple(map(str, OmegaConf.load(path))) if path.exists() else ()
+
+
+def _metrics(text: str) -> list[dict[str, Any]]:
+    kept: dict[tuple[int, bool], dict[str, Any]] = {}
+    last = 0
+    for row in text.splitlines():
         try:
-            line = json.loads(text)
-        except ValueError:  # half a line of a killed run
+            line = json.loads(row)
+            step = int(line["step"])
+        except (ValueError, TypeError, KeyError):  # half a line of a killed run
             continue
-        lines[line["step"], "eval/loss" in line] = line
-    yield from sorted(lines.values(), key=lambda line: int(line["step"]))
+        if step < last:  # a resumed run repeats steps
+            kept = {key: one for key, one in kept.items() if key[0] < step}
+        last = step
+        trains = "step_seconds" in line
+        # Evaluations of one step, of each device's model and of the merged one, tell different things.
+        kept[step, trains] = line if trains else kept.get((step, trains), {}) | line
+    return [kept[key] for key in sorted(kept, key=lambda key: (key[0], not key[1]))]
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -127,18 +254,33 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def canonical(value: object) -> str:
+    """Return a value as text that does not depend on how it was written: `[1, 3]` and `[1,3]` are one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return str(value).replace(", ", ",")
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
 def settings_of(run: RunRecord) -> dict[str, str]:
     """Return what was chosen for a run: each group's option, and each other key that was typed."""
-    chosen = {} if run.plan is None else dict(run.plan.choices)
-    for text in run.overrides:
-        key, _, value = text.lstrip("+").partition("=")
-        if key not in chosen or run.plan is None:
-            chosen[key] = value
-    return chosen
+    return run.settings
 
 
 def differing(runs: Sequence[RunRecord], without: Sequence[str] = ()) -> list[str]:
-    """Return the settings in which the runs differ, in the order of the first run that has each."""
-    everyone = [settings_of(run) for run in runs]
-    keys = dict.fromkeys(key for one in everyone for key in one)
-    return [k for k in keys if k not in without and len({one.get(k) for one in everyone}) > 1]
+    """Return the settings in which the runs differ, in the order of the first run that has each.
+
+    A key that only some of the runs have typed is compared with what the others had. Of a run without plan
+    only what was typed is known.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+
+    def differs(key: str) -> bool:
+        known = [run for run in runs if run.plan is not None or key in run.settings]
+        return len({run.setting(key) for run in known}) > 1
+
+    return [key for key in keys if key not in without and not key.startswith("hydra") and differs(key)]

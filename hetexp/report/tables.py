@@ -1,4 +1,7 @@
-"""The comparison as CSV: one row a run, a variant, a point of a curve; units are in the columns' names."""
+"""The comparison as CSV: one row a run, a variant, a point of a curve; units are in the columns' names.
+
+Times are modelled seconds where a run is emulated. What is not known is empty.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,144 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hetexp.report.comparison import Comparison, points, throughput
+from hetexp.core.summary import LOST_TO
+from hetexp.report import figures
+from hetexp.report.curves import points
+from hetexp.report.results import Comparison, Interval, Variant
+from hetexp.report.runs import RunRecord
+
+Row = dict[str, Any]
 
 
 def runs_csv(comparison: Comparison) -> str:
     """Return one row a run, failed ones included."""
-    runs = [run for one in comparison.variants for run in one.runs] + list(comparison.failed)
-    return _csv(
-        {"folder": str(run.folder), "status": run.status, "samples_per_second": throughput(run)}
-        for run in runs
-    )
+    done = [_run(one.label, run) for one in comparison.variants for run in one.runs]
+    return _csv(done + [_run(None, run) for run in comparison.failed])
 
 
 def variants_csv(comparison: Comparison) -> str:
     """Return one row a variant, the fastest first."""
-    return _csv({"variant": one.label, **one.settings} for one in comparison.variants)
+    return _csv(_variant(one, one is comparison.best) for one in comparison.variants)
 
 
 def curves_csv(comparison: Comparison) -> str:
-    """Return one row a logged step of each completed run."""
-    return _csv(
-        {"folder": str(run.folder), "step": point.step, "samples": point.samples, "seconds": point.seconds}
-        for one in comparison.variants
-        for run in one.runs
-        for point in points(run)
-    )
+    """Return one row a logged step or evaluation of each completed run."""
+    rows = []
+    for one in comparison.variants:
+        for run in one.runs:
+            begin = {"folder": str(run.folder), "variant": one.label, "seed": run.seed}
+            for point in points(run):
+                row: Row = {
+                    **begin,
+                    "step": point.step,
+                    "samples": point.samples,
+                    "seconds": point.seconds,
+                    "train_loss": point.train_loss,
+                    "eval_loss": point.eval_loss,
+                }
+                row |= {f"share[{device}]": share for device, share in point.shares.items()}
+                row |= {f"train_loss[{device}]": loss for device, loss in point.device_train_losses.items()}
+                row |= {f"eval_loss[{device}]": loss for device, loss in point.device_eval_losses.items()}
+                rows.append(row)
+    return _csv(rows)
+
+
+def _run(label: str | None, run: RunRecord) -> Row:
+    row: Row = {
+        "folder": str(run.folder),
+        "variant": label,
+        "job": run.row.job if run.row is not None else None,
+        "status": run.status,
+        "error": run.summary["error"],
+        "seed": run.seed,
+        **{key: run.setting(key) for key in ("hardware", "strategy", "balancing", "model", "data")},
+        "overrides": " ".join(run.overrides),
+        "emulated": run.emulated,
+    }
+    return row | _results(run) if run.completed else row
+
+
+def _results(run: RunRecord) -> Row:
+    summary = run.summary
+    row: Row = {
+        "time_scale": summary.get("time_scale"),
+        "valid": run.valid,
+        "invalid_reason": summary.get("invalid_reason"),
+        "exact": run.exact,
+        "fallback": run.fallback["to"] if run.fallback is not None else None,
+        "num_devices": len(run.device_names),
+        "global_batch_size": summary.get("global_batch"),
+        "first_step": run.first_step,
+        "steps": summary.get("steps"),
+        "samples": summary.get("samples"),
+        "wall_clock_seconds": summary.get("wall_s"),
+        "samples_per_second": figures.throughput(run),
+        "step_seconds": figures.step_seconds(run),
+        "predicted_step_seconds": figures.predicted_step_seconds(run),
+        "efficiency": summary.get("efficiency"),
+        "ceiling": summary.get("ceiling"),
+        **{f"lost_to_{name}": summary["lost_to"].get(name) for name in LOST_TO},
+        "train_loss": figures.train_loss(run),
+        **{f"eval_{name}": value for name, value in (summary["final"]["eval"] or {}).items()},
+        "joules_per_sample": figures.joules_per_sample(run),
+        "energy_source": figures.energy_source(run),
+        "exchanged_bytes_per_step": summary["comm"].get("bytes_per_step"),
+        "splits": summary.get("splits"),
+        **{f"version_{name}": value for name, value in summary.get("versions", {}).items()},
+    }
+    for device in summary["devices"]:
+        own = device["id"]
+        speed, solo = device.get("samples_per_s"), device.get("solo_samples_per_s")
+        row |= {
+            f"device[{own}]": device["name"],
+            f"share[{own}]": device.get("share"),
+            f"samples_per_second[{own}]": None if speed is None else speed * run.scale,
+            f"solo_samples_per_second[{own}]": None if solo is None else solo * run.scale,
+            f"peak_memory_bytes[{own}]": device.get("peak_memory"),
+            f"energy_joules[{own}]": device.get("energy_j"),
+        }
+    return row
+
+
+def _variant(one: Variant, best: bool) -> Row:
+    return {
+        "variant": one.label,
+        **one.settings,
+        "best": best,
+        "runs": len(one.runs),
+        "seeds": " ".join(str(run.seed) for run in one.runs),
+        "emulated": one.emulated,
+        "valid": one.valid,
+        "invalid_runs": one.num_invalid,
+        "diverged_runs": one.num_diverged,
+        "exact": one.exact,
+        "fallback": one.fallback,
+        "num_devices": one.num_devices,
+        "devices": " + ".join(one.devices),
+        **_interval("samples_per_second", one.samples_per_second),
+        **_interval("step_seconds", one.step_seconds),
+        "predicted_step_seconds": one.predicted_step_seconds,
+        **_interval("efficiency", one.efficiency),
+        "ceiling": one.ceiling,
+        **{f"lost_to_{name}": (one.lost_to or {}).get(name) for name in LOST_TO},
+        **_interval("gain_over_single", one.gain_over_single),
+        "single_device": one.single.device if one.single is not None else None,
+        "single_samples_per_second": one.single.samples_per_second if one.single is not None else None,
+        "single_source": one.single.source if one.single is not None else None,
+        **_interval("gain_over_equal", one.gain_over_equal),
+        **_interval("train_loss", one.train_loss),
+        **_interval("eval_loss", one.eval_loss),
+        **_interval("joules_per_sample", one.joules_per_sample),
+        "energy_source": one.energy_source,
+        "exchanged_bytes_per_step": one.bytes_per_step,
+    }
+
+
+def _interval(name: str, value: Interval | None) -> Row:
+    """Return a mean and the bounds of its 95 % confidence interval."""
+    if value is None:
+        return {name: None, f"{name}_low": None, f"{name}_high": None}
+    return {name: value.mean, f"{name}_low": value.low, f"{name}_high": value.high}
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> str:

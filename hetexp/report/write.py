@@ -12,7 +12,8 @@ from hetexp.report.page import render as as_page
 from hetexp.report.runs import read_runs
 from hetexp.report.tables import curves_csv, runs_csv, variants_csv
 
-PAGE, TEXT, RUNS, VARIANTS, CURVES = "report.html", "report.md", "runs.csv", "variants.csv", "curves.csv"
+PAGE, TEXT = "report.html", "report.md"
+TABLES = {"runs.csv": runs_csv, "variants.csv": variants_csv, "curves.csv": curves_csv}
 
 
 def write_report(paths: Sequence[Path], folder: Path, title: str) -> Path:
@@ -36,13 +37,7 @@ def write_report(paths: Sequence[Path], folder: Path, title: str) -> Path:
 def write_files(comparison: Comparison, folder: Path) -> Path:
     """Write the files of a comparison that was made already; return the path of `report.html`."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {
-        TEXT: as_markdown(comparison),
-        RUNS: runs_csv(comparison),
-        VARIANTS: variants_csv(comparison),
-        CURVES: curves_csv(comparison),
-        PAGE: as_page(comparison),
-    }
-    for name, text in files.items():
+    files = {TEXT: as_markdown(comparison), PAGE: as_page(comparison)}
+    for name, text in (files | {name: table(comparison) for name, table in TABLES.items()}).items():
         write_text(folder / name, text)
     return folder / PAGE

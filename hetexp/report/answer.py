@@ -1,0 +1,103 @@
+"""The comparison in a sentence or two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetexp.report.intervals import overlap
+from hetexp.report.results import Comparison, Interval, Variant
+from hetexp.report.variants import plain
+from hetexp.report.words import counted, interval_text, number
+
+
+def answer_of(found: Comparison, candidates: Sequence[Variant]) -> str:
+    """Return what a person who reads one sentence should read; labels stand in backticks.
+
+    Args:
+        candidates: for the best, the fastest first.
+    """
+    if not found.variants:
+        return f"No run completed, {len(found.failed)} did not: there is nothing to compare."
+    best = found.best
+    if best is None:
+        return (
+            f"None of {counted(len(found.variants), 'variant')} can be called the best: "
+            f"{_why_none(found.variants)}."
+        )
+    sentences = [_lead(best, len(found.variants))]
+    rivals = [one for one in candidates if one is not best and _same_work(one, best)]
+    if rivals:
+        sentences += _told_apart(best, rivals[0])
+    if not best.exact:
+        sentences.append("Its steps are not those of one device, so that its loss has to be looked at, too.")
+        exact = next((one for one in rivals if one.exact), None)
+        if exact is not None:
+            sentences.append(f"Of those whose steps are, `{exact.label}` is the fastest{_times(exact)}.")
+    return " ".join(sentences)
+
+
+def _lead(best: Variant, count: int) -> str:
+    """Return the first sentence: what is best, and by how much."""
+    emulated = ", emulated" if best.emulated else ""
+    gain, speed = best.gain_over_single, best.samples_per_second
+    assert speed is not None
+    fast = f"{number(speed.mean)} samples/s{_seeds(speed)}"
+    if best.num_devices == 1 and count > 1:
+        name = plain(best.devices[0])
+        return f"`{best.label}`, the {name} alone, is the fastest of {count} variants: {fast}{emulated}."
+    if gain is None or best.single is None or best.num_devices == 1:
+        several = f" is the fastest of {count} variants:" if count > 1 else " trains"
+        return f"`{best.label}`{several} {fast}{emulated}."
+    if gain.mean < 1:
+        return (
+            f"`{best.label}` is the fastest of {count} variants: {fast}{emulated}. But the "
+            f"{plain(best.single.device)} alone is {1 / gain.mean:.2f}× as fast."
+        )
+    equal = best.gain_over_equal
+    more = ""
+    if equal is not None and best.settings.get("balancing") != "equal":
+        more = f", and {equal.mean:.2f}× as fast as with an equal split"
+    return (
+        f"`{best.label}` trains {gain.mean:.2f}× as fast as the {plain(best.single.device)} alone"
+        f"{_seeds(gain)}{more}{emulated}."
+    )
+
+
+def _seeds(value: Interval) -> str:
+    """Return the bounds and the number of seeds in brackets."""
+    inside = [part for part in (interval_text(value), counted(value.count, "seed")) if part]
+    return f" [{', '.join(inside)}]"
+
+
+def _times(one: Variant) -> str:
+    gain = one.gain_over_single
+    return f" ({gain.mean:.2f}×{_seeds(gain)})" if gain is not None else ""
+
+
+def _told_apart(best: Variant, rival: Variant) -> list[str]:
+    """Return what the seeds say of the first two."""
+    one, other = best.samples_per_second, rival.samples_per_second
+    if one is None or other is None:
+        return []
+    next_one = f"`{rival.label}` ({1 - other.mean / one.mean:.1%} slower)"
+    shared = overlap(one, other)
+    if shared is None:
+        return [f"From one seed nobody knows whether {next_one} differs by more than chance."]
+    return [f"From these seeds it cannot be told apart from {next_one}."] if shared else []
+
+
+def _same_work(one: Variant, other: Variant) -> bool:
+    """Whether two variants are compared with the same device alone, or neither is."""
+    if one.single is None or other.single is None:
+        return one.single is other.single
+    return one.single.samples_per_second == other.single.samples_per_second
+
+
+def _why_none(variants: Sequence[Variant]) -> str:
+    counts = {
+        "{} too fast for this machine to emulate": sum(not one.valid for one in variants),
+        "{} fell back to another strategy": sum(one.fallback is not None for one in variants),
+        "{} diverged": sum(one.num_diverged > 0 for one in variants),
+        "{} did not tell a throughput": sum(one.samples_per_second is None for one in variants),
+    }
+    return ", ".join(text.format(count) for text, count in counts.items() if count)

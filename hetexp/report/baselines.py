@@ -1,0 +1,92 @@
+"""What variants are compared with: an equal split, and the fastest device alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from hetexp.report.figures import throughput
+from hetexp.report.results import Baseline
+from hetexp.report.runs import RunRecord
+
+HOW = ("strategy", "balancing", "hardware", "comm", "logger", "launch")
+"""Groups that say how the same work is done, not what work."""
+CALIBRATED, OWN = "calibrated before the runs", "its own work during the runs"
+
+Work = tuple[bool, tuple[str | None, ...]]
+"""Emulated or real, and the settings besides how it is done: runs of equal work are compared."""
+
+
+def work_of(run: RunRecord, keys: Sequence[str]) -> Work:
+    """Return what work a run did, by the settings in which the runs differ."""
+    what = [key for key in keys if key.partition(".")[0] not in HOW]
+    return run.emulated, tuple(run.setting(key) for key in what)
+
+
+def fastest_alone(runs: Sequence[RunRecord]) -> Baseline | None:
+    """Return the fastest single device of runs of equal work.
+
+    What is known of a device by runs of it alone counts more than what a calibration says, and that more
+    than its own work beside others. Runs that are not valid tell nothing.
+    """
+    alone: dict[str, dict[int | None, list[float]]] = {}
+    solo: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        speed = throughput(run)
+        if not run.valid or speed is None:
+            continue
+        if len(run.device_names) == 1:
+            alone.setdefault(run.device_names[0], {}).setdefault(run.seed, []).append(speed)
+        source = CALIBRATED if run.summary.get("solo_source") == "calibration" else OWN
+        for device in run.summary["devices"]:
+            if device.get("solo_samples_per_s") is not None:
+                solo.setdefault((device["name"], source), []).append(
+                    float(device["solo_samples_per_s"]) * run.scale
+                )
+    found: dict[str, Baseline] = {}
+    for name, seeds in alone.items():
+        by_seed = {seed: statistics.fmean(values) for seed, values in seeds.items()}
+        every = [value for values in seeds.values() for value in values]
+        source = f"{len(every)} run{'s' if len(every) > 1 else ''} of it alone"
+        found[name] = Baseline(name, statistics.fmean(every), source, by_seed)
+    for source in (CALIBRATED, OWN):
+        for (name, own), values in solo.items():
+            if own == source:
+                found.setdefault(name, Baseline(name, statistics.fmean(values), source))
+    return max(found.values(), key=lambda one: one.samples_per_second, default=None)
+
+
+def ratios_to_single(runs: Sequence[RunRecord], single: Baseline) -> list[float]:
+    """Return each run's throughput ÷ the device's with the same seed.
+
+    Where no seed is in both, and where the device has no runs of its own, it is ÷ the device's mean.
+    """
+    speeds = [(run.seed, speed) for run in runs if (speed := throughput(run)) is not None]
+    paired = [speed / single.by_seed[seed] for seed, speed in speeds if seed in single.by_seed]
+    return paired or [speed / single.samples_per_second for _, speed in speeds]
+
+
+EqualSplits = dict[tuple[Work, tuple[str | None, ...], int | None], float]
+"""Throughput by work, by all other settings than those of balancing, and by seed."""
+
+
+def equal_splits(runs: Sequence[RunRecord], keys: Sequence[str]) -> EqualSplits:
+    """Return the throughput of equal splits over several devices; means where a seed was run again."""
+    found: dict[tuple[Work, tuple[str | None, ...], int | None], list[float]] = {}
+    for run in runs:
+        speed = throughput(run)
+        usable = run.valid and run.fallback is None and len(run.device_names) > 1
+        if usable and run.setting("balancing") == "equal" and speed is not None:
+            found.setdefault(_key(run, keys), []).append(speed)
+    return {key: statistics.fmean(values) for key, values in found.items()}
+
+
+def ratios_to_equal(runs: Sequence[RunRecord], keys: Sequence[str], equal: EqualSplits) -> list[float]:
+    """Return each run's throughput ÷ that of the equal split with the same seed, where there is one."""
+    pairs = [(throughput(run), equal.get(_key(run, keys))) for run in runs]
+    return [speed / base for speed, base in pairs if speed is not None and base is not None]
+
+
+def _key(run: RunRecord, keys: Sequence[str]) -> tuple[Work, tuple[str | None, ...], int | None]:
+    others = tuple(run.setting(key) for key in keys if key.partition(".")[0] != "balancing")
+    return work_of(run, keys), others, run.seed

@@ -1,0 +1,102 @@
+"""The logged steps of a run, on a clock that counts training alone."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from hetexp.report.results import Point
+from hetexp.report.runs import RunRecord
+
+MOST = 300
+"""Points of a curve that a page shows."""
+
+
+def points(run: RunRecord) -> list[Point]:
+    """Return the logged steps of a run, its clock rebuilt from the windows' own durations.
+
+    A log line tells the mean seconds of the steps since the line before. The clock of a resumed run begins
+    at 0 where it was resumed. An evaluation between two log lines lies between them on clock and samples,
+    too.
+    """
+    found: list[Point] = []
+    marks = _marks(run)
+    steps = [step for step, _, _ in marks]
+    for line in run.metrics:
+        samples, seconds = _at(marks, steps, int(line["step"]))
+        eval_loss = line.get("eval/loss")
+        if "step_seconds" not in line and eval_loss is None:
+            continue
+        found.append(
+            Point(
+                step=line["step"],
+                samples=samples,
+                seconds=seconds,
+                train_loss=line.get("train/loss"),
+                eval_loss=eval_loss,
+                shares=_by_device(line, "share"),
+                device_train_losses=_by_device(line, "train_loss"),
+                device_eval_losses=_by_device(line, "eval_loss"),
+            )
+        )
+    return found
+
+
+def thinned(found: Sequence[Point], most: int = MOST) -> list[Point]:
+    """Return so many of the points at most, evenly, the first and the last and all evaluations among them.
+
+    Of more evaluations than that, evenly spread ones are left, too.
+    """
+    if len(found) <= most:
+        return list(found)
+    trained = [i for i, point in enumerate(found) if point.eval_loss is None]
+    evaluated = _spread([i for i, point in enumerate(found) if point.eval_loss is not None], most // 2)
+    kept = sorted({*evaluated, *_spread(trained, most - len(evaluated))})
+    return [found[i] for i in kept]
+
+
+def _spread(places: Sequence[int], most: int) -> list[int]:
+    if len(places) <= most:
+        return list(places)
+    if most < 2:
+        return list(places[-most:]) if most else []
+    return [places[round(k * (len(places) - 1) / (most - 1))] for k in range(most)]
+
+
+def _marks(run: RunRecord) -> list[tuple[int, float, float]]:
+    """Return (step, samples, seconds) at the start and at each log line, in modelled time."""
+    lines = [line for line in run.metrics if "step_seconds" in line]
+    if not lines:
+        return []
+    step, seconds = run.first_step, 0.0
+    first = lines[0]
+    in_window = first["samples_per_second"] * first["step_seconds"] * (first["step"] - step)
+    marks = [(step, max(first["train/samples"] - in_window, 0.0) if step else 0.0, 0.0)]
+    for line in lines:
+        seconds += (line["step"] - step) * line["step_seconds"] / run.scale
+        step = line["step"]
+        marks.append((step, float(line["train/samples"]), seconds))
+    return marks
+
+
+def _at(marks: Sequence[tuple[int, float, float]], steps: Sequence[int], step: int) -> tuple[int, float]:
+    """Return samples and seconds at a step, on the straight line between the marks around it."""
+    if not marks:
+        return 0, 0.0
+    place = bisect_left(steps, step)
+    if place in (0, len(steps)) or steps[place] == step:
+        _, samples, seconds = marks[min(place, len(steps) - 1)]
+        return round(samples), seconds
+    before, after = marks[place - 1], marks[place]
+    part = (step - before[0]) / (after[0] - before[0])
+    return round(before[1] + part * (after[1] - before[1])), before[2] + part * (after[2] - before[2])
+
+
+def _by_device(line: dict[str, Any], what: str) -> dict[str, float]:
+    """Return what a line tells of each device, by its id."""
+    return {
+        key[len("device/") : -len(what) - 1]: value
+        for key, value in line.items()
+        if key.startswith("device/") and key.endswith(f"/{what}") and value is not None
+    }

@@ -1,0 +1,60 @@
+"""Means over seeds, of values and of ratios, with their confidence intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from hetexp.report.results import Interval
+
+CONFIDENCE = 0.95
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Return the mean of the values and its 95 % confidence interval; None without values.
+
+    Source: Student (1908), The probable error of a mean, Biometrika 6.
+    """
+    if not values:
+        return None
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Interval(mean, None, None, len(values))
+    half = _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half, len(values))
+
+
+def ratio_interval(ratios: Sequence[float]) -> Interval | None:
+    """Return the geometric mean of ratios and its 95 % confidence interval; None without ratios.
+
+    Student's interval of the logarithms, brought back: that of A over B is then the inverse of B over A, and
+    no bound is below 0. Source of the mean: Fleming and Wallace (1986), How not to lie with statistics: the
+    correct way to summarize benchmark results, Communications of the ACM 29.
+
+    Args:
+        ratios: above 0, one a pair of runs.
+    """
+    found = interval([math.log(one) for one in ratios])
+    if found is None:
+        return None
+    low = math.exp(found.low) if found.low is not None else None
+    high = math.exp(found.high) if found.high is not None else None
+    return replace(found, mean=math.exp(found.mean), low=low, high=high)
+
+
+def overlap(one: Interval, other: Interval) -> bool | None:
+    """Return whether two intervals share a value; None where one of them has no bounds."""
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return None
+    return one.low <= other.high and other.low <= one.high
+
+
+@cache
+def _quantile(freedom: int) -> float:
+    """Return Student's t for a two-sided interval with so many degrees of freedom."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

@@ -1,0 +1,76 @@
+"""What calibrations measured of the devices by themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hetexp.core.calibration import DeviceCalibration
+from hetexp.core.device import DeviceSpec
+from hetexp.core.plan import Plan
+from hetexp.report.results import DeviceProfile
+from hetexp.report.runs import CALIBRATION, PLAN, RunRecord
+
+
+def profiles_of(runs: Sequence[RunRecord]) -> tuple[DeviceProfile, ...]:
+    """Return the profiles of the calibration that has the most devices; of equals, of the first run's.
+
+    A run that measured its devices itself has all of them, those left out included; one that took an earlier
+    run's measurements has those that take part.
+
+    Args:
+        runs: the ones that matter most first.
+    """
+    found = [(plan, devices, run) for run in runs for plan, devices in _calibrations(run)]
+    if not found:
+        return ()
+    plan, told, run = max(found, key=lambda one: len(one[1]))
+    devices = [(spec, DeviceCalibration.from_dict(one)) for spec, one in told]
+    total = int(plan.config["trainer"]["global_batch_size"])
+    speeds = [total / one.curve.seconds(total) for _, one in devices]
+    return tuple(
+        DeviceProfile(
+            device=f"{spec.id} · {spec.name}",
+            emulated=spec.emulated,
+            samples=tuple(samples for samples, _ in sorted(one.points)),
+            seconds=tuple(seconds for _, seconds in sorted(one.points)),
+            fixed_seconds=one.curve.fixed_seconds,
+            seconds_per_sample=one.curve.seconds_per_sample,
+            relative_speed=speed / max(speeds),
+            samples_per_second=speed,
+            fault=fault_of(run, spec.id),
+        )
+        for (spec, one), speed in zip(devices, speeds, strict=True)
+    )
+
+
+def fault_of(run: RunRecord, device: str) -> str | None:
+    """Return what was ordered to happen to a device of a run."""
+    events = run.configured.get("fault.events") or []
+    told = [_event(event) for event in events if event.get("device") == device]
+    return ", ".join(told) or None
+
+
+def _event(event: dict[str, Any]) -> str:
+    kind = str(event["kind"])
+    much = f" {float(event['factor']):g}×" if kind in ("slow", "thermal", "jitter") else ""
+    at, until = event.get("at_step"), event.get("until_step")
+    since = f" from step {at}" if at is not None else f" from second {event.get('at_seconds')}"
+    return f"{kind}{much}{since}{f' to {until}' if until is not None else ''}"
+
+
+Told = tuple[Plan, list[tuple[DeviceSpec, dict[str, Any]]]]
+
+
+def _calibrations(run: RunRecord) -> Iterator[Told]:
+    """Yield what a run's own folder and its plan tell of its devices."""
+    own = run.folder / CALIBRATION
+    try:
+        measured = json.loads((own / f"{CALIBRATION}.json").read_text(encoding="utf-8"))
+        plan = Plan.read(own / PLAN)
+        yield plan, list(zip(plan.devices, measured["devices"], strict=True))
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it broke off
+        pass
+    if run.plan is not None and run.plan.calibration is not None:
+        yield run.plan, list(zip(run.plan.devices, run.plan.calibration["devices"], strict=False))

@@ -1,0 +1,177 @@
+"""Runs that differ in their seed only, taken together."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from hetexp.core.summary import LOST_TO
+from hetexp.report import figures
+from hetexp.report.baselines import (
+    EqualSplits,
+    Work,
+    equal_splits,
+    fastest_alone,
+    ratios_to_equal,
+    ratios_to_single,
+    work_of,
+)
+from hetexp.report.intervals import interval, ratio_interval
+from hetexp.report.results import Baseline, Variant
+from hetexp.report.runs import RunRecord
+
+NOT_SET = "–"
+
+
+def variants_of(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Variant]:
+    """Return the variants of completed runs, valid ones first, the fastest of each first.
+
+    Runs of the same settings on other devices, or emulated and real ones, are variants of their own.
+
+    Args:
+        keys: settings in which the runs differ, the seed left out.
+    """
+    works: dict[Work, list[RunRecord]] = {}
+    for run in runs:
+        works.setdefault(work_of(run, keys), []).append(run)
+    singles = {work: fastest_alone(own) for work, own in works.items()}
+    equal = equal_splits(runs, keys)
+    groups = _groups(runs, keys)
+    labels = _labels(groups, keys)
+    made = [
+        _variant(label, keys, own, equal, singles[work_of(own[0], keys)])
+        for label, own in zip(labels, groups, strict=True)
+    ]
+    return sorted(made, key=_order)
+
+
+def _order(one: Variant) -> tuple[bool, float]:
+    return not one.valid, -(one.samples_per_second.mean if one.samples_per_second is not None else 0.0)
+
+
+def _groups(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[list[RunRecord]]:
+    found: dict[tuple[bool, tuple[str | None, ...]], list[RunRecord]] = {}
+    for run in runs:
+        found.setdefault((run.emulated, tuple(run.setting(key) for key in keys)), []).append(run)
+    return [part for own in found.values() for part in by_devices(own)]
+
+
+def by_devices(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Return the runs by the cards that they could have used, the larger sets first.
+
+    A policy may leave a device out in one run and not in the other: a run belongs to one that has all of
+    its devices.
+    """
+    parts: list[tuple[frozenset[str], list[RunRecord]]] = []
+    for run in sorted(runs, key=lambda run: -len(set(run.device_names))):
+        names = frozenset(run.device_names)
+        own = next((part for having, part in parts if names <= having), None)
+        if own is None:
+            parts.append((names, [run]))
+        else:
+            own.append(run)
+    return [part for _, part in parts]
+
+
+def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[str]:
+    """Return a short name of each group that no other has."""
+    labels = [label_of(own[0], keys) for own in groups]
+    for tell in (_kind, _cards):
+        twice = [labels.count(label) > 1 for label in labels]
+        labels = [
+            f"{label} {tell(own)}" if again else label
+            for label, own, again in zip(labels, groups, twice, strict=True)
+        ]
+    return labels
+
+
+def label_of(run: RunRecord, keys: Sequence[str]) -> str:
+    """Return the settings in which a run differs from others, in a few words."""
+    leaves = [key.rpartition(".")[2] for key in keys]
+    words = []
+    for key, leaf in zip(keys, leaves, strict=True):
+        value = run.setting(key)
+        if value is None:
+            continue
+        name = leaf if leaves.count(leaf) == 1 else key
+        words.append(value if "." not in key else f"{name}={value}")
+    return ", ".join(words) or "all runs"
+
+
+def _kind(own: Sequence[RunRecord]) -> str:
+    return "(emulated)" if own[0].emulated else "(real)"
+
+
+def _cards(own: Sequence[RunRecord]) -> str:
+    return "on " + " + ".join(plain(name) for name in own[0].device_names)
+
+
+def plain(name: str) -> str:
+    """Return a device's name without the word that marks it emulated."""
+    return name.removesuffix(" (emulated)")
+
+
+def _variant(
+    label: str,
+    keys: Sequence[str],
+    own: Sequence[RunRecord],
+    equal: EqualSplits,
+    single: Baseline | None,
+) -> Variant:
+    own = sorted(own, key=lambda run: run.seed or 0)
+    invalid = [run for run in own if not run.valid]
+    timed = [run for run in own if run.valid] or own
+    valid = len(invalid) < len(own)
+    reasons = [str(run.summary.get("invalid_reason")) for run in invalid]
+    fallbacks = [f"{told['from']} → {told['to']}" for run in own if (told := run.fallback) is not None]
+    predicted = figures.numbers(timed, figures.predicted_step_seconds)
+    ceilings = figures.numbers(timed, lambda run: figures.told(run, "ceiling"))
+    sent = figures.numbers(own, lambda run: run.summary["comm"]["bytes_per_step"])
+    samples = figures.numbers(own, figures.trained_samples)
+    sources = [one for run in timed if (one := figures.energy_source(run)) is not None]
+    largest = max(own, key=lambda run: len(run.device_names))
+    compared = valid and single is not None
+    return Variant(
+        label=label,
+        settings={key: NOT_SET if (value := own[0].setting(key)) is None else value for key in keys},
+        runs=tuple(own),
+        emulated=own[0].emulated,
+        valid=valid,
+        invalid_reason="; ".join(dict.fromkeys(reasons)) or None,
+        fallback=", ".join(dict.fromkeys(fallbacks)) or None,
+        num_devices=len(largest.device_names),
+        samples_per_second=interval(figures.numbers(timed, figures.throughput)),
+        step_seconds=interval(figures.numbers(timed, figures.step_seconds)),
+        predicted_step_seconds=statistics.fmean(predicted) if predicted else None,
+        efficiency=interval(figures.numbers(timed, lambda run: figures.told(run, "efficiency"))),
+        ceiling=statistics.fmean(ceilings) if ceilings else None,
+        lost_to=_lost_to(timed),
+        train_loss=interval(_finite(figures.numbers(own, figures.train_loss))),
+        eval_loss=interval(_finite(figures.numbers(own, figures.eval_loss))),
+        gain_over_equal=ratio_interval(ratios_to_equal(timed, keys, equal)) if valid else None,
+        gain_over_single=ratio_interval(ratios_to_single(timed, single)) if compared and single else None,
+        joules_per_sample=interval(figures.numbers(timed, figures.joules_per_sample)),
+        energy_source=", ".join(dict.fromkeys(sources)) or None,
+        bytes_per_step=_mean(sent),
+        exact=all(run.exact for run in own),
+        num_diverged=sum(map(figures.diverged, own)),
+        num_invalid=len(invalid),
+        single=single if compared else None,
+        devices=largest.device_names,
+        total_samples=_mean(samples),
+    )
+
+
+def _lost_to(runs: Sequence[RunRecord]) -> dict[str, float] | None:
+    """Return the means of what was lost to each, of the runs that have an efficiency."""
+    losses = [run.summary["lost_to"] for run in runs if run.summary.get("efficiency") is not None]
+    return {name: statistics.fmean(one[name] for one in losses) for name in LOST_TO} if losses else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
