@@ -94,6 +94,14 @@ def merge(arguments: list[str]) -> int:
     return merge_main(arguments)
 
 
+@command
+def report(arguments: list[str]) -> int:
+    """Compare runs and sweeps: one page, text and tables (hetexp report --help)."""
+    from hetexp.commands.report import main as report_main
+
+    return report_main(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a subcommand may also leave by `SystemExit`.
 

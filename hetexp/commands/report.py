@@ -1,0 +1,74 @@
+"""`hetexp report`: runs compared, as a page, as text and as tables."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_EPILOG = """\
+examples
+  hetexp report outputs/sweeps/2026-01-31/12-00-00-0a1b2c      a sweep; the report goes into its folder
+  hetexp report outputs/2026-01-31                             all runs of a day
+  hetexp report RUN RUN SWEEP --output comparison --title "Both machines\""""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare, write the files and say what they say; return 2 where it cannot be done."""
+    options = parser().parse_args(arguments)
+    from hetexp.core.errors import HetexpError
+
+    try:
+        return _run(options)
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own words."""
+    made = argparse.ArgumentParser(
+        prog="hetexp report",
+        description="Compare runs and sweeps: throughput, efficiency, losses and gains with their confidence "
+        "intervals over seeds, as one page that needs no network, as text and as CSV.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("folders", nargs="+", metavar="FOLDER", type=Path, help="run, sweep, or one above them")
+    made.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of report.html, report.md and the tables; by default FOLDER where there is one, else "
+        "report",
+    )
+    made.add_argument("--title", help="of the report; by default the folders' names")
+    made.add_argument("--open", action="store_true", help="show the page in the browser")
+    return made
+
+
+def _run(options: argparse.Namespace) -> int:
+    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.files import folder_problem
+    from hetexp.report.comparison import compare
+    from hetexp.report.runs import read_runs
+    from hetexp.report.write import TABLES, TEXT, write_files
+
+    folder = options.output or (options.folders[0] if len(options.folders) == 1 else Path("report"))
+    runs = read_runs(options.folders)
+    problem = folder_problem(folder)
+    if problem:
+        told = problem[:1].upper() + problem[1:]
+        raise ConfigError(must_be("--output", "a folder that can be written", str(folder), told))
+    title = options.title or ", ".join(path.resolve().name for path in options.folders)
+    comparison = compare(runs, title)
+    page = write_files(comparison, folder)
+    print(comparison.answer)
+    print(f"Report: {page}")
+    print(f"Beside it: {', '.join((TEXT, *TABLES))}")
+    if options.open:
+        import webbrowser
+
+        webbrowser.open(page.resolve().as_uri())
+    return 0
