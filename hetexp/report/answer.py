@@ -45,33 +45,33 @@ def _lead(best: Variant, count: int) -> str:
     if best.num_devices == 1 and count > 1:
         name = plain(best.devices[0])
         return f"`{best.label}`, the {name} alone, is the fastest of {count} variants: {fast}{emulated}."
-    if gain is None or best.single is None or best.num_devices == 1:
+    if gain is None or best.single_device is None or best.num_devices == 1:
         several = f" is the fastest of {count} variants:" if count > 1 else " trains"
         return f"`{best.label}`{several} {fast}{emulated}."
     if gain.mean < 1:
         return (
             f"`{best.label}` is the fastest of {count} variants: {fast}{emulated}. But the "
-            f"{plain(best.single.device)} alone is {1 / gain.mean:.2f}× as fast."
+            f"{plain(best.single_device)} alone is {1 / gain.mean:.2f}× as fast."
         )
     equal = best.gain_over_equal
     more = ""
     if equal is not None and best.settings.get("balancing") != "equal":
         more = f", and {equal.mean:.2f}× as fast as with an equal split"
     return (
-        f"`{best.label}` trains {gain.mean:.2f}× as fast as the {plain(best.single.device)} alone"
-        f"{_seeds(gain)}{more}{emulated}."
+        f"`{best.label}` trains {gain.mean:.2f}× as fast as the {plain(best.single_device)} alone"
+        f"{_seeds(gain, 3)}{more}{emulated}."
     )
 
 
-def _seeds(value: Interval) -> str:
+def _seeds(value: Interval, digits: int = 4) -> str:
     """Return the bounds and the number of seeds in brackets."""
-    inside = [part for part in (interval_text(value), counted(value.count, "seed")) if part]
+    inside = [part for part in (interval_text(value, digits), counted(value.count, "seed")) if part]
     return f" [{', '.join(inside)}]"
 
 
 def _times(one: Variant) -> str:
     gain = one.gain_over_single
-    return f" ({gain.mean:.2f}×{_seeds(gain)})" if gain is not None else ""
+    return f" ({gain.mean:.2f}×{_seeds(gain, 3)})" if gain is not None else ""
 
 
 def _told_apart(best: Variant, rival: Variant) -> list[str]:
@@ -88,14 +88,12 @@ def _told_apart(best: Variant, rival: Variant) -> list[str]:
 
 def _same_work(one: Variant, other: Variant) -> bool:
     """Whether two variants are compared with the same device alone, or neither is."""
-    if one.single is None or other.single is None:
-        return one.single is other.single
-    return one.single.samples_per_second == other.single.samples_per_second
+    return one.single_samples_per_second == other.single_samples_per_second
 
 
 def _why_none(variants: Sequence[Variant]) -> str:
     counts = {
-        "{} too fast for this machine to emulate": sum(not one.valid for one in variants),
+        "{} invalid": sum(not one.valid for one in variants),
         "{} fell back to another strategy": sum(one.fallback is not None for one in variants),
         "{} diverged": sum(one.num_diverged > 0 for one in variants),
         "{} did not tell a throughput": sum(one.samples_per_second is None for one in variants),

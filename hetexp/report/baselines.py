@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hetexp.report.figures import throughput
-from hetexp.report.results import Baseline
 from hetexp.report.runs import RunRecord
 
 HOW = ("strategy", "balancing", "hardware", "comm", "logger", "launch")
 """Groups that say how the same work is done, not what work."""
 CALIBRATED, OWN = "calibrated before the runs", "its own work during the runs"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The fastest device alone, among runs of the same work."""
+
+    device: str
+    samples_per_second: float
+    source: str
+    """Where that is known from: runs of it alone, a calibration, or its own work during runs."""
+    by_seed: dict[int | None, float] = field(default_factory=dict)
+    """Of runs of it alone; empty where there are none."""
+
 
 Work = tuple[bool, tuple[str | None, ...]]
 """Emulated or real, and the settings besides how it is done: runs of equal work are compared."""

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hetexp.report.answer import answer_of
-from hetexp.report.curves import points, thinned
+from hetexp.report.curves import points
 from hetexp.report.figures import joules_per_sample, throughput
-from hetexp.report.intervals import interval
+from hetexp.report.intervals import CONFIDENCE, interval
 from hetexp.report.notes import notes_of
 from hetexp.report.profiles import profiles_of
 from hetexp.report.results import (
-    Baseline,
     Comparison,
     CurvePoint,
     DeviceProfile,
@@ -22,11 +21,11 @@ from hetexp.report.results import (
     WeightsCurve,
 )
 from hetexp.report.runs import RunRecord, differing
-from hetexp.report.variants import variants_of
+from hetexp.report.variants import plain, variants_of
 from hetexp.report.weights_curve import curve_of
 
 __all__ = [
-    "Baseline",
+    "CONFIDENCE",
     "Comparison",
     "CurvePoint",
     "DeviceProfile",
@@ -38,13 +37,12 @@ __all__ = [
     "interval",
     "joules_per_sample",
     "points",
-    "thinned",
     "throughput",
 ]
 
 SEED = "trainer.seed"
-NO_SETTING = (SEED, "resume", "name", "plan_only")
-"""Keys that make no variant of their own."""
+NO_SETTING = (SEED, "resume", "name", "plan_only", "hardware.time_scale")
+"""Keys that make no variant of their own: what they change is not compared, or is taken out."""
 
 
 def compare(runs: Sequence[RunRecord], title: str) -> Comparison:
@@ -58,15 +56,14 @@ def compare(runs: Sequence[RunRecord], title: str) -> Comparison:
     variants = variants_of(done, keys)
     best = next(iter(candidates(variants)), None)
     compared = best if best is not None else next(iter(variants), None)
-    single = compared.single if compared is not None else None
     found = Comparison(
         title=title,
         keys=tuple(keys),
         variants=tuple(variants),
         failed=tuple(run for run in runs if not run.completed),
         best=best,
-        single_samples_per_second=single.samples_per_second if single is not None else None,
-        single_source=f"{single.device}: {single.source}" if single is not None else None,
+        single_samples_per_second=compared.single_samples_per_second if compared is not None else None,
+        single_source=_source(compared),
         emulated=any(run.emulated for run in runs),
         common=_common(runs),
         curve=curve_of(variants, keys),
@@ -74,6 +71,12 @@ def compare(runs: Sequence[RunRecord], title: str) -> Comparison:
     )
     found = replace(found, notes=tuple(notes_of(found)))
     return replace(found, answer=answer_of(found, candidates(variants)))
+
+
+def _source(one: Variant | None) -> str | None:
+    if one is None or one.single_device is None:
+        return None
+    return f"{plain(one.single_device)}, {one.single_source}"
 
 
 def candidates(variants: Sequence[Variant]) -> list[Variant]:

@@ -9,9 +9,6 @@ from typing import Any
 from hetexp.report.results import Point
 from hetexp.report.runs import RunRecord
 
-MOST = 300
-"""Points of a curve that a page shows."""
-
 
 def points(run: RunRecord) -> list[Point]:
     """Return the logged steps of a run, its clock rebuilt from the windows' own durations.
@@ -36,32 +33,15 @@ def points(run: RunRecord) -> list[Point]:
                 train_loss=line.get("train/loss"),
                 eval_loss=eval_loss,
                 shares=_by_device(line, "share"),
+                device_speeds={
+                    device: speed * run.scale
+                    for device, speed in _by_device(line, "samples_per_second").items()
+                },
                 device_train_losses=_by_device(line, "train_loss"),
                 device_eval_losses=_by_device(line, "eval_loss"),
             )
         )
     return found
-
-
-def thinned(found: Sequence[Point], most: int = MOST) -> list[Point]:
-    """Return so many of the points at most, evenly, the first and the last and all evaluations among them.
-
-    Of more evaluations than that, evenly spread ones are left, too.
-    """
-    if len(found) <= most:
-        return list(found)
-    trained = [i for i, point in enumerate(found) if point.eval_loss is None]
-    evaluated = _spread([i for i, point in enumerate(found) if point.eval_loss is not None], most // 2)
-    kept = sorted({*evaluated, *_spread(trained, most - len(evaluated))})
-    return [found[i] for i in kept]
-
-
-def _spread(places: Sequence[int], most: int) -> list[int]:
-    if len(places) <= most:
-        return list(places)
-    if most < 2:
-        return list(places[-most:]) if most else []
-    return [places[round(k * (len(places) - 1) / (most - 1))] for k in range(most)]
 
 
 def _marks(run: RunRecord) -> list[tuple[int, float, float]]:

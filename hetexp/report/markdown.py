@@ -18,6 +18,8 @@ HOW = """\
 - **samples/s**: samples ÷ seconds of training, waiting and logging included, evaluations and checkpoints not.
 - **Emulated** runs: seconds are the modelled devices', wall-clock ÷ the run's time scale.
 - **step, predicted**: mean seconds of a step; predicted by the calibration, else by the cost model.
+- **Devices by themselves**: measured before the runs. **Devices in the runs**: their samples ÷ the seconds in
+  which they computed, waiting for others left out; larger shares weigh fixed costs less.
 - **efficiency**: samples/s ÷ the sum of what the devices that took part do alone. **Ceiling**: the most that
   fixed costs, rounding and the exchange allow. What was lost to each, and the efficiency, sum to 1.
 - **× single**: samples/s ÷ those of the fastest device alone; **× equal**: ÷ those of `balancing=equal` with
@@ -36,6 +38,7 @@ def render(comparison: Comparison) -> str:
         ("Where the rest went", _losses(comparison.variants)),
         ("Weights curve", _curve(comparison.curve)),
         ("Devices by themselves", _profiles(comparison.profiles)),
+        ("Devices in the runs", _device_speeds(comparison.variants)),
         ("Runs that did not complete", _failures(comparison)),
         ("Notes", "\n".join(f"- {note}" for note in comparison.notes)),
         ("In all runs", _common(comparison.common)),
@@ -191,6 +194,22 @@ def _profiles(profiles: Sequence[DeviceProfile]) -> str:
     if not any(row[-1] for row in rows):
         header, rows = header[:-1], [row[:-1] for row in rows]
     return _table([header, *rows]) if rows else ""
+
+
+def _device_speeds(variants: Sequence[Variant]) -> str:
+    """Return what each device did while it computed, of variants with several."""
+    rows = [
+        [
+            _name(one, False),
+            plain(device) + (" (emulated)" if one.emulated else ""),
+            number(speed),
+            f"{speed / max(one.device_speeds.values()):.3f}",
+        ]
+        for one in variants
+        if len(one.device_speeds) > 1
+        for device, speed in one.device_speeds.items()
+    ]
+    return _table([["variant", "device", "samples/s while it computes", "÷ fastest"], *rows]) if rows else ""
 
 
 def _failures(comparison: Comparison) -> str:

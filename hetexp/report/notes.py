@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from hetexp.report.baselines import OWN
+from hetexp.report.baselines import CALIBRATED, OWN
 from hetexp.report.figures import eval_loss
 from hetexp.report.profiles import fault_of
 from hetexp.report.results import Comparison, Variant
@@ -163,20 +163,20 @@ def _left_out(variants: Sequence[Variant]) -> Iterator[str]:
 
 
 def _baselines(found: Comparison) -> Iterator[str]:
-    singles = {id(one.single): one.single for one in found.variants if one.single is not None}
-    unmeasured = [one for one in singles.values() if not one.by_seed]
-    if unmeasured:
-        told = _few(dict.fromkeys(f"{plain(one.device)}, {one.source}" for one in unmeasured))
+    single = [one for one in found.variants if one.single_device is not None]
+    figures = [one for one in single if one.single_source in (CALIBRATED, OWN)]
+    if figures:
+        told = _few(dict.fromkeys(f"{plain(str(one.single_device))}, {one.single_source}" for one in figures))
         low = (
             " Its own work beside others makes a device look slower than alone."
-            if any(one.source == OWN for one in unmeasured)
+            if any(one.single_source == OWN for one in figures)
             else ""
         )
         yield (
             f"No run is of the fastest device alone: gains over it are ÷ one figure of it ({told}), which "
             f"has no interval of its own.{low}"
         )
-    if len({one.samples_per_second for one in singles.values()}) > 1:
+    if len({one.single_samples_per_second for one in single}) > 1:
         yield "Each variant's gain is over the fastest device alone with the same work, not over one for all."
 
 

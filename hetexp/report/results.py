@@ -34,22 +34,12 @@ class Point:
     eval_loss: float | None
     shares: dict[str, float]
     """By device id."""
+    device_speeds: dict[str, float] = field(default_factory=dict)
+    """Samples a second of each device while it computed, by its id."""
     device_train_losses: dict[str, float] = field(default_factory=dict)
     """By device id, where each takes steps of its own."""
     device_eval_losses: dict[str, float] = field(default_factory=dict)
     """By device id, where each trains a model of its own; `eval_loss` is their mean by share then."""
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The fastest device alone, among runs of the same work."""
-
-    device: str
-    samples_per_second: float
-    source: str
-    """Where that is known from: runs of it alone, a calibration, or its own work during runs."""
-    by_seed: dict[int | None, float] = field(default_factory=dict)
-    """Of runs of it alone; empty where there are none."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +74,7 @@ class Variant:
     gain_over_equal: Interval | None
     """Throughput ÷ that of `balancing=equal` with the same other settings and seed; a geometric mean."""
     gain_over_single: Interval | None
-    """Throughput ÷ that of the fastest device alone (`single`) with the same seed; a geometric mean."""
+    """Throughput ÷ that of the fastest device alone with the same seed; a geometric mean."""
     joules_per_sample: Interval | None
     energy_source: str | None
     bytes_per_step: float | None
@@ -93,10 +83,15 @@ class Variant:
     num_diverged: int = 0
     """Runs whose last loss is not finite."""
     num_invalid: int = 0
-    single: Baseline | None = None
-    """What `gain_over_single` compares with."""
+    single_device: str | None = None
+    """The fastest device alone, which `gain_over_single` compares with."""
+    single_samples_per_second: float | None = None
+    single_source: str | None = None
+    """Where that is known from: runs of it alone, a calibration, or its own work during runs."""
     devices: tuple[str, ...] = ()
     """Names, of the run with the most devices."""
+    device_speeds: dict[str, float] = field(default_factory=dict)
+    """Samples a second of each device while it computed in the runs, the mean over them; by id and name."""
     total_samples: float | None = None
     """That a run trained on, the mean."""
 

@@ -46,6 +46,9 @@ def curves_csv(comparison: Comparison) -> str:
                     "eval_loss": point.eval_loss,
                 }
                 row |= {f"share[{device}]": share for device, share in point.shares.items()}
+                row |= {
+                    f"samples_per_second[{device}]": speed for device, speed in point.device_speeds.items()
+                }
                 row |= {f"train_loss[{device}]": loss for device, loss in point.device_train_losses.items()}
                 row |= {f"eval_loss[{device}]": loss for device, loss in point.device_eval_losses.items()}
                 rows.append(row)
@@ -131,9 +134,9 @@ def _variant(one: Variant, best: bool) -> Row:
         "ceiling": one.ceiling,
         **{f"lost_to_{name}": (one.lost_to or {}).get(name) for name in LOST_TO},
         **_interval("gain_over_single", one.gain_over_single),
-        "single_device": one.single.device if one.single is not None else None,
-        "single_samples_per_second": one.single.samples_per_second if one.single is not None else None,
-        "single_source": one.single.source if one.single is not None else None,
+        "single_device": one.single_device,
+        "single_samples_per_second": one.single_samples_per_second,
+        "single_source": one.single_source,
         **_interval("gain_over_equal", one.gain_over_equal),
         **_interval("train_loss", one.train_loss),
         **_interval("eval_loss", one.eval_loss),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from hetexp.core.summary import LOST_TO
 from hetexp.report import figures
 from hetexp.report.baselines import (
+    Baseline,
     EqualSplits,
     Work,
     equal_splits,
@@ -18,7 +19,7 @@ from hetexp.report.baselines import (
     work_of,
 )
 from hetexp.report.intervals import interval, ratio_interval
-from hetexp.report.results import Baseline, Variant
+from hetexp.report.results import Variant
 from hetexp.report.runs import RunRecord
 
 NOT_SET = "–"
@@ -78,10 +79,11 @@ def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[
     """Return a short name of each group that no other has."""
     labels = [label_of(own[0], keys) for own in groups]
     for tell in (_kind, _cards):
-        twice = [labels.count(label) > 1 for label in labels]
+        told = [tell(own) for own in groups]
+        pairs = list(zip(labels, told, strict=True))
         labels = [
-            f"{label} {tell(own)}" if again else label
-            for label, own, again in zip(labels, groups, twice, strict=True)
+            f"{label} {word}" if len({own for one, own in pairs if one == label}) > 1 else label
+            for label, word in pairs
         ]
     return labels
 
@@ -131,7 +133,7 @@ def _variant(
     samples = figures.numbers(own, figures.trained_samples)
     sources = [one for run in timed if (one := figures.energy_source(run)) is not None]
     largest = max(own, key=lambda run: len(run.device_names))
-    compared = valid and single is not None
+    single = single if valid else None
     return Variant(
         label=label,
         settings={key: NOT_SET if (value := own[0].setting(key)) is None else value for key in keys},
@@ -150,15 +152,18 @@ def _variant(
         train_loss=interval(_finite(figures.numbers(own, figures.train_loss))),
         eval_loss=interval(_finite(figures.numbers(own, figures.eval_loss))),
         gain_over_equal=ratio_interval(ratios_to_equal(timed, keys, equal)) if valid else None,
-        gain_over_single=ratio_interval(ratios_to_single(timed, single)) if compared and single else None,
+        gain_over_single=ratio_interval(ratios_to_single(timed, single)) if single else None,
         joules_per_sample=interval(figures.numbers(timed, figures.joules_per_sample)),
         energy_source=", ".join(dict.fromkeys(sources)) or None,
         bytes_per_step=_mean(sent),
         exact=all(run.exact for run in own),
         num_diverged=sum(map(figures.diverged, own)),
         num_invalid=len(invalid),
-        single=single if compared else None,
+        single_device=single.device if single is not None else None,
+        single_samples_per_second=single.samples_per_second if single is not None else None,
+        single_source=single.source if single is not None else None,
         devices=largest.device_names,
+        device_speeds=_device_speeds(timed),
         total_samples=_mean(samples),
     )
 
@@ -167,6 +172,18 @@ def _lost_to(runs: Sequence[RunRecord]) -> dict[str, float] | None:
     """Return the means of what was lost to each, of the runs that have an efficiency."""
     losses = [run.summary["lost_to"] for run in runs if run.summary.get("efficiency") is not None]
     return {name: statistics.fmean(one[name] for one in losses) for name in LOST_TO} if losses else None
+
+
+def _device_speeds(runs: Sequence[RunRecord]) -> dict[str, float]:
+    """Return each device's own speed during the runs, where every device of a run tells it."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        devices = run.summary["devices"]
+        if all(device.get("samples_per_s") is not None for device in devices):
+            for device in devices:
+                name = f"{device['id']} · {device['name']}"
+                found.setdefault(name, []).append(float(device["samples_per_s"]) * run.scale)
+    return {name: statistics.fmean(speeds) for name, speeds in found.items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:
