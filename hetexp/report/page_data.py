@@ -1,0 +1,228 @@
+"""What the report's page shows of a comparison, as plain values: its curves, its splits, its JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from hetexp.report.comparison import Comparison, Point, Variant, points, throughput
+from hetexp.report.runs import RunRecord
+
+MOST_DRAWN = 12
+"""Variants in a chart: more have no colour of their own, and nobody tells them apart."""
+MOST_POINTS = 200
+"""Points of a curve."""
+CHANGED = 0.005
+"""A share that moves by less during a run is drawn as one that stays."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A loss over training: the mean over seeds at the steps that all of them logged."""
+
+    steps: tuple[int, ...]
+    samples: tuple[float, ...]
+    seconds: tuple[float, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    """Lowest of the seeds; empty where there is one."""
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a run split its batches, over the steps of its log."""
+
+    steps: tuple[int, ...]
+    by_device: dict[str, tuple[float, ...]]
+    """By device, as `device_names` calls them."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether a share moved by more than rounding does."""
+        return any(max(own) - min(own) > CHANGED for own in self.by_device.values())
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A variant that charts show."""
+
+    variant: Variant
+    number: int
+    """In the page's table, the fastest being 1."""
+    colour: str
+    """Class of its colour, in every chart."""
+    train: Curve | None
+    eval: Curve | None
+    shares: Shares | None
+
+
+def drawn(comparison: Comparison) -> list[Drawn]:
+    """Return the variants that charts show: the fastest, and always the best."""
+    numbered = [
+        (n, one) for n, one in enumerate(comparison.variants, 1) if one.samples_per_second is not None
+    ]
+    found = numbered[:MOST_DRAWN]
+    best = next(((n, one) for n, one in numbered if one is comparison.best), None)
+    if best is not None and best not in found:
+        found[-1:] = [best]
+    return [_drawn(variant, number, place) for place, (number, variant) in enumerate(found, 1)]
+
+
+def _drawn(variant: Variant, number: int, place: int) -> Drawn:
+    logged = [points(run) for run in variant.runs]
+    return Drawn(
+        variant,
+        number,
+        f"v{place}",
+        _loss_curve([[(one, one.train_loss) for one in own] for own in logged]),
+        _loss_curve([[(one, one.eval_loss) for one in own] for own in logged]),
+        _shares(variant.runs[0], logged[0]) if logged else None,
+    )
+
+
+def _loss_curve(logged: Sequence[Sequence[tuple[Point, float | None]]]) -> Curve | None:
+    """Return the curve of a variant whose seeds logged these losses; None where nothing was logged.
+
+    A loss that is not finite is no point of it: a curve that diverged ends.
+    """
+    by_run = [
+        {point.step: (point, loss) for point, loss in own if loss is not None and math.isfinite(loss)}
+        for own in logged
+    ]
+    by_run = [one for one in by_run if one]
+    if not by_run:
+        return None
+    steps = thinned([step for step in by_run[0] if all(step in one for one in by_run)])
+    if not steps:
+        return None
+    at = [[one[step] for one in by_run] for step in steps]
+    losses = [[loss for _, loss in found] for found in at]
+    several = len(by_run) > 1
+    return Curve(
+        tuple(steps),
+        tuple(statistics.fmean(point.samples for point, _ in found) for found in at),
+        tuple(statistics.fmean(point.seconds for point, _ in found) for found in at),
+        tuple(statistics.fmean(own) for own in losses),
+        tuple(min(own) for own in losses) if several else (),
+        tuple(max(own) for own in losses) if several else (),
+    )
+
+
+def _shares(run: RunRecord, logged: Sequence[Point]) -> Shares | None:
+    """Return the split of a run over its steps; None of one device, or without a log of it."""
+    names = device_names(run)
+    known = thinned([point for point in logged if len(point.shares) > 1 and set(point.shares) <= set(names)])
+    if not known:
+        return None
+    devices = [device for device in names if any(device in point.shares for point in known)]
+    return Shares(
+        tuple(point.step for point in known),
+        {names[device]: tuple(point.shares.get(device, 0.0) for point in known) for device in devices},
+    )
+
+
+def device_names(run: RunRecord) -> dict[str, str]:
+    """Return the names of a run's devices by id, with the id where several have one name."""
+    devices = run.summary.get("devices") or []
+    names = [device["name"] for device in devices]
+    return {
+        device["id"]: device["name"]
+        if names.count(device["name"]) == 1
+        else f"{device['name']} {device['id']}"
+        for device in devices
+    }
+
+
+def profile_names(comparison: Comparison) -> list[str]:
+    """Return the names of the profiled devices, as `device_names` has those of runs."""
+    parts = [profile.device.partition(" · ") for profile in comparison.profiles]
+    names = [name or id_ for id_, _, name in parts]
+    return [
+        name if names.count(name) == 1 else f"{name} {id_}"
+        for name, (id_, _, _) in zip(names, parts, strict=True)
+    ]
+
+
+def thinned(values: Sequence[Any]) -> list[Any]:
+    """Return at most `MOST_POINTS` of the values, evenly spaced, the first and the last among them."""
+    last = len(values) - 1
+    if last < MOST_POINTS:
+        return list(values)
+    return [values[round(place * last / (MOST_POINTS - 1))] for place in range(MOST_POINTS)]
+
+
+def plain(comparison: Comparison, shown: Sequence[Drawn]) -> dict[str, Any]:
+    """Return the comparison as JSON holds it: all figures of all variants, and the curves that are drawn."""
+    by_number = {one.number: one for one in shown}
+    variants = []
+    for number, variant in enumerate(comparison.variants, 1):
+        own = by_number.get(number)
+        curves = None if own is None else _plain_curves(own)
+        variants.append(_plain_variant(variant) | {"number": number, "drawn": curves})
+    best = comparison.best
+    return {
+        "title": comparison.title,
+        "answer": comparison.answer,
+        "keys": list(comparison.keys),
+        "emulated": comparison.emulated,
+        "best": None if best is None else best.label,
+        "single_samples_per_second": comparison.single_samples_per_second,
+        "single_source": comparison.single_source,
+        "variants": variants,
+        "failed": [_plain_run(run) for run in comparison.failed],
+        "curve": None if comparison.curve is None else asdict(comparison.curve),
+        "profiles": [asdict(profile) for profile in comparison.profiles],
+        "notes": list(comparison.notes),
+        "common": dict(comparison.common),
+    }
+
+
+def _plain_curves(one: Drawn) -> dict[str, Any]:
+    curves = {name: getattr(one, name) for name in ("train", "eval", "shares")}
+    found = {name: None if curve is None else asdict(curve) for name, curve in curves.items()}
+    return found | {"colour": one.colour}
+
+
+def _plain_variant(variant: Variant) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in fields(variant):
+        value = getattr(variant, field.name)
+        if field.name != "runs":
+            found[field.name] = (
+                asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+            )
+    return found | {"runs": [_plain_run(run) for run in variant.runs]}
+
+
+def _plain_run(run: RunRecord) -> dict[str, Any]:
+    return {
+        "run_id": run.summary.get("run_id"),
+        "seed": run.seed,
+        "folder": str(run.folder),
+        "status": run.status,
+        "error": run.summary.get("error"),
+        "overrides": list(run.overrides),
+        "samples_per_second": throughput(run),
+    }
+
+
+def as_json(values: dict[str, Any]) -> str:
+    """Return JSON that a script element may hold: nothing in it ends the element or begins a comment."""
+    text = json.dumps(_finite(values), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
