@@ -60,6 +60,11 @@ class Drawn:
     eval: Curve | None
     shares: Shares | None
 
+    @property
+    def name(self) -> str:
+        """Its label, for a chart: speeds of an invalid variant are nowhere shown without the word."""
+        return self.variant.label if self.variant.valid else f"{self.variant.label} (invalid)"
+
 
 def drawn(comparison: Comparison) -> list[Drawn]:
     """Return the variants that charts show: the fastest, and always the best."""

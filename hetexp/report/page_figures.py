@@ -75,7 +75,7 @@ def figure(
 def row(one: Drawn) -> Row:
     """Return what a row of a chart says of a variant."""
     variant = one.variant
-    return Row(variant.label, one.number, one.colour, variant.emulated, not variant.valid)
+    return Row(one.name, one.number, one.colour, variant.emulated, not variant.valid)
 
 
 def with_interval(found: Interval, digits: int = 4) -> str:
@@ -218,7 +218,7 @@ def _loss_lines(one: Drawn, axis: str, bands: bool) -> list[Line]:
         if curve is not None:
             found.append(
                 Line(
-                    one.variant.label,
+                    one.name,
                     one.colour,
                     getattr(curve, axis),
                     curve.mean,
@@ -278,12 +278,12 @@ def split_over_time(shown: Sequence[Drawn], colours: dict[str, str]) -> list[Fig
             width: float,
             steps: Sequence[int] = shares.steps,
             layers: Sequence[tuple[str, str, Sequence[float]]] = layers,
-            label: str = one.variant.label,
+            label: str = one.name,
         ) -> str:
             return charts_lines.areas(steps, layers, width, f"Shares over steps: {label}")
 
         legend = [(colour, name) for name, colour, _ in layers]
-        name, id_ = f"{one.number} {one.variant.label}", f"split-{one.number}"
+        name, id_ = f"{one.number} {one.name}", f"split-{one.number}"
         figures.append(figure(id_, "", [one], draw, full=False, name=name, legend=legend))
     return figures
 
@@ -297,8 +297,8 @@ def predicted(shown: Sequence[Drawn]) -> Figure | None:
             continue
         off = deviation(measured.mean, model)
         both = f"predicted {seconds(model)}, measured {seconds(measured.mean)}"
-        tip = f"{one.variant.label}: {both} ({off})"
-        name = f"{one.number}: {off}"
+        tip = f"{one.name}: {both} ({off})"
+        name = f"{one.number}: {off}" if one.variant.valid else f"{one.number} (invalid): {off}"
         found.append(Spot(model, measured.mean, one.colour, tip, name, hollow=one.variant.emulated))
     if len(found) < 2:
         return None

@@ -145,7 +145,7 @@
     const box = plot.over.getBoundingClientRect();
     const name = kind === "train" ? "training" : "evaluation";
     const where = axis === "seconds" ? "after " + write(curve.seconds[i]) : "after " + write(Math.round(curve.samples[i])) + " samples";
-    show(`${one.number} ${one.label}: ${name} loss ${+curve.mean[i].toPrecision(4)} ${where} (step ${curve.steps[i]})`,
+    show(`${one.number} ${one.label}${one.valid ? "" : " (invalid)"}: ${name} loss ${+curve.mean[i].toPrecision(4)} ${where} (step ${curve.steps[i]})`,
       box.left + plot.valToPos(curve[axis][i], "x"), box.top + plot.valToPos(curve.mean[i], "y"));
   }
 

@@ -177,6 +177,16 @@ def test_answer_best_and_marks(rich: Comparison, page: str) -> None:
     assert "<code>hardware.time_scale</code>" in page, "why a variant is invalid"
 
 
+def test_invalid_speeds_are_called_so_in_every_chart(rich: Comparison, page: str) -> None:
+    (outrun,) = (one for one in rich.variants if not one.valid)
+    found = dict(re.findall(r'<figure id="figure-([\w-]+)"(.*?)</figure>', page, re.DOTALL))
+    shown = {name for name, text in found.items() if outrun.label in text}
+    assert {"throughput", "split", "predicted", "loss-seconds", "energy"} <= shown
+    for name in shown:
+        titled = re.findall(rf"{re.escape(outrun.label)}( \(invalid\))?", found[name])
+        assert all(titled), name
+
+
 def test_what_people_typed_stays_text(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     runs = [
