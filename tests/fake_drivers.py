@@ -264,6 +264,7 @@ class FakeAmdSmi:
         lost: FakeCard | None = None,
     ) -> None:
         self.fails = set(fails)
+        self.energy: dict[str, object] = {"energy_accumulator": 0, "counter_resolution": 15.3}
         self.opened = 0
         self._cards = list(cards)
         self._market_name = market_name
@@ -306,6 +307,10 @@ class FakeAmdSmi:
     def amdsmi_get_power_info(self, handle: FakeCard) -> dict[str, object]:
         self._checked("amdsmi_get_power_info", handle)
         return {"current_socket_power": "N/A", "average_socket_power": 88, "power_limit": 0}
+
+    def amdsmi_get_energy_count(self, handle: FakeCard) -> dict[str, object]:
+        self._checked("amdsmi_get_energy_count", handle)
+        return self.energy | {"timestamp": 1}
 
 
 def _structure(name: str, fields: list[tuple[str, Any]]) -> Any:

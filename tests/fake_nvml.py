@@ -71,6 +71,8 @@ class FakeCard:
     power: int = 215_500
     """Milliwatts."""
     power_limit: int = 350_000
+    energy: int | None = None
+    """Millijoules since the driver was loaded; `None`: older than Volta."""
     reasons: int = 0
     """Bits of why its clocks are low."""
     compute: Sequence[tuple[int, int | None]] = ()
@@ -192,6 +194,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetUtilizationRates": lambda h: SimpleNamespace(gpu=_only_cards(h, "utilisation")),
     "nvmlDeviceGetTemperature": lambda h, sensor: _only_cards(h, "temperature"),
     "nvmlDeviceGetPowerUsage": lambda h: _only_cards(h, "power"),
+    "nvmlDeviceGetTotalEnergyConsumption": lambda h: _only_cards(h, "energy"),
     "nvmlDeviceGetEnforcedPowerLimit": lambda h: _only_cards(h, "power_limit"),
     "nvmlDeviceGetCurrentClocksEventReasons": lambda h: _only_cards(h, "reasons"),
     "nvmlDeviceGetComputeRunningProcesses": lambda h: _processes(h.compute),

@@ -99,5 +99,6 @@ def _device(plan: Plan, place: int) -> dict[str, Any]:
         "idle_s": None,
         "peak_memory": None,
         "energy_j": None,
+        "energy_source": None,
         "steps": None,
     }

@@ -68,6 +68,16 @@ class Smi:
                 return float(watts)
         return None
 
+    def energy_joules(self) -> float | None:
+        """Return what the card has drawn since the driver was loaded: a count of so many microjoules each."""
+        answer = self._ask("amdsmi_get_energy_count")
+        if not isinstance(answer, Mapping):
+            return None
+        count = answer.get("energy_accumulator", answer.get("power"))  # the second before ROCm 6.4
+        size = answer.get("counter_resolution")
+        known = isinstance(count, (int, float)) and isinstance(size, (int, float)) and count * size > 0
+        return count * size / 1e6 if known else None
+
     def _field(self, function: str, name: str) -> Any:
         answer = self._ask(function)
         return answer.get(name) if isinstance(answer, Mapping) else None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hetexp.hardware.energy import Counter
     from hetexp.hardware.memory_model import ModelledAllocator
     from hetexp.hardware.pacing import Slowdown
 
@@ -102,6 +103,8 @@ class Backend(ABC):
     """Environment that `hetexp env create` makes for it: `cuda`, `rocm`, `xpu`, `cpu`."""
     torch_type: ClassVar[str] = "cpu"
     """torch's word for such devices."""
+    energy_source: ClassVar[str] = "measured"
+    """What its energy counter is: `measured` or `modelled`."""
     computes_on_cpu: ClassVar[bool] = False
     """Whether ranks of this backend compete for the cores of the CPU."""
 
@@ -195,6 +198,11 @@ class Backend(ABC):
         self.waits.append((start, self.mark()))
         if self._slowdown is not None:
             self._slowdown.go_on()
+
+    @contextmanager
+    def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
+        """Open what counts the energy that the device draws; `None` where nobody does."""
+        yield None
 
     @abstractmethod
     def peak_memory_bytes(self) -> int | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from hetexp.core.device import DeviceSpec
@@ -12,6 +14,7 @@ from hetexp.hardware import nvml
 from hetexp.hardware.accelerator import CudaNamespaceBackend
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.cuda_mask import MASK, Mask
+from hetexp.hardware.energy import Counter
 from hetexp.hardware.found import Found, Seen
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
@@ -66,6 +69,16 @@ class CudaBackend(CudaNamespaceBackend):
             # Only where there is no UUID. Our numbers follow the bus, CUDA's by default the cards' speed.
             return {MASK: mask, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return {MASK: mask}
+
+    @contextmanager
+    def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
+        with ExitStack() as stack:
+            try:
+                library = stack.enter_context(nvml.opened(machine))
+                card = nvml.find(library, self.spec.uuid, self.spec.pci)
+            except nvml.NotAnsweringError:
+                card = None
+            yield partial(nvml.energy_joules, card) if card is not None else None
 
     def _seen_uuid(self, module: Any) -> str | None:
         # CUDA runtimes differ in whether they tell an instance's own UUID or its card's.

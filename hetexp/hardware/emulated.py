@@ -18,6 +18,8 @@ from hetexp.hardware.backend import StagePasses
 from hetexp.hardware.catalogue import Card, card_of
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.deviation import Deviation
+from hetexp.hardware.energy import Counter
+from hetexp.hardware.machine import Machine
 from hetexp.hardware.memory_model import ModelledAllocator
 from hetexp.hardware.pacing import Pacer, count_work
 
@@ -97,6 +99,7 @@ class EmulatedBackend(CpuBackend):
     """Paces the passes of one model and limits its memory."""
 
     computes_on_cpu: ClassVar[bool] = True
+    energy_source: ClassVar[str] = "modelled"
 
     def __init__(self, spec: DeviceSpec) -> None:
         super().__init__(spec)
@@ -125,6 +128,15 @@ class EmulatedBackend(CpuBackend):
 
     def peak_memory_bytes(self) -> int | None:
         return self._allocator.peak_bytes if self._allocator is not None else None
+
+    @contextmanager
+    def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
+        """Give what the card draws at its power limit while it works, as `hetexp plan` predicts it."""
+        yield self._joules if self.spec.power_limit_watts is not None else None
+
+    def _joules(self) -> float:
+        assert self.spec.power_limit_watts is not None
+        return self.spec.power_limit_watts * (self.pacer.modelled_seconds if self.pacer is not None else 0.0)
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
         """Count the model's work on `inputs` and hook the passes; nothing is delayed until `start_pacing`."""

@@ -6,8 +6,8 @@ A card is told by its address on the bus. ROCm counts in its own order, GPUs in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +16,7 @@ from hetexp.core.errors import SetupError
 from hetexp.hardware import amd_smi, hip_mask, kfd, sysfs
 from hetexp.hardware.accelerator import CudaNamespaceBackend, bare_uuid, seen_uuid
 from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.energy import Counter
 from hetexp.hardware.found import Found, Process, Reading
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard, pci_cards
@@ -87,6 +88,12 @@ class HipBackend(CudaNamespaceBackend):
             if self._module().is_available():
                 raise
             raise SetupError(f"{error}{_foreign_chip(self.spec.architecture)}") from error
+
+    @contextmanager
+    def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
+        with amd_smi.opened(machine) as told:
+            card = told.get(self.spec.pci or "")
+            yield card.energy_joules if card is not None else None
 
     def _seen_uuid(self, module: Any) -> str | None:
         """Return ROCm's UUID as KFD writes it: HIP's is 16 bytes that are themselves hexadecimal digits."""

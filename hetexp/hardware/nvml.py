@@ -222,6 +222,24 @@ def memory(card: Card, machine: Machine) -> tuple[int | None, int | None]:
     return total, int(answer.free) if answer is not None and total is not None else None
 
 
+def find(library: Any, uuid: str | None, pci: str | None) -> Card | None:
+    """Return the whole card with this UUID, or where there is none, with this address; never an instance.
+
+    Raises:
+        NotAnsweringError: NVML cannot list the cards.
+    """
+    for card in cards(library):
+        if (card.uuid == uuid) if uuid is not None else (pci is not None and card.pci == pci):
+            return card
+    return None
+
+
+def energy_joules(card: Card) -> float | None:
+    """Return what a whole card has drawn since the driver was loaded; Volta and newer tell it."""
+    drawn = _positive(card.ask("nvmlDeviceGetTotalEnergyConsumption"))
+    return drawn / 1000 if drawn is not None else None
+
+
 def reading(card: Card, memory_free_bytes: int | None) -> Reading:
     """Return what the driver says of a card now.
 

@@ -82,6 +82,11 @@ class Pacer:
         """Seconds past the deadlines ÷ modelled seconds, since pacing started."""
         return self._late / self._modelled if self._modelled else 0.0
 
+    @property
+    def modelled_seconds(self) -> float:
+        """Modelled seconds of all phases since pacing started."""
+        return self._modelled / self.time_scale if self.time_scale else 0.0
+
     def slowest_ratio(self) -> float:
         """Return the largest real ÷ modelled time of a phase while nothing was delayed yet.
 

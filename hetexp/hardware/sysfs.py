@@ -57,6 +57,18 @@ def scaled(machine: Machine, file: Path | None, divisor: float) -> float | None:
     return number / divisor if number is not None and number > 0 else None
 
 
+def energy_joules(machine: Machine, address: str) -> float | None:
+    """Return what a card of Intel's has drawn since its driver was loaded; else what its package has.
+
+    The kernel's files count microjoules.
+    """
+    folder = sensors(machine, address)
+    if folder is None:
+        return None
+    names = ("energy1_input", "energy2_input")
+    return next((told for name in names if (told := scaled(machine, folder / name, 1e6)) is not None), None)
+
+
 def positive(number: int | None) -> int | None:
     """Return a size, `None` for 0, which is what a driver writes that does not know it."""
     return number if number is not None and number > 0 else None

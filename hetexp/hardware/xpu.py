@@ -13,10 +13,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +26,7 @@ from hetexp.hardware import sysfs, sysman, xpu_mask
 from hetexp.hardware.accelerator import AcceleratorBackend
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.energy import Counter
 from hetexp.hardware.found import Found, Process, Reading
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
@@ -129,6 +130,11 @@ class XpuBackend(AcceleratorBackend):
                 f"{self.spec} was chosen, but torch sees another card ({known.name}). Remove variables that "
                 f"a start-up file of the interpreter sets ({xpu_mask.MASK}, {xpu_mask.BUS_ORDER})."
             )
+
+    @contextmanager
+    def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
+        pci = self.spec.pci
+        yield partial(sysfs.energy_joules, machine, pci) if pci is not None else None
 
     def _seen_uuid(self, module: Any) -> str | None:
         return None  # Level Zero and Sysman do not agree on what it is; nothing to compare

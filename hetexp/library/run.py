@@ -47,7 +47,7 @@ class Run:
         """To be called instead of the model: data parallel, with the same parameters and methods."""
         self._progress = Progress()
         self._window = Window(parts)
-        self._outcome = Outcome(self._progress, self._window.totals)
+        self._outcome = Outcome(self._progress, self._window.totals, energy=self._window.energy)
         averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
         self._normalizer = LossNormalizer(
             parts.communicator, averaged_over, parts.config.debug.normalizer, parts.loss_scale
@@ -382,7 +382,7 @@ class Run:
 
     def _stop_clock(self) -> None:
         if self._clock_runs:
-            self._window.pause()
+            self._window.stop()
             self._clock_runs = False
 
     @contextmanager

@@ -12,6 +12,8 @@ import torch
 
 from hetexp.balancing.scheduler import idle_seconds, imbalance
 from hetexp.data.loader import LocalBatch
+from hetexp.hardware.backend import Backend
+from hetexp.hardware.energy import EnergyMeter
 from hetexp.training.evaluate import evaluate, evaluate_apart
 from hetexp.training.measure import Meter, Totals
 from hetexp.training.merging import merge_ranks
@@ -37,6 +39,7 @@ class Outcome:
     evaluation: dict[str, float] | None = None
     checkpoint: str | None = None
     stopped_early: bool = False
+    energy: EnergyMeter | None = None
 
 
 def train(parts: Parts, progress: Progress) -> Outcome:
@@ -47,7 +50,7 @@ def train(parts: Parts, progress: Progress) -> Outcome:
         parts.communicator, averaged_over, parts.config.debug.normalizer, parts.loss_scale
     )
     window = Window(parts)
-    outcome = Outcome(progress, window.totals)
+    outcome = Outcome(progress, window.totals, energy=window.energy)
     evaluated_at = saved_at = -1
     first_step = progress.step
     replicas = ReplicaCheck(parts)
@@ -73,24 +76,25 @@ def train(parts: Parts, progress: Progress) -> Outcome:
             if trainer.non_finite == "stop":
                 raise NonFiniteError(f"{told} {save_before(parts, good, first_step, saved_at)}")
         if replicas.due(progress.step, result.synchronised):
-            window.pause()
+            window.stop()
             replicas.compare(progress.step)
             window.restart()
         if progress.step % trainer.log_every == 0:
             outcome.train_loss = window.log(progress)
         if trainer.eval_every and progress.step % trainer.eval_every == 0:
-            window.pause()
+            window.stop()
             outcome.evaluation, evaluated_at = evaluate_and_log(parts, progress), progress.step
             outcome.stopped_early = should_stop(parts, progress, outcome.evaluation)
             window.restart()
         if trainer.checkpoint_every and progress.step % trainer.checkpoint_every == 0:
-            window.pause()
+            window.stop()
             outcome.checkpoint, saved_at = save(parts, progress), progress.step
             window.restart()
         if outcome.stopped_early:
             break
     if window.num_steps:
         outcome.train_loss = window.log(progress)
+    window.energy.stop()
     if evaluated_at != progress.step:
         outcome.evaluation = evaluate_and_log(parts, progress)
     if saved_at != progress.step and not trainer.fast_dev_run:
@@ -101,6 +105,11 @@ def train(parts: Parts, progress: Progress) -> Outcome:
             outcome.evaluation,
         )
     return outcome
+
+
+def driven(parts: Parts) -> list[Backend]:
+    """Return the backends of all devices that this rank drives."""
+    return [type(parts.backend)(card) for card in parts.plan.cards] or [parts.backend]
 
 
 def rebalance(parts: Parts, step: int, before: LocalBatch, seconds: Sequence[float]) -> None:
@@ -123,6 +132,7 @@ class Window:
         self.parts = parts
         self.meter = Meter(parts.backend)
         self.totals = Totals()
+        self.energy = EnergyMeter(driven(parts), parts.plan.all_devices)
         self._loss_sum: torch.Tensor | float = 0.0
         self.num_steps = 0
         self._count = self._samples = 0
@@ -133,11 +143,17 @@ class Window:
 
     def restart(self) -> None:
         """Let the clock run: steps follow."""
+        self.energy.start()
         self.parts.backend.resume()
         self._resumed_at = time.perf_counter()
 
+    def stop(self) -> None:
+        """Stop the clock, and count no energy until `restart`: what follows is not training."""
+        self.pause()
+        self.energy.stop()
+
     def pause(self) -> None:
-        """Stop the clock: what follows is not training."""
+        """Take the time until now, at which the device has finished."""
         self.parts.backend.pause()
         self.parts.backend.synchronize()
         now = time.perf_counter()
@@ -169,6 +185,7 @@ class Window:
             The mean loss over the window, `None` where nothing counted; the same on every rank.
         """
         self.pause()
+        self.energy.keep_up()
         compute, waited, local_samples = self.meter.take()
         world = self.parts.communicator.world_size
         # One table for all, in which each rank fills its row; a count is that of all ranks or each one's own.
@@ -252,7 +269,7 @@ def tell_non_finite(
     if window.warned and not stop:
         return ""
     window.warned = True
-    window.pause()
+    window.stop()
     told = explain(parts, progress.step, batch, result.loss_sum, result.losses, result.factor)
     if stop:
         window.log(progress)  # the loss that ends the run is seen in its curve

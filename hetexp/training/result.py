@@ -19,10 +19,11 @@ from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import apportion
 from hetexp.core.summary import blank_summary
+from hetexp.hardware.backend import backend_class
 from hetexp.hardware.emulated import OUTRUN_TOLERANCE
 from hetexp.hardware.links import build_links
 from hetexp.hardware.pacing import tensors
-from hetexp.training.loop import Outcome
+from hetexp.training.loop import Outcome, driven
 from hetexp.training.measure import Totals
 from hetexp.training.staged_result import pipeline_fields, stage_fields
 from hetexp.training.state import Parts
@@ -65,6 +66,9 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
     for place, device in enumerate(summary["devices"]):
         told = everyone[0 if parts.plan.cards else place]["device"]
         device |= _of_card(parts.plan, told, place) if parts.plan.cards else told
+        joules = everyone[0 if parts.plan.cards else place]["joules"][place if parts.plan.cards else 0]
+        source = backend_class(device["backend"]).energy_source if joules is not None else None
+        device |= {"energy_j": joules, "energy_source": source}
     if parts.staging is not None:
         summary["pipeline"] = pipeline_fields(parts, [rank["stages"] for rank in everyone])
         predicted = parts.plan.predicted_step_seconds
@@ -237,6 +241,7 @@ def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
             "rest": totals.train_seconds - totals.compute_seconds - totals.wait_seconds - totals.data_seconds,
         },
         "sent": _sent_bytes(parts, totals.steps),
+        "joules": outcome.energy.joules() if outcome.energy is not None else [None] * len(driven(parts)),
         "device": {
             **versions(),
             "share": share,

@@ -93,6 +93,8 @@ def test_emulated_cards_are_paced_and_followed(tmp_path: Path) -> None:
     assert difference(ranks[0]["steps"][-1]["weights"], weights) < 1e-5
     emulation = json.loads((run.folder / "emulation.json").read_text())
     assert emulation["predicted_step_s"] > 0
+    assert all(device["energy_j"] > 0 for device in run.summary["devices"])
+    assert {device["energy_source"] for device in run.summary["devices"]} == {"modelled"}
 
 
 def test_a_script_that_fails(tmp_path: Path) -> None:

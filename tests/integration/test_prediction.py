@@ -33,6 +33,10 @@ def test_predicted_is_modelled(train: Train, tmp_path: Path, cap: float) -> None
     assert predicted["exchange"]["buckets"] == [[pytest.approx(f), size] for f, size in emulation["buckets"]]
     assert (len(emulation["buckets"]) > 1) == (cap < 1)
     assert equal["predicted_step_s"] == pytest.approx(emulation["predicted_step_s"], rel=1e-9)
+    # Two steps of 16 samples; the evaluation at the end, which is paced as well, is no part of it.
+    drawn = [device["energy_j"] for device in done.summary["devices"]]
+    assert [device["energy_source"] for device in done.summary["devices"]] == ["modelled"] * 2
+    assert sum(drawn) / 32 == pytest.approx(equal["joules_per_sample"], rel=1e-9)
 
 
 def test_the_planner_picks_the_strategy(train: Train, tmp_path: Path) -> None:
