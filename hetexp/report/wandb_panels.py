@@ -1,0 +1,146 @@
+"""The panels of a W&B report: which of W&B's charts shows which metric.
+
+Metrics are named as `hetexp/training/loop.py` logs them and as `summary.json` has them, of which W&B keeps
+each field. Only what the runs logged is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetexp.logger.wandb import STEP_METRIC
+from hetexp.report.comparison import Comparison
+from hetexp.report.runs import RunRecord
+
+LOSS, SAMPLES = "train/loss", "train/samples"
+SPEED, EFFICIENCY, FINAL_LOSS, SCALE = "samples_per_s", "efficiency", "final.train_loss", "time_scale"
+"""Of the summary."""
+GLOBAL_BATCH = "trainer.global_batch_size"
+WIDTH, HEIGHT = 24, 10
+"""Of a row of panels in W&B's grid, and its height."""
+MOST_RUNS = 100
+"""W&B shows 10 where nothing is said."""
+
+
+def completed(comparison: Comparison) -> list[RunRecord]:
+    """Return the runs of all variants."""
+    return [run for one in comparison.variants for run in one.runs]
+
+
+def panel_grids(wr: Any, comparison: Comparison) -> list[tuple[str, list[Any]]]:
+    """Return the sections of charts, each a title and its panels.
+
+    Args:
+        wr: `wandb_workspaces.reports.v2`.
+    """
+    return _Panels(wr, comparison).grids() if comparison.variants else []
+
+
+class _Panels:
+    def __init__(self, wr: Any, comparison: Comparison) -> None:
+        runs = completed(comparison)
+        self.wr = wr
+        self.count = min(len(runs), MOST_RUNS)
+        self.marked = ", emulated" if comparison.emulated else ""
+        self.paced = all(run.summary.get(SCALE) for run in runs)
+        """Whether all runs have a modelled time, in which alone they can be compared."""
+        self.logged = list(dict.fromkeys(name for run in runs for line in run.metrics for name in line))
+
+    def grids(self) -> list[tuple[str, list[Any]]]:
+        columns = self._columns()
+        sections = [
+            ("Throughput and efficiency", self._row(self._speed(), self._efficiency()) + self._scalars()),
+            ("Loss", self._row(*self._losses())),
+            ("Split", self._row(*self._splits())),
+            ("Settings against results", self._row(columns)),
+            ("Runs compared", self._row(self.wr.RunComparer(diff_only="split"))),
+        ]
+        return [(title, panels) for title, panels in sections if panels]
+
+    def _row(self, *panels: Any, top: int = 0, height: int = HEIGHT) -> list[Any]:
+        """Lay panels side by side."""
+        width = WIDTH // max(len(panels), 1)
+        for place, panel in enumerate(panels):
+            panel.layout = self.wr.Layout(x=place * width, y=top, w=width, h=height)
+        return list(panels)
+
+    @property
+    def _speed_expressions(self) -> list[str] | None:
+        """Samples a second in modelled time: every paced run has a scale of its own."""
+        return [f"${{summary:{SPEED}}} * ${{summary:{SCALE}}}"] if self.paced else None
+
+    def _title(self, text: str) -> str:
+        return f"{text}{self.marked}"
+
+    def _speed(self) -> Any:
+        time = "modelled time" if self.paced else "wall-clock"
+        return self.wr.BarPlot(
+            title=self._title("Samples a second"),
+            metrics=[SPEED],
+            custom_expressions=self._speed_expressions,
+            title_x=f"samples / s, {time}",
+            max_runs_to_show=self.count,
+            max_bars_to_show=self.count,
+        )
+
+    def _efficiency(self) -> Any:
+        return self.wr.BarPlot(
+            title=self._title("Efficiency"),
+            metrics=[EFFICIENCY],
+            title_x="throughput ÷ sum of what the devices do alone",
+            range_x=(0, None),
+            max_runs_to_show=self.count,
+            max_bars_to_show=self.count,
+        )
+
+    def _scalars(self) -> list[Any]:
+        wr = self.wr
+        fastest = wr.ScalarChart(
+            title=self._title("Most samples a second"),
+            metric=SPEED,
+            groupby_aggfunc="max",
+            custom_expressions=self._speed_expressions,
+        )
+        best = wr.ScalarChart(title=self._title("Best efficiency"), metric=EFFICIENCY, groupby_aggfunc="max")
+        least = wr.ScalarChart(title=self._title("Least loss"), metric=FINAL_LOSS, groupby_aggfunc="min")
+        return self._row(fastest, best, least, top=HEIGHT, height=HEIGHT // 2)
+
+    def _losses(self) -> list[Any]:
+        # The run's clock, evaluations included; points of the same training in `report.html` leave them out.
+        time = {"x": "RelativeTime(Process)", "title_x": "seconds of the run"}
+        if self.paced:
+            time |= {"xaxis_expression": f"${{_runtime}} / ${{summary:{SCALE}}}"}
+            time |= {"title_x": "seconds of the run, modelled time"}
+        axes = [
+            ("Loss over steps", {"x": STEP_METRIC, "title_x": "step"}),
+            ("Loss over samples", {"x": SAMPLES, "title_x": "samples"}),
+            ("Loss over time", time),
+        ]
+        return [self._lines(title, [LOSS], "loss", axis) for title, axis in axes]
+
+    def _splits(self) -> list[Any]:
+        over = {"x": STEP_METRIC, "title_x": "step"}
+        panels = [
+            ("Share of the samples, by device", self._of_devices("device/", "/share")),
+            ("Weight that the policy gives, by device", self._of_devices("balancing/weight/")),
+        ]
+        return [self._lines(title, names, "fraction", over) for title, names in panels if names]
+
+    def _lines(self, title: str, metrics: list[str], unit: str, axis: dict[str, str]) -> Any:
+        return self.wr.LinePlot(
+            title=self._title(title), y=metrics, title_y=unit, max_runs_to_show=self.count, **axis
+        )
+
+    def _of_devices(self, start: str, end: str = "") -> list[str]:
+        return [name for name in self.logged if name.startswith(start) and name.endswith(end)]
+
+    def _columns(self) -> Any:
+        wr = self.wr
+        shares = self._of_devices("balancing/weight/") or self._of_devices("device/", "/share")
+        metrics = [*map(wr.SummaryMetric, shares), wr.Config(GLOBAL_BATCH)]
+        told = (EFFICIENCY, FINAL_LOSS) if self.paced else (SPEED, EFFICIENCY, FINAL_LOSS)
+        metrics += map(wr.SummaryMetric, told)  # a paced run's speed in the summary is this machine's
+        return wr.ParallelCoordinatesPlot(
+            title=self._title("Weights and global batch against speed and loss"),
+            columns=[wr.ParallelCoordinatesPlotColumn(metric=metric) for metric in metrics],
+        )
