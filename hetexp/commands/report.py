@@ -11,7 +11,8 @@ _EPILOG = """\
 examples
   hetexp report outputs/sweeps/2026-01-31/12-00-00-0a1b2c      a sweep; the report goes into its folder
   hetexp report outputs/2026-01-31                             all runs of a day
-  hetexp report RUN RUN SWEEP --output comparison --title "Both machines\""""
+  hetexp report RUN RUN SWEEP --output comparison --title "Both machines"
+  hetexp report SWEEP --wandb --dry-run                        what W&B would be given"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own words."""
+    from hetexp.report.wandb_report import add_arguments
+
     made = argparse.ArgumentParser(
         prog="hetexp report",
         description="Compare runs and sweeps: throughput, efficiency, losses and gains with their confidence "
@@ -45,6 +48,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--title", help="of the report; by default the folders' names")
     made.add_argument("--open", action="store_true", help="show the page in the browser")
+    made.add_argument(
+        "--wandb", action="store_true", help="save a report in W&B instead of these files, and print its URL"
+    )
+    add_arguments(made)
     return made
 
 
@@ -53,15 +60,25 @@ def _run(options: argparse.Namespace) -> int:
     from hetexp.core.files import folder_problem
     from hetexp.report.comparison import compare
     from hetexp.report.runs import read_runs
-    from hetexp.report.write import TABLES, TEXT, write_files
 
+    given = {"--dry-run": options.dry_run, "--project": options.project, "--entity": options.entity}
+    alone = [f"`{name}` must be given together with --wandb." for name, value in given.items() if value]
+    if alone and not options.wandb:
+        raise ConfigError(alone)
     folder = options.output or (options.folders[0] if len(options.folders) == 1 else Path("report"))
     runs = read_runs(options.folders)
+    title = options.title or ", ".join(path.resolve().name for path in options.folders)
+    if options.wandb:
+        from hetexp.report.wandb_report import main_wandb
+
+        main_wandb(compare(runs, title), options)
+        return 0
     problem = folder_problem(folder)
     if problem:
         told = problem[:1].upper() + problem[1:]
         raise ConfigError(must_be("--output", "a folder that can be written", str(folder), told))
-    title = options.title or ", ".join(path.resolve().name for path in options.folders)
+    from hetexp.report.write import TABLES, TEXT, write_files
+
     comparison = compare(runs, title)
     page = write_files(comparison, folder)
     print(comparison.answer)
