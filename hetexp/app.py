@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,13 @@ from hetexp.core.words import written_out
 if TYPE_CHECKING:
     import argparse
 
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, ListConfig
     from rich.console import Console
 
     from hetexp.core.config import Config, HardwareConfig
     from hetexp.core.plan import Plan
     from hetexp.hardware.detection import Inventory
+    from hetexp.launch.reserve import Checked
     from hetexp.plan.planner import Request
 
 CONFIG_NAME = "config"
@@ -49,12 +50,15 @@ def main() -> None:
     import hydra
     from hydra._internal.utils import get_args_parser
 
+    from hetexp.launch.sweep import as_typed, concluded
+
     global _typed_here
     _typed_here = True
     register_resolvers()
     _share_config_store()
     # A person's own classes are found beside train.py and in the folder that it is started from.
     sys.path.append(str(Path.cwd()))
+    as_typed(sys.argv)
     sys.argv[1:] = written_out(sys.argv[1:])
     arguments = get_args_parser().parse_args()
     name_own_conf_dir(Path(arguments.config_dir) if arguments.config_dir else None)
@@ -63,24 +67,39 @@ def main() -> None:
         print(ConfigError(problems), file=sys.stderr)
         sys.exit(2)
     try:
-        hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")(_job)()
+        with concluded():
+            hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")(_job)()
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def register_resolvers() -> None:
-    """Register `${hetexp_run:}`, a folder name that no other run of the same second gets."""
-    import secrets
-    from datetime import datetime
+    """Register what `conf/config.yaml` names folders with.
 
+    `${hetexp_run:}` is a name that no other run of the same second gets, `${hetexp_sweep:name}` the folder
+    of a sweep, `${hetexp_job:sweep,number,overrides}` that of one of its jobs.
+    """
     from omegaconf import OmegaConf
 
-    OmegaConf.register_new_resolver(
-        "hetexp_run",
-        lambda: f"{datetime.now():%H-%M-%S}-{secrets.token_hex(3)}",
-        use_cache=True,
-        replace=True,
-    )
+    from hetexp.core.sweep import new_name, sweep_name
+
+    functions: dict[str, Callable[..., str]] = {"run": new_name, "sweep": sweep_name, "job": _job_folder}
+    for name, function in functions.items():
+        OmegaConf.register_new_resolver(f"hetexp_{name}", function, use_cache=True, replace=True)
+
+
+def _job_folder(sweep: str, number: int, overrides: ListConfig) -> str:
+    from hetexp.core.sweep import job_folder
+
+    return job_folder(Path(sweep), number, _as_texts(overrides))
+
+
+def _as_texts(overrides: Any) -> tuple[str, ...]:
+    """Return Hydra's list of overrides with interpolations as they were written."""
+    from omegaconf import OmegaConf
+
+    texts: Any = OmegaConf.to_container(overrides, resolve=False)
+    return tuple(texts)
 
 
 def _share_config_store() -> None:
@@ -116,7 +135,8 @@ def check_command_line(arguments: argparse.Namespace) -> list[str]:
         config_path=arguments.config_path,
         config_name=arguments.config_name or CONFIG_NAME,
     )
-    return problems + (check(composed, Path.cwd())[3] if composed is not None else [])
+    problems += check(composed, Path.cwd())[3] if composed is not None else []
+    return list(dict.fromkeys(problems))
 
 
 def _job(cfg: DictConfig) -> None:
@@ -126,23 +146,30 @@ def _job(cfg: DictConfig) -> None:
     from hydra.errors import CompactHydraException
     from hydra.types import RunMode
 
+    from hetexp.core.sweep import of_a_run
+    from hetexp.launch.sweep import run_job
     from hetexp.plan.planner import Request
 
     if not _typed_here:
         _end_with_parent()
     job = HydraConfig.get()
-    sweep = Path(job.sweep.dir).name if job.mode == RunMode.MULTIRUN else None
+    working_dir = Path(hydra.utils.get_original_cwd())
+    sweep = working_dir / job.sweep.dir if job.mode == RunMode.MULTIRUN else None
     request = Request(
         run_dir=Path(job.runtime.output_dir),
-        working_dir=Path(hydra.utils.get_original_cwd()),
+        working_dir=working_dir,
         choices={k: str(v) for k, v in job.runtime.choices.items() if not k.startswith("hydra/") and v},
-        overrides=tuple(job.overrides.task),
-        group=sweep,
+        overrides=of_a_run(_as_texts(job.overrides.task)),
+        group=sweep.name if sweep is not None else None,
+        sweep=sweep,
     )
     job_folder = Path.cwd()
     os.chdir(request.working_dir)  # with hydra.job.chdir, too, relative paths mean where the person stands
     try:
-        run(cfg, request)
+        if sweep is None:
+            run(cfg, request)
+        else:
+            run_job(job.job.num, request, partial(run, cfg, request))
     except RunFailedError as error:
         if error.exit_code > 128:
             raise SystemExit(error.exit_code) from None  # a signal ends a whole sweep, a failure one job
@@ -180,8 +207,29 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
         ConfigError: everything that is wrong with the configuration, before any process starts.
         RunFailedError: the run was started and did not finish.
     """
-    from omegaconf import OmegaConf
     from rich.console import Console
+
+    from hetexp.launch.reserve import Checked, reserved
+
+    def checked(leases: bool) -> Checked:
+        return Checked(*check(cfg, request.working_dir, leases))
+
+    console = console or Console()
+    with reserved(checked, request, console) as found:
+        problems = list(found.problems)
+        if (request.run_dir / "plan.json").exists():
+            problems.append(
+                f"`hydra.run.dir` must be a new folder, but {request.run_dir} holds a run already, whose "
+                "results would be lost."
+            )
+        if problems:
+            raise ConfigError(problems)
+        return _go(found, request, console)
+
+
+def _go(found: Checked, request: Request, console: Console) -> dict[str, Any]:
+    """Plan and launch what has passed all checks."""
+    from omegaconf import OmegaConf
 
     from hetexp.core.files import write_text
     from hetexp.hardware.pool import Selection
@@ -191,17 +239,9 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     from hetexp.plan.calibrations import drop_if_wrong
     from hetexp.plan.planner import make_plan
 
-    raw, config, selection, problems = check(cfg, request.working_dir)
-    if (request.run_dir / "plan.json").exists():
-        problems.append(
-            f"`hydra.run.dir` must be a new folder, but {request.run_dir} holds a run already, whose results "
-            "would be lost."
-        )
-    if problems:
-        raise ConfigError(problems)
+    raw, config, selection, _ = found
     assert config is not None
     assert isinstance(selection, Selection)
-    console = console or Console()
     if not config.plan_only:
         run_of = chosen(config, raw, selection, request, console)
         config, raw, selection, request = run_of.config, run_of.raw, run_of.selection, run_of.request
@@ -232,11 +272,16 @@ def _predict(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     return found.to_dict()
 
 
-def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | None, Any, list[str]]:
+def check(
+    cfg: DictConfig, working_dir: Path, leases: bool = True
+) -> tuple[dict[str, Any], Config | None, Any, list[str]]:
     """Return the plain configuration, the typed one, the selected devices and all problems found.
+
+    What makes runs a sweep is in the typed one only: no run is another one for it.
 
     Args:
         working_dir: folder that relative paths start from.
+        leases: whether cards that other runs hold are busy.
     """
     from hetexp.core.config import COMPONENTS, check_config, for_devices
     from hetexp.core.instantiate import check_component
@@ -248,6 +293,7 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
 
     raw, missing, problems = plain(cfg)
     config, found = check_config(raw)
+    raw.pop("sweep", None)
     components = {key: check_component(key, raw[key]) for key in COMPONENTS if key in raw}
     found += [problem for one in components.values() for problem in one]
     if not components.get("optimizer", True):
@@ -255,7 +301,7 @@ def check(cfg: DictConfig, working_dir: Path) -> tuple[dict[str, Any], Config | 
     selection = None
     if config is not None:
         found += _check_run(config, working_dir)
-        inventory = detect_for(config.hardware, working_dir)
+        inventory = detect_for(config.hardware, working_dir, leases)
         usable = not any(components.values())
         need = partial(need_bytes, config, inventory) if usable else None
         selection = select_devices(config.hardware, inventory, need)
@@ -368,7 +414,7 @@ def need_bytes(config: Config, inventory: Inventory, count: int) -> int | None:
     return estimate.total_bytes if estimate is not None else None
 
 
-def detect_for(hardware: HardwareConfig, working_dir: Path) -> Inventory:
+def detect_for(hardware: HardwareConfig, working_dir: Path, leases: bool = True) -> Inventory:
     """Return the machine's cards, and who could drive and who uses them, as a configuration asks."""
     from hetexp.hardware.builds import known_builds, read_builds
     from hetexp.hardware.busy import who_is_busy
@@ -378,4 +424,4 @@ def detect_for(hardware: HardwareConfig, working_dir: Path) -> Inventory:
     machine = Machine()
     named = [str(working_dir / entry.python) for entry in hardware.devices if entry.python is not None]
     builds = [*known_builds(), *read_builds(path for path in named if Path(path).is_file())]
-    return detect(machine, builds, who_is_busy(machine, hardware.busy_memory_mib))
+    return detect(machine, builds, who_is_busy(machine, hardware.busy_memory_mib, leases))

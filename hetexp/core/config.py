@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from hetexp.core.errors import ConfigError, did_you_mean, how_to_write, must_be
 from hetexp.core.precision import long_name
+from hetexp.core.sweep import name_problem
 
 COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
 """Sections built by `_target_`."""
@@ -231,6 +232,28 @@ class LaunchConfig(Section):
     """Port of the store; 0 takes a free one."""
 
 
+class SweepConfig(Section):
+    """How the runs of a sweep (`-m`) belong together; nothing of it changes what one of them computes."""
+
+    name: str | None = None
+    """Folder below `outputs/sweeps`; `None`: a new one. A sweep that is there already is continued."""
+    report: bool = True
+    """Whether the runs are compared at the end."""
+    wait_seconds: NonNegativeFloat | None = None
+    """Longest wait for a device that another run holds; `None`: as long as it takes."""
+    share_cpu: bool = False
+    """Whether jobs at the same time may compute on the CPU together, emulated devices included."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _below_outputs(cls, value: Any) -> Any:
+        value = str(value) if type(value) is int else value
+        problem = name_problem(value) if value is not None else ""
+        if problem:
+            raise PydanticCustomError("sweep_name", "{problem}", {"problem": problem})
+        return value
+
+
 class DebugConfig(Section):
     """Switches for finding out, not for training."""
 
@@ -280,6 +303,7 @@ class Config(Section):
     trainer: TrainerConfig
     comm: CommConfig = CommConfig()
     launch: LaunchConfig = LaunchConfig()
+    sweep: SweepConfig = SweepConfig()
     debug: DebugConfig = DebugConfig()
     fault: FaultConfig = FaultConfig()
     fallback: Literal["single"] | None = None

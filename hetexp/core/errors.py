@@ -54,11 +54,16 @@ class CheckpointError(HetexpError):
 
 
 class RunFailedError(HetexpError):
-    """A run ended without finishing its training; the details are already on the screen."""
+    """A run ended without finishing its training; the details are already on the screen.
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    Args:
+        details: what was printed of the first cause, with its traceback.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, details: str = "") -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.details = details
 
 
 def must_be(key: str, accepted: str, value: object, fix: str = "") -> str:

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hetexp.core.errors import did_you_mean, must_be
 from hetexp.core.files import folder_problem
+from hetexp.core.sweep import name_problem
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
@@ -62,6 +63,10 @@ class Overrides:
                     f"`{key}` must be one value without --multirun, but is '{text.partition('=')[2]}' "
                     f"instead. A list is written '{key}=[…]', a sweep needs -m."
                 )
+            elif key == "sweep.name" and override.is_sweep_override():
+                self.problems.append(
+                    must_be(key, "one name: it is that of the whole sweep", text.partition("=")[2])
+                )
             elif self._loader.get_group_options(key):
                 self._groups.append(text)
             else:
@@ -87,6 +92,7 @@ class Overrides:
             hydra.errors.HydraException: what is left cannot be composed.
         """
         composed = self._load([str(override.input_line) for override in self._values])
+        self._check_sweep_name(composed)
         key = "hydra.sweep.dir" if self._sweep else "hydra.run.dir"
         with contextlib.suppress(OmegaConfBaseException):  # a value that does not resolve is told elsewhere
             folder = OmegaConf.select(composed, key, throw_on_missing=True)
@@ -95,6 +101,15 @@ class Overrides:
             if problem and told not in self.problems:
                 self.problems.append(told)
         return composed
+
+    def _check_sweep_name(self, composed: Any) -> None:
+        """Tell what cannot name a sweep; the jobs would tell it too late, each in a folder of that name."""
+        with contextlib.suppress(OmegaConfBaseException):
+            name = OmegaConf.select(composed, "sweep.name")
+            problem = name_problem(str(name) if type(name) is int else name) if name is not None else ""
+            told = must_be("sweep.name", problem, name)
+            if self._sweep and problem and told not in self.problems:
+                self.problems.append(told)
 
     def _load(self, values: list[str]) -> Any:
         """Compose the chosen groups and these values; a sweep is left out, any of its choices would do."""

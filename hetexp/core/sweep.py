@@ -1,16 +1,22 @@
-"""`sweep.jsonl`: one row a run of a sweep, in the order in which they ended."""
+"""A sweep's folder: its name, its jobs' folders, and `sweep.jsonl`, one row a run as they ended."""
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 SWEEP_FILE = "sweep.jsonl"
+SWEEPS = Path("outputs/sweeps")
+"""Folder of all sweeps, from where the person stands, as `conf/config.yaml` has it."""
+_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*")
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class SweepRow:
     started_at: str
     """ISO 8601, UTC."""
     seconds: float
-    """From composing to the end, calibration and start-up included."""
+    """From composing to the end, calibration, start-up and waiting for devices included."""
 
 
 def append_row(sweep: Path, row: SweepRow) -> None:
@@ -57,8 +63,59 @@ def read_rows(sweep: Path) -> list[SweepRow]:
 
 
 def key_of(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Return the overrides of a job as the key of its row: neither their order nor Hydra's own matter."""
-    return tuple(sorted(text for text in overrides if not text.lstrip("+~").startswith("hydra")))
+    """Return the overrides of a job as the key of its row.
+
+    Neither their order nor what is Hydra's own or the sweep's matters: no run is another one for it.
+    """
+    return tuple(sorted(of_a_run(overrides)))
+
+
+def of_a_run(overrides: Iterable[str]) -> tuple[str, ...]:
+    """Return the overrides without Hydra's own and the sweep's."""
+    others = ("hydra.", "hydra/", "sweep.")
+    return tuple(text for text in overrides if not text.lstrip("+~").startswith(others))
+
+
+def completed_row(sweep: Path, overrides: Iterable[str]) -> SweepRow | None:
+    """Return the row of a run with these overrides that has completed and whose folder is still there."""
+    key = key_of(overrides)
+    for row in read_rows(sweep):
+        if row.overrides == key and row.status == "completed" and (sweep / row.folder).is_dir():
+            return row
+    return None
+
+
+def job_folder(sweep: Path, number: int, overrides: Iterable[str]) -> str:
+    """Return the name of a job's folder: its number, or `<number>-2` and so on where that is taken.
+
+    An earlier attempt keeps its folder, and a number may mean another run than before. A run that has
+    completed has its old one.
+    """
+    done = completed_row(sweep, overrides)
+    if done is not None:
+        return done.folder
+    name, attempt = str(number), 1
+    while (sweep / name).exists():
+        attempt += 1
+        name = f"{number}-{attempt}"
+    return name
+
+
+def new_name() -> str:
+    """Return a name that no other run of the same second gets, made of the time."""
+    return f"{datetime.now():%H-%M-%S}-{secrets.token_hex(3)}"
+
+
+def sweep_name(name: str | None) -> str:
+    """Return `sweep.name`, or for `None` that of a new sweep, made of date and time."""
+    return name if name is not None else f"{datetime.now():%Y-%m-%d}/{new_name()}"
+
+
+def name_problem(name: object) -> str:
+    """Return what the name of a sweep must be; empty where this is one."""
+    if isinstance(name, str) and _NAME.fullmatch(name) and not {".", ".."} & set(name.split("/")):
+        return ""
+    return "null, or a name of letters, digits, '.', '-' and '_', with '/' between folders"
 
 
 def unfinished(rows: Sequence[SweepRow]) -> list[SweepRow]:

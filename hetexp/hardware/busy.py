@@ -16,19 +16,20 @@ UNSEEN_FRACTION = 0.25
 
 
 def who_is_busy(
-    machine: Machine, threshold_mib: float = DEFAULT_THRESHOLD_MIB
+    machine: Machine, threshold_mib: float = DEFAULT_THRESHOLD_MIB, leases: bool = True
 ) -> Callable[[Found], str | None]:
     """Return a function that says who uses a card, `None` where nobody does.
 
     Args:
         threshold_mib: what a process that computes must hold of the card to count.
+        leases: whether another run's lease counts; without, a card is told as if that run had ended.
     """
     least = threshold_mib * 2**20
 
     def busy(card: Found) -> str | None:
         held = holder(card.spec)
         if held is not None:
-            return held
+            return held if leases else None
         # What this process itself has put on the card, in a notebook say, is nobody else's.
         others = [p for p in card.reading.processes or () if p.pid != os.getpid()]
         computing = [p for p in others if p.computes]

@@ -20,6 +20,8 @@ ACQUIRE_SECONDS = 0.2
 """Longest wait for a lease: another process that only asks who holds it has it for a moment."""
 _UNLEASED = ("cpu", "emulated")
 """Backends whose devices any number of runs may use."""
+_reserved: set[Path] = set()
+"""Files of the leases that this process holds for whatever it starts."""
 
 
 class Leases:
@@ -28,11 +30,17 @@ class Leases:
     Args:
         devices: of the run; those that share a card take one lease.
         owner: words that tell people who holds them: the run's folder.
+        cpu: file of one more lease, for devices whose work this machine's CPU does.
+        reserve: hold them for all that this process starts: its leases of the same cards need no other.
     """
 
-    def __init__(self, devices: Sequence[DeviceSpec], owner: str) -> None:
-        self._devices = {_file(d): d for d in devices if d.backend not in _UNLEASED}
-        self._owner = owner
+    def __init__(
+        self, devices: Sequence[DeviceSpec], owner: str, cpu: Path | None = None, reserve: bool = False
+    ) -> None:
+        self._devices = {_file(d): str(d) for d in devices if d.backend not in _UNLEASED}
+        if cpu is not None and any(d.backend in _UNLEASED for d in devices):
+            self._devices[cpu] = "this machine's CPU"
+        self._owner, self._reserve = owner, reserve
         self._locks: list[FileLock] = []
 
     def __enter__(self) -> Leases:
@@ -43,6 +51,8 @@ class Leases:
         """
         taken: list[str] = []
         for path, device in self._devices.items():
+            if path in _reserved:
+                continue
             lock = FileLock(path, timeout=ACQUIRE_SECONDS, mode=0o666)
             try:
                 lock.acquire()
@@ -60,22 +70,36 @@ class Leases:
                 "; ".join(taken)
                 + ". Wait for it, choose another card, or share them (hardware.share_devices=true)."
             )
+        if self._reserve:
+            _reserved.update(self._devices)
         return self
 
     def __exit__(self, *_: object) -> None:
         locks, self._locks = self._locks, []
         for lock in locks:
+            if self._reserve:
+                _reserved.discard(Path(lock.lock_file))
             with contextlib.suppress(OSError):
                 _note(Path(lock.lock_file)).unlink()
             lock.release()
 
+    def holders(self) -> list[str]:
+        """Return who holds each device that somebody else holds, in words."""
+        return [f"{name}, held by {told}" for path, name in self._devices.items() if (told := _holder(path))]
+
 
 def holder(device: DeviceSpec) -> str | None:
-    """Return who holds a card, in words; `None` where no run does."""
-    if device.backend in _UNLEASED:
-        return None
-    path = _file(device)
-    if not path.exists():
+    """Return who holds a card, in words; `None` where no other run does."""
+    return None if device.backend in _UNLEASED else _holder(_file(device))
+
+
+def choosing() -> FileLock:
+    """Return the lock under which cards are chosen and taken where several runs do so at the same time."""
+    return FileLock(folder() / "choosing.lock", mode=0o666)
+
+
+def _holder(path: Path) -> str | None:
+    if path in _reserved or not path.exists():
         return None
     lock = FileLock(path, mode=0o666)
     try:

@@ -53,11 +53,11 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
         RunFailedError: a rank failed (the reason is on the screen and in the summary), or a signal came.
     """
     show_plan(plan, console)
-    summary, caught = _run_ranks(plan, config, console)
+    summary, caught, told = _run_ranks(plan, config, console)
     if summary["status"] == "completed":
         show_summary(summary, Path(plan.run_dir), console)
         return summary
-    _raise(summary, caught, console)
+    _raise(summary, caught, told, console)
 
 
 def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
@@ -72,16 +72,22 @@ def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     plan = replace(plan, run_dir=str(Path(plan.run_dir) / "calibration"), measuring=True)
     names = ", ".join(device.id for device in plan.devices)
     console.print(f"Measuring {names} before the run …", highlight=False)
-    summary, caught = _run_ranks(plan, config, console)
+    summary, caught, told = _run_ranks(plan, config, console)
     path = Path(plan.run_dir) / CALIBRATION
     if caught or not path.exists():
-        _raise(summary, caught, console)
+        _raise(summary, caught, told, console)
     measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return measured
 
 
-def _run_ranks(plan: Plan, config: Config, console: Console) -> tuple[dict[str, Any], list[signal.Signals]]:
-    """Start one rank a device, follow them to their end, and return the summary and the signals that came."""
+def _run_ranks(
+    plan: Plan, config: Config, console: Console
+) -> tuple[dict[str, Any], list[signal.Signals], str]:
+    """Start one rank a device and follow them to their end.
+
+    Returns:
+        The summary, the signals that came, and what was told of a failure's first cause.
+    """
     check_machine(plan, config, [environment_of(plan, rank) for rank in range(plan.world_size)])
     listener = bind(plan.store_host, config.launch.port)
     plan = replace(plan, store_port=listener.getsockname()[1])
@@ -100,15 +106,15 @@ def _run_ranks(plan: Plan, config: Config, console: Console) -> tuple[dict[str, 
         finally:
             run.end()
         if plan.measuring and not run.failures and not caught and (run_dir / CALIBRATION).exists():
-            return blank_summary(plan, "completed"), caught
-        return run.conclude(caught), caught
+            return blank_summary(plan, "completed"), caught, ""
+        return run.conclude(caught), caught, run.told
 
 
-def _raise(summary: dict[str, Any], caught: list[signal.Signals], console: Console) -> NoReturn:
+def _raise(summary: dict[str, Any], caught: list[signal.Signals], told: str, console: Console) -> NoReturn:
     if caught:
         console.print(f"Stopped by {caught[0].name}; every rank has ended.", style="bold yellow")
         raise RunFailedError(f"stopped by {caught[0].name}", exit_code=128 + caught[0])
-    raise RunFailedError(summary["error"])
+    raise RunFailedError(summary["error"], details=told)
 
 
 class _Run:
@@ -118,6 +124,7 @@ class _Run:
         self.plan, self.config, self.console, self.store = plan, config, console, store
         self.ranks: list[RankProcess] = []
         self.failures: list[RankFailure] = []
+        self.told = ""
         self._ready = False
 
     def start(self, plan_path: Path) -> None:
@@ -252,6 +259,7 @@ class _Run:
         at = "" if cause.step is None else f" at step {cause.step}"
         self.console.rule(f"rank {cause.rank}, {device}, failed{at}", style="bold red")
         self._print(cause.message)
+        self.told = cause.message
         others = [f for f in self.failures if f is not cause]
         if others:
             told = ", ".join(f"rank {f.rank} ({'lost a peer' if f.peer_lost else f.kind})" for f in others)

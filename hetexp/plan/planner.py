@@ -37,6 +37,8 @@ class Request:
     choices: dict[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     group: str | None = None
+    sweep: Path | None = None
+    """Folder of the sweep that the run is one of."""
     script: Path | None = None
     """A person's own script that the ranks run; it decides the size of a batch."""
     script_arguments: tuple[str, ...] = ()

@@ -78,7 +78,7 @@ def test_one_job_is_refused(start: Start) -> None:
 def test_jobs_end_with_their_sweep(start: Start, number: signal.Signals) -> None:
     """Joblib's workers do not learn that the sweep was killed, and would train on."""
     endless = ("trainer.max_steps=100000000", "trainer.log_every=1")
-    run = start("joblib", *endless, "trainer.seed=0,1", "hydra.launcher.n_jobs=2")
+    run = start("joblib", *endless, "trainer.seed=0,1", "hydra.launcher.n_jobs=2", "sweep.share_cpu=true")
 
     def trains() -> bool:
         assert run.process.poll() is None, run.screen

@@ -24,6 +24,7 @@ from hetexp.core.config import (
     HardwareConfig,
     LaunchConfig,
     Section,
+    SweepConfig,
     TrainerConfig,
     check_config,
     for_devices,
@@ -41,6 +42,7 @@ SECTIONS: dict[str, type[Section]] = {
     "trainer.early_stopping": EarlyStoppingConfig,
     "comm": CommConfig,
     "launch": LaunchConfig,
+    "sweep": SweepConfig,
     "debug": DebugConfig,
 }
 OPTIONS = [
@@ -104,7 +106,9 @@ def test_yaml_and_schema_have_the_same_keys(key: str, default: dict[str, Any]) -
     assert set(node) == set(SECTIONS[key].model_fields) - written_elsewhere
 
 
-@pytest.mark.parametrize("key", ["comm", "launch", "debug", "trainer", "trainer.early_stopping", "hardware"])
+@pytest.mark.parametrize(
+    "key", ["comm", "launch", "sweep", "debug", "trainer", "trainer.early_stopping", "hardware"]
+)
 def test_yaml_and_schema_have_the_same_defaults(key: str, default: dict[str, Any]) -> None:
     node = default
     for part in key.split("."):

@@ -33,6 +33,10 @@ from hetexp.core.words import written_out
         ("strategy=none,pipeline", "strategy=single,pipeline"),
         ("strategy.schedule=none", "strategy.schedule=none"),
         ("strategy=dpp", "strategy=dpp"),
+        ("+experiment=mine", "experiment=mine"),
+        ("++experiment=[mine,yours]", "experiment=[mine,yours]"),
+        ("+experiments=mine", "+experiments=mine"),
+        ("+data.experiment=mine", "+data.experiment=mine"),
     ],
 )
 def test_outside_a_sweep(typed: str, read: str) -> None:
