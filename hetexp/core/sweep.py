@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from filelock import FileLock
 
 SWEEP_FILE = "sweep.jsonl"
+SWEEP_NOTE = "sweep.json"
 SWEEPS = Path("outputs/sweeps")
 """Folder of all sweeps, from where the person stands, as `conf/config.yaml` has it."""
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*")
@@ -41,25 +43,56 @@ class SweepRow:
 def append_row(sweep: Path, row: SweepRow) -> None:
     """Add a row to a sweep's file; jobs of several processes may do so at the same time."""
     path = sweep / SWEEP_FILE
-    with FileLock(sweep / f".{SWEEP_FILE}.lock"), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(row)) + "\n")
+    with FileLock(sweep / f".{SWEEP_FILE}.lock"), path.open("ab+") as file:
+        begins = ""
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            begins = "" if file.read(1) == b"\n" else "\n"  # half a line that a kill left stays alone
+        file.write(f"{begins}{json.dumps(asdict(row))}\n".encode())
         file.flush()
 
 
-def read_rows(sweep: Path) -> list[SweepRow]:
-    """Return the newest row of each run, by job; half a line that a kill left is no row."""
+def read_rows(sweep: Path, size: int | None = None) -> list[SweepRow]:
+    """Return the rows of a sweep's runs, by job.
+
+    An attempt that did not complete gives way to the next one with the same overrides; of runs that completed
+    all count, also where a person asked for the same one twice. Half a line that a kill left is no row.
+
+    Args:
+        size: bytes of the file that are read; by default all.
+    """
     path = sweep / SWEEP_FILE
     if not path.exists():
         return []
-    rows = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    by_folder: dict[str, SweepRow] = {}
+    unfinished_folder: dict[tuple[str, ...], str] = {}
+    for line in path.read_bytes()[:size].splitlines():
         try:
             raw: dict[str, Any] = json.loads(line)
             row = SweepRow(**raw | {"overrides": tuple(raw["overrides"])})
         except (ValueError, TypeError, KeyError):
             continue
-        rows[row.overrides] = row
-    return sorted(rows.values(), key=lambda row: row.job)
+        by_folder.pop(unfinished_folder.pop(row.overrides, ""), None)
+        by_folder[row.folder] = row
+        if row.status != "completed":
+            unfinished_folder[row.overrides] = row.folder
+    return sorted(by_folder.values(), key=lambda row: row.job)
+
+
+def read_note(sweep: Path) -> dict[str, Any]:
+    """Return `sweep.json`, what was typed when; empty where it is not there or cannot be read."""
+    try:
+        note = json.loads((sweep / SWEEP_NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def last_start(sweep: Path) -> dict[str, Any]:
+    """Return what `sweep.json` says of the newest start of the sweep; empty where it says nothing."""
+    note = read_note(sweep)
+    last: dict[str, Any] = note.get("continued", [note])[-1]
+    return last
 
 
 def key_of(overrides: Iterable[str]) -> tuple[str, ...]:
@@ -77,9 +110,12 @@ def of_a_run(overrides: Iterable[str]) -> tuple[str, ...]:
 
 
 def completed_row(sweep: Path, overrides: Iterable[str]) -> SweepRow | None:
-    """Return the row of a run with these overrides that has completed and whose folder is still there."""
+    """Return the row of a run with these overrides that completed before the sweep was started (again).
+
+    Its folder is still there. Within one start a run that a person asks for twice is run twice.
+    """
     key = key_of(overrides)
-    for row in read_rows(sweep):
+    for row in read_rows(sweep, last_start(sweep).get("rows_bytes")):
         if row.overrides == key and row.status == "completed" and (sweep / row.folder).is_dir():
             return row
     return None

@@ -20,6 +20,7 @@ ACQUIRE_SECONDS = 0.2
 """Longest wait for a lease: another process that only asks who holds it has it for a moment."""
 _UNLEASED = ("cpu", "emulated")
 """Backends whose devices any number of runs may use."""
+_CHOOSING = "choosing.lock"
 _reserved: set[Path] = set()
 """Files of the leases that this process holds for whatever it starts."""
 
@@ -93,9 +94,15 @@ def holder(device: DeviceSpec) -> str | None:
     return None if device.backend in _UNLEASED else _holder(_file(device))
 
 
+def held_by_others() -> frozenset[str]:
+    """Return the names of all leases of cards that other processes hold."""
+    leases = [path for path in folder().glob("*.lock") if path.name != _CHOOSING]
+    return frozenset(path.stem for path in leases if _holder(path) is not None)
+
+
 def choosing() -> FileLock:
     """Return the lock under which cards are chosen and taken where several runs do so at the same time."""
-    return FileLock(folder() / "choosing.lock", mode=0o666)
+    return FileLock(folder() / _CHOOSING, mode=0o666)
 
 
 def _holder(path: Path) -> str | None:

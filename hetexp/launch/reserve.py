@@ -18,7 +18,7 @@ from rich.console import Console
 
 from hetexp.core.config import Config
 from hetexp.core.errors import SetupError
-from hetexp.hardware.lease import Leases, choosing
+from hetexp.hardware.lease import Leases, choosing, held_by_others
 from hetexp.hardware.pool import Selection
 from hetexp.plan.planner import Request
 
@@ -89,15 +89,16 @@ class _Reservation:
                 found, leases, taken = self._try(found)
             if taken:
                 return found, leases
-            blocked = leases.holders()
+            blocked, held = leases.holders(), held_by_others()
             self._tell(blocked)
-            while blocked and blocked == leases.holders():
+            while blocked and (blocked, held) == (leases.holders(), held_by_others()):
                 self._held_until = time.monotonic()
                 if limit is not None and time.monotonic() - started >= limit:
                     told = "; ".join(blocked)
                     raise SetupError(f"{told}: not free within {limit:g} s (sweep.wait_seconds).")
                 pause.wait(POLL_SECONDS)
-            pause.wait(0 if blocked else POLL_SECONDS)
+            if not blocked:
+                pause.wait(POLL_SECONDS)
 
     def _try(self, found: Checked) -> tuple[Checked, Leases, bool]:
         """Return what is found, its leases, and whether this is the end of waiting."""

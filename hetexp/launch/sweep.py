@@ -21,14 +21,23 @@ from filelock import FileLock, Timeout
 from hydra.experimental.callback import Callback
 
 from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
-from hetexp.core.sweep import SweepRow, append_row, completed_row, key_of, read_rows
+from hetexp.core.sweep import (
+    SWEEP_FILE,
+    SWEEP_NOTE,
+    SweepRow,
+    append_row,
+    completed_row,
+    key_of,
+    last_start,
+    read_note,
+    read_rows,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from hetexp.plan.planner import Request
 
-SWEEP_NOTE = "sweep.json"
 LOCK = ".sweep.lock"
 ERROR = "error.txt"
 ACQUIRE_SECONDS = 0.2
@@ -132,20 +141,10 @@ def _taken(folder: Path) -> FileLock:
 
 
 def _who(folder: Path) -> str:
-    note = read_note(folder)
-    last = note.get("continued", [note])[-1] if note else {}
+    last = last_start(folder)
     if "process" not in last:
         return "another process"
     return f"process {last['process']} since {last['started_at']}"
-
-
-def read_note(folder: Path) -> dict[str, Any]:
-    """Return `sweep.json`; empty where it is not there or cannot be read."""
-    try:
-        note = json.loads((folder / SWEEP_NOTE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return note if isinstance(note, dict) else {}
 
 
 def _note_start(folder: Path, overrides: Sequence[str]) -> None:
@@ -159,6 +158,7 @@ def _note_start(folder: Path, overrides: Sequence[str]) -> None:
         "started_at": _now(),
         "hetexp": hetexp.__version__,
         "process": os.getpid(),
+        "rows_bytes": rows.stat().st_size if (rows := folder / SWEEP_FILE).exists() else 0,
     }
     first = read_note(folder)
     write_json(
@@ -239,7 +239,7 @@ def _ending(error: BaseException) -> _Ending:
 
 def _own(sweep: Path, overrides: Sequence[str]) -> list[str]:
     """Return the overrides that the sweep chose for this run, and not the person for all of them."""
-    everyones = set(read_note(sweep).get("overrides", []))
+    everyones = set(last_start(sweep).get("overrides", []))
     return [text for text in key_of(overrides) if text not in everyones]
 
 
