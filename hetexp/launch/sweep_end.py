@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _FOLDER_WORD = re.compile(r"\+{0,2}(?:sweep\.name|hydra\.sweep\.dir)=.*", re.DOTALL)
 
+_PLAIN = re.compile(r"[\w./-]+")
+"""What Hydra reads as a text without quotes."""
+
 
 def conclude(sweep: UnderWay, exit_code: int, console: Console | None = None) -> bool:
     """Tell what became of the runs, and write the report.
@@ -57,8 +60,12 @@ def again(folder: Path, words: Sequence[str] | None = None) -> str:
     """
     kept = [word for word in (typed() if words is None else words) if not _FOLDER_WORD.fullmatch(word)]
     sweeps = SWEEPS.absolute()
-    where = f"sweep.name={folder.relative_to(sweeps).as_posix()}" if sweeps in folder.parents else ""
-    return shlex.join([*kept, where or f"hydra.sweep.dir={folder}"])
+    if sweeps in folder.parents:
+        return shlex.join([*kept, f"sweep.name={folder.relative_to(sweeps).as_posix()}"])
+    path = str(folder)
+    if not _PLAIN.fullmatch(path):
+        path = "'" + path.replace("'", "\\'") + "'"
+    return shlex.join([*kept, f"hydra.sweep.dir={path}"])
 
 
 def _show(rows: Sequence[SweepRow], new: Sequence[SweepRow], folder: Path, console: Console) -> None:
