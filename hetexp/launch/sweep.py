@@ -97,18 +97,22 @@ def concluded() -> Iterator[None]:
 
     Ends the process with 1 where a run failed and whoever ran the jobs let that pass.
     """
-    from hetexp.launch.sweep_end import conclude
-
     try:
         yield
     except BaseException as error:
-        sweep = _finished()
-        if sweep is not None:
-            conclude(sweep, _exit_code(error))
+        _tell_end(_exit_code(error))
         raise
-    sweep = _finished()
-    if sweep is not None and conclude(sweep, 0):
+    if _tell_end(0):
         sys.exit(1)
+
+
+def _tell_end(exit_code: int) -> bool:
+    sweep = _finished()
+    if sweep is None:
+        return False
+    from hetexp.launch.sweep_end import conclude
+
+    return conclude(sweep, exit_code)
 
 
 def _finished() -> UnderWay | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from hetexp.core.sweep import SWEEPS, SweepRow, read_rows
+from hetexp.core.sweep import SWEEPS, SweepRow, append_row, key_of, read_rows
 from hetexp.launch.sweep import ERROR, UnderWay, typed
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ def conclude(sweep: UnderWay, exit_code: int, console: Console | None = None) ->
         Whether a run did not complete.
     """
     console = console or Console()
+    if 0 < exit_code <= 128:
+        _record_killed(sweep.folder)
     rows = read_rows(sweep.folder)
     new = [row for row in rows if row not in sweep.before]
     unfinished = [row for row in new if row.status != "completed"]
@@ -66,6 +70,21 @@ def again(folder: Path, words: Sequence[str] | None = None) -> str:
     if not _PLAIN.fullmatch(path):
         path = "'" + path.replace("'", "\\'") + "'"
     return shlex.join([*kept, f"hydra.sweep.dir={path}"])
+
+
+def _record_killed(folder: Path) -> None:
+    """Add a row for each run whose process was ended before it could, as joblib's are when memory is short."""
+    rows = read_rows(folder)
+    recorded = {row.overrides for row in rows}
+    for path in sorted(folder.glob("*/.hydra/overrides.yaml")):
+        run = path.parent.parent
+        overrides: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        key = key_of(overrides)
+        number = run.name.partition("-")[0]
+        if key not in recorded and number.isdigit():
+            started = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat(timespec="seconds")
+            error = "its process ended without a word; the system may have killed it for want of memory"
+            append_row(folder, SweepRow(int(number), key, run.name, "failed", error, started, 0.0))
 
 
 def _show(rows: Sequence[SweepRow], new: Sequence[SweepRow], folder: Path, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -188,6 +189,35 @@ def test_each_choice_of_a_sweep_is_judged(typed: Type) -> None:
 
 def test_a_sweep_over_an_unknown_key_is_told(typed: Type) -> None:
     assert len(typed("trainer.sed=1,2", sweep=True).problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("sweep.name=../mine", "`sweep.name` must be null, or a name of letters"),
+        ("sweep.name=/tmp/mine", "but is '/tmp/mine' instead."),
+        ("sweep.name='a=b'", "but is 'a=b' instead."),
+        ("sweep.name=", "but is '' instead."),
+        (
+            "sweep.name=a,b",
+            "must be one name: it is that of the whole sweep, but is 'a,b' instead.",
+        ),
+    ],
+)
+def test_a_sweep_has_one_name_that_is_a_folder(typed: Type, word: str, told: str) -> None:
+    (problem,) = typed("trainer.seed=1,2", word, sweep=True).problems
+    assert told in problem
+
+
+def test_the_folder_of_a_sweep(typed: Type) -> None:
+    def folder(*words: str) -> Any:
+        return value(typed("trainer.seed=1,2", *words, sweep=True), "hydra.sweep.dir")
+
+    assert folder("sweep.name=2026-11-28/14-03-02-ff8120") == "outputs/sweeps/2026-11-28/14-03-02-ff8120"
+    assert folder("sweep.name=7") == "outputs/sweeps/7"
+    assert folder("sweep.name=mine", "hydra.sweep.dir=/tmp/x") == "/tmp/x"
+    pattern = r"outputs/sweeps/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}"
+    assert re.fullmatch(pattern, folder())
 
 
 def test_sweeps_do_not_keep_the_rest_from_being_composed(typed: Type) -> None:

@@ -135,6 +135,19 @@ def test_without_a_summary_there_is_no_report(tmp_path: Path, reports: Reports, 
     assert reports == []
 
 
+def test_a_run_whose_process_was_killed_is_listed(sweep: Path, reports: Reports) -> None:
+    for folder, seed in (("3", 3), ("0-2", 0)):  # the second has completed in another attempt
+        hydra = sweep / folder / ".hydra"
+        hydra.mkdir(parents=True)
+        (hydra / "overrides.yaml").write_text(f"- trainer.seed={seed}\n- model=mlp\n- sweep.name=mine\n")
+    failed, screen = told(sweep, exit_code=1, before=1)
+    assert failed
+    assert "3 of the runs did not complete" in screen
+    assert "  3  its process ended without a word" in screen
+    assert read_rows(sweep)[-1].overrides == ("model=mlp", "trainer.seed=3")
+    assert [row.folder for row in read_rows(sweep)] == ["0", "1", "2-2", "3"]
+
+
 def test_nothing_ran(tmp_path: Path, reports: Reports) -> None:
     assert told(tmp_path, exit_code=1) == (False, "")
 
