@@ -60,6 +60,14 @@ class Balancer:
     def follows(self) -> bool:
         return self.scheduler is not None
 
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """What each rank is given of a batch as decided by now; a new split holds some steps later."""
+        if self.scheduler is None:
+            return self._plan.shares
+        split = self.scheduler.split
+        return tuple(count / split.total for count in split.counts)
+
     def split(self, step: int, num_samples: int) -> Split:
         """Return every rank's samples of a step.
 

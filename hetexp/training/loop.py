@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hetexp.balancing.scheduler import idle_seconds, imbalance
+from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
@@ -189,15 +190,21 @@ class Window:
         compute, waited, local_samples = self.meter.take()
         world = self.parts.communicator.world_size
         # One table for all, in which each rank fills its row; a count is that of all ranks or each one's own.
-        table = torch.zeros((world, 4), dtype=torch.float64)
-        mine = [float(self._loss_sum), self._count, compute, local_samples]
+        table = torch.zeros((world, 5), dtype=torch.float64)
+        peak = self.parts.backend.peak_memory_bytes()
+        memory = math.nan if peak is None else peak / GIB
+        mine = [float(self._loss_sum), self._count, compute, local_samples, memory]
         table[self.parts.rank] = torch.tensor(mine, dtype=torch.float64)
         table = self.parts.communicator.all_reduce(table)
-        losses, counts, computes, samples = table.T.tolist()
+        losses, counts, computes, samples, memories = table.T.tolist()
         local = self.parts.strategy.steps == "local"
         count = sum(counts) if local else self._count
         loss = sum(losses) / count if count else None
         metrics = self._line(progress, loss, computes, samples)
+        if not self.parts.plan.cards:
+            for device, gib in zip(self.parts.plan.devices, memories, strict=True):
+                if not math.isnan(gib):
+                    metrics[f"device/{device.id}/peak_memory_gib"] = gib
         if local:
             for device, own, number in zip(self.parts.plan.devices, losses, counts, strict=True):
                 metrics[f"device/{device.id}/train_loss"] = own / number if number else None
@@ -232,8 +239,12 @@ class Window:
             line["imbalance"] = imbalance(compute, [round(count) for count in samples])
         if self._last.grad_norm is not None:
             line["train/grad_norm"] = float(self._last.grad_norm)
+        plan = self.parts.plan
+        weights = plan.card_shares if plan.cards else self.parts.balancer.weights
+        for device, weight in zip(plan.all_devices, weights, strict=True):
+            line[f"balancing/weight/{device.id}"] = weight
         if self.parts.balancer.follows:
-            line["train/splits"] = self.parts.balancer.num_changes
+            line["balancing/splits"] = self.parts.balancer.num_changes
         if self.parts.loss_scale is not None:
             line["train/loss_scale"] = self.parts.loss_scale.value
         if self.parts.loss_scale is not None or self.parts.config.trainer.non_finite == "skip":

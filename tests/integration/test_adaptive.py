@@ -60,7 +60,7 @@ def test_a_device_that_is_slow_for_a_while(train: Train, own_cards: str) -> None
     assert followed[10] == pytest.approx(0.5, abs=0.1)
     assert followed[24] < 0.3  # of 1/5
     assert followed[-1] == pytest.approx(0.5, abs=0.1)
-    assert run.summary["splits"] == run.metrics[-2]["train/splits"] >= 2
+    assert run.summary["splits"] == run.metrics[-2]["balancing/splits"] >= 2
     reasons = [one["reason"] for one in splits(run)]
     assert any("emulated:1" in reason and "times as long a sample as before" in reason for reason in reasons)
     assert all(sum(one["counts"]) == 64 for one in splits(run))

@@ -88,6 +88,7 @@ def test_the_plans_split_holds_where_nothing_follows() -> None:
     assert balancer.split(0, TOTAL).counts == (48, 16)
     assert balancer.split(99, 8).counts == (6, 2)
     assert balancer.now(4).counts == (3, 1)
+    assert balancer.weights == (0.75, 0.25)
     assert balancer.observe(0, TOTAL, [1.0, 1.0], 1) is None
     assert balancer.to_dict() is None
 
@@ -107,6 +108,7 @@ def test_shares_follow_the_devices_and_no_step_is_split_twice(num_workers: int) 
     first = ranks.seen.index((48, 16))
     assert first >= 4 + 2 * num_workers
     assert ranks.balancers[0].num_changes == 1
+    assert {balancer.weights for balancer in ranks.balancers} == {(0.75, 0.25)}
 
 
 def test_a_device_that_is_slow_for_a_while_gets_its_share_back() -> None:

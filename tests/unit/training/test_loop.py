@@ -286,7 +286,7 @@ def test_lines_are_written_when_asked_for(make_parts: MakeParts) -> None:
         make_parts, [1.0], max_steps=5, log_every=2, eval_every=4, evaluation=_small()
     )
     kinds = [(step, sorted({name.partition("/")[0] for name in line})) for step, line in lines(parts)]
-    training = ["device", "samples_per_second", "step_seconds", "train"]
+    training = ["balancing", "device", "samples_per_second", "step_seconds", "train"]
     assert kinds == [(2, training), (4, training), (4, ["eval"]), (5, training), (5, ["eval"])]
     assert outcome.train_loss == lines(parts)[-2][1]["train/loss"]
     assert outcome.evaluation == {
@@ -399,6 +399,7 @@ def test_contents_of_a_line(make_parts: MakeParts, clock: Clock) -> None:
     ((step, line),) = lines(parts)
     assert step == 2
     assert loss == line["train/loss"] == 1.0
+    assert 0.01 < line.pop("device/cpu:0/peak_memory_gib") < 1000  # of this process
     assert line == {
         "train/loss": 1.0,
         "train/learning_rate": 0.05,
@@ -407,6 +408,7 @@ def test_contents_of_a_line(make_parts: MakeParts, clock: Clock) -> None:
         "train/grad_norm": 3.0,
         "samples_per_second": 4.0,
         "step_seconds": 2.0,
+        "balancing/weight/cpu:0": 1.0,
         "device/cpu:0/share": 1.0,
         "device/cpu:0/samples_per_second": 16 / 3.0,
     }
@@ -468,6 +470,8 @@ def test_a_line_tells_every_ranks_share_and_speed(make_parts: MakeParts, clock: 
     def rank(comm: Communicator) -> tuple[float | None, list[tuple[int, dict[str, Any]]]]:
         parts = make_parts(comm, [6.0, 2.0, 0.0])
         parts.backend = ClockBackend(clock, comm.rank)
+        if comm.rank == 1:
+            parts.backend.peak_memory_bytes = lambda: None  # type: ignore[method-assign]
         window = Window(parts)
         window._resumed_at = 0.0
         local = (6, 2, 0)[comm.rank]
@@ -480,7 +484,12 @@ def test_a_line_tells_every_ranks_share_and_speed(make_parts: MakeParts, clock: 
     ranks = FakeGroup(3).run(rank)
     assert [loss for loss, _ in ranks] == [6 / 8] * 3  # sums of all ranks ÷ the global count, on each of them
     ((_, line),) = ranks[0][1]
+    assert [line[f"balancing/weight/cpu:{rank}"] for rank in range(3)] == [0.75, 0.25, 0.0]
+    assert "balancing/splits" not in line
     told = {name: value for name, value in line.items() if name.startswith("device/")}
+    # A device whose memory nobody counts has no line of it.
+    assert {name for name in told if "memory" in name} == {f"device/cpu:{r}/peak_memory_gib" for r in (0, 2)}
+    told = {name: value for name, value in told.items() if "memory" not in name}
     assert told == {
         "device/cpu:0/share": 0.75,
         "device/cpu:1/share": 0.25,
