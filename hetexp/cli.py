@@ -102,6 +102,14 @@ def report(arguments: list[str]) -> int:
     return report_main(arguments)
 
 
+@command
+def sync(arguments: list[str]) -> int:
+    """Upload the offline W&B runs of a sweep or of any folders, each once (hetexp sync --help)."""
+    from hetexp.commands.sync import main as sync_main
+
+    return sync_main(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a subcommand may also leave by `SystemExit`.
 

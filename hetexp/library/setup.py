@@ -139,11 +139,11 @@ def setup(
     if launched is None:
         parts.loggers = (FirstLine(Path(plan.run_dir)),)
         return Run(parts, called, store, collate)
-    if rank == 0:
-        parts.loggers = start_loggers(parts)
-        launched.ready()
     launched.run = Run(parts, called, store, collate)
     launched.run.resume()
+    if rank == 0:
+        parts.loggers = start_loggers(parts)  # which tell what is gone on from
+        launched.ready()
     return launched.run
 
 

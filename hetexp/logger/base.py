@@ -54,6 +54,19 @@ class NoLogger(Logger):
         """Do nothing."""
 
 
+RUN_FILES = ("config.yaml", "plan.*", "certificate.*", "splits.jsonl")
+"""Files of a run folder that a tracker may keep beside the metrics, as many of them as there are."""
+
+LARGEST_FILE = 8 * 2**20
+"""Bytes of a file that is still small."""
+
+
+def run_files(run_dir: Path) -> list[Path]:
+    """Return the `RUN_FILES` of a run folder that are small."""
+    found = [path for name in RUN_FILES for path in sorted(run_dir.glob(name))]
+    return [path for path in found if path.is_file() and path.stat().st_size <= LARGEST_FILE]
+
+
 def plain_value(value: object) -> bool | int | float | str | None:
     """Return a metric as a plain Python value.
 

@@ -25,15 +25,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveFloat
 
-from hetexp.core.files import temporary_folder
+from hetexp.core.files import temporary_folder, write_json
 from hetexp.logger.background import BackgroundCalls
-from hetexp.logger.base import Logger, RunInfo, plain_value
+from hetexp.logger.base import Logger, RunInfo, plain_value, run_files
 
 if TYPE_CHECKING:
     from wandb import Run
 
 STEP_METRIC = "trainer/step"
 """Name of the metric that W&B draws all others over: the optimizer step."""
+
+ARTIFACT_TYPE = "run-files"
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,7 +70,8 @@ class WandbLogger(Logger):
     """Logs a run to Weights & Biases; its files are in `<run_dir>/wandb`.
 
     The run's id is `RunInfo.run_id`, whatever the environment says. Metrics keep their own axis
-    (`trainer/step`), so a resumed run needs no increasing W&B step.
+    (`trainer/step`), so a resumed run needs no increasing W&B step. At the end the small files of the run
+    folder become the artifact `<run id>-run`, and a run whose timings must not be used is tagged `invalid`.
 
     Args:
         project: of W&B.
@@ -195,11 +198,31 @@ class WandbLogger(Logger):
         try:
             if self._run is not None:
                 self._run.summary.update(_plain(summary))
+                if summary.get("valid") is False:
+                    self._run.tags = (*(self._run.tags or ()), "invalid")
+                if not self._given_up:
+                    self._log_files(self._run, summary)
                 self._run.finish(exit_code=exit_code)
         finally:
             if self._owns_service:
                 self._service = self._service or _service_process()
                 wandb.teardown(exit_code=exit_code)
+
+    def _log_files(self, run: Run, summary: Mapping[str, Any]) -> None:
+        """Make the small files of the run folder one artifact; until it is sent they stay where they are."""
+        import wandb
+
+        try:
+            artifact = wandb.Artifact(f"{run.id}-run", type=ARTIFACT_TYPE)
+            for path in run_files(self._run_dir):
+                artifact.add_file(str(path), policy="immutable")
+            if summary:  # the run folder gets it when all trackers are closed
+                path = Path(run.dir).with_name("summary.json")
+                write_json(path, summary)
+                artifact.add_file(str(path), policy="immutable")
+            run.log_artifact(artifact)
+        except Exception as error:  # the points are worth more than the files
+            _LOG.warning("Weights & Biases did not take the files of %s: %s", self._run_dir, error)
 
     def _end_service(self) -> None:
         """Kill what `wandb.teardown` has not ended, and make wandb forget it so that a next run can start."""

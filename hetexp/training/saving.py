@@ -103,6 +103,7 @@ def _state(parts: Parts, progress: Progress) -> TrainingState:
         schedule={"step": parts.schedule.last_epoch},
         extra={
             "run_id": parts.plan.run_id,
+            "group": parts.plan.group,
             "progress": progress.to_dict(),
             "emulated": parts.plan.emulated,
             "devices": provenance(parts),

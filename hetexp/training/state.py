@@ -80,6 +80,8 @@ class Parts:
     """What ranks keep that take steps by themselves; `None` where they do not."""
     staging: Staging | None = None
     """This rank's stages, where the strategy cuts the model; `model` has nothing else then."""
+    resumed_from: dict[str, Any] | None = None
+    """The run that this one goes on from: its `run_id`, `group`, and the `step` of its checkpoint."""
     microbatch_limits: list[int | None] = field(default_factory=list)
     """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
 

@@ -31,6 +31,7 @@ from hetexp.hardware.backend import Backend, StagePasses, backend_class, visible
 from hetexp.hardware.links import build_links
 from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger, RunInfo
+from hetexp.logger.guard import GuardedLogger
 from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout
@@ -285,6 +286,7 @@ def resume(parts: Parts) -> Progress:
         state = load_checkpoint(folder, parts.model, parts.optimizer)
     else:
         state = load_part(parts, folder)
+    parts.resumed_from = {key: state.extra.get(key) for key in ("run_id", "group")} | {"step": state.step}
     # The rates are a function of the step: they follow from it and from this run's own configuration.
     restart_schedule(parts.schedule, state.step)
     parts.balancer.restore(state.extra.get("balancer"))
@@ -326,34 +328,48 @@ def _limits_before(parts: Parts, devices: list[dict[str, Any]]) -> list[int | No
 
 
 def start_loggers(parts: Parts) -> tuple[Logger, ...]:
-    """Open `metrics.jsonl` and the configured tracker; rank 0 calls it."""
-    plan = parts.plan
-    choices = plan.choices
-    tags = ["emulated"] if plan.emulated else []
-    tags += [
-        choices[key] for key in ("hardware", "strategy", "balancing", "model", "data") if choices.get(key)
-    ]
-    info = RunInfo(
-        run_id=plan.run_id,
-        run_dir=Path(plan.run_dir),
-        name=plan.name,
-        group=plan.group,
-        job_type="sweep" if plan.group else "train",
-        tags=tuple(tags),
-        config=plan.config
-        | {
-            "plan": {
-                "devices": [str(d) for d in plan.devices],
-                "shares": list(plan.shares),
-                "overrides": list(plan.overrides),
-            }
-        },
-    )
-    metrics: Logger = MetricsFile(Path(plan.run_dir) / "metrics.jsonl")
-    tracker: Logger = instantiate(parts.config.logger)
+    """Open `metrics.jsonl` and the configured tracker; rank 0 calls it, after `resume`."""
+    info = run_info(parts)
+    metrics: Logger = MetricsFile(Path(parts.plan.run_dir) / "metrics.jsonl")
+    tracker: Logger = GuardedLogger(instantiate(parts.config.logger))
     for logger in (metrics, tracker):
         logger.start(info)
     return metrics, tracker
+
+
+def run_info(parts: Parts) -> RunInfo:
+    """Return what names this run in a tracker.
+
+    A run that goes on from another one is a run of its own there, since both may have logged the same steps;
+    it joins the sweep of the other one, and its configuration says which one that was.
+    """
+    plan, before = parts.plan, parts.resumed_from
+    about_plan = {
+        "devices": [str(d) for d in plan.all_devices],
+        "shares": list(plan.card_shares or plan.shares),
+        "overrides": list(plan.overrides),
+    }
+    return RunInfo(
+        run_id=plan.run_id,
+        run_dir=Path(plan.run_dir),
+        name=plan.name,
+        group=plan.group or (before["group"] if before is not None else None),
+        job_type="sweep" if plan.group else "train",
+        tags=_tags(plan, resumed=before is not None),
+        config=plan.config | {"plan": about_plan} | ({"resumed_from": before} if before is not None else {}),
+    )
+
+
+def _tags(plan: Plan, resumed: bool) -> tuple[str, ...]:
+    """Return what runs are told apart by: each group's option, with the group where it says nothing alone."""
+    tags = ["emulated"] if plan.emulated else []
+    tags += ["resumed"] if resumed else []
+    chosen = {"strategy": plan.strategy} | plan.choices
+    for group in ("hardware", "strategy", "balancing", "model", "data"):
+        option = chosen.get(group)
+        if option:
+            tags.append(f"{group}={option}" if option in ("auto", "custom") else option)
+    return tuple(dict.fromkeys(tags))
 
 
 def versions() -> dict[str, str]:

@@ -10,14 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
-from hetexp.core.instantiate import check_component, instantiate
 from hetexp.logger.base import NoLogger, RunInfo
 from hetexp.logger.jsonl import MetricsFile
-from hetexp.logger.wandb import WandbLogger
-
-CONF = Path(__file__).parents[3] / "conf" / "logger"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -78,21 +73,6 @@ def test_a_file_of_half_a_line_becomes_empty(tmp_path: Path) -> None:
     path.write_text("x" * 5000)
     MetricsFile(path).finish({}, 0)
     assert path.read_text() == ""
-
-
-@pytest.mark.parametrize(("name", "kind"), [("wandb", WandbLogger), ("none", NoLogger)])
-def test_the_choices_of_the_logger_group_build(name: str, kind: type) -> None:
-    node = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    assert check_component("logger", node) == []
-    built = instantiate(node)
-    assert type(built) is kind
-    if isinstance(built, WandbLogger):
-        assert {key: vars(built)[key] for key in node if key != "_target_"} == {
-            key: value for key, value in node.items() if key != "_target_"
-        }
-        assert "_target_" in check_component("logger", {})[0]
-        assert check_component("logger", node | {"mode": "ofline"})
-        assert check_component("logger", node | {"finish_timeout_seconds": 0})
 
 
 def test_no_logger_takes_everything(tmp_path: Path) -> None:

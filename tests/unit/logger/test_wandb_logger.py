@@ -5,6 +5,8 @@ Every run is made in a process of its own, as in a worker; `PRELUDE` gives its s
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import signal
 import subprocess
@@ -16,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from wandb_files import points, records, without_wandb_variables
+from wandb_files import only, points, records, without_wandb_variables
 
 from hetexp.core.files import remove_temporary_folders
 
@@ -104,12 +106,16 @@ config = {"lr": 0.1, "none": None, "inf": math.inf, "nan": math.nan, "path": Pat
           "layers": {1, }, "deep": {"targets": ["q", "v"], "low": [-math.inf]}}
 logger = WandbLogger(project="proj", entity="team")
 opening = timed(logger.start, info("chosen", group="sweep-1", tags=("a", "long" * 20), config=config))
+for name in ("plan.json", "plan.svg", "metrics.jsonl", ".plan.json.1.tmp"):
+    (root / "chosen" / name).write_text(name)
+with (root / "chosen" / "plan.png").open("wb") as large:
+    large.truncate(2**30)
 started = [p.name() for p in helpers()]
 costs = []
 for step in range(1, 6):
     loss = math.nan if step == 4 else np.float32(step)
     costs.append(timed(logger.log, {"loss": loss, "text": "x", "gone": None, "count": step}, step * 10))
-closing = timed(logger.finish, {"final": {"loss": 5.0}, "best": math.nan}, 3)
+closing = timed(logger.finish, {"final": {"loss": 5.0}, "best": math.nan, "valid": False}, 3)
 logger.log({"loss": 1.0}, 99)
 logger.finish({}, 0)
 report(started=started, costs=costs, opening=opening, closing=closing)
@@ -136,7 +142,8 @@ def test_a_run_holds_each_point_once_and_readable_values(tmp_path: Path) -> None
         {"loss": "NaN" if step == 4 else step, "text": "x", "count": step, "trainer/step": step * 10}
         for step in range(1, 6)
     ]
-    (run,) = [record["run"] for record in found if record["type"] == "run"]
+    run, ended = [record["run"] for record in found if record["type"] == "run"]
+    assert ended["tags"] == [*run["tags"], "invalid"]
     assert (run["run_id"], run["project"], run["entity"]) == ("chosen", "proj", "team")
     assert (run["display_name"], run["run_group"], run["job_type"]) == ("name of chosen", "sweep-1", "train")
     assert run["tags"] == ["a", ("long" * 20)[:64]]
@@ -158,6 +165,15 @@ def test_a_run_holds_each_point_once_and_readable_values(tmp_path: Path) -> None
     ]
     assert any(m.get("glob_name") == "*" and m["in"] == "trainer/step" for m in metrics)
     assert [record["exit"]["exit_code"] for record in found if record["type"] == "exit"] == [3]
+    artifact = only(found, "artifact")
+    assert (artifact["name"], artifact["type"]) == ("chosen-run", "run-files")
+    contents = {one["path"]: one for one in artifact["manifest"]["contents"]}
+    assert list(contents) == ["plan.json", "plan.svg", "summary.json"]
+    for name, one in contents.items():
+        kept = Path(one["local_path"])
+        assert kept == (path.parent if name == "summary.json" else tmp_path / "chosen") / name
+        assert base64.b64encode(hashlib.md5(kept.read_bytes()).digest()).decode() == one["digest"]
+    assert json.loads((path.parent / "summary.json").read_text())["final"] == {"loss": 5.0}
     assert not [record for record in found if record["type"] in ("output", "output_raw")]
     assert not list(path.parent.glob("files/**/*.py")) and not list(path.parent.glob("files/*.patch"))
 
@@ -296,6 +312,30 @@ def test_a_hanging_finish_or_service_is_bounded(what: str, tmp_path: Path) -> No
     assert report["alive"] == [] and report["left"] == 0 and report["environment"]
     assert report["cost"] < 2 and report["closing"] < 8
     assert points(records(files(tmp_path, "next")[0])) == [{"loss": 7, "trainer/step": 1}]
+
+
+NO_FILES = """
+import wandb
+def refuse(self, *args, **options):
+    raise ValueError("no such policy")
+wandb.Artifact.add_file = refuse
+logger = WandbLogger()
+logger.start(info("run"))
+(root / "run" / "plan.json").write_text("{}")
+logger.log({"loss": 1.0}, 1)
+logger.finish({"steps": 1}, 0)
+report()
+"""
+
+
+def test_files_that_are_not_taken_cost_no_point(tmp_path: Path) -> None:
+    report = run_script(NO_FILES, tmp_path)
+    (warning,) = report["warnings"]
+    assert warning.endswith(f"did not take the files of {tmp_path / 'run'}: no such policy")
+    found = records(files(tmp_path, "run")[0])
+    assert points(found) == [{"loss": 1, "trainer/step": 1}]
+    assert only(found, "exit").get("exit_code", 0) == 0
+    assert not [record for record in found if record["type"] == "artifact"]
 
 
 FOREIGN = """

@@ -1,0 +1,282 @@
+"""`hetexp sync`: upload what W&B wrote offline of all runs in some folders, each run once.
+
+The work is done by `wandb sync` of this interpreter's wandb. Its exit code is 0 also where runs failed or
+nobody was logged in, so that what counts is the file `….wandb.synced` that it leaves beside each run that was
+sent whole; such a run is never sent again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+_EPILOG = """\
+examples
+  hetexp sync                                      all runs of the newest sweep below outputs
+  hetexp sync outputs/2026-01-31                   all runs of a day
+  hetexp sync outputs --dry-run                    what there is to sync"""
+
+_POLL_SECONDS = 0.2
+_REACH_SECONDS = 10.0
+"""Longest wait for the server's first answer."""
+
+
+@dataclass(frozen=True)
+class OfflineRun:
+    """What W&B wrote of one run."""
+
+    file: Path
+    """`…/wandb/offline-run-<time>-<id>/run-<id>.wandb`"""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.file.parents[2]
+
+    @property
+    def synced(self) -> bool:
+        """Whether `wandb sync` has sent all of it."""
+        return self.file.with_name(f"{self.file.name}.synced").exists()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will be written: a run of hetexp has its summary then, a failed one, too."""
+        return not (self.run_dir / "plan.json").exists() or (self.run_dir / "summary.json").exists()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Sync and list what could not be; return 1 where there is any, 2 for a wrong command."""
+    options = _parser().parse_args(arguments)
+    from hetexp.core.errors import HetexpError
+
+    try:
+        return _run(options)
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hetexp sync",
+        description="Upload the offline W&B runs in folders and below them, each once. A run that fails does "
+        "not keep the others from being synced. Runs that are still going on are left for later.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", type=Path, help="of runs or sweeps")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be synced, and send nothing")
+    parser.add_argument(
+        "--project", metavar="NAME", help="instead of the project that the runs were made for"
+    )
+    parser.add_argument("--entity", metavar="NAME", help="instead of the team or user")
+    parser.add_argument(
+        "--unfinished",
+        action="store_true",
+        help="runs without a summary, too: those that were killed. One that still goes on would be cut off",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_positive,
+        default=300.0,
+        help="end where nothing was sent for so long (default: %(default)g)",
+    )
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return value
+
+
+def _run(options: argparse.Namespace) -> int:
+    folders = options.folders or [newest_sweep(Path("outputs"))]
+    found = offline_runs(folders)
+    waiting = [run for run in found if not run.synced]
+    going_on = [run for run in waiting if not run.ended and not options.unfinished]
+    to_sync = [run for run in waiting if run not in going_on]
+    where = ", ".join(map(str, folders))
+    print(f"{where}: {len(found)} offline W&B runs, {len(found) - len(waiting)} of them synced before.")
+    for run in going_on:
+        print(f"left for later  {run.run_dir}: it has no summary, so it goes on or was killed (--unfinished)")
+    if options.dry_run:
+        for run in to_sync:
+            print(f"would sync  {run.run_dir}")
+        return 0
+    if not to_sync:
+        return 0
+    server = server_address()
+    problem = unreachable(server)
+    if problem is not None:
+        print(f"Nothing was synced: W&B's server {server} cannot be reached ({problem}).", file=sys.stderr)
+        return 1
+    command = sync_command([run.file.parent for run in to_sync], options.project, options.entity)
+    output = run_command(command, to_sync, options.timeout)
+    failed = [run for run in to_sync if not run.synced]
+    if failed:
+        _tell_failed(failed, output)
+    return 1 if failed else 0
+
+
+def newest_sweep(outputs: Path) -> Path:
+    """Return the newest sweep's folder below `outputs`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from hetexp.core.errors import ConfigError
+
+    sweeps = sorted(path for path in outputs.glob("sweeps/*/*") if path.is_dir())
+    if not sweeps:
+        raise ConfigError(
+            f"`FOLDER` must be given where there is no sweep in {outputs / 'sweeps'}: a folder with runs."
+        )
+    return sweeps[-1]
+
+
+def offline_runs(folders: Sequence[Path]) -> list[OfflineRun]:
+    """Return the offline runs in these folders and below them, each once, in the order of their paths.
+
+    Raises:
+        ConfigError: a path is no folder.
+    """
+    from hetexp.core.errors import ConfigError, must_be
+
+    problems = [must_be("FOLDER", "a folder with runs", str(path)) for path in folders if not path.is_dir()]
+    if problems:
+        raise ConfigError(problems)
+    found = {file.resolve() for folder in folders for file in _files_below(folder)}
+    return [OfflineRun(file) for file in sorted(found)]
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for path, folders, _ in os.walk(folder):
+        # W&B's own `latest-run` is a link, which os.walk does not follow.
+        folders[:] = [name for name in folders if name not in ("checkpoints", "files", "logs")]
+        if Path(path).name.startswith("offline-run-"):
+            yield from Path(path).glob("run-*.wandb")
+
+
+def server_address() -> str:
+    """Return where W&B's runs go: `WANDB_BASE_URL`, or what `wandb login` was told."""
+    try:
+        from wandb.sdk import wandb_setup
+
+        return str(wandb_setup.singleton().settings.base_url)
+    except (ImportError, AttributeError):  # wandb has no public way to ask
+        return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+
+
+def unreachable(server: str, limit: float = _REACH_SECONDS) -> str | None:
+    """Return why a server does not answer at all, None where it does: `wandb sync` would retry for hours."""
+    import ssl
+    import urllib.error
+    import urllib.request
+
+    try:
+        urllib.request.urlopen(server, timeout=limit).close()
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return None if isinstance(reason, ssl.SSLError) else str(reason)
+    return None
+
+
+def sync_command(folders: Sequence[Path], project: str | None = None, entity: str | None = None) -> list[str]:
+    """Return the command that syncs these folders of W&B's runs."""
+    named = {"--project": project, "--entity": entity}
+    options = [word for name, value in named.items() if value is not None for word in (name, value)]
+    return [sys.executable, "-m", "wandb", "sync", *options, *map(str, folders)]
+
+
+def run_command(command: Sequence[str], runs: Sequence[OfflineRun], limit: float) -> str:
+    """Run the command until it ends, or until nothing has moved for `limit` seconds; return what it printed.
+
+    Each run is told of as soon as it is synced.
+    """
+    waiting = list(runs)
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,  # nobody is asked for a key
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(os.environ),
+        )
+        try:
+            before, moved_at = None, time.monotonic()
+            while process.poll() is None:
+                waiting = _tell_synced(waiting)
+                now = _state(output, runs)
+                if now != before:
+                    before, moved_at = now, time.monotonic()
+                if time.monotonic() - moved_at > limit:
+                    break
+                _wait(process, _POLL_SECONDS)
+        finally:
+            stuck = process.poll() is None
+            if stuck:
+                _end(process)
+        _tell_synced(waiting)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    return text + (f"ended by hetexp: nothing was sent for {limit:g} s (--timeout)\n" if stuck else "")
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for `wandb sync`: a mode that was meant for runs would keep it offline."""
+    return {name: value for name, value in environment.items() if name != "WANDB_MODE"}
+
+
+def _state(output: IO[bytes], runs: Sequence[OfflineRun]) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """Return what changes while runs are sent: the command's output, and wandb's files beside them."""
+    files = [(path, path.stat()) for run in runs for path in run.file.parent.glob("*.wandb.*")]
+    return os.fstat(output.fileno()).st_size, tuple((str(path), stat.st_mtime_ns) for path, stat in files)
+
+
+def _tell_synced(waiting: Sequence[OfflineRun]) -> list[OfflineRun]:
+    left = []
+    for run in waiting:
+        if run.synced:
+            print(f"synced  {run.run_dir}", flush=True)
+        else:
+            left.append(run)
+    return left
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the command; the service that it has started ends by itself some seconds later."""
+    process.terminate()
+    _wait(process, 5.0)
+    process.kill()
+    process.wait()
+
+
+def _tell_failed(failed: Sequence[OfflineRun], output: str) -> None:
+    """List the runs that are not synced, after what wandb said."""
+    said = [line.strip() for line in output.splitlines() if line.strip()]
+    for line in said[-20:]:
+        print(f"  {line}", file=sys.stderr)
+    if any("API key" in line or "Not authenticated" in line for line in said):
+        print("W&B does not know who you are: run `wandb login`, or set WANDB_API_KEY.", file=sys.stderr)
+    print(f"{len(failed)} runs are not synced; hetexp sync tries them again:", file=sys.stderr)
+    for run in failed:
+        print(f"  {run.run_dir}", file=sys.stderr)

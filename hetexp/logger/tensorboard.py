@@ -1,0 +1,76 @@
+"""TensorBoard's event files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import PositiveFloat
+
+from hetexp.logger.base import Logger, RunInfo, plain_value
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardLogger(Logger):
+    """Writes `<run_dir>/tensorboard`: scalars over the optimizer step, the configuration and summary as text.
+
+    TensorBoard's names hold no colon: `device/cuda:0/share` is `device/cuda_0/share` there.
+
+    Args:
+        folder: name of the folder in the run folder; `tensorboard --logdir outputs` finds it.
+        flush_seconds: longest that a point may wait to be written.
+    """
+
+    def __init__(self, folder: str = "tensorboard", flush_seconds: PositiveFloat = 10.0) -> None:
+        self.folder = folder
+        self.flush_seconds = flush_seconds
+        self._writer: SummaryWriter | None = None
+
+    def start(self, run: RunInfo) -> None:
+        """Open the event file.
+
+        Raises:
+            ModuleNotFoundError: TensorBoard is not installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            fix = "TensorBoard is not installed (pip install 'hetexp[tensorboard]', or logger=none)"
+            raise ModuleNotFoundError(fix, name=error.name) from error
+        folder = str(run.run_dir / self.folder)
+        self._writer = SummaryWriter(folder, flush_secs=self.flush_seconds)
+        self._writer.add_text("name", run.name)
+        self._writer.add_text("tags", ", ".join(run.tags))
+        self._writer.add_text("config", _as_code(run.config))
+
+    def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
+        """Add a scalar a metric, a text where it is no number; None is left out."""
+        if self._writer is None:
+            return
+        for name, value in metrics.items():
+            plain = plain_value(value)
+            if isinstance(plain, str):
+                self._writer.add_text(_tag(name), plain, step)
+            elif plain is not None:
+                self._writer.add_scalar(_tag(name), plain, step)
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Add the summary, or that the run failed, and close the file."""
+        if self._writer is None:
+            return
+        self._writer.add_text("summary", _as_code(summary) if summary else f"ended with {exit_code}")
+        self._writer.close()
+        self._writer = None
+
+
+def _tag(name: str) -> str:
+    """Return a name without what TensorBoard would replace with a warning."""
+    return name.replace(":", "_")
+
+
+def _as_code(value: Any) -> str:
+    """Return plain types as a block of JSON, which TensorBoard's text page keeps as it is."""
+    return "".join(f"    {line}\n" for line in json.dumps(value, indent=2, default=str).splitlines())
