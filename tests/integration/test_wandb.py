@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
 import signal
 import tempfile
@@ -18,6 +20,8 @@ from launched import TINY, Launched, wait_for
 from support import Train
 from wandb_files import only, points, records
 
+from hetexp.commands.sync import offline_runs
+
 Start = Callable[..., Launched]
 TESTS = Path(__file__).parent.parent
 COMMON = (
@@ -28,6 +32,7 @@ COMMON = (
     "logger=wandb",
     "launch.start_method=forkserver",
 )
+DOCUMENTED = TESTS.parent / "docs" / "guide" / "tracking.md"
 GIVEN_UP = "Weights & Biases is off for the rest of this run"
 
 
@@ -46,7 +51,7 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Start]:
     started = []
 
     def begin(name: str, *overrides: str, **environment: str) -> Launched:
-        variables = {"PYTHONPATH": str(TESTS), "WANDB_MODE": "offline", "TMPDIR": str(temporary)}
+        variables = {"PYTHONPATH": python_path(TESTS), "WANDB_MODE": "offline", "TMPDIR": str(temporary)}
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch makes one among temporary files
         one = Launched(
             tmp_path / name,
@@ -65,6 +70,11 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Start]:
     finally:
         for one in started:
             one.kill()
+
+
+def python_path(*folders: Path) -> str:
+    """Return a PYTHONPATH with these folders first."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def jobs(run: Launched) -> list[Path]:
@@ -101,12 +111,34 @@ def wandb_file(folder: Path) -> Path:
     return path
 
 
-def test_a_sweep_whose_second_job_raises(start: Start) -> None:
-    """Three offline runs, none of them another's; what each holds is what `metrics.jsonl` holds."""
+def undocumented(names: set[str]) -> set[str]:
+    """Return the metrics that the guide's table does not have."""
+    first = [line.split("|")[1] for line in DOCUMENTED.read_text().splitlines() if line.startswith("| `")]
+    patterns = [
+        re.escape(name).replace("<id>", "[^/]+").replace("<name>", r"\w+")
+        for cell in first
+        for name in re.findall(r"`([^`]+)`", cell)
+    ]
+    return {name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)}
+
+
+def files_of(found: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the content of the only artifact, read where W&B would send it from."""
+    contents = only(found, "artifact")["manifest"]["contents"]
+    return {one["path"]: Path(one["local_path"]).read_text() for one in contents}
+
+
+def test_a_sweep_whose_second_job_raises(start: Start, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three offline runs, none of them another's; what each holds is what `metrics.jsonl` holds.
+
+    A fourth goes on from the first one's step 3: again a run of its own, and none of the first one's points
+    is lost or changed.
+    """
     run = start(
         "sweep",
         "-m",
         "data._target_=faulty.Data",
+        "trainer.checkpoint_every=3",
         "+data.after=26",
         "+data.fault=null,raise,null",
         "trainer.max_steps=5",
@@ -125,15 +157,50 @@ def test_a_sweep_whose_second_job_raises(start: Start) -> None:
         assert told["run_id"] == plan["run_id"]
         assert f"={fault},trainer.max_steps=5" in told["display_name"]  # W&B wants it cut in the middle
         assert told["job_type"] == "sweep"
-        assert {"ddp", "equal", "mlp", "custom"} <= set(told["tags"])
+        assert told["tags"] == ["hardware=auto", "ddp", "equal", "mlp", "data=custom"]
         assert only(found, "exit").get("exit_code", 0) == (1 if fault == "raise" else 0)
         steps = [line["step"] for line in metrics(folder) if "train/loss" in line]
         assert steps == ([1, 2, 3] if fault == "raise" else [1, 2, 3, 4, 5])
         assert points(found) == as_points(metrics(folder))
+        assert not undocumented({name for line in metrics(folder) for name in line} - {"step"})
+        line = metrics(folder)[0]
+        assert [line[f"balancing/weight/cpu:{rank}"] for rank in range(2)] == [0.5, 0.5]
+        assert min(line[f"device/cpu:{rank}/peak_memory_gib"] for rank in range(2)) > 0.01
+        kept = files_of(found)
+        assert only(found, "artifact")["name"] == f"{plan['run_id']}-run"
+        assert kept["plan.json"] == (folder / "plan.json").read_text()
+        assert kept["config.yaml"] == (folder / "config.yaml").read_text()
+        if fault != "raise":
+            assert kept["summary.json"] == (folder / "summary.json").read_text()
         axes = [record["metric"] for record in found if record["type"] == "metric"]
         assert any(axis.get("glob_name") == "*" and axis["step_metric"] == "trainer/step" for axis in axes)
     assert len({run_id for run_id, _ in seen}) == 3
     assert {group for _, group in seen} == {folders[0].parent.name}
+    assert [one.file.parents[2] for one in offline_runs([run.run_dir]) if one.ended] == folders
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    before = wandb_file(folders[0]).read_bytes()
+    common = [word for word in COMMON if not word.startswith("launch")]
+    data = ("data._target_=faulty.Data", "+data.after=26", "+data.fault=null")
+    resume = f"resume={folders[0] / 'checkpoints' / 'step_00000003'}"
+    done = train(*common, *data, resume, "trainer.max_steps=6", "trainer.eval_every=2")
+    found = records(wandb_file(done.folder))
+    assert points(found) == as_points(done.metrics)
+    steps = [point["trainer/step"] for point in points(found) if "train/loss" in point]
+    assert steps == [4, 5, 6]  # 4 and 5 are in both
+    assert done.losses[:2] == [
+        line["train/loss"] for line in metrics(folders[0]) if "train/loss" in line and line["step"] in (4, 5)
+    ]
+    told = only(found, "run")
+    assert told["run_id"] not in dict(seen)
+    assert told["run_group"] == folders[0].parent.name
+    assert "resumed" in told["tags"]
+    assert told["config"]["update"]["resumed_from"] == {
+        "run_id": seen[0][0],
+        "group": folders[0].parent.name,
+        "step": 3,
+    }
+    assert wandb_file(folders[0]).read_bytes() == before
 
 
 def test_a_service_that_dies_or_stops_in_mid_training(start: Start) -> None:
@@ -219,7 +286,7 @@ def test_nan_is_seen_and_the_configuration_comes_back(
     assert [point["train/loss"] for point in logged if "train/loss" in point][-1] == "NaN"
 
     told = only(found, "run")
-    assert told["tags"] == ["emulated"]  # a run that Hydra starts has its groups' options, too
+    assert told["tags"] == ["emulated", "ddp"]  # a run that Hydra starts has its groups' options, too
     assert told["display_name"] == "seed 7"
     assert told["job_type"] == "train"
     config = {
@@ -243,7 +310,7 @@ def test_without_wandb_or_without_a_network(start: Start, tmp_path: Path) -> Non
     options = ("data._target_=faulty.Data", "trainer.max_steps=2", "hydra.run.dir=run")
     runs = {
         "it is not installed (pip install wandb, or logger=none)": start(
-            "absent", *options, PYTHONPATH=f"{tmp_path / 'none'}:{TESTS}"
+            "absent", *options, PYTHONPATH=python_path(tmp_path / "none", TESTS)
         ),
         "it did not start within 2 s": start(
             "online",
