@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from launched import TINY, Launched, wait_for
 from support import Train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import only, points, records
 
 from hetexp.commands.sync import offline_runs
@@ -260,7 +262,7 @@ def test_nan_is_seen_and_the_configuration_comes_back(
     monkeypatch.syspath_prepend(tmp_path / "mine")
     monkeypatch.setenv("WANDB_MODE", "offline")
     done = train(
-        "logger=wandb",
+        "logger=multi",
         "hardware.devices=[cpu,'emulated:rtx_3090']",
         "data=synthetic",
         "optimizer=sgd",
@@ -285,7 +287,20 @@ def test_nan_is_seen_and_the_configuration_comes_back(
     assert logged == as_points(done.metrics)
     assert [point["train/loss"] for point in logged if "train/loss" in point][-1] == "NaN"
 
-    told = only(found, "run")
+    # The other trackers were told the same.
+    with (done.folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [{name: cell for name, cell in row.items() if cell} for row in rows] == [
+        {name: str(value) for name, value in line.items() if value is not None} for line in done.metrics
+    ]
+    events = EventAccumulator(str(done.folder / "tensorboard")).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert [step for step, _ in losses] == [1, 2, 3, 4] and math.isnan(losses[-1][1])
+    assert [event.value for event in events.Scalars("balancing/weight/emulated_0")] == [0.5] * 4
+
+    # Where this machine was too slow for the emulated card, the tags were written once more in the end.
+    told, *ended = [record["run"] for record in found if record["type"] == "run"]
+    assert [one["tags"] for one in ended] == ([] if done.summary["valid"] else [[*told["tags"], "invalid"]])
     assert told["tags"] == ["emulated", "ddp"]  # a run that Hydra starts has its groups' options, too
     assert told["display_name"] == "seed 7"
     assert told["job_type"] == "train"

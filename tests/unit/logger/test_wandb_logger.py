@@ -144,6 +144,7 @@ def test_a_run_holds_each_point_once_and_readable_values(tmp_path: Path) -> None
     ]
     run, ended = [record["run"] for record in found if record["type"] == "run"]
     assert ended["tags"] == [*run["tags"], "invalid"]
+    assert all(ended[key] == run[key] for key in ("run_id", "display_name", "run_group", "job_type"))
     assert (run["run_id"], run["project"], run["entity"]) == ("chosen", "proj", "team")
     assert (run["display_name"], run["run_group"], run["job_type"]) == ("name of chosen", "sweep-1", "train")
     assert run["tags"] == ["a", ("long" * 20)[:64]]
