@@ -74,6 +74,8 @@ class Plan:
     """Samples of a full global batch that each pipeline takes, where the strategy cuts the model."""
     predicted_step_seconds: float | None = None
     """What a step of these stages is predicted to take, in the devices' own time; `None` where it is not."""
+    left_out: tuple[DeviceSpec, ...] = ()
+    """Devices that were chosen and take no part, as a step is as short or shorter without them."""
     reasons: tuple[str, ...] = ()
     """Why it looks like this, one sentence each."""
     exact: bool = True
@@ -145,6 +147,7 @@ class Plan:
         raw.pop("emulated")
         raw["devices"] = tuple(DeviceSpec.from_dict(device) for device in raw["devices"])
         raw["cards"] = tuple(DeviceSpec.from_dict(device) for device in raw["cards"])
+        raw["left_out"] = tuple(DeviceSpec.from_dict(device) for device in raw.get("left_out", ()))
         raw["stages"] = tuple(tuple(Stage(**stage) for stage in own) for own in raw["stages"])
         for name in _TUPLES:
             raw[name] = tuple(raw[name])

@@ -66,6 +66,7 @@ def with_arrangement(plan: Plan, found: Arrangement) -> Plan:
     return replace(
         plan,
         devices=kept(plan.devices),
+        left_out=tuple(one for place, one in enumerate(plan.devices) if place not in found.ranks),
         threads=kept(plan.threads),
         precisions=kept(plan.precisions),
         microbatch_sizes=(),

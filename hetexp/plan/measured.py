@@ -144,6 +144,7 @@ def replanned(
     return replace(
         plan,
         devices=kept(plan.devices),
+        left_out=tuple(one for rank, one in enumerate(plan.devices) if rank not in choice.ranks),
         shares=tuple(count / total for count in choice.split.counts),
         local_batch_sizes=choice.split.counts,
         threads=kept(plan.threads),
