@@ -47,6 +47,14 @@ def plan(arguments: list[str]) -> int:
 
 
 @command
+def diagram(arguments: list[str]) -> int:
+    """Draw a plan: machines, devices, links, shares, layers, memory (hetexp diagram --help)."""
+    from hetexp.commands.diagram import main as diagram_main
+
+    return diagram_main(arguments)
+
+
+@command
 def verify(arguments: list[str]) -> int:
     """Certify that a plan's steps are those of one device, for your model and data (hetexp verify --help)."""
     from hetexp.commands.verify import main as verify_main
@@ -169,7 +177,7 @@ def _complete(words: list[str]) -> int:
     if len(typed) < 2 or (len(typed) == 2 and not line[-1].isspace()):
         start = typed[1] if len(typed) == 2 else ""
         print("\n".join(name for name in COMMANDS if name.startswith(start)))
-    elif typed[1] in ("train", "plan", "launch"):
+    elif typed[1] in ("train", "plan", "diagram", "launch"):
         os.environ["COMP_LINE"] = " ".join(["hetexp", *typed[2:]]) + ("" if typed[2:] else " ")
         return train(words)
     return 0

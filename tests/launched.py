@@ -30,6 +30,7 @@ TINY = (
     "data.num_samples=64",
     "data.num_test_samples=8",
     "logger=none",
+    "diagram=false",
     "hardware.devices=[cpu,cpu]",
     "hardware.threads_per_rank=1",
     "trainer.global_batch_size=16",

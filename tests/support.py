@@ -93,7 +93,7 @@ def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
     Shares are equal, and nothing is measured first, unless the overrides say otherwise.
     """
     screen = io.StringIO()
-    quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none"]
+    quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none", "diagram=false"]
     if not any(text.startswith("balancing=") for text in overrides):
         quick.append("balancing=equal")
     cfg = compose_config([*quick, *overrides])
@@ -108,7 +108,7 @@ def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
 
 def start_script(run_dir: Path, script: Path, overrides: tuple[str, ...], *arguments: str) -> Run:
     """Run `hetexp launch` of a script as `start_run` runs `train.py`."""
-    quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none"]
+    quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none", "diagram=false"]
     if not any(text.startswith("balancing=") for text in overrides):
         quick.append("balancing=equal")
     words = [str(script), *quick, *overrides, f"hydra.run.dir={run_dir}", "--", *arguments]

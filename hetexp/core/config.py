@@ -310,6 +310,8 @@ class Config(Section):
     """What to do where the strategy cannot run, written `strategy.fallback`; `None`: say why, and end."""
     plan_only: bool = False
     """Whether to print what would come of it (`hetexp.plan.predict`), and start nothing."""
+    diagram: bool = True
+    """Whether the plan is drawn into the run folder (`hetexp.report.diagram`)."""
     resume: str | None = None
     """Checkpoint folder, or run folder whose newest checkpoint is meant."""
     name: str | None = None

@@ -27,6 +27,7 @@ from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import backend_class, environment_together
 from hetexp.hardware.detection import detect
 from hetexp.hardware.lease import Leases
+from hetexp.launch.diagrams import diagrams
 from hetexp.launch.display import Display, show_plan, show_summary
 from hetexp.launch.preflight import check_machine
 from hetexp.launch.process import RankProcess, Start, rank_environment, signal_group, start_rank
@@ -99,7 +100,7 @@ def _run_ranks(
     run = _Run(plan, config, console, store)
     # A shared card is nobody's own.
     leases = nullcontext() if config.hardware.share_devices else Leases(plan.all_devices, plan.run_dir)
-    with leases, _signals() as caught:
+    with leases, _signals() as caught, diagrams(plan, config, console):
         try:
             run.start(plan_path)
             run.follow(caught)

@@ -185,7 +185,7 @@ def alternatives(config: Config) -> Alternatives:
         ("balancing", config.balancing, found.policies),
     ):
         nodes = group_options(group)
-        name = _option_of(own, nodes)
+        name = option_of(own, nodes)
         nodes[name] = own
         found.own[group] = name
         for option, node in nodes.items():
@@ -206,7 +206,7 @@ def alternatives(config: Config) -> Alternatives:
     return found
 
 
-def _option_of(own: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> str:
+def option_of(own: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the name of the option that a run's own section comes from: the one that differs least."""
     alike = [name for name, node in nodes.items() if node.get("_target_") == own["_target_"]]
     if not alike:

@@ -17,7 +17,7 @@ from hetexp.launch.launcher import measure
 from hetexp.launch.stages import with_stages
 from hetexp.plan import calibrations
 from hetexp.plan.exchanged import exchange_under
-from hetexp.plan.measured import begun_with, choose, replanned
+from hetexp.plan.measured import Choice, begun_with, choose, replanned
 from hetexp.plan.planner import in_one_process
 
 if TYPE_CHECKING:
@@ -52,14 +52,10 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
     policy = instantiate(config.balancing)
     if not (policy.measures or policy.follows) or plan.world_size < 2:
         return plan
-    no_limit = [None] * plan.world_size
-    caps = memory.caps() if memory is not None else no_limit
-    whole = [config.trainer.global_batch_size] * plan.world_size
-    passes = memory.largest_passes(whole) if memory is not None else no_limit
     cached = calibrations.find(plan, config) if not policy.recalibrate else None
     if cached is None and (not policy.measures or config.trainer.fast_dev_run):
         known = [] if policy.recalibrate else calibrations.known_devices(plan, config)
-        return begun_with(plan, known, caps) if known else plan
+        return begun_with(plan, known, _limits(plan, config, memory)[0]) if known else plan
     if cached is None:
         told = measure(plan, config, console)
         own, exchange = [DeviceCalibration.from_dict(one) for one in told["devices"]], told["exchange"]
@@ -67,13 +63,36 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
     else:
         own, exchange, measured_at = list(cached.devices), cached.exchange.to_dict(), cached.measured_at
         plan = replace(plan, reasons=(cached.reason(), *plan.reasons))
+    devices, choice = best_split(plan, config, memory, own, Exchange.from_dict(exchange))
+    entries = calibrations.names(plan, config)
+    source = {"measured_at": measured_at, "cached": cached is not None, "entries": entries}
+    return replanned(plan, devices, exchange, choice, source)
+
+
+def best_split(
+    plan: Plan,
+    config: Config,
+    memory: RunMemory | None,
+    own: Sequence[DeviceCalibration],
+    exchange: Exchange,
+) -> tuple[list[DeviceCalibration], Choice]:
+    """Return the devices within their memory, and the split over them that ends a step soonest.
+
+    Args:
+        own: what each device of the plan does by itself.
+        exchange: of gradients, as under DDP.
+
+    Raises:
+        ConfigError: the devices' memory together does not hold the batch.
+    """
+    strategy, policy = instantiate(config.strategy), instantiate(config.balancing)
+    caps, passes = _limits(plan, config, memory)
     limits = zip(own, caps, passes, strict=True)
     devices = [device.capped(cap).in_passes(size or None) for device, cap, size in limits]
-    strategy = instantiate(config.strategy)
-    seen = exchange_under(strategy, Exchange.from_dict(exchange), plan.devices, plan.network)
+    seen = exchange_under(strategy, exchange, plan.devices, plan.network)
     try:
-        choice = choose(plan, devices, seen, policy.drop_slower)
-    except ValueError as error:  # their memory together does not hold the batch
+        return devices, choose(plan, devices, seen, policy.drop_slower)
+    except ValueError as error:
         raise ConfigError(
             must_be(
                 "trainer.global_batch_size",
@@ -82,9 +101,15 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
                 f"{error}. A smaller trainer.microbatch_size needs less.",
             )
         ) from error
-    entries = calibrations.names(plan, config)
-    source = {"measured_at": measured_at, "cached": cached is not None, "entries": entries}
-    return replanned(plan, devices, exchange, choice, source)
+
+
+def _limits(
+    plan: Plan, config: Config, memory: RunMemory | None
+) -> tuple[Sequence[int | None], Sequence[int | None]]:
+    """Return the most samples that each device may get of a step, and in one pass (0: not even one)."""
+    if memory is None:
+        return [None] * plan.world_size, [None] * plan.world_size
+    return memory.caps(), memory.largest_passes([config.trainer.global_batch_size] * plan.world_size)
 
 
 def memory_of(plan: Plan, config: Config) -> RunMemory | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetexp.core.files import write_text
+from hetexp.core.files import write_bytes, write_text
 from hetexp.core.plan import Plan
 from hetexp.report.diagram_dot import dot_of, restyled
 from hetexp.report.diagram_mermaid import mermaid_of
@@ -23,8 +23,8 @@ DOT_SECONDS = 20.0
 """Longest wait for one drawing."""
 PNG_DPI = 144
 NO_DOT = (
-    "For plan.svg, plan.png and plan.pdf beside plan.mmd install Graphviz: apt install graphviz, "
-    "brew install graphviz or conda install graphviz."
+    "Graphviz is not installed, so that the plan is not drawn as SVG, PNG or PDF: apt install graphviz, "
+    "brew install graphviz, or conda install graphviz."
 )
 
 
@@ -59,19 +59,16 @@ def write_diagrams(
     """
     picture = picture_of(plan, remarks)
     paths: list[Path] = []
+    problems: list[str] = []
     for kind in (one for one in FORMATS if one in formats):
         path = folder / f"{STEM}.{kind}"
-        if kind == "mmd":
-            write_text(path, mermaid_of(picture))
-        elif not has_dot():
-            return Drawn(tuple(paths), NO_DOT)
+        try:
+            _write(picture, kind, path)
+        except DotError as error:
+            problems.append(str(error))
         else:
-            try:
-                _draw(picture, kind, path)
-            except DotError as error:
-                return Drawn(tuple(paths), f"{path.name} could not be drawn: {error}.")
-        paths.append(path)
-    return Drawn(tuple(paths))
+            paths.append(path)
+    return Drawn(tuple(paths), problems[0] if problems else None)
 
 
 def svg_of(plan: Plan, prefix: str = STEM) -> str | None:
@@ -82,36 +79,38 @@ def svg_of(plan: Plan, prefix: str = STEM) -> str | None:
     Args:
         prefix: its id, and the beginning of those of its parts: no two of a page may have the same.
     """
-    if not has_dot():
-        return None
     try:
         return restyled(_dot(dot_of(picture_of(plan)), "svg").decode(), prefix, standalone=False)
     except DotError:
         return None
 
 
-def _draw(picture: Picture, kind: str, path: Path) -> None:
-    drawn = _dot(dot_of(picture), kind)
-    if kind == "svg":
-        write_text(path, restyled(drawn.decode(), STEM))
+def _write(picture: Picture, kind: str, path: Path) -> None:
+    if kind == "mmd":
+        write_text(path, mermaid_of(picture))
+    elif kind == "svg":
+        write_text(path, restyled(_dot(dot_of(picture), kind).decode(), STEM))
     else:
-        path.write_bytes(drawn)
+        write_bytes(path, _dot(dot_of(picture), kind))
 
 
 def _dot(source: str, kind: str) -> bytes:
     """Return what `dot` makes of a drawing's source.
 
     Raises:
-        DotError: it failed, or took too long.
+        DotError: it is absent, failed, or took too long.
     """
+    if not has_dot():
+        raise DotError(NO_DOT)
     command = ["dot", f"-T{kind}"] + ([f"-Gdpi={PNG_DPI}"] if kind == "png" else [])
     try:
         done = subprocess.run(command, input=source.encode(), capture_output=True, timeout=DOT_SECONDS)
     except subprocess.TimeoutExpired:
-        raise DotError(f"dot took more than {DOT_SECONDS:g} s") from None
+        raise DotError(f"plan.{kind} is not drawn: dot took more than {DOT_SECONDS:g} s.") from None
     except OSError as error:
-        raise DotError(f"dot cannot be started ({error.strerror})") from error
+        raise DotError(f"plan.{kind} is not drawn: dot cannot be started ({error.strerror}).") from error
     if done.returncode != 0 or not done.stdout:
         told = done.stderr.decode(errors="replace").strip().splitlines()
-        raise DotError(told[0] if told else f"dot ended with {done.returncode}")
+        why = told[0] if told else f"it ended with {done.returncode}"
+        raise DotError(f"plan.{kind} is not drawn: dot says {why!r}.")
     return done.stdout

@@ -308,16 +308,29 @@ def restyled(svg: str, prefix: str, standalone: bool = True) -> str:
     if not standalone:
         svg = re.sub(rf'<polygon fill="{PAPER}" stroke="(?:transparent|none)"[^>]*/>\n?', "", svg, count=1)
     svg = re.sub(r"<(?:polygon|path|text|polyline|ellipse)\b[^>]*?(?=/?>)", _with_classes, svg)
-    rules = "".join(
-        f"#{prefix} .{kind}{number}{{{name}:{dark}}}"
+    rules = [
+        (f"#{prefix} .{kind}{number}", f"{{{name}:{dark}}}")
         for number, dark in enumerate(DARK.values())
         for kind, name in (("f", "fill"), ("s", "stroke"))
-        if f"{kind}{number}" in svg
-    )
-    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n"
+        if re.search(rf'class="[^"]*\b{kind}{number}\b', svg)
+    ]
+    style = f"<style>{_style_sheet(rules, standalone)}</style>\n"
     opening = svg.index(">") + 1
     head = f'id="{prefix}" role="img" aria-label="Diagram of the plan" style="max-width:100%;height:auto"'
     return f"<svg {head}{svg[4:opening]}\n{style}{svg[opening:].lstrip()}"
+
+
+def _style_sheet(rules: Sequence[tuple[str, str]], standalone: bool) -> str:
+    """Return the rules of a dark page; one that a drawing is put into may say itself what it is.
+
+    What is printed keeps the light colours.
+    """
+    dark = "@media screen and (prefers-color-scheme: dark)"
+    if standalone:
+        return f"{dark}{{{''.join(name + look for name, look in rules)}}}"
+    asked = "".join(f':root:not([data-theme="light"]) {name}{look}' for name, look in rules)
+    told = "".join(f':root[data-theme="dark"] {name}{look}' for name, look in rules)
+    return f"{dark}{{{asked}}}@media screen{{{told}}}"
 
 
 def _with_classes(match: re.Match[str]) -> str:

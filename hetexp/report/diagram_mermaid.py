@@ -33,7 +33,13 @@ CLASSES = {
 def mermaid_of(picture: Picture) -> str:
     """Return the picture as a flowchart."""
     title = picture.title[0] + (" …" if len(picture.title) > 1 else "")
-    lines = ["---", f"title: {json.dumps(_printable(title))}", *_SETTINGS, "---", "flowchart LR"]
+    lines = [
+        "---",
+        f"title: {json.dumps(_printable(title), ensure_ascii=False)}",
+        *_SETTINGS,
+        "---",
+        "flowchart LR",
+    ]
     about = [*picture.lines, *([picture.warning] if picture.warning is not None else [])]
     about += [line for remark in picture.remarks for line in textwrap.wrap(remark, LONGEST_REMARK)]
     for machine in picture.machines:

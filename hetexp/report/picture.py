@@ -306,7 +306,7 @@ def _network_name(plan: Plan) -> str | None:
 def _facts(plan: Plan, strategy: Any) -> list[str]:
     """Return what holds for the run as a whole."""
     parts = [f"strategy {plan.strategy}"]
-    if len(plan.all_devices) > 1:
+    if len(plan.all_devices) + len(plan.left_out) > 1:
         parts.append(f"balancing {_policy(plan)}")
     if plan.script is None:
         parts.append(f"{plan.config['trainer']['global_batch_size']} samples a step")

@@ -1,0 +1,135 @@
+"""`hetexp diagram`: draw a plan, of a run or of a configuration, without running anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hetexp.core.plan import Plan
+
+FORMATS = ("mmd", "svg", "png", "pdf")
+DEFAULT = "mmd,svg"
+
+_EPILOG = """\
+examples
+  hetexp diagram hardware=nvidia_arc strategy=pipeline model=gpt data=text
+  hetexp diagram hardware=eight_mixed --format svg,pdf --output drawings
+  hetexp diagram outputs/2026-01-31/12-00-00-0a1b2c"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draw and print the files' paths.
+
+    Returns:
+        2 where something that was typed cannot be used, 1 where a format that was asked for cannot be drawn.
+    """
+    options = _parser().parse_intermixed_args(list(arguments))
+    from hetexp.core.errors import HetexpError
+    from hetexp.launch.interpreter import check_own_interpreter
+
+    try:
+        check_own_interpreter()
+        return _run(options)
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hetexp diagram",
+        description="Draw machines, devices, links, shares or layers and memory of a plan, as Mermaid text "
+        "(mmd) and, where Graphviz is installed, as SVG, PNG or PDF. Nothing is started.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "config",
+        nargs="*",
+        help="group=option and key=value, as for hetexp train; or a run folder, or its plan.json",
+    )
+    parser.add_argument("--format", metavar="LIST", help=f"of {', '.join(FORMATS)} (default: {DEFAULT})")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="where to write (default: the run folder, or the current one)"
+    )
+    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of options of your own")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.files import folder_problem
+    from hetexp.report.diagram import write_diagrams
+
+    formats = [name.strip() for name in (options.format or DEFAULT).split(",")]
+    problems = [
+        must_be("--format", f"some of {', '.join(FORMATS)}, with commas between", options.format)
+        for name in formats
+        if name not in FORMATS
+    ][:1]
+    given = Path(options.config[0]) if len(options.config) == 1 else None
+    sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
+    if given is not None and (given.exists() or "=" not in given.name):
+        folder = Path(options.output) if options.output else given if given.is_dir() else given.parent
+        plan, remarks, wrong = _read(given)
+    else:
+        folder = Path(options.output or ".")
+        plan, remarks, wrong = _foreseen(options)
+    problems += wrong
+    if told := folder_problem(folder):
+        problems.append(must_be("--output", "a folder that can be written", str(folder), told))
+    if problems:
+        raise ConfigError(problems)
+    assert plan is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = write_diagrams(plan, folder, formats, remarks)
+    for path in drawn.paths:
+        print(path)
+    if drawn.problem is not None:
+        print(drawn.problem, file=sys.stderr)
+    return 1 if drawn.problem is not None and options.format else 0
+
+
+def _read(given: Path) -> tuple[Plan | None, list[str], list[str]]:
+    """Return the plan of a run, and what is wrong with the path."""
+    from hetexp.core.errors import must_be
+    from hetexp.core.plan import Plan
+
+    path = given / "plan.json" if given.is_dir() else given
+    accepted = "overrides, a run folder or its plan.json"
+    if not path.is_file():
+        return None, [], [must_be("CONFIG", accepted, str(given), f"There is no {path}.")]
+    try:
+        return Plan.read(path), [], []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        kind = "no JSON" if isinstance(error, json.JSONDecodeError) else "no plan of this version of hetexp"
+        return None, [], [must_be("CONFIG", accepted, str(given), f"{path} is {kind} ({error}).")]
+
+
+def _foreseen(options: argparse.Namespace) -> tuple[Plan | None, list[str], list[str]]:
+    """Return the plan that a run would have, what is not known of it, and what is wrong with the words."""
+    from hetexp.app import check, register_resolvers
+    from hetexp.core.conf_folders import name_own_conf_dir
+    from hetexp.core.overrides import compose_typed
+    from hetexp.core.words import written_out
+    from hetexp.hardware.pool import Selection
+    from hetexp.launch.foreseen import foreseen
+    from hetexp.plan.planner import Request
+
+    register_resolvers()
+    here = Path.cwd()
+    name_own_conf_dir(Path(options.config_dir) if options.config_dir else None)
+    composed, problems = compose_typed(written_out(options.config), config_dir=options.config_dir)
+    if composed is None:
+        return None, [], problems
+    raw, config, selection, wrong = check(composed, here)
+    problems += wrong
+    if problems or config is None or not isinstance(selection, Selection):
+        return None, [], problems
+    request = Request(here / "plan", here, overrides=tuple(options.config))
+    return *foreseen(config, raw, selection, request), []
