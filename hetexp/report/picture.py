@@ -218,7 +218,10 @@ def _title(name: str) -> list[str]:
 
 def _end_of(path: str) -> str:
     """Return a path whose beginning is replaced by `…` where it is long: environments differ at its end."""
-    return path if len(path) <= LONGEST_PATH else "…" + path[1 - LONGEST_PATH :]
+    if len(path) <= LONGEST_PATH:
+        return path
+    end = path[1 - LONGEST_PATH :]
+    return "…" + (end[end.index("/") :] if "/" in end else end)
 
 
 def _strategy(plan: Plan) -> Any:
