@@ -64,6 +64,9 @@ class FakeCard:
     uuid: str = "GPU-aaaa0000-0000-0000-0000-000000000000"
     bus_id: str = "00000000:01:00.0"
     capability: tuple[int, int] = (8, 6)
+    pcie_generation: int | None = 4
+    pcie_lanes: int | None = 16
+    """Of its link to the host, what card and slot can do."""
     memory: tuple[int, int] = (24 * GIB, 20 * GIB)
     """Total and free."""
     utilisation: int = 37
@@ -189,6 +192,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetUUID": lambda h: h.uuid,
     "nvmlDeviceGetName": lambda h: _told(h.name),
     "nvmlDeviceGetPciInfo": lambda h: SimpleNamespace(busId=h.bus_id),
+    "nvmlDeviceGetMaxPcieLinkGeneration": lambda h: _only_cards(h, "pcie_generation"),
+    "nvmlDeviceGetMaxPcieLinkWidth": lambda h: _only_cards(h, "pcie_lanes"),
     "nvmlDeviceGetCudaComputeCapability": lambda h: _only_cards(h, "capability"),
     "nvmlDeviceGetMemoryInfo": lambda h: SimpleNamespace(total=h.memory[0], free=h.memory[1]),
     "nvmlDeviceGetUtilizationRates": lambda h: SimpleNamespace(gpu=_only_cards(h, "utilisation")),

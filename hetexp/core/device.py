@@ -34,6 +34,10 @@ class DeviceSpec:
     a visibility variable hides."""
     pci: str | None = None
     """Address on the bus as the kernel writes it, `0000:03:00.0`: the same in every vendor's tools."""
+    pcie_generation: int | None = None
+    """Of its link to the host, the highest that card and slot can do, as the driver tells it."""
+    pcie_lanes: int | None = None
+    """Likewise."""
     architecture: str | None = None
     """`sm_86`, `gfx1100`, `xe-hpg`."""
     integrated: bool = False

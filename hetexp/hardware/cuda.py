@@ -128,6 +128,7 @@ def _place(cards: Sequence[nvml.Card], on_bus: Sequence[PciCard]) -> None:
 
 def _found(card: nvml.Card, driver: str | None, machine: Machine, on_bus: Sequence[PciCard]) -> Found:
     total, free = nvml.memory(card, machine)
+    generation, lanes = nvml.pcie_link(card)
     reading = nvml.reading(card, free)
     known = next((chip("nvidia", one.device_id) for one in on_bus if one.address == card.pci), None)
     architecture = card.architecture or (known.architecture if known is not None else None)
@@ -141,6 +142,8 @@ def _found(card: nvml.Card, driver: str | None, machine: Machine, on_bus: Sequen
         uuid=card.uuid,
         driver=driver,
         pci=card.pci,
+        pcie_generation=generation,
+        pcie_lanes=lanes,
         architecture=architecture,
         # `integrated` stays False: where NVIDIA's GPU is part of the processor, it is the one to train on.
         unified_memory=card.integrated,

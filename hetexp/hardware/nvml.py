@@ -75,6 +75,10 @@ class Handle:
         return None
 
 
+_COHERENT = ("GH200", "GB200", "GB300")
+"""Chips that reach the host's memory by NVLink-C2C, whatever PCI Express link they have."""
+
+
 @dataclass
 class Card(Handle):
     """What tells one card, or one instance of it, from the others."""
@@ -238,6 +242,18 @@ def energy_joules(card: Card) -> float | None:
     """Return what a whole card has drawn since the driver was loaded; Volta and newer tell it."""
     drawn = _positive(card.ask("nvmlDeviceGetTotalEnergyConsumption"))
     return drawn / 1000 if drawn is not None else None
+
+
+def pcie_link(card: Card) -> tuple[int | None, int | None]:
+    """Return generation and lanes of a card's link to the host, each `None` where nobody tells.
+
+    NVML counts what card and slot can do together; the speed of the moment falls where the card is idle.
+    """
+    whole = card.parent or card
+    if card.integrated or any(chip in (whole.name or "") for chip in _COHERENT):
+        return None, None
+    generation = _positive(whole.ask("nvmlDeviceGetMaxPcieLinkGeneration"))
+    return generation, _positive(whole.ask("nvmlDeviceGetMaxPcieLinkWidth"))
 
 
 def reading(card: Card, memory_free_bytes: int | None) -> Reading:

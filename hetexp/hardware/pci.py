@@ -11,6 +11,11 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel"}
 
 
+LANE_GB_PER_SECOND = {1: 0.25, 2: 0.5, 3: 8 / 8.125, 4: 16 / 8.125, 5: 32 / 8.125, 6: 8 * 242 / 256}
+"""PCI Express generation → 10^9 bytes a second of one lane and direction, after line coding: 8b/10b, from
+the third on 128b/130b, flits of 256 bytes with 242 for data in the sixth (PCI Express Base Specification)."""
+
+
 @dataclass(frozen=True)
 class PciCard:
     """A display controller or accelerator of a vendor that has a backend."""

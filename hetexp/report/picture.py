@@ -17,6 +17,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Stage
 from hetexp.hardware.links import build_links
+from hetexp.hardware.pci import LANE_GB_PER_SECOND
 
 THIS_MACHINE = "this machine"
 VENDORS = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel", "apple": "Apple", "cpu": "CPU"}
@@ -278,6 +279,9 @@ def _left_out(device: DeviceSpec, place: int) -> Device:
 
 def _link(device: DeviceSpec) -> Rate | None:
     """Return a device's link to its machine's memory, as far as its own facts tell it."""
+    lane = LANE_GB_PER_SECOND.get(device.pcie_generation or 0)
+    if lane is not None and device.pcie_lanes is not None:
+        return Rate(f"pcie{device.pcie_generation}x{device.pcie_lanes}", lane * device.pcie_lanes)
     if device.card_facts is None or device.vendor == "cpu":
         return None
     return Rate(device.card_facts["link"], device.card_facts["host_link"]["gb_per_second"])

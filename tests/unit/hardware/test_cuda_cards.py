@@ -80,6 +80,8 @@ def test_everything_that_nvml_tells(tmp_path: Path) -> None:
             uuid=CARD.uuid,
             driver="575.64",
             pci="0000:01:00.0",
+            pcie_generation=4,
+            pcie_lanes=16,
             architecture="sm_86",
             precisions=("float64", "float32", "tf32", "bfloat16", "float16"),
             mask=CARD.uuid,
@@ -100,6 +102,11 @@ def test_older_libraries_return_bytes(tmp_path: Path) -> None:
     assert only(FakeNvml([CARD], as_bytes=True), tmp_path) == only(FakeNvml([CARD]), tmp_path)
 
 
+def test_the_pci_link_is_not_told_where_memory_is_reached_otherwise(tmp_path: Path) -> None:
+    spec = only(FakeNvml([replace(CARD, name="NVIDIA GH200 480GB", capability=(9, 0))]), tmp_path).spec
+    assert (spec.pcie_generation, spec.pcie_lanes) == (None, None)
+
+
 def test_cards_are_found_through_the_whole_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "ACCELERATORS", ("cuda",))
     build = TorchBuild("/envs/cuda/bin/python", version="2.13.0+cu130", cuda="13.0")
@@ -116,6 +123,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "nvmlDeviceGetUUID": ("uuid", "mask"),
     "nvmlDeviceGetName": ("name",),
     "nvmlDeviceGetPciInfo": ("pci",),
+    "nvmlDeviceGetMaxPcieLinkGeneration": ("pcie_generation",),
+    "nvmlDeviceGetMaxPcieLinkWidth": ("pcie_lanes",),
     "nvmlDeviceGetCudaComputeCapability": ("architecture", "precisions"),
     "nvmlDeviceGetMemoryInfo": ("memory_bytes", "memory_free_bytes"),
     "nvmlDeviceGetUtilizationRates": ("utilisation",),
@@ -451,6 +460,7 @@ def test_instances_stand_in_place_of_their_card(tmp_path: Path) -> None:
         assert card.state == "available"
         assert card.spec.uuid == card.spec.mask == instance.uuid
         assert card.spec.pci == "0000:01:00.0"
+        assert (card.spec.pcie_generation, card.spec.pcie_lanes) == (4, 16)  # the card's
         assert card.spec.architecture == "sm_80"
         assert card.spec.precisions is not None
         assert card.reading.temperature_celsius == 61

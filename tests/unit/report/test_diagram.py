@@ -123,6 +123,21 @@ def test_links_of_real_devices_are_not_guessed() -> None:
     assert "dashed" not in dot_of(picture)
 
 
+@pytest.mark.parametrize(
+    ("generation", "lanes", "told"),
+    [
+        (4, 16, "pcie4x16, 31.5 GB/s"),
+        (3, 4, "pcie3x4, 3.94 GB/s"),
+        (1, 1, "pcie1x1, 0.25 GB/s"),
+        (9, 16, None),
+    ],
+)
+def test_links_of_real_devices_that_the_driver_tells(generation: int, lanes: int, told: str | None) -> None:
+    card = replace(REAL[0], pcie_generation=generation, pcie_lanes=lanes)
+    (device,) = picture_of(made([card], "single.Single")).devices
+    assert (str(device.link) if device.link is not None else None) == told
+
+
 def test_emulated_and_altered_devices_are_labelled() -> None:
     slow = replace(REAL[0], slow=2.0)
     picture = picture_of(made([EMULATED[0], slow, REAL[2]]))
