@@ -73,7 +73,7 @@ def again(folder: Path, words: Sequence[str] | None = None) -> str:
 
 
 def _record_killed(folder: Path) -> None:
-    """Add a row for each run whose process was ended before it could, as joblib's are when memory is short."""
+    """Add a row for each run whose process was ended before it could, as joblib's when memory is short."""
     rows = read_rows(folder)
     recorded = {row.overrides for row in rows}
     for path in sorted(folder.glob("*/.hydra/overrides.yaml")):
@@ -132,7 +132,7 @@ def _report(folder: Path, console: Console) -> None:
     if not any(folder.rglob("summary.json")):
         return
     try:
-        from hetexp.report.write import write_report  # type: ignore[import-untyped]
+        from hetexp.report.write import write_report
 
         path = write_report([folder], folder, f"Sweep {folder.name}")
     except Exception as error:
