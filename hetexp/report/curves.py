@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from hetexp.report.results import Point
 from hetexp.report.runs import RunRecord
+
+_OF_DEVICES = ("share", "samples_per_second", "train_loss", "eval_loss")
 
 
 def points(run: RunRecord) -> list[Point]:
@@ -25,6 +28,7 @@ def points(run: RunRecord) -> list[Point]:
         eval_loss = line.get("eval/loss")
         if "step_seconds" not in line and eval_loss is None:
             continue
+        told = _by_device(line)
         found.append(
             Point(
                 step=line["step"],
@@ -32,13 +36,10 @@ def points(run: RunRecord) -> list[Point]:
                 seconds=seconds,
                 train_loss=line.get("train/loss"),
                 eval_loss=eval_loss,
-                shares=_by_device(line, "share"),
-                device_speeds={
-                    device: speed * run.scale
-                    for device, speed in _by_device(line, "samples_per_second").items()
-                },
-                device_train_losses=_by_device(line, "train_loss"),
-                device_eval_losses=_by_device(line, "eval_loss"),
+                shares=told["share"],
+                device_speeds={own: speed * run.scale for own, speed in told["samples_per_second"].items()},
+                device_train_losses=told["train_loss"],
+                device_eval_losses=told["eval_loss"],
             )
         )
     return found
@@ -73,10 +74,20 @@ def _at(marks: Sequence[tuple[int, float, float]], steps: Sequence[int], step: i
     return round(before[1] + part * (after[1] - before[1])), before[2] + part * (after[2] - before[2])
 
 
-def _by_device(line: dict[str, Any], what: str) -> dict[str, float]:
-    """Return what a line tells of each device, by its id."""
-    return {
-        key[len("device/") : -len(what) - 1]: value
-        for key, value in line.items()
-        if key.startswith("device/") and key.endswith(f"/{what}") and value is not None
-    }
+def _by_device(line: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return what a line tells of the devices: by what it is, and by their ids."""
+    found: dict[str, dict[str, float]] = {what: {} for what in _OF_DEVICES}
+    for key, value in line.items():
+        what, device = _of_device(key)
+        if what is not None and value is not None:
+            found[what][device] = value
+    return found
+
+
+@cache
+def _of_device(key: str) -> tuple[str | None, str]:
+    """Return what of which device a key of the log is; None where it is of none, or of no interest."""
+    if not key.startswith("device/"):
+        return None, ""
+    device, _, what = key.removeprefix("device/").rpartition("/")
+    return (what, device) if what in _OF_DEVICES else (None, "")

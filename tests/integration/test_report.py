@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_report import make_sweep
 from rich.console import Console
 
 from hetexp.app import compose_config, run
@@ -345,3 +346,19 @@ def test_files_print_what_the_logs_say(folder: Path, tmp_path: Path) -> None:
     assert data["best"] == labels[best]
     assert f"**{labels[best]}** ← best" in [one["variant"] for one in main]
     assert [row["best"] for row in rows.values()].count("True") == 1
+
+
+def test_a_large_sweep_is_reported_whole(folder: Path, tmp_path: Path) -> None:
+    # How long it takes is for scripts/bench_report.py to say.
+    make_sweep(folder / "equal_0", tmp_path / "sweep", 200, lines=20)
+    runs = read_runs([tmp_path / "sweep"])
+    found = compare(runs, "Large")
+    write_files(found, tmp_path)
+    assert len(runs) == 200
+    assert len(found.variants) == 40
+    assert [len(one.runs) for one in found.variants] == [5] * 40
+    assert found.failed == ()
+    assert len(list(csv.DictReader(io.StringIO((tmp_path / "runs.csv").read_text())))) == 200
+    assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + 200 * 20
+    speeds = [one.samples_per_second.mean for one in found.variants if one.samples_per_second is not None]
+    assert speeds == sorted(speeds, reverse=True)
