@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hetexp.core.sweep import of_a_run
 from hetexp.report.answer import answer_of
 from hetexp.report.curves import points
 from hetexp.report.figures import joules_per_sample, throughput
@@ -102,6 +103,6 @@ def _common(runs: Sequence[RunRecord]) -> dict[str, str]:
     for key in keys:
         values = {run.setting(key) for run in known}
         value = values.pop()
-        if not values and value is not None and not key.startswith("hydra"):
+        if not values and value is not None and of_a_run([key]):
             shared[key] = value
     return shared

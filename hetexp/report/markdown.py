@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hetexp.core.summary import LOST_TO
 from hetexp.report.results import Comparison, DeviceProfile, Interval, Variant, WeightsCurve
-from hetexp.report.runs import RunRecord
+from hetexp.report.runs import TRACEBACK, RunRecord
 from hetexp.report.variants import label_of, plain
 from hetexp.report.words import UNKNOWN, interval_text, number, seconds
 
@@ -220,7 +220,8 @@ def _failure(run: RunRecord, keys: Sequence[str]) -> str:
     error = " ".join(str(run.summary["error"] or "no reason is known").split())
     short = error if len(error) <= LONGEST else f"{error[:LONGEST]}…"
     seed = "" if run.seed is None else f", seed {run.seed}"
-    return f"- `{label_of(run, keys)}`{seed}: **{run.status}** in `{run.folder.name}`. {short}"
+    more = f" Traceback: `{run.folder / TRACEBACK}`." if (run.folder / TRACEBACK).exists() else ""
+    return f"- `{label_of(run, keys)}`{seed}: **{run.status}** in `{run.folder.name}`. {short}{more}"
 
 
 def _common(common: dict[str, str]) -> str:

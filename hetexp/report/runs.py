@@ -11,13 +11,15 @@ from typing import Any
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.plan import Plan
-from hetexp.core.sweep import SWEEP_FILE, SweepRow, key_of, read_rows
+from hetexp.core.sweep import SWEEP_FILE, SweepRow, key_of, of_a_run, read_rows
 
 SUMMARY, PLAN, METRICS = "summary.json", "plan.json", "metrics.jsonl"
 HYDRA = Path(".hydra", "overrides.yaml")
 """Hydra writes it before anything of a run is checked."""
 PREDICTION, CALIBRATION = "prediction.json", "calibration"
 """A folder with the first is of no run; the second is a part of one."""
+TRACEBACK = "error.txt"
+"""What a sweep (`hetexp.launch.sweep`) writes into the folder of a run that failed."""
 NO_RUNS = "a folder with runs in it (each has a plan.json)"
 
 
@@ -283,4 +285,4 @@ def differing(runs: Sequence[RunRecord], without: Sequence[str] = ()) -> list[st
         known = [run for run in runs if run.plan is not None or key in run.settings]
         return len({run.setting(key) for run in known}) > 1
 
-    return [key for key in keys if key not in without and not key.startswith("hydra") and differs(key)]
+    return [key for key in keys if key not in without and of_a_run([key]) and differs(key)]

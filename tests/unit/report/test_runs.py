@@ -119,7 +119,7 @@ def test_what_differs_does_not_depend_on_how_it_was_written_or_on_refused_runs(t
     write_run(tmp_path / "0", overrides=["trainer.max_steps=4", "balancing.weights=[1, 3]"])
     write_run(tmp_path / "1", overrides=["balancing.weights=[1,3]"], choices={"model": "mlp"})
     write_run(tmp_path / "2", overrides=["balancing.weights=[3,1]"], trainer={"max_steps": 8}, seed=5)
-    unstarted(tmp_path / "3", "balancing.weights=[1,x]", "hydra.job.num=1")
+    unstarted(tmp_path / "3", "balancing.weights=[1,x]", "hydra.job.num=1", "sweep.name=other")
     runs = read_runs([tmp_path])
     assert differing(runs[:2]) == ["model"]
     # The group is known of all runs with a plan; of the refused one nobody knows, and nobody asks.

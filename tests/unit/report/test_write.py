@@ -32,7 +32,8 @@ def sweep(tmp_path: Path) -> Path:
     write_run(folder / "20", strategy="single", names=[FAST], balancing="auto", speed=80)
     write_run(folder / "30", strategy="local_sgd", balancing="auto", loss=math.nan, speed=10, exact=False)
     error = "RuntimeError: boom\n" + "x" * 1000
-    write_run(folder / "40", strategy="pipeline", balancing="a|b", status="failed", error=error)
+    failed = write_run(folder / "40", strategy="pipeline", balancing="a|b", status="failed", error=error)
+    (failed / "error.txt").write_text(error)
     return folder
 
 
@@ -53,6 +54,7 @@ def test_the_text_answers_first_and_marks_what_must_be_marked(sweep: Path) -> No
     )
     assert "- `pipeline, a|b`, seed 0: **failed** in `40`. RuntimeError: boom xxx" in text
     assert "x" * 400 not in text
+    assert f"Traceback: `{sweep / '40' / 'error.txt'}`." in text
     assert "J/sample" not in text  # nobody has anything for it
     told = text.partition("## Where the rest went")[2]
     assert "| ddp, auto | 0.838 | 0.0 % | 16.2 % |" in told
