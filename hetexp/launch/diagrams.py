@@ -19,7 +19,10 @@ _told = False
 
 @contextmanager
 def diagrams(plan: Plan, config: Config, console: Console) -> Iterator[None]:
-    """Draw the plan into its run folder while the ranks start; nothing that goes wrong there ends the run."""
+    """Draw the plan into its run folder while the ranks start, before that where devices are emulated.
+
+    Nothing that goes wrong with it ends the run.
+    """
     if plan.measuring or not config.diagram:
         yield
         return
@@ -32,6 +35,8 @@ def diagrams(plan: Plan, config: Config, console: Console) -> Iterator[None]:
         rest = tuple(one for one in FORMATS if one != "mmd")
         thread = threading.Thread(target=lambda: problems.append(_drawn(plan, rest)), name="diagrams")
         thread.start()
+        if plan.paced:  # its ranks soon find out how fast this machine is: nothing else may compute then
+            thread.join()
     else:
         _say_absent(console)
     try:

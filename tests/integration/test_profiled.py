@@ -95,11 +95,14 @@ def test_what_was_measured_serves_the_next_run(train: Train, own_cards: str) -> 
 def test_a_device_that_slows_the_job_is_left_out_with_the_reason(train: Train, own_cards: str) -> None:
     cards = "hardware.devices=[emulated:rtx_4090,emulated:arc_a380]"
     large = ("model.hidden_sizes=[512,512]", "hardware.time_scale=null")
-    run = train(*RUN, own_cards, cards, *large, "balancing=profiled")
+    run = train(*RUN, own_cards, cards, *large, "balancing=profiled", "diagram=true")
     assert [device["id"] for device in run.summary["devices"]] == ["emulated:0"]
     assert run.summary["world_size"] == 1
     told = " ".join(run.screen.split())
     assert "Arc A380 (emulated)) is left out: with it a step is predicted to take" in told
+    drawn = (run.folder / "plan.mmd").read_text(encoding="utf-8")
+    assert "emulated:1<br/>Arc A380 (emulated)<br/>takes no part" in drawn
+    assert not (run.folder / "calibration" / "plan.mmd").exists()
 
 
 def test_memory_limits_the_passes_of_measured_shares(train: Train, tmp_path: Path) -> None:

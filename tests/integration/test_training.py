@@ -14,6 +14,7 @@ import torch
 from support import Run, Train, difference
 
 from hetexp.core.errors import ConfigError
+from hetexp.report.diagram import has_dot
 
 TINY = (
     "model=mlp",
@@ -254,9 +255,10 @@ def test_overfit_batches_repeat(train: Train) -> None:
 
 
 def test_what_a_run_leaves_behind(train: Train) -> None:
-    run = train(*TINY, "trainer.max_steps=4", "trainer.eval_every=2", *layout(3, 1))
+    run = train(*TINY, "trainer.max_steps=4", "trainer.eval_every=2", "diagram=true", *layout(3, 1))
     names = {path.name for path in run.folder.iterdir()}
-    assert names == {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "plan.json", "summary.json"}
+    left = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "plan.json", "plan.mmd", "summary.json"}
+    assert names == left | ({"plan.svg", "plan.png", "plan.pdf"} if has_dot() else set())
     assert sorted(path.name for path in (run.folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     plan = json.loads((run.folder / "plan.json").read_text())
     assert plan["local_batch_sizes"] == [48, 16]
