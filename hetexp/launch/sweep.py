@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 LOCK = ".sweep.lock"
 ERROR = "error.txt"
 ACQUIRE_SECONDS = 0.2
+_GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 @dataclass
@@ -52,6 +53,8 @@ class UnderWay:
     report: bool
     before: Sequence[SweepRow]
     """Rows that were there before it was started (again)."""
+    grid: bool = True
+    """Whether it is a list of runs, and no search whose next runs depend on those before."""
 
 
 _under_way: UnderWay | None = None
@@ -86,7 +89,8 @@ class Start(Callback):
             print(error, file=sys.stderr)
             sys.exit(2)
         report = bool(OmegaConf.select(config, "sweep.report", default=True))
-        _under_way = UnderWay(folder, lock, report, read_rows(folder))
+        sweeper = OmegaConf.select(config, "hydra.sweeper._target_", default=_GRID)
+        _under_way = UnderWay(folder, lock, report, read_rows(folder), grid=sweeper == _GRID)
         overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
         _note_start(folder, [str(text) for text in overrides] if isinstance(overrides, list) else [])
 

@@ -50,7 +50,7 @@ def conclude(sweep: UnderWay, exit_code: int, console: Console | None = None) ->
         return False
     _show(rows, new, sweep.folder, console)
     if unfinished:
-        _tell_unfinished(unfinished, sweep.folder, console)
+        _tell_unfinished(unfinished, sweep, console)
     if sweep.report:
         _report(sweep.folder, console)
     return bool(unfinished)
@@ -117,14 +117,16 @@ def _status(row: SweepRow, record: RunRecord | None, new: bool) -> str:
     return f"{status}, not valid" if record is not None and record.summary.get("valid") is False else status
 
 
-def _tell_unfinished(rows: Sequence[SweepRow], folder: Path, console: Console) -> None:
+def _tell_unfinished(rows: Sequence[SweepRow], sweep: UnderWay, console: Console) -> None:
+    folder = sweep.folder
     _say(console, f"{len(rows)} of the runs did not complete:")
     for row in rows:
         path = folder / row.folder / ERROR
         _say(console, f"  {row.folder}  {_first_line(row.error or row.status)}")
         if path.exists():
             _say(console, f"     {path}")
-    _say(console, f"Only these run again with\n  {again(folder)}")
+    what = "Only these run again with" if sweep.grid else "The search goes on with"
+    _say(console, f"{what}\n  {again(folder)}")
 
 
 def _report(folder: Path, console: Console) -> None:

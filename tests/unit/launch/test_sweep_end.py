@@ -44,9 +44,11 @@ def end_run(sweep: Path, folder: str, *overrides: str, status: str = "completed"
     append_row(sweep, SweepRow(int(folder[0]), key, folder, status, error, "2026-01-31T12:00:00+00:00", 1.0))
 
 
-def told(sweep: Path, exit_code: int = 0, before: int = 0, report: bool = True) -> tuple[bool, str]:
+def told(
+    sweep: Path, exit_code: int = 0, before: int = 0, report: bool = True, grid: bool = True
+) -> tuple[bool, str]:
     rows = read_rows(sweep)
-    under_way = UnderWay(sweep, FileLock(sweep / ".sweep.lock"), report, rows[:before])
+    under_way = UnderWay(sweep, FileLock(sweep / ".sweep.lock"), report, rows[:before], grid)
     screen = io.StringIO()
     return conclude(under_way, exit_code, Console(file=screen, width=110)), screen.getvalue()
 
@@ -102,6 +104,13 @@ def test_one_table_and_what_failed(sweep: Path, reports: Reports) -> None:
     assert "\n  python train.py -m trainer.seed=0,1,2 sweep.name=mine\n" in screen
     assert reports == [([sweep], sweep, "Sweep mine")]
     assert f"Report: {sweep / 'report.html'}\n" in screen
+
+
+def test_a_search_goes_on_with_other_runs(sweep: Path, reports: Reports) -> None:
+    assert "Only these run again with\n" in told(sweep)[1]
+    screen = told(sweep, grid=False)[1]
+    assert "The search goes on with\n  python train.py" in screen
+    assert "Only these" not in screen
 
 
 def test_what_failed_in_an_earlier_start_is_not_this_ones(sweep: Path, reports: Reports) -> None:
