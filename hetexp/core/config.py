@@ -54,6 +54,8 @@ class DeviceEntry(Section):
     """Card that stands in where no such card is found (see `hardware.missing`)."""
     efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of its peak that the emulated card reaches, instead of the catalogue's assumption."""
+    overhead_seconds: PositiveFloat | None = None
+    """Fixed cost of a pass, and of an update, on the emulated card, likewise."""
     count: PositiveInt | None = None
     """How many: ranks on the CPU, emulated cards, or at most this many of the vendor's cards that no entry
     before has taken."""
@@ -108,6 +110,11 @@ class HardwareConfig(Section):
     """CPU threads of each rank; by default the cores are shared by the ranks that compute on them."""
     time_scale: PositiveFloat | None = None
     """Emulated seconds take this many real ones; by default the smallest that this machine can keep."""
+    efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of its peak that each emulated card reaches whose entry says nothing else; `null`: the
+    catalogue's assumption, which is that of a large model."""
+    overhead_seconds: PositiveFloat | None = None
+    """Fixed cost of a pass, and of an update, likewise."""
     network: str = "ethernet_10g"
     """Link of the catalogue between the hosts of emulated devices."""
     deviation_seed: NonNegativeInt | None = None
@@ -461,17 +468,13 @@ def _hardware_clashes(hardware: HardwareConfig) -> list[str]:
             )
         if entry.match is not None and entry.vendor is None:
             problems.append(must_be(f"{key}.match", "absent without `vendor`", entry.match))
-        if entry.efficiency is not None and not (
-            entry.emulate_as is not None or (entry.device or "").startswith("emulated:")
-        ):
-            problems.append(
-                must_be(
-                    f"{key}.efficiency",
-                    "absent where no card is emulated",
-                    entry.efficiency,
-                    "It is beside 'emulated:<card>' or `emulate_as`.",
-                )
-            )
+        emulated = entry.emulate_as is not None or (entry.device or "").startswith("emulated:")
+        for figure in ("efficiency", "overhead_seconds"):
+            value = getattr(entry, figure)
+            if value is not None and not emulated:
+                accepted = "absent where no card is emulated"
+                fix = "It is beside 'emulated:<card>' or `emulate_as`."
+                problems.append(must_be(f"{key}.{figure}", accepted, value, fix))
         if (entry.device is None) == (entry.vendor is None):
             problems.append(
                 f"`{key}` must name either `device` or `vendor`, but names "

@@ -120,7 +120,9 @@ def threads_for(devices: Sequence[DeviceSpec], wanted: int | None) -> tuple[int,
 def _entries(config: HardwareConfig, known: Catalogue, selection: Selection) -> list[tuple[str, DeviceEntry]]:
     """The entries with their keys; each of `hardware.cards` becomes one that asks for one such card."""
     if config.devices or config.cards is None:
-        return [(f"hardware.devices[{i}]", entry) for i, entry in enumerate(config.devices)]
+        return [
+            (f"hardware.devices[{i}]", _as_usual(entry, config)) for i, entry in enumerate(config.devices)
+        ]
     entries = []
     for i, name in enumerate(config.cards):
         try:
@@ -130,8 +132,15 @@ def _entries(config: HardwareConfig, known: Catalogue, selection: Selection) -> 
             continue
         match = card.match or card.name
         entry = DeviceEntry(vendor=card.vendor, match=match, emulate_as=card.key, count=1)
-        entries.append((f"hardware.cards[{i}]", entry))
+        entries.append((f"hardware.cards[{i}]", _as_usual(entry, config)))
     return entries
+
+
+def _as_usual(entry: DeviceEntry, config: HardwareConfig) -> DeviceEntry:
+    """Return an entry with what is said of all emulated cards, where it says nothing else itself."""
+    figures = ("efficiency", "overhead_seconds")
+    usual = {name: getattr(config, name) for name in figures if getattr(entry, name) is None}
+    return entry.model_copy(update=usual)
 
 
 def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> dict[int, list[Found]]:
@@ -236,12 +245,13 @@ def _add_emulated(
     except ConfigError as error:
         selection.problems += error.problems
         return
-    if entry.efficiency is not None:
-        selection.reasons.append(
-            f"{card.name} is emulated at efficiency {entry.efficiency:g} instead of the catalogue's "
-            f"{card.efficiency:g}."
-        )
-        card = card.model_copy(update={"efficiency": entry.efficiency})
+    for figure, told in (("efficiency", "at efficiency {:g}"), ("overhead_seconds", "with {:g} s a pass")):
+        wanted, known = getattr(entry, figure), getattr(card, figure)
+        if wanted is not None:
+            selection.reasons.append(
+                f"{card.name} is emulated {told.format(wanted)} instead of the catalogue's {known:g}."
+            )
+            card = card.model_copy(update={figure: wanted})
     first = sum(d.backend == "emulated" for d in selection.devices)
     numbers = range(first, first + (entry.count or 1))
     selection.devices += [EmulatedBackend.describe_card(number, card) for number in numbers]

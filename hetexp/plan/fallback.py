@@ -14,6 +14,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.precision import choose_precisions
 from hetexp.hardware.pool import Selection
 from hetexp.strategy.base import Strategy
+from hetexp.strategy.single import Single
 
 SINGLE = {"_target_": "hetexp.strategy.single.Single"}
 EQUAL = {"_target_": "hetexp.balancing.equal.Equal"}
@@ -25,7 +26,8 @@ def fall_back(
     """Return all three for the fastest of the devices alone, where the strategy refuses them.
 
     Without `strategy.fallback`, and where nothing speaks against the strategy, they stay as they are. The
-    global batch is the same: one device takes all of it.
+    global batch is the same: one device takes all of it. Where `single` itself was asked for with several
+    devices, this chooses the device and is no fallback.
 
     Args:
         config: whose components passed their own checks.
@@ -42,8 +44,12 @@ def fall_back(
     if not problems:
         return config, raw, selection
     device, how = fastest(devices, choose_precisions(config.trainer.precision, devices))
-    reason = " ".join(problems)
-    told = f"strategy.fallback=single: {strategy.name} cannot run. {reason} {device} trains alone, {how}."
+    reason, fallback = " ".join(problems), None
+    if isinstance(strategy, Single):
+        told = f"strategy.fallback=single: of {len(devices)} devices {device} trains alone, {how}."
+    else:
+        told = f"strategy.fallback=single: {strategy.name} cannot run. {reason} {device} trains alone, {how}."
+        fallback = {"from": strategy.name, "to": "single", "reason": reason}
     components: dict[str, Any] = {"strategy": SINGLE, "balancing": EQUAL}
     # The policy may be of several devices' weights, and one device has nothing to share.
     return (
@@ -54,7 +60,7 @@ def fall_back(
             devices=[device],
             reasons=[*selection.reasons, told],
             network=None,
-            fallback={"from": strategy.name, "to": "single", "reason": reason},
+            fallback=fallback,
         ),
     )
 

@@ -202,6 +202,10 @@ def test_neither_cards_nor_devices() -> None:
     [
         ("{device: cpu, efficiency: 0.5}", "`hardware.devices[0].efficiency` must be absent where no card"),
         (
+            "{device: 'cuda:0', overhead_seconds: 1e-3}",
+            "`hardware.devices[0].overhead_seconds` must be absent where no card",
+        ),
+        (
             "{vendor: nvidia, efficiency: 0.5}",
             "`hardware.devices[0].efficiency` must be absent where no card",
         ),
@@ -219,6 +223,24 @@ def test_numbers_are_names_where_a_card_is_named() -> None:
     entry = "{vendor: amd, match: 6600, emulate_as: 6600}"
     selection = select([], f"hardware.devices=[{entry}]")
     assert [device.card for device in selection.devices] == ["rx_6600"]
+
+
+def test_what_is_said_of_all_emulated_cards() -> None:
+    own = "hardware.devices=[{device: 'emulated:t4', efficiency: 0.3},'emulated:a770',cpu]"
+    for words, expected in (
+        ((own,), [(0.3, 1e-3), (0.02, 1e-3), None]),
+        (("hardware=mix", "hardware.cards=[t4,a770]"), [(0.02, 1e-3), (0.02, 1e-3)]),
+    ):
+        selection = select([], *words, "hardware.efficiency=0.02", "hardware.overhead_seconds=1e-3")
+        assert not selection.problems
+        facts = [device.card_facts for device in selection.devices]
+        assert [one and (one["efficiency"], one["overhead_seconds"]) for one in facts] == expected
+        assert "Arc A770 is emulated at efficiency 0.02 instead of the catalogue's 0.45." in selection.reasons
+        assert (
+            "Arc A770 is emulated with 0.001 s a pass instead of the catalogue's 1e-05." in selection.reasons
+        )
+    for key in ("efficiency", "overhead_seconds"):
+        assert told(f"hardware.{key}=0")[0].startswith(f"`hardware.{key}` must be greater than 0")
 
 
 def test_a_catalogue_by_its_path(tmp_path: Path) -> None:

@@ -71,12 +71,16 @@ def test_who_can_run_does_not_fall_back(tmp_path: Path) -> None:
         assert not any("fallback" in reason for reason in plan.reasons)
 
 
-def test_single_itself_may_choose_among_several() -> None:
-    _, config, selection, problems = checked(
+def test_single_itself_may_choose_among_several(tmp_path: Path) -> None:
+    raw, config, selection, problems = checked(
         "strategy=single", "hardware.devices=[emulated:t4,emulated:rtx_3090]", "strategy.fallback=single"
     )
     assert not problems and config is not None
     assert [device.name for device in selection.devices] == ["RTX 3090 (emulated)"]
+    plan = make_plan(config, raw, selection, Request(tmp_path, tmp_path))
+    assert plan.fallback is None  # nothing else was asked for
+    (told,) = [reason for reason in plan.reasons if "strategy.fallback" in reason]
+    assert "of 2 devices emulated:1 (RTX 3090 (emulated)) trains alone, the fastest by" in told
 
 
 def test_other_words_are_refused_by_key() -> None:
