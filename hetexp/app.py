@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hetexp.core.config import Config, HardwareConfig
+    from hetexp.core.grid import Job
     from hetexp.core.plan import Plan
     from hetexp.hardware.detection import Inventory
     from hetexp.launch.reserve import Checked
@@ -123,20 +124,44 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
 
 def check_command_line(arguments: argparse.Namespace) -> list[str]:
     """Return every mistake in what the person typed, before Hydra would stop at the first one."""
+    from hetexp.core.grid import asks_to_sweep, compose_jobs
     from hetexp.core.overrides import compose_typed
 
     asks = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
     if any(asks) or not arguments.overrides or arguments.experimental_rerun:
         return []
-    composed, problems = compose_typed(
-        arguments.overrides,
-        arguments.multirun,
-        config_dir=arguments.config_dir,
-        config_path=arguments.config_path,
-        config_name=arguments.config_name or CONFIG_NAME,
-    )
+    where = {
+        "config_dir": arguments.config_dir,
+        "config_path": arguments.config_path,
+        "config_name": arguments.config_name or CONFIG_NAME,
+    }
+    if arguments.multirun or asks_to_sweep(arguments.overrides, **where):
+        jobs, problems = compose_jobs(arguments.overrides, **where)
+        return list(dict.fromkeys(problems or _check_jobs(jobs)))
+    composed, problems = compose_typed(arguments.overrides, **where)
     problems += check(composed, Path.cwd())[3] if composed is not None else []
     return list(dict.fromkeys(problems))
+
+
+def _check_jobs(jobs: Sequence[Job]) -> list[str]:
+    """Return what is wrong with every job of a sweep; what keeps only some of them from running is shown.
+
+    Those that can run do, and the sweep ends with an error for the others.
+    """
+    wrong: dict[str, list[str]] = {}
+    for job in jobs:
+        for problem in check(job.config, Path.cwd(), leases=False)[3]:  # a job waits for its cards
+            wrong.setdefault(problem, []).append(job.label)
+    refused = {label for labels in wrong.values() for label in labels}
+    told = []
+    for problem, labels in wrong.items():
+        more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+        told.append(problem if len(labels) == len(jobs) else f"{labels[0]}{more}: {problem}")
+    if jobs and len(refused) == len(jobs):
+        return told
+    for line in told:
+        print(f"Will be refused: {line}", file=sys.stderr)
+    return []
 
 
 def _job(cfg: DictConfig) -> None:

@@ -122,6 +122,7 @@ class OptunaSweeper(Sweeper):
             ConfigError: all of them; SetupError: Optuna is not installed.
         """
         from hetexp.core.errors import ConfigError, SetupError
+        from hetexp.core.grid import NEEDS_OPTUNA
         from hetexp.core.search import settings_problems
 
         settings = ("n_trials", "n_jobs", "sampler", "direction")
@@ -131,10 +132,7 @@ class OptunaSweeper(Sweeper):
         try:
             import optuna  # noqa: F401
         except ImportError:
-            raise SetupError(
-                "hydra/sweeper=hetexp_optuna needs Optuna, which is not installed: "
-                "pip install 'hetexp[search]'"
-            ) from None
+            raise SetupError(NEEDS_OPTUNA) from None
 
     def _study(self, folder: Path) -> optuna.Study:
         """Return the study in the sweep's folder; what was under way when it was stopped has failed."""

@@ -250,6 +250,35 @@ def compose_typed(
         The configuration of all words that could be read, and one sentence a mistake; `None` for a sweep,
         which has several, and where nothing can be composed.
     """
+    try:
+        with config_loader(config_dir, config_path, config_name) as (loader, name):
+            overrides = Overrides(loader, name, typed, multirun)
+            if multirun and not overrides.problems:
+                return None, []
+            # The values that could be read are checked too: one round of mending instead of two.
+            try:
+                composed = overrides.compose()
+            except HydraException as error:
+                return None, [*overrides.problems, str(error)]
+            return without_hydra(composed), overrides.problems
+    except HydraException as error:
+        return None, [str(error)]
+
+
+def without_hydra(composed: Any) -> DictConfig:
+    """Return a composed configuration without what is Hydra's own."""
+    return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+
+
+@contextlib.contextmanager
+def config_loader(
+    config_dir: str | None = None, config_path: str | None = None, config_name: str = "config"
+) -> Iterator[tuple[ConfigLoader, str]]:
+    """Give Hydra's loader of the application's configuration, and its name, and clear Hydra's state after.
+
+    Args:
+        config_dir: a person's own folder, before the shipped one.
+    """
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
@@ -262,19 +291,7 @@ def compose_typed(
         folder = Path(config_dir).absolute()
         search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
     try:
-        loader = Hydra.create_main_hydra2("hetexp", search_path).config_loader
-        overrides = Overrides(loader, config_name, typed, multirun)
-        if multirun and not overrides.problems:
-            return None, []
-        # The values that could be read are checked too: one round of mending instead of two.
-        try:
-            composed = overrides.compose()
-        except HydraException as error:
-            return None, [*overrides.problems, str(error)]
-        keys = [key for key in composed if key != "hydra"]
-        return OmegaConf.masked_copy(composed, keys), overrides.problems
-    except HydraException as error:
-        return None, [str(error)]
+        yield Hydra.create_main_hydra2("hetexp", search_path).config_loader, config_name
     finally:
         GlobalHydra.instance().clear()
 

@@ -61,8 +61,8 @@ class Dimension:
     """Whether the numbers are integers."""
 
 
-def settings_problems(settings: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the settings of a search, by their names below `hydra.sweeper`."""
+def settings_problems(settings: Any) -> list[str]:
+    """Return what is wrong with the settings of a search, a mapping of names below `hydra.sweeper`."""
     problems = []
     for name, accepted in (("sampler", SAMPLERS), ("direction", DIRECTIONS)):
         if settings[name] not in accepted:
