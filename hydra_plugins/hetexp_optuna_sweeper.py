@@ -93,9 +93,9 @@ class OptunaSweeper(Sweeper):
         from hetexp.core.errors import RunFailedError
         from hetexp.core.search import merged
 
+        self._check()
         assert self.config is not None
         assert self.hydra_context is not None
-        self._check()
         overrides = merged(self.params, arguments, self.hydra_context.config_loader)
         fixed, dimensions = _sorted_out(overrides)
         folder = Path(self.config.hydra.sweep.dir)

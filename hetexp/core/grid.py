@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MOST_JOBS = 32
 """So many jobs of a sweep are composed and checked before the first one starts."""
 NEEDS_OPTUNA = (
-    "`hydra/sweeper` hetexp_optuna needs Optuna, which is not installed: pip install 'hetexp[search]'"
+    "hydra/sweeper=hetexp_optuna needs Optuna, which is not installed: pip install 'hetexp[search]'"
 )
 _BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _SEARCH = "hydra_plugins.hetexp_optuna_sweeper.OptunaSweeper"
