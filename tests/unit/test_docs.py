@@ -51,6 +51,7 @@ def commands() -> list[str]:
 def _one_of(word: str) -> str:
     """Return a sweep's word with its first choice only."""
     word = re.sub(r"=choice\((.*)\)$", r"=\1", word)
+    word = re.sub(r"=.*interval\(([^,]+),.*", r"=\1", word)
     return word if "=[" in word else re.sub(r"=([\w.:]+),.*", r"=\1", word)
 
 

@@ -97,7 +97,7 @@ def sweeper(launcher: Launcher, **settings: Any) -> OptunaSweeper:
     )
     one.launcher = launcher  # type: ignore[assignment]
     one.hydra_context = type("Context", (), {"config_loader": None})()
-    one.validate_batch_is_legal = lambda batch: None  # type: ignore[method-assign,assignment]
+    one.validate_batch_is_legal = lambda batch: None  # type: ignore[method-assign]
     return one
 
 
