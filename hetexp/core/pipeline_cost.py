@@ -132,33 +132,97 @@ def play(
     Raises:
         ValueError: the order can never be done, or leaves something out.
     """
-    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    _check_complete(order, stages)
-    begins = list(updates) or [0.0] * len(order)
-    clocks, busy, at = list(begins), list(begins), [0] * len(order)
-    arrived: dict[tuple[str, int, int], float] = {}
-    """(F or B, stage that waits for it, microbatch) → when it is there."""
-    link_free: dict[tuple[int, int], float] = {}
-    done: set[Action] = set()
-    waiting = True
-    while waiting:
-        waiting = False
-        for rank, actions in enumerate(order):
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                ready = _ready(action, arrived, done, len(stages) - 1)
-                if ready is None:
-                    break
-                seconds = _seconds(action, stages[action.stage])
-                clocks[rank] = max(clocks[rank], ready) + seconds
-                busy[rank] += seconds
-                at[rank] += 1
-                done.add(action)
-                waiting = True
-                _send(action, clocks[rank], stages, rank_of, arrived, link_free)
-    if any(position < len(actions) for position, actions in zip(at, order, strict=True)):
-        raise ValueError("the ranks wait for each other for ever: the order cannot be done")
-    return PipelineStep(max(clocks), tuple(busy), tuple(clocks))
+    return PreparedOrder(order, [len(one.forward) for one in stages]).play(stages, updates)
+
+
+class PreparedOrder:
+    """An order whose actions are in one row, each after what it needs: to be played with many stages' times.
+
+    Args:
+        order: each rank's actions.
+        counts: microbatches of each stage.
+
+    Raises:
+        ValueError: the order can never be done, or leaves something out.
+    """
+
+    def __init__(self, order: Sequence[Sequence[Action]], counts: Sequence[int]) -> None:
+        _check_complete(order, counts)
+        self._num_ranks = len(order)
+        self._kinds = sorted({action.kind for actions in order for action in actions})
+        self._rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+        self._slots: dict[tuple[str, int, int] | None, int] = {None: 0}
+        """(F or B, stage that waits for it, microbatch) → place of the time at which it is there; the first
+        place is for what is there from the beginning."""
+        self._links: dict[tuple[int, int], int] = {}
+        self._row: list[tuple[int, int, int, int, int, int, int]] = []
+        """(rank, place of stage and kind in the table of times, microbatch, slot that it waits for, slot of
+        its result or −1, place of its message in the table of messages, its link or −1 within a rank)"""
+        done: set[Action] = set()
+        at = [0] * len(order)
+        waiting = True
+        while waiting:
+            waiting = False
+            for rank, actions in enumerate(order):
+                while at[rank] < len(actions):
+                    action = actions[at[rank]]
+                    needed = self._needed(action, done, len(counts) - 1)
+                    if needed is None:
+                        break
+                    self._add(rank, action, needed)
+                    at[rank] += 1
+                    done.add(action)
+                    waiting = True
+        if any(position < len(actions) for position, actions in zip(at, order, strict=True)):
+            raise ValueError("the ranks wait for each other for ever: the order cannot be done")
+
+    def play(self, stages: Sequence[StageTimes], updates: Sequence[float] = ()) -> PipelineStep:
+        """Play one step through, as the function `play` does."""
+        begins = list(updates) or [0.0] * self._num_ranks
+        clocks, busy = list(begins), list(begins)
+        there, free = [0.0] * len(self._slots), [0.0] * len(self._links)
+        times = [_seconds(kind, one) for one in stages for kind in self._kinds]
+        messages = [takes for one in stages for takes in (one.send_forward, one.send_backward)]
+        for rank, place, microbatch, needed, result, message, link in self._row:
+            seconds = times[place][microbatch]
+            now = max(clocks[rank], there[needed]) + seconds
+            clocks[rank] = now
+            busy[rank] += seconds
+            if result < 0:
+                continue
+            if link >= 0:
+                takes = messages[message]
+                now = max(now, free[link]) + (takes[microbatch] if takes else 0.0)
+                free[link] = now
+            there[result] = now
+        return PipelineStep(max(clocks), tuple(busy), tuple(clocks))
+
+    def _needed(self, action: Action, done: set[Action], last: int) -> int | None:
+        """Return the slot of what an action waits for, `None` if nothing has filled it yet."""
+        forward = action.kind == FORWARD
+        if not forward:
+            before = INPUT_GRADIENT if action.kind == WEIGHT_GRADIENT else FORWARD
+            if Action(action.stage, before, action.microbatch) not in done:
+                return None
+            if action.kind == WEIGHT_GRADIENT:
+                return 0
+        if (forward and action.stage == 0) or (not forward and action.stage == last):
+            return 0
+        return self._slots.get((FORWARD if forward else BACKWARD, action.stage, action.microbatch))
+
+    def _add(self, rank: int, action: Action, needed: int) -> None:
+        """Put an action at the end of the row; its result travels to the stage that waits for it."""
+        forward = action.kind == FORWARD
+        place = action.stage * len(self._kinds) + self._kinds.index(action.kind)
+        to = action.stage + (1 if forward else -1)
+        result, link = -1, -1
+        if action.kind != WEIGHT_GRADIENT and to in self._rank_of:
+            key = (FORWARD if forward else BACKWARD, to, action.microbatch)
+            result = self._slots[key] = len(self._slots)
+            if self._rank_of[to] != rank:
+                link = self._links.setdefault((rank, self._rank_of[to]), len(self._links))
+        message = 2 * action.stage + (0 if forward else 1)
+        self._row.append((rank, place, action.microbatch, needed, result, message, link))
 
 
 def most_in_flight(order: Sequence[Sequence[Action]], num_stages: int) -> tuple[int, ...]:
@@ -281,59 +345,21 @@ def _as_weights(place: tuple[int, int]) -> tuple[int, str, int]:
     return place[0], WEIGHT_GRADIENT, place[1]
 
 
-def _check_complete(order: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> None:
+def _check_complete(order: Sequence[Sequence[Action]], counts: Sequence[int]) -> None:
     """Refuse an order that does not do every microbatch's forward and backward pass of every stage once."""
     done = sorted((a.stage, a.microbatch, a.kind) for actions in order for a in actions)
     halves = {kind for _, _, kind in done} & {INPUT_GRADIENT, WEIGHT_GRADIENT}
     kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if halves else (BACKWARD, FORWARD)
-    wanted = sorted((s, m, k) for s, one in enumerate(stages) for m in range(len(one.forward)) for k in kinds)
+    wanted = sorted((s, m, k) for s, count in enumerate(counts) for m in range(count) for k in kinds)
     if done != wanted:
         raise ValueError("the order must do each microbatch's forward and backward pass of each stage once")
 
 
-def _ready(
-    action: Action, arrived: dict[tuple[str, int, int], float], done: set[Action], last: int
-) -> float | None:
-    """Return when what an action needs is there, `None` if that is not known yet."""
-    forward = action.kind == FORWARD
-    if not forward:
-        before = INPUT_GRADIENT if action.kind == WEIGHT_GRADIENT else FORWARD
-        if Action(action.stage, before, action.microbatch) not in done:
-            return None
-        if action.kind == WEIGHT_GRADIENT:
-            return 0.0
-    if (forward and action.stage == 0) or (not forward and action.stage == last):
-        return 0.0
-    return arrived.get((FORWARD if forward else BACKWARD, action.stage, action.microbatch))
-
-
-def _seconds(action: Action, times: StageTimes) -> float:
-    if action.kind == FORWARD:
-        return times.forward[action.microbatch]
-    backward = times.backward[action.microbatch]
-    if action.kind == BACKWARD:
-        return backward
-    return backward * (INPUT_GRADIENT_SHARE if action.kind == INPUT_GRADIENT else 1 - INPUT_GRADIENT_SHARE)
-
-
-def _send(
-    action: Action,
-    now: float,
-    stages: Sequence[StageTimes],
-    rank_of: dict[int, int],
-    arrived: dict[tuple[str, int, int], float],
-    link_free: dict[tuple[int, int], float],
-) -> None:
-    """Let an action's result travel to the stage that waits for it."""
-    forward = action.kind == FORWARD
-    to = action.stage + (1 if forward else -1)
-    if action.kind == WEIGHT_GRADIENT or to not in rank_of:
-        return
-    times = stages[action.stage]
-    takes = times.send_forward if forward else times.send_backward
-    seconds = takes[action.microbatch] if takes else 0.0
-    link = (rank_of[action.stage], rank_of[to])
-    if link[0] != link[1]:
-        now = max(now, link_free.get(link, 0.0)) + seconds
-        link_free[link] = now
-    arrived[FORWARD if forward else BACKWARD, to, action.microbatch] = now
+def _seconds(kind: str, times: StageTimes) -> Sequence[float]:
+    """Return what an action of this kind takes, of each microbatch."""
+    if kind == FORWARD:
+        return times.forward
+    if kind == BACKWARD:
+        return times.backward
+    part = INPUT_GRADIENT_SHARE if kind == INPUT_GRADIENT else 1 - INPUT_GRADIENT_SHARE
+    return [seconds * part for seconds in times.backward]

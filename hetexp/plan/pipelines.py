@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from hetexp.core.calibration import DeviceCalibration
 from hetexp.core.cost import Channel
-from hetexp.core.pipeline_cost import Order, PipelineStep, StageTimes, most_in_flight, order_of, play
+from hetexp.core.pipeline_cost import Order, PipelineStep, PreparedOrder, StageTimes, most_in_flight, order_of
 from hetexp.core.speed import BACKWARD_SHARE, SpeedCurve
 from hetexp.core.stage import Layer
 
@@ -94,7 +94,9 @@ class Pipeline:
     send: Send = lambda sender, receiver, num_bytes: 0.0
     link: Link = lambda device: Channel()
     _sums: dict[str, list[float]] = field(init=False, repr=False)
-    _orders: dict[tuple[int, int], Order] = field(default_factory=dict, init=False, repr=False)
+    _orders: dict[tuple[int, int], tuple[PreparedOrder, tuple[int, ...]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         self._sums = {
@@ -106,16 +108,22 @@ class Pipeline:
         ]
         self._sums["held"] = [0.0, *accumulate(map(float, held))]
 
-    def order(self, num_ranks: int, microbatches: int) -> Order:
-        """Return what each device of a pipeline does in turn."""
+    def order(self, num_ranks: int, microbatches: int) -> tuple[PreparedOrder, tuple[int, ...]]:
+        """Return what each device of a pipeline does in turn, and how many microbatches each stage keeps."""
         key = (num_ranks, microbatches)
         if key not in self._orders:
-            several = "zbvzerobubble" if self.returns else "loopedbfs"
-            for name in (self.schedule, several if self.stages_a_rank > 1 else "1f1b"):
-                with contextlib.suppress(ValueError):
-                    self._orders[key] = order_of(name, num_ranks, microbatches, self.stages_a_rank)
-                    break
+            order, stages = self._order(*key), self.num_stages(num_ranks)
+            prepared = PreparedOrder(order, [microbatches] * stages)
+            self._orders[key] = prepared, most_in_flight(order, stages)
         return self._orders[key]
+
+    def _order(self, num_ranks: int, microbatches: int) -> Order:
+        several = "zbvzerobubble" if self.returns else "loopedbfs"
+        with contextlib.suppress(ValueError):
+            return order_of(self.schedule, num_ranks, microbatches, self.stages_a_rank)
+        return order_of(
+            several if self.stages_a_rank > 1 else "1f1b", num_ranks, microbatches, self.stages_a_rank
+        )
 
     def num_stages(self, num_ranks: int) -> int:
         return num_ranks * self.stages_a_rank
@@ -143,21 +151,21 @@ class Pipeline:
     def judge(self, group: Sequence[int], ends: Sequence[int], samples: int) -> Cut:
         """Return a cut with its step and memory."""
         sizes = self.sizes(len(group), samples)
-        order = self.order(len(group), len(sizes))
+        order, kept = self.order(len(group), len(sizes))
         devices = [group[place] for place in self.places(len(group))]
         bounds = list(zip((0, *ends[:-1]), ends, strict=True))
-        kept = most_in_flight(order, len(devices))
         whole = self._sums["trained_bytes"][-1] or 1.0
         stages, updates, memory = [], dict.fromkeys(group, 0.0), dict.fromkeys(group, 0)
         for index, (device, (first, end)) in enumerate(zip(devices, bounds, strict=True)):
-            both = [self.pass_seconds(devices, index, first, end, size) for size in sizes]
+            alike = {size: self.pass_seconds(devices, index, first, end, size) for size in set(sizes)}
+            both = [alike[size] for size in sizes]
             after = self._message(devices, index, index + 1, end, sizes)
             before = self._message(devices, index, index - 1, first, sizes)
             stages.append(StageTimes(tuple(f for f, _ in both), tuple(b for _, b in both), after, before))
             update = self.devices[device].calibration.curve.update_seconds
             updates[device] += update * self.of("trained_bytes", first, end) / whole
             memory[device] += self.need(first, end, kept[index], sizes[0])
-        step = play(order, stages, list(updates.values()))
+        step = order.play(stages, list(updates.values()))
         return Cut(tuple(group), tuple(devices), tuple(ends), samples, step, tuple(memory.values()))
 
     def pass_seconds(

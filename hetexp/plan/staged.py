@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 from hetexp.balancing.base import BalancingPolicy
@@ -212,12 +213,16 @@ def _sends(plan: Plan) -> Callable[[int, int, float], float]:
     Emulated cards' messages are not paced between the hosts' processes, but for a network between the hosts.
     """
 
-    def seconds(sender: int, receiver: int, num_bytes: float) -> float:
+    @cache
+    def between(sender: int, receiver: int) -> list[Channel]:
         pair = [plan.devices[sender], plan.devices[receiver]]
         channels = list(build_links(pair, plan.network).exchange[1:])  # the network, between several hosts
         if any(device.backend != "emulated" for device in pair):
             channels.append(HOST_EXCHANGE)
-        return sum((channel.seconds(num_bytes) for channel in channels), 0.0)
+        return channels
+
+    def seconds(sender: int, receiver: int, num_bytes: float) -> float:
+        return sum((channel.seconds(num_bytes) for channel in between(sender, receiver)), 0.0)
 
     return seconds
 

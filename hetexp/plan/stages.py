@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from itertools import combinations, permutations
 
 from hetexp.core.device import GIB
-from hetexp.core.pipeline_cost import most_in_flight
 from hetexp.plan.measured import LEAST_GAIN
 from hetexp.plan.pipelines import Cut, Pipeline
 
@@ -173,7 +172,7 @@ class _Table:
     def __init__(self, pipeline: Pipeline, group: Sequence[int], sizes: Sequence[int]) -> None:
         devices = [group[place] for place in pipeline.places(len(group))]
         self._layers, self._stages = len(pipeline.layers), len(devices)
-        kept = most_in_flight(pipeline.order(len(group), len(sizes)), len(devices))
+        _, kept = pipeline.order(len(group), len(sizes))
         self._seconds: list[dict[tuple[int, int], float]] = []
         self._travel: list[list[float]] = []
         for index, device in enumerate(devices):
@@ -224,7 +223,7 @@ class _Table:
 def _why_none_fits(pipeline: Pipeline, group: Sequence[int], samples: int) -> str:
     """Say what devices lack for the cut that comes nearest to fitting."""
     sizes, devices = pipeline.sizes(len(group), samples), [group[p] for p in pipeline.places(len(group))]
-    kept = most_in_flight(pipeline.order(len(group), len(sizes)), len(devices))
+    _, kept = pipeline.order(len(group), len(sizes))
     count = len(pipeline.layers)
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ()), *[(math.inf, ())] * count]
     for index, device in enumerate(devices):
