@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
@@ -242,13 +243,15 @@ def _not_negative(rows: Floats, seconds: Floats) -> Floats:
         for chosen in map(list, combinations(range(count), size)):
             part = rows[:, chosen]
             normal = part.T @ part
-            if np.linalg.cond(normal) > 1e12:
-                continue  # columns that the sizes do not tell apart
-            factors = np.linalg.solve(normal, part.T @ seconds)
-            squares = float(np.sum((part @ factors - seconds) ** 2))
-            if np.all(factors >= 0) and squares < least:
-                best, least = np.zeros(count), squares
-                best[chosen] = factors
+            with suppress(np.linalg.LinAlgError):  # singular: columns that the sizes do not tell apart at all
+                factors = np.linalg.solve(normal, part.T @ seconds)
+                if min(factors.tolist()) < 0:
+                    continue
+                squares = float(np.sum((part @ factors - seconds) ** 2))
+                # Asked last, as it takes longest: whether the sizes tell these columns apart well enough.
+                if squares < least and not np.linalg.cond(normal) > 1e12:
+                    best, least = np.zeros(count), squares
+                    best[chosen] = factors
         if size == count and least < math.inf:
             break  # no limit binds
     return best
