@@ -24,7 +24,7 @@ demo: $(INSTALLED) ## the main job: one model on two unequal devices (emulated w
 	$(BIN)/python train.py hardware=nvidia_arc strategy=ddp balancing=adaptive
 
 test: $(INSTALLED) ## all tests
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .

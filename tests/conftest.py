@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,36 @@ SET_BY_IMPORTS = {
     "KMP_INIT_AT_FORK",
 }
 """Variables that other libraries set when they are first imported."""
+LONG = (
+    "integration/test_environments.py",
+    "integration/test_launchers.py",
+    "integration/test_signals.py",
+    "integration/test_out_of_memory.py",
+    "integration/test_exact.py",
+    "integration/test_failures.py",
+    "integration/test_multirun.py",
+    "integration/test_package.py",
+    "integration/test_schedules.py",
+    "integration/test_staged.py",
+    "integration/test_wandb.py",
+    "integration/test_examples.py",
+    "integration/test_compile.py",
+    "integration/test_ports.py",
+    "unit/commands/test_plan.py",
+    "unit/balancing/test_fit.py",
+    "unit/balancing/test_scheduler.py",
+)
+"""Files that take longest, the longest first; emulated devices are tested where other tests are short."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files: at the end the other workers would wait for them.
+
+    The others follow by their number of tests, which is xdist's own order.
+    """
+    files = Counter(item.path for item in items)
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: (places.get(item.path, len(LONG)), -files[item.path]))
 
 
 def _enable_loggers() -> None:
