@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from support import Run, Train, worst
+from support import Run, Train, start_run, worst
 
 from hetexp.core.instantiate import instantiate
 from hetexp.training.loss import IGNORED
@@ -44,10 +44,16 @@ def split(*counts: int) -> Options:
     return f"hardware.devices=[{devices}]", "balancing=manual", f"balancing.weights=[{weights}]"
 
 
-@pytest.fixture
-def single(train: Train) -> Callable[..., Run]:
-    """The reference: one device, the whole batch in one piece."""
-    return cache(lambda *overrides: train("hardware=cpu", "strategy=single", *overrides))
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """The reference: one device, the whole batch in one piece; trained once for all that compare with it."""
+
+    @cache
+    def start(*overrides: str) -> Run:
+        folder = tmp_path_factory.mktemp("single") / "run"
+        return start_run(folder, ("hardware=cpu", "strategy=single", *overrides))
+
+    return start
 
 
 CASES = [
