@@ -38,6 +38,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETEXP_HOME", str(folder))
+        # It comes without bytecode: let its torch be compiled once, not by every process that imports it.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         made = hetexp("env", "create", "cpu")
         if any(sign in made.stderr for sign in NOT_TO_BE_HAD):
             pytest.skip(f"torch's build for the CPU cannot be had here: {made.stderr.splitlines()[-1]}")
@@ -50,6 +52,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let commands and runs find the environment, and return its interpreter."""
     monkeypatch.setenv("HETEXP_HOME", str(home))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     return str(home / "envs" / "cpu" / "bin" / "python")
 
 
