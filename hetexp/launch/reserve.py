@@ -125,11 +125,13 @@ class _Reservation:
         return Leases(devices, str(self._request.run_dir), cpu, reserve=True)
 
     def _tell(self, blocked: list[str]) -> None:
-        if blocked and blocked != self._told:
+        # Once for the same devices: a run that is giving one back has no name for a moment.
+        devices = [text.partition(", held by")[0] for text in blocked]
+        if blocked and devices != self._told:
             self._console.print(
                 f"{self._request.run_dir.name} waits for {'; '.join(blocked)}.",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,
             )
-        self._told = blocked
+        self._told = devices or self._told
