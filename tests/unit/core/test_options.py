@@ -38,3 +38,18 @@ def test_own_options_are_added_and_win(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_only_what_is_wanted() -> None:
     assert list(group_options("balancing", only=["equal", "no such option"])) == ["equal"]
+
+
+def test_what_an_option_refers_to_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option is read from its file alone only where that gives what Hydra would compose."""
+    folder = tmp_path / "conf" / "balancing"
+    folder.mkdir(parents=True)
+    (folder / "own.yaml").write_text("_target_: my.Policy\na: 3\nb: ${balancing.a}\nc: ${.a}\n")
+    (folder / "other.yaml").write_text("_target_: my.Policy\nsize: ${trainer.global_batch_size}\n")
+    (folder / "root.yaml").write_text("_target_: my.Policy\na: 3\nb: ${a}\n")
+    monkeypatch.chdir(tmp_path)
+    found = group_options("balancing", only=["own", "other"])
+    assert found["own"] == {"_target_": "my.Policy", "a": 3, "b": 3, "c": 3}
+    assert isinstance(found["other"]["size"], int)
+    with pytest.raises(ConfigError, match="`balancing=root` must be an option that composes"):
+        group_options("balancing", only=["root"])
