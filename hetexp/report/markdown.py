@@ -15,7 +15,8 @@ LONGEST = 300
 
 HOW = """\
 - **Variant**: runs that differ in their seed only. Intervals are Student's 95 % over its runs, [low–high].
-- **samples/s**: samples ÷ seconds of training, waiting and logging included, evaluations and checkpoints not.
+- **samples/s**: samples ÷ seconds of training, waiting and logging included, evaluations and checkpoints not;
+  the steps before the first log line, in which libraries start, are left out where others follow.
 - **Emulated** runs: seconds are the modelled devices', wall-clock ÷ the run's time scale.
 - **step, predicted**: mean seconds of a step; predicted by the calibration, else by the cost model.
 - **Devices by themselves**: measured before the runs. **Devices in the runs**: their samples ÷ the seconds in

@@ -217,6 +217,7 @@ class Window:
         totals.local_samples += local_samples
         totals.global_samples += self._samples
         totals.steps += self.num_steps
+        totals.start = totals.start or replace(totals)
         self._loss_sum, self._seconds, self._count, self._samples, self.num_steps = 0.0, 0.0, 0, 0, 0
         return loss
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -119,3 +119,17 @@ class Totals:
     local_samples: int = 0
     global_samples: int = 0
     steps: int = 0
+    start: Totals | None = None
+    """What of it fell into the steps before the first log line."""
+
+    @property
+    def settled(self) -> Totals:
+        """What follows the first log line; everything where nothing does.
+
+        The first steps load libraries, choose kernels and fill caches: they may take a hundred times as long
+        as the others, and say nothing of a device's speed.
+        """
+        if self.start is None or self.steps == self.start.steps:
+            return self
+        sums = {one.name for one in fields(self)} - {"start"}
+        return Totals(**{name: getattr(self, name) - getattr(self.start, name) for name in sums})

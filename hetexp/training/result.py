@@ -38,7 +38,8 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
     emulation = _emulation(parts, everyone, time_scale) if time_scale is not None else None
     if emulation is not None and parts.rank == 0:
         write_json(Path(parts.plan.run_dir) / "emulation.json", emulation)
-    totals, seconds = outcome.totals, outcome.totals.train_seconds
+    totals = outcome.totals.settled
+    seconds = totals.train_seconds
     reasons = [rank["invalid_reason"] for rank in everyone if rank["invalid_reason"]]
     summary = blank_summary(parts.plan, "completed")
     summary |= {
@@ -75,7 +76,7 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
         summary["predicted_step_s"] = None if predicted is None else predicted * (time_scale or 1.0)
     elif totals.steps:
         # The rank that never waits for another's work waits for the exchange alone.
-        summary["comm"]["exposed_s"] = min(rank["device"]["idle_s"] for rank in everyone) / totals.steps
+        summary["comm"]["exposed_s"] = min(rank["own"]["waited"] for rank in everyone) / totals.steps
         counts = parts.balancer.now(parts.config.trainer.global_batch_size).counts
         if (parts.plan.calibration or {}).get("predicted_step_seconds") is not None:
             accounted = _by_calibration(parts.plan, summary, totals, counts, time_scale or 1.0)
@@ -217,8 +218,8 @@ def _input_bytes(parts: Parts) -> int:
 
 def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
     """Return what only this rank knows."""
-    totals = outcome.totals
-    working = totals.local_samples and totals.compute_seconds
+    totals, settled = outcome.totals, outcome.totals.settled
+    working = settled.local_samples and settled.compute_seconds
     share = totals.local_samples / totals.global_samples if totals.steps else None
     work, staging = None, parts.staging
     if staging is None:
@@ -235,10 +236,14 @@ def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
         "buckets": parts.exchange.buckets if parts.exchange is not None else [],
         "phases": _phases(parts),
         "own": {
-            "compute": totals.compute_seconds,
-            "samples": totals.local_samples,
+            "compute": settled.compute_seconds,
+            "waited": settled.wait_seconds,
+            "samples": settled.local_samples,
             # The update, and what the host does between two steps.
-            "rest": totals.train_seconds - totals.compute_seconds - totals.wait_seconds - totals.data_seconds,
+            "rest": settled.train_seconds
+            - settled.compute_seconds
+            - settled.wait_seconds
+            - settled.data_seconds,
         },
         "sent": _sent_bytes(parts, totals.steps),
         "joules": outcome.energy.joules() if outcome.energy is not None else [None] * len(driven(parts)),
@@ -247,7 +252,7 @@ def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
             "share": share,
             "local_batch": local,
             "micro_batch": max(sizes, default=0),
-            "samples_per_s": totals.local_samples / totals.compute_seconds if working else None,
+            "samples_per_s": settled.local_samples / settled.compute_seconds if working else None,
             "idle_s": totals.wait_seconds,
             "peak_memory": parts.backend.peak_memory_bytes(),
             "steps": totals.steps,

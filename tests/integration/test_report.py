@@ -126,8 +126,20 @@ class Raw:
         self.steps, self.samples, self.seconds = step, samples, seconds
 
     @property
+    def settled(self) -> tuple[int, int, float]:
+        """Steps, samples and seconds after the first line: libraries start in the steps before it."""
+        _, steps, samples, seconds, _ = self.windows[0]
+        return self.steps - steps, self.samples - samples, self.seconds - seconds
+
+    @property
     def throughput(self) -> float:
-        return self.samples / self.seconds
+        _, samples, seconds = self.settled
+        return samples / seconds
+
+    @property
+    def step_seconds(self) -> float:
+        steps, _, seconds = self.settled
+        return seconds / steps
 
     def share(self, device: str) -> float:
         """Return what a device took of all samples: its share of each window, by the window's samples."""
@@ -139,8 +151,8 @@ class Raw:
 
     def speed(self, device: str) -> float:
         """Return a device's samples ÷ the seconds in which it computed, modelled."""
-        before, samples, seconds = 0, 0.0, 0.0
-        for _, _, until, _, line in self.windows:
+        before, samples, seconds = self.windows[0][2], 0.0, 0.0
+        for _, _, until, _, line in self.windows[1:]:
             own = line[f"device/{device}/share"] * (until - before)
             samples, seconds = samples + own, seconds + own / line[f"device/{device}/samples_per_second"]
             before = until
@@ -206,7 +218,7 @@ def test_figures_of_variants_are_those_of_the_logs(folder: Path) -> None:
         assert one.samples_per_second is not None
         assert one.step_seconds is not None
         assert told(one.samples_per_second) == near(around([run.throughput for run in own]))
-        assert told(one.step_seconds) == near(around([run.seconds / run.steps for run in own]))
+        assert told(one.step_seconds) == near(around([run.step_seconds for run in own]))
         assert all(run.steps == 5 and run.samples == 128 + 128 + 64 + 128 + 128 for run in own)
         # Gains, pair by pair: seed by seed, geometric, bounds of the logarithms.
         for gain, base in ((one.gain_over_single, alone), (one.gain_over_equal, equal)):
