@@ -24,16 +24,33 @@ def answer_of(found: Comparison, candidates: Sequence[Variant]) -> str:
             f"None of {counted(len(found.variants), 'variant')} can be called the best: "
             f"{_why_none(found.variants)}."
         )
-    sentences = [_lead(best, len(found.variants))]
     rivals = [one for one in candidates if one is not best and _same_work(one, best)]
-    if rivals:
-        sentences += _told_apart(best, rivals[0])
+    equals = [one for one in rivals if one.exact is best.exact]
+    sentences = [_lead(best, len(found.variants) - (len(rivals) - len(equals)))]
+    if equals:
+        sentences += _told_apart(best, equals[0])
     if not best.exact:
         sentences.append("Its steps are not those of one device, so that its loss has to be looked at, too.")
-        exact = next((one for one in rivals if one.exact), None)
-        if exact is not None:
-            sentences.append(f"Of those whose steps are, `{exact.label}` is the fastest{_times(exact)}.")
+    elif rivals and not rivals[0].exact and _mean(rivals[0]) > _mean(best):
+        sentences.append(_other_steps(rivals[0], best))
     return " ".join(sentences)
+
+
+def _mean(one: Variant) -> float:
+    return one.samples_per_second.mean if one.samples_per_second is not None else 0.0
+
+
+def _other_steps(one: Variant, best: Variant) -> str:
+    """Return what a faster variant is worth whose steps are not those of one device."""
+    ratio = _mean(one) / _mean(best)
+    text = f"`{one.label}` takes {ratio:.2f}× as many samples a second, but its steps are not "
+    text += "those of one device"
+    if one.eval_loss is not None and best.eval_loss is not None:
+        text += (
+            f": its evaluation loss ends at {number(one.eval_loss.mean, 3)} instead of "
+            f"{number(best.eval_loss.mean, 3)}"
+        )
+    return f"{text}."
 
 
 def _lead(best: Variant, count: int) -> str:
@@ -67,11 +84,6 @@ def _seeds(value: Interval, digits: int = 4) -> str:
     """Return the bounds and the number of seeds in brackets."""
     inside = [part for part in (interval_text(value, digits), counted(value.count, "seed")) if part]
     return f" [{', '.join(inside)}]"
-
-
-def _times(one: Variant) -> str:
-    gain = one.gain_over_single
-    return f" ({gain.mean:.2f}×{_seeds(gain, 3)})" if gain is not None else ""
 
 
 def _told_apart(best: Variant, rival: Variant) -> list[str]:

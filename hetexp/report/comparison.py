@@ -55,7 +55,8 @@ def compare(runs: Sequence[RunRecord], title: str) -> Comparison:
     done = [run for run in runs if run.completed]
     keys = differing(runs, without=NO_SETTING)
     variants = variants_of(done, keys)
-    best = next(iter(candidates(variants)), None)
+    able = candidates(variants)
+    best = next((one for one in able if one.exact), next(iter(able), None))
     compared = best if best is not None else next(iter(variants), None)
     found = Comparison(
         title=title,

@@ -26,7 +26,8 @@ HOW = """\
 - **× single**: samples/s ÷ those of the fastest device alone; **× equal**: ÷ those of `balancing=equal` with
   the same other settings. Seed by seed where both have it; geometric mean, interval of the logarithms.
 - **loss**: of the last log line and the last evaluation; runs that diverged are left out and counted.
-- **best**: highest samples/s of the variants that are valid, ran as asked for and did not diverge."""
+- **best**: highest samples/s of the variants that are valid, ran as asked for and did not diverge; where
+  there are some whose steps are those of one device, of these."""
 
 
 def render(comparison: Comparison) -> str:

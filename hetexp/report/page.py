@@ -17,6 +17,7 @@ from hetexp.report import page_figures as figures
 from hetexp.report import page_table as table
 from hetexp.report.charts import number, percent
 from hetexp.report.comparison import Comparison, throughput
+from hetexp.report.diagram import svg_of
 from hetexp.report.page_data import Drawn, as_json, drawn, plain
 from hetexp.report.runs import RunRecord
 from hetexp.report.variants import label_of
@@ -95,6 +96,7 @@ def render(comparison: Comparison) -> str:
             invalid=table.invalid(comparison),
             shown=shown,
             sections=sections,
+            plan=_plan(comparison),
             runs=_runs(comparison),
             data=Markup(as_json(plain(comparison, shown))),
             uplot_js=_vendored("uPlot.iife.min.js"),
@@ -109,7 +111,7 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
     best = comparison.best
     if best is None or best.samples_per_second is None:
         return []
-    of = "fastest variant" if len(comparison.variants) > 1 else ""
+    of = "the best variant" if len(comparison.variants) > 1 else ""
     speed = best.samples_per_second
     if speed.high is not None:
         of = " · ".join(text for text in (f"± {number(speed.high - speed.mean, 2)}", of) if text)
@@ -189,6 +191,14 @@ def _sections(comparison: Comparison, shown: Sequence[Drawn]) -> list[Section]:
             live = any(one.live for one in known)
             sections.append(Section(id_, name, known, live))
     return sections
+
+
+def _plan(comparison: Comparison) -> Markup | None:
+    """Return the drawing of the best variant's plan, `None` where Graphviz is not installed."""
+    best = comparison.best
+    plan = best.runs[0].plan if best is not None else None
+    drawing = svg_of(plan, prefix="plan") if plan is not None else None
+    return None if drawing is None else Markup(drawing)
 
 
 def _runs(comparison: Comparison) -> list[dict[str, str]]:

@@ -252,7 +252,9 @@ def split_bars(shown: Sequence[Drawn], colours: dict[str, str]) -> Figure | None
         shares = {names[device["id"]]: device["share"] for device in run.summary["devices"]}
         if one.shares is not None:
             shares |= {name: own[-1] for name, own in one.shares.by_device.items()}
-        parts = [Part(name, share, colours[name]) for name, share in shares.items() if share is not None]
+        # In the legend's order: a planner may put the devices into another one.
+        known = [(name, colour, shares.get(name)) for name, colour in colours.items()]
+        parts = [Part(name, share, colour) for name, colour, share in known if share is not None]
         found.append((row(one), parts))
     if not found:
         return None

@@ -36,11 +36,17 @@ NOTHING = Cell("", None)
 """A variant of which a figure is not known."""
 
 
+BEST = (
+    "The fastest of the valid variants that keep to what was asked for, and whose steps are those of one "
+    "device where any are."
+)
+
+
 def marks(comparison: Comparison, variant: Variant) -> list[tuple[str, str, str]]:
     """Return the marks of a variant: text, class, and what it means."""
     found = []
     if variant is comparison.best and len(comparison.variants) > 1:
-        found.append(("best", "good", "The fastest of the valid variants that keep to what was asked for."))
+        found.append(("best", "good", BEST))
     if not variant.valid:
         found.append(("! invalid", "bad", variant.invalid_reason or INVALID))
     elif variant.num_invalid:

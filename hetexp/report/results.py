@@ -158,7 +158,8 @@ class Comparison:
     failed: tuple[RunRecord, ...]
     """Everything that did not complete."""
     best: Variant | None
-    """The fastest of the valid ones that keep to what was asked for and whose loss is finite."""
+    """The fastest of the valid ones that keep to what was asked for and whose loss is finite; where there are
+    some whose steps are those of one device, of these."""
     single_samples_per_second: float | None
     """Of the fastest device alone that `best` is compared with."""
     single_source: str | None

@@ -86,6 +86,13 @@
   const short = (value) => Math.abs(value) >= 1e6 ? +(value / 1e6).toPrecision(6) + "M"
     : Math.abs(value) >= 1e4 ? +(value / 1e3).toPrecision(6) + "k" : String(+value.toPrecision(6));
 
+  // The next 1, 2 or 5 times a power of ten below or above: the axis names its ends.
+  function rounded(value, way) {
+    const power = 10 ** Math.floor(Math.log10(value));
+    const steps = [1, 2, 5, 10].map((one) => one * power);
+    return way < 0 ? steps.filter((one) => one <= value * 1.0001).pop() : steps.find((one) => one >= value * 0.9999);
+  }
+
   function draw(host) {
     const axis = host.dataset.axis;
     const write = axis === "seconds" ? seconds : short;
@@ -116,7 +123,7 @@
     const ruled = { stroke: css("--soft"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
     host.plot = new uPlot({
       width: host.clientWidth, height: 300, series, bands, legend: { show: false },
-      scales: { x: { time: false }, y: options.log ? { distr: 3, range: (_, low, high) => [0.9 * low, 1.1 * high] } : {} },
+      scales: { x: { time: false }, y: options.log ? { distr: 3, range: (_, low, high) => [rounded(0.9 * low, -1), rounded(1.1 * high, 1)] } : {} },
       axes: [
         { ...ruled, values: (_, ticks) => ticks.map(write), space: host.clientWidth < 400 ? 48 : 64, label: axis === "seconds" ? "training time, evaluations left out" : "samples trained on", labelFont: "12px system-ui, sans-serif", labelSize: 18, labelGap: 0, size: 30 },
         { ...ruled, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : short(tick)), size: 52 },

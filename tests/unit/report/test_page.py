@@ -17,7 +17,9 @@ import compared
 import pytest
 from markupsafe import escape
 
+from hetexp.core.plan import Plan
 from hetexp.report.comparison import Comparison, compare
+from hetexp.report.diagram import has_dot
 from hetexp.report.page import render
 from hetexp.report.page_data import MOST_DRAWN, MOST_POINTS
 from hetexp.report.page_table import EMULATED
@@ -93,13 +95,14 @@ def data_of(page: str) -> dict[str, Any]:
 def test_needs_nothing_from_outside(page: str) -> None:
     assert Reader(page).references == []
     assert not re.search(r"@import|@font-face|url\((?!#hatching\))", page)
-    outside = set(re.findall(r"https?:[^\s\"'<>)]+", page))
+    namespaces = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, which nobody loads
+    outside = set(re.findall(r"https?:[^\s\"'<>)]+", page)) - namespaces
     assert outside == {"https://github.com/leeoniya/uPlot"}, "the licence note of the chart library alone"
     assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket", page)
 
 
 def test_every_section_where_there_is_something_to_show(rich: Comparison, page: str) -> None:
-    assert set(Reader(page).sections) == EVERY
+    assert set(Reader(page).sections) == EVERY | ({"plan"} if has_dot() else set())
     without = {
         "failures": replace(rich, failed=()),
         "curve": replace(rich, curve=None),
@@ -111,6 +114,23 @@ def test_every_section_where_there_is_something_to_show(rich: Comparison, page: 
     }
     for section, comparison in without.items():
         assert section not in Reader(render(comparison)).sections, section
+
+
+def test_the_best_plan_is_drawn_where_it_can_be(rich: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rich.best is not None
+    drawn: list[Plan] = []
+
+    def svg_of(plan: Plan, prefix: str) -> str:
+        drawn.append(plan)
+        return f'<svg id="{prefix}-drawing"></svg>'
+
+    monkeypatch.setattr("hetexp.report.page.svg_of", svg_of)
+    page = render(rich)
+    assert '<svg id="plan-drawing"></svg>' in page
+    assert f"Plan of {rich.best.label}" in page
+    assert drawn == [rich.best.runs[0].plan]
+    monkeypatch.setattr("hetexp.report.page.svg_of", lambda plan, prefix: None)  # no Graphviz
+    assert "plan" not in Reader(render(rich)).sections
 
 
 def _variants(comparison: Comparison, **fields: Any) -> Comparison:
