@@ -247,8 +247,9 @@ def _ending(error: BaseException) -> _Ending:
 
 def _own(sweep: Path, overrides: Sequence[str]) -> list[str]:
     """Return the overrides that the sweep chose for this run, and not the person for all of them."""
-    everyones = set(last_start(sweep).get("overrides", []))
-    return [text for text in key_of(overrides) if text not in everyones]
+    # Hydra writes what was typed as `false` as `False`.
+    everyones = {text.casefold() for text in last_start(sweep).get("overrides", [])}
+    return [text for text in key_of(overrides) if text.casefold() not in everyones]
 
 
 def _write_error(path: Path, text: str) -> None:
