@@ -40,16 +40,24 @@ def fastest_alone(runs: Sequence[RunRecord]) -> Baseline | None:
     """Return the fastest single device of runs of equal work.
 
     What is known of a device by runs of it alone counts more than what a calibration says, and that more
-    than its own work beside others. Runs that are not valid tell nothing.
+    than its own work beside others. Of runs alone those of `single` count where there are any: another
+    strategy whose policy left all other devices out may cost more. Runs that are not valid tell nothing.
     """
     alone: dict[str, dict[int | None, list[float]]] = {}
+    of_single = {
+        run.device_names[0]
+        for run in runs
+        if run.valid and len(run.device_names) == 1 and run.summary.get("strategy") == "single"
+    }
     solo: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         speed = throughput(run)
         if not run.valid or speed is None:
             continue
         if len(run.device_names) == 1:
-            alone.setdefault(run.device_names[0], {}).setdefault(run.seed, []).append(speed)
+            name = run.device_names[0]
+            if name not in of_single or run.summary.get("strategy") == "single":
+                alone.setdefault(name, {}).setdefault(run.seed, []).append(speed)
         source = CALIBRATED if run.summary.get("solo_source") == "calibration" else OWN
         for device in run.summary["devices"]:
             if device.get("solo_samples_per_s") is not None:

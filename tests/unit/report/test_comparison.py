@@ -107,6 +107,16 @@ def test_the_single_device_is_known_by_its_runs_before_its_calibration(runs: Run
     assert runs.compared().single_samples_per_second == pytest.approx(100)
 
 
+def test_a_policy_that_left_all_others_out_is_not_the_device_alone(runs: Runs) -> None:
+    runs.add(strategy="ddp", balancing="auto", names=[FAST], shares=[1.0], speed=90)
+    runs.add(strategy="ddp", balancing="equal", speed=50)
+    left_out = variant(runs.compared(), "auto").gain_over_single
+    assert left_out is not None and left_out.mean == 1.0  # nothing better is known
+    runs.add(**ALONE, balancing="auto", speed=100)
+    left_out = variant(runs.compared(), "ddp, auto").gain_over_single
+    assert left_out is not None and left_out.mean == pytest.approx(0.9)
+
+
 def test_devices_of_one_process_are_not_one_alone(runs: Runs) -> None:
     made = runs.add(strategy="dp", speed=100)
     (run,) = read_runs([made])
