@@ -96,7 +96,8 @@ def _show(rows: Sequence[SweepRow], new: Sequence[SweepRow], folder: Path, conso
     everyones = set.intersection(*(set(row.overrides) for row in rows)) if len(rows) > 1 else set()
     table = Table(title=f"Sweep {folder.name}", title_justify="left")
     for name in ("run", "what differs", "status", "samples/s", "efficiency"):
-        table.add_column(name, justify="right" if name in ("samples/s", "efficiency") else "left")
+        right = name in ("samples/s", "efficiency")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in rows:
         record = records.get((folder / row.folder).resolve())
         summary = record.summary if record is not None else {}

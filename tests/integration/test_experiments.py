@@ -20,6 +20,7 @@ TINY = (
     "trainer.max_steps=2",
     "trainer.seed=0",
     "logger=none",
+    "diagram=false",
     "launch.start_method=forkserver",
 )
 EMULATED = ("trainer.global_batch_size=16", "hardware.time_scale=4")
@@ -66,6 +67,8 @@ def test_each_experiment_in_a_tiny_form(started: dict[str, Launched], tmp_path: 
     for name, run in started.items():
         assert run.wait() == 0, run.screen
         found[name] = summaries(run)
+        assert "Report: " in run.screen, run.screen
+        assert "emulated" in (run.run_dir / "report.html").read_text()
     for name, runs in found.items():
         assert [one["status"] for one in runs] == ["completed", "completed"], name
         assert all(one["emulated"] and one["seed"] == 0 for one in runs), name

@@ -27,7 +27,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if importlib.util.find_spec(plugin) is None:
             pytest.skip(f"{plugin} is not installed: pip install 'hetexp[launchers]'")
         folder = write_project(tmp_path / launcher)
-        options = ("-m", f"hydra/launcher={launcher}", "experiment=mine", *overrides)
+        quick = ("diagram=false", "sweep.report=false", "sweep.share_cpu=true")  # which no test here is about
+        options = ("-m", f"hydra/launcher={launcher}", "experiment=mine", *quick, *overrides)
         started.append(Launched(folder, *options, run_dir=folder / "outputs"))
         return started[-1]
 
@@ -78,7 +79,7 @@ def test_one_job_is_refused(start: Start) -> None:
 def test_jobs_end_with_their_sweep(start: Start, number: signal.Signals) -> None:
     """Joblib's workers do not learn that the sweep was killed, and would train on."""
     endless = ("trainer.max_steps=100000000", "trainer.log_every=1")
-    run = start("joblib", *endless, "trainer.seed=0,1", "hydra.launcher.n_jobs=2", "sweep.share_cpu=true")
+    run = start("joblib", *endless, "trainer.seed=0,1", "hydra.launcher.n_jobs=2")
 
     def trains() -> bool:
         assert run.process.poll() is None, run.screen

@@ -26,7 +26,6 @@ OPTIONS = (
     "trainer.seed=5",
     "launch.start_method=forkserver",
     "+hydra.callbacks.watch._target_=mended.Watch",
-    "sweep.report=false",
 )
 
 
