@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetexp.commands.ending import exit_code
+
 if TYPE_CHECKING:
     from hetexp.core.plan import Plan
 
@@ -29,15 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         2 where something that was typed cannot be used, 1 where a format that was asked for cannot be drawn.
     """
     options = _parser().parse_intermixed_args(list(arguments))
-    from hetexp.core.errors import HetexpError
-    from hetexp.launch.interpreter import check_own_interpreter
-
-    try:
-        check_own_interpreter()
-        return _run(options)
-    except HetexpError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return exit_code(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetexp.commands.ending import exit_code
+
 if TYPE_CHECKING:
     from hetexp.launch.planning import OtherPlan, Wanted
 
@@ -23,15 +25,7 @@ examples
 def main(arguments: Sequence[str]) -> int:
     """Print the prediction as tables or as JSON; return 2 where something that was typed cannot be used."""
     options = _parser().parse_intermixed_args(_joined(arguments))
-    from hetexp.core.errors import HetexpError
-    from hetexp.launch.interpreter import check_own_interpreter
-
-    try:
-        check_own_interpreter()
-        return _run(options)
-    except HetexpError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return exit_code(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from hetexp.commands.ending import exit_code
 
 _EPILOG = """\
 examples
@@ -18,13 +19,7 @@ examples
 def main(arguments: Sequence[str]) -> int:
     """Compare, write the files and say what they say; return 2 where it cannot be done."""
     options = parser().parse_args(arguments)
-    from hetexp.core.errors import HetexpError
-
-    try:
-        return _run(options)
-    except HetexpError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return exit_code(lambda: _run(options), drives_torch=False)
 
 
 def parser() -> argparse.ArgumentParser:

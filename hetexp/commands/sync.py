@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from hetexp.commands.ending import exit_code
+
 _EPILOG = """\
 examples
   hetexp sync                                      all runs of the newest sweep below outputs
@@ -54,13 +56,7 @@ class OfflineRun:
 def main(arguments: Sequence[str]) -> int:
     """Sync and list what could not be; return 1 where there is any, 2 for a wrong command."""
     options = _parser().parse_args(arguments)
-    from hetexp.core.errors import HetexpError
-
-    try:
-        return _run(options)
-    except HetexpError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return exit_code(lambda: _run(options), drives_torch=False)
 
 
 def _parser() -> argparse.ArgumentParser:
