@@ -42,8 +42,8 @@ def _real_steps(call: Call | None, parts: Parts) -> None:
     """Do a few steps with whatever loss: only their time counts, and all is undone."""
     for _ in range(REHEARSED_STEPS):
         parts.optimizer.zero_grad(set_to_none=True)
-        if parts.exchange is not None:
-            parts.exchange.begin_step()
+        if parts.paced is not None:
+            parts.paced.begin_step()
         parts.backend.begin_step(-1)
         with parts.autocast():
             output = parts.module(call)

@@ -149,8 +149,8 @@ class Run:
         parts = self._parts
         self._write_line()
         parts.backend.begin_step(self._progress.step)
-        if parts.exchange is not None:
-            parts.exchange.begin_step()
+        if parts.paced is not None:
+            parts.paced.begin_step()
         self._normalizer.tell = parts.balancer.own_seconds(self._window.meter)
         step = self._step = ScriptStep(parts, self._normalizer, self._window.meter, batch)
         while not step.is_over:

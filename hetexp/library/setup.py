@@ -209,7 +209,7 @@ def _parts(
         train_data=given.train,
         eval_data=given.evaluation,
         sampler=sampler,
-        exchange=None,
+        paced=None,
         loggers=(),
         total_steps=0,
         run_on=run_on,

@@ -415,8 +415,8 @@ def _measure_all_reduce(parts: Parts) -> Channel:
 
 def _buckets(parts: Parts) -> tuple[tuple[float, int], ...]:
     """Return what leaves this model in a step; the first rank with samples tells all."""
-    if parts.exchange is not None and parts.exchange.buckets:
-        return tuple(parts.exchange.buckets)
+    if parts.paced is not None and parts.paced.buckets:
+        return tuple(parts.paced.buckets)
     num_bytes = sum(p.numel() * p.element_size() for p in parts.model.parameters() if p.requires_grad)
     cap = int(getattr(parts.strategy, "bucket_cap_mb", 25.0) * 2**20)
     sizes = [min(cap, num_bytes - start) for start in range(0, num_bytes, cap)]

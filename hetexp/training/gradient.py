@@ -126,8 +126,8 @@ def take_gradient(
     """
     normalizer.start(sum(parts.loss.count(targets) for _, targets in microbatches))
     parts.optimizer.zero_grad(set_to_none=True)
-    if parts.exchange is not None:
-        parts.exchange.begin_step()
+    if parts.paced is not None:
+        parts.paced.begin_step()
     passes = _Passes(parts, normalizer, meter)
     with ends_with_shortage(parts, step, sizes_of(microbatches), "The step cannot be done again."):
         try:

@@ -58,7 +58,7 @@ class LocalTraining:
         self.settings = strategy if isinstance(strategy, LocalSGD) else None
         wire = self.settings.wire if self.settings is not None else "float32"
         self._links = links
-        self._summation = Summation(parts.communicator, wire, parts.exchange, links)
+        self._summation = Summation(parts.communicator, wire, parts.paced, links)
         self.outer: OuterStep | None = None
         """From the first step on."""
         self.since = Since()

@@ -34,7 +34,7 @@ def rehearse(parts: Parts, real_steps: Callable[[Parts], None] | None = None) ->
         with undone(parts):
             (real_steps or _real_steps)(parts)
         own = parts.backend.rehearsal_scale() or 0.0
-        links = parts.exchange.real_ratio() * SCALE_MARGIN if parts.exchange is not None else 0.0
+        links = parts.paced.real_ratio() * SCALE_MARGIN if parts.paced is not None else 0.0
         if parts.staging is not None:
             links = parts.staging.gradients.real_ratio() * SCALE_MARGIN
         needed = torch.tensor([max(own, links)], dtype=torch.float64)
@@ -43,8 +43,8 @@ def rehearse(parts: Parts, real_steps: Callable[[Parts], None] | None = None) ->
     parts.backend.start_pacing(scale)
     if parts.staging is not None:
         parts.staging.start_pacing(scale)
-    if parts.exchange is not None:
-        parts.exchange.start(scale)
+    if parts.paced is not None:
+        parts.paced.start(scale)
     return scale
 
 

@@ -174,8 +174,8 @@ def _phases(parts: Parts) -> dict[str, dict[str, float]]:
     pairs: dict[str, list[tuple[float, float]]] = {}
     for name, real, modelled in parts.backend.paced():
         pairs.setdefault(name, []).append((real, modelled))
-    if parts.exchange is not None:
-        pairs["exchange"] = parts.exchange.link_seconds
+    if parts.paced is not None:
+        pairs["exchange"] = parts.paced.link_seconds
     return {
         name: {
             "real": statistics.median(real for real, _ in found),
@@ -199,7 +199,7 @@ def _sent_bytes(parts: Parts, steps: int) -> float | None:
 def _invalid_reason(parts: Parts) -> str | None:
     """Return why this rank's timings must not be used, `None` where they may."""
     reason = parts.backend.invalid_reason()
-    paced = parts.staging.gradients if parts.staging is not None else parts.exchange
+    paced = parts.staging.gradients if parts.staging is not None else parts.paced
     if reason is None and paced is not None and paced.late_share() > OUTRUN_TOLERANCE:
         reason = (
             f"{parts.backend.spec}: this machine's real exchange took {paced.late_share():.0%} "
@@ -233,7 +233,7 @@ def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
         "stages": stage_fields(parts) if staging is not None else None,
         "invalid_reason": _invalid_reason(parts),
         "work": asdict(work) if work is not None else None,
-        "buckets": parts.exchange.buckets if parts.exchange is not None else [],
+        "buckets": parts.paced.buckets if parts.paced is not None else [],
         "phases": _phases(parts),
         "own": {
             "compute": settled.compute_seconds,

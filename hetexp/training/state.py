@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hetexp.comm.communicator import Communicator
+from hetexp.comm.exchange import Exchange
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
@@ -56,12 +57,14 @@ class Parts:
     train_data: Dataset[Any]
     eval_data: Dataset[Any] | None
     sampler: GlobalSampler
-    exchange: PacedExchange | None
+    paced: PacedExchange | None
     """Paces the exchange of gradients where devices are emulated."""
     loggers: tuple[Logger, ...]
     """Filled on rank 0 only."""
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
+    exchange: Exchange | None = None
+    """Sums gradients, or what else is large, over all ranks; `None` for a rank that is alone."""
     time_scale: float | None = None
     """Real seconds a modelled second of emulated devices; `None` without any."""
     run_on: tuple[dict[str, str], ...] = ()

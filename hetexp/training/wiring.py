@@ -17,6 +17,7 @@ import hetexp
 from hetexp.checkpoint.folder import load_checkpoint
 from hetexp.checkpoint.manifest import rank_folders, search_checkpoint, search_rank_checkpoints
 from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.exchange import GroupExchange
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.rendezvous import compare_facts, exchange, form_group
 from hetexp.core.config import Config
@@ -103,9 +104,10 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         train_data=data.train,
         eval_data=data.evaluation,
         sampler=sampler,
-        exchange=None,
+        paced=None,
         loggers=(),
         total_steps=total_steps,
+        exchange=None if communicator.world_size == 1 else GroupExchange(),
         run_on=tuple(run_on),
         balancer=Balancer(plan, settings, trainer.num_workers),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
@@ -151,8 +153,8 @@ def pace_exchange(parts: Parts) -> None:
     if not plan.paced or parts.communicator.world_size == 1:
         return
     links, limit = build_links(plan.devices, plan.network), parts.config.comm.timeout_seconds
-    parts.exchange = PacedExchange(links, parts.rank, backend.synchronize, backend.backward_done, limit)
-    parts.strategy.exchange_through(parts.module, parts.exchange.hook)
+    parts.paced = PacedExchange(links, parts.rank, backend.synchronize, backend.backward_done, limit)
+    parts.strategy.exchange_through(parts.module, parts.paced.hook)
 
 
 def _sampler(plan: Plan, config: Config, strategy: Strategy, num_samples: int) -> GlobalSampler:

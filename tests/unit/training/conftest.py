@@ -194,7 +194,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
                 settings.drop_last,
                 settings.overfit_batches,
             ),
-            exchange=None,
+            paced=None,
             loggers=(Recorder(),) if rank == 0 else (),
             total_steps=steps,
             balancer=Balancer(plan, settings=follow, num_workers=settings.num_workers),

@@ -1,0 +1,85 @@
+"""Sums of large tensors over a group of ranks: gradients, and weights where those travel.
+
+What is small or decides something goes through the `Communicator`; an `Exchange` is for bytes that take time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+
+from hetexp.comm.communicator import peer_lost
+
+
+class Exchange(ABC):
+    """A group of ranks that sum tensors; each call is made by all of them, in the same order, by one thread.
+
+    A call returns when the result is there or, on a device with streams, when it will be for whatever the
+    current stream is given next.
+    """
+
+    name: str
+    """What carries the bytes, for people: `gloo`, `nccl`, `shm`."""
+    rank: int
+    """This rank's place in the group."""
+    size: int
+    """Ranks in the group."""
+
+    @abstractmethod
+    def sum_(self, tensor: torch.Tensor) -> None:
+        """Replace a contiguous tensor of floating-point numbers by its sum over the group.
+
+        The result has the same bits on every rank.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+
+    @abstractmethod
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's bytes [uint8, length], in the group's order; all have one length.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Give up what the exchange holds; safe to call twice, and no call may follow."""
+
+
+class GroupExchange(Exchange):
+    """A process group of torch.distributed: gloo over TCP, or a vendor's own library.
+
+    Args:
+        group: `None`: the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.name = str(dist.get_backend(group))
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._hosted = self.name == "gloo"
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        staged = self._staged(tensor)
+        try:
+            dist.all_reduce(staged, group=self._group)
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        staged = tensor.to("cpu") if self._hosted else tensor
+        everyone = [torch.empty_like(staged) for _ in range(self.size)]
+        try:
+            dist.all_gather(everyone, staged, group=self._group)
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        return [one.to(tensor.device) for one in everyone]
+
+    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the group can reduce: gloo reads and writes `cpu` and `cuda` tensors only."""
+        return tensor if not self._hosted or tensor.device.type in ("cpu", "cuda") else tensor.to("cpu")
