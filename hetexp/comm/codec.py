@@ -15,6 +15,8 @@ import torch
 Wire = Literal["float32", "bfloat16", "int8"]
 BLOCK = 256
 """Numbers that share a scale in int8."""
+PIECE = 2**14 * BLOCK
+"""Numbers of one message, 16 MiB in float32: what coding takes of memory beside the vector."""
 LARGEST = 127
 """Largest magnitude of an int8 code; -128 is not used, so that codes are symmetric."""
 

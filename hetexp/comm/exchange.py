@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 import torch
 import torch.distributed as dist
 
+from hetexp.comm.codec import PIECE, Codec
 from hetexp.comm.communicator import peer_lost
 
 
@@ -44,6 +45,32 @@ class Exchange(ABC):
         Raises:
             PeerLostError: another rank is gone or did not come in time.
         """
+
+    def sum_coded_(self, tensor: torch.Tensor, codec: Codec, feedback: torch.Tensor) -> None:
+        """Replace a contiguous tensor by the sum over the group of what each rank's codes stand for.
+
+        Codes cannot be added up (int8 would overflow, bfloat16 would round at every rank): each rank's own go
+        to all, and all decode and add them in the group's order, so that every rank gets the same bits.
+
+        Args:
+            tensor: floating-point numbers of any shape.
+            codec: how they are written.
+            feedback: contiguous, as `tensor`: what the code has lost so far is added before coding, and what
+                it loses now stands there afterwards; 0 where that is not finite, so that one bad step spoils
+                no later one.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+        pieces = zip(tensor.view(-1).split(PIECE), feedback.view(-1).split(PIECE), strict=True)
+        for piece, lost in pieces:
+            wanted = piece + lost
+            piece.zero_()
+            for rank, codes in enumerate(self.gather(codec.encode(wanted))):
+                decoded = codec.decode(codes, len(piece), piece.dtype)
+                piece += decoded
+                if rank == self.rank:
+                    torch.sub(wanted, decoded, out=lost).nan_to_num_(0.0, 0.0, 0.0)
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Give up what the exchange holds; safe to call twice, and no call may follow."""

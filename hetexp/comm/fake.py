@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from hetexp.comm.communicator import Communicator, Pending, ReduceOp
+from hetexp.comm.exchange import Exchange
 
 Result = TypeVar("Result")
 
@@ -47,6 +48,22 @@ class _FakePending:
         result = stacked.sum(dim=0) if self._op == "sum" else stacked.amax(dim=0)
         group.barrier.wait()  # nobody overwrites a value before everybody has read it
         return result
+
+
+class FakeExchange(Exchange):
+    """Sums large tensors over the ranks of a communicator, a `FakeCommunicator` as a rule."""
+
+    name = "fake"
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.rank, self.size = communicator.rank, communicator.world_size
+        self._communicator = communicator
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._communicator.all_reduce(tensor))
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self._communicator.all_gather(tensor)
 
 
 class FakeGroup:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hetexp.comm.codec import BLOCK, Wire, codec_of
+from hetexp.comm.codec import PIECE, Wire, codec_of
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.cost import Links
-
-PIECE = 2**14 * BLOCK
-"""Numbers of one message, 16 MiB in float32: what an exchange takes of memory beside the vector."""
 
 
 class Summation:
