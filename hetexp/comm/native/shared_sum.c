@@ -1,0 +1,223 @@
+/* The walk of hetexp/comm/shared_memory.py over the chunks of a tensor on the host, in C: the same counters and
+ * slots, so that a rank may run either. One call sums a whole tensor; the interpreter's lock is not held.
+ *
+ * Numbers are added in rank order without any rearrangement (no -ffast-math): every rank gets the same bits. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+#define DONE 0
+#define GONE 1    /* a rank is dead or has given up: `lost` says which */
+#define LATE 2    /* a rank did not come in time */
+#define LINE 16   /* counters of 4 bytes lie this far apart */
+#define LOOK_SECONDS 0.05
+#define BLOCK 1024 /* numbers that are added up at a time where there are more than two ranks */
+
+enum { WRITTEN, SUMMED, READ };
+
+struct channel {
+    uint32_t *words;      /* [3 * size] counters, LINE apart */
+    uint32_t *abandoned;  /* 0, or 1 + the rank that takes no further part */
+    char *slots;          /* [size][depth] slots, each of slot_bytes */
+    int64_t rank_stride;  /* bytes from one rank's first slot to the next rank's */
+    int64_t slot_bytes;
+    int32_t rank, size, depth, file;
+    int32_t spins;        /* looks at a counter before sleeping */
+    int32_t lost;
+    double timeout_seconds;
+};
+
+static double now_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static uint32_t *word_of(struct channel *c, int what, int rank) {
+    return c->words + (size_t)(what * c->size + rank) * LINE;
+}
+
+static int reached(uint32_t *word, uint32_t value) {
+    return (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) >= 0;
+}
+
+static void wake(uint32_t *word) {
+#ifdef __linux__
+    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+#endif
+}
+
+static void sleep_on(uint32_t *word, uint32_t value) {
+#ifdef __linux__
+    struct timespec pause = {0, (long)(LOOK_SECONDS * 1e9)};
+    syscall(SYS_futex, word, FUTEX_WAIT, value, &pause, NULL, 0);
+#else
+    usleep(50);
+#endif
+}
+
+static int lives(struct channel *c, int rank) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
+    if (rank == c->rank || fcntl(c->file, F_GETLK, &lock) != 0) return 1;
+    return lock.l_type != F_UNLCK;
+}
+
+static void publish(struct channel *c, int what, uint32_t value) {
+    uint32_t *word = word_of(c, what, c->rank);
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+    wake(word);
+}
+
+static int await_one(struct channel *c, int what, int rank, uint32_t value) {
+    uint32_t *word = word_of(c, what, rank);
+    for (int i = 0; i <= c->spins; i++) {
+        if (reached(word, value)) return DONE;
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#endif
+    }
+    double began = now_seconds(), looked = began;
+    for (;;) {
+        uint32_t seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+        if ((int32_t)(seen - value) >= 0) return DONE;
+        sleep_on(word, seen);
+        if (reached(word, value)) return DONE;
+        uint32_t gone = __atomic_load_n(c->abandoned, __ATOMIC_ACQUIRE);
+        if (gone) { c->lost = (int32_t)gone - 1; return GONE; }
+        double moment = now_seconds();
+        if (moment - looked < LOOK_SECONDS) continue;
+        looked = moment;
+        for (int other = 0; other < c->size; other++)
+            if (!lives(c, other)) { c->lost = other; return GONE; }
+        if (moment - began > c->timeout_seconds) { c->lost = rank; return LATE; }
+    }
+}
+
+/* Wait until all other ranks have done this with a chunk. */
+static int await(struct channel *c, int what, uint32_t number) {
+    for (int rank = 0; rank < c->size; rank++) {
+        if (rank == c->rank) continue;
+        int status = await_one(c, what, rank, number + 1);
+        if (status) return status;
+    }
+    return DONE;
+}
+
+static char *slot_of(struct channel *c, int rank, uint32_t number) {
+    return c->slots + rank * c->rank_stride + (int64_t)(number % (uint32_t)c->depth) * c->slot_bytes;
+}
+
+#define DEFINE_ADD(NAME, TYPE)                                                                          \
+    static void NAME(TYPE *out, TYPE *also, TYPE *const *parts, int size, int64_t count) {              \
+        TYPE *one = parts[0], *two = parts[1];                                                          \
+        if (size == 2) {                                                                                \
+            if (also) for (int64_t i = 0; i < count; i++) { TYPE s = one[i] + two[i]; out[i] = s; also[i] = s; } \
+            else for (int64_t i = 0; i < count; i++) out[i] = one[i] + two[i];                          \
+            return;                                                                                     \
+        }                                                                                               \
+        TYPE total[BLOCK];                                                                              \
+        for (int64_t start = 0; start < count; start += BLOCK) {                                        \
+            int64_t length = count - start < BLOCK ? count - start : BLOCK;                             \
+            for (int64_t i = 0; i < length; i++) total[i] = one[start + i] + two[start + i];            \
+            for (int rank = 2; rank < size; rank++) {                                                   \
+                TYPE *more = parts[rank] + start;                                                       \
+                for (int64_t i = 0; i < length; i++) total[i] += more[i];                               \
+            }                                                                                           \
+            memcpy(out + start, total, (size_t)length * sizeof(TYPE));                                  \
+            if (also) memcpy(also + start, total, (size_t)length * sizeof(TYPE));                       \
+        }                                                                                               \
+    }
+DEFINE_ADD(add_float, float)
+DEFINE_ADD(add_double, double)
+
+static void add(struct channel *c, char *out, char *also, char *const *parts, int width, int64_t bytes) {
+    if (width == 8) add_double((double *)out, (double *)also, (double *const *)parts, c->size, bytes / 8);
+    else add_float((float *)out, (float *)also, (float *const *)parts, c->size, bytes / 4);
+}
+
+#define MOST_RANKS 1024
+
+static int64_t low(int64_t count, int rank, int size) { return rank * count / size; }
+
+/* Sum `count` numbers of `width` bytes in place.
+ *
+ * chunk: numbers of a chunk. in_parts: whether each rank adds up its part of every chunk, or all of it.
+ * number: of the first chunk; the caller counts on by the number of chunks. */
+int hetexp_sum(struct channel *c, char *data, int64_t count, int32_t width, int64_t chunk, int32_t in_parts,
+               uint32_t number) {
+    char *parts[MOST_RANKS];
+    int64_t pieces = (count + chunk - 1) / chunk;
+    int status;
+    if (c->size > MOST_RANKS || c->size < 2) return LATE;
+    for (int64_t step = 0; step < pieces + (in_parts ? 2 : 1); step++) {
+        if (step < pieces) { /* write */
+            uint32_t now = number + (uint32_t)step;
+            int64_t start = step * chunk, length = count - start < chunk ? count - start : chunk;
+            if ((status = await(c, READ, now - (uint32_t)c->depth))) return status;
+            char *from = data + start * width, *slot = slot_of(c, c->rank, now);
+            if (in_parts) {
+                int64_t first = low(length, c->rank, c->size) * width, last = low(length, c->rank + 1, c->size) * width;
+                memcpy(slot, from, (size_t)first);
+                memcpy(slot + last, from + last, (size_t)(length * width - last));
+            } else memcpy(slot, from, (size_t)(length * width));
+            publish(c, WRITTEN, now + 1);
+        }
+        if (step >= 1 && step - 1 < pieces) { /* add */
+            uint32_t now = number + (uint32_t)(step - 1);
+            int64_t start = (step - 1) * chunk, length = count - start < chunk ? count - start : chunk;
+            if ((status = await(c, WRITTEN, now))) return status;
+            char *own = data + start * width;
+            int64_t first = in_parts ? low(length, c->rank, c->size) * width : 0;
+            int64_t last = in_parts ? low(length, c->rank + 1, c->size) * width : length * width;
+            for (int rank = 0; rank < c->size; rank++)
+                parts[rank] = (rank == c->rank ? own : slot_of(c, rank, now)) + first;
+            add(c, own + first, in_parts ? slot_of(c, c->rank, now) + first : NULL, parts, width, last - first);
+            publish(c, in_parts ? SUMMED : READ, now + 1);
+        }
+        if (in_parts && step >= 2) { /* read the others' parts */
+            uint32_t now = number + (uint32_t)(step - 2);
+            int64_t start = (step - 2) * chunk, length = count - start < chunk ? count - start : chunk;
+            if ((status = await(c, SUMMED, now))) return status;
+            for (int rank = 0; rank < c->size; rank++) {
+                if (rank == c->rank) continue;
+                int64_t first = low(length, rank, c->size) * width, last = low(length, rank + 1, c->size) * width;
+                memcpy(data + start * width + first, slot_of(c, rank, now) + first, (size_t)(last - first));
+            }
+            publish(c, READ, now + 1);
+        }
+    }
+    return DONE;
+}
+
+/* Copy `bytes` of every rank into `everyone` [size], this rank's own excepted. */
+int hetexp_gather(struct channel *c, char *data, char *const *everyone, int64_t bytes, int64_t chunk,
+                  uint32_t number) {
+    int64_t pieces = (bytes + chunk - 1) / chunk;
+    int status;
+    for (int64_t step = 0; step < pieces + 1; step++) {
+        if (step < pieces) {
+            uint32_t now = number + (uint32_t)step;
+            int64_t start = step * chunk, length = bytes - start < chunk ? bytes - start : chunk;
+            if ((status = await(c, READ, now - (uint32_t)c->depth))) return status;
+            memcpy(slot_of(c, c->rank, now), data + start, (size_t)length);
+            publish(c, WRITTEN, now + 1);
+        }
+        if (step >= 1) {
+            uint32_t now = number + (uint32_t)(step - 1);
+            int64_t start = (step - 1) * chunk, length = bytes - start < chunk ? bytes - start : chunk;
+            if ((status = await(c, WRITTEN, now))) return status;
+            for (int rank = 0; rank < c->size; rank++)
+                if (rank != c->rank) memcpy(everyone[rank] + start, slot_of(c, rank, now), (size_t)length);
+            publish(c, READ, now + 1);
+        }
+    }
+    return DONE;
+}
