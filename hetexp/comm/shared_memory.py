@@ -6,18 +6,20 @@ all-gather). Where there are two ranks, or the tensor is small, every rank reads
 itself: half the meetings. Either way ranks' numbers are added in rank order, and every rank gets the same
 bits.
 
-On CUDA and ROCm devices the segment is page-locked, the copies run on streams of their own, and the sums are
-computed on the device. Tensors on the host take the walk in C where it could be built, a large one in several
-stripes at once, each through a channel of its own.
+On CUDA and ROCm devices the segment is page-locked and the copies run on streams of their own; the device
+sums, but where processes share it the host does. Tensors on the host take the walk in C where it could be
+built, with several threads where there are cores for them, each with a channel of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +30,75 @@ from hetexp.comm import native
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.rendezvous import exchange
 from hetexp.comm.segment import LINE_BYTES, Segment, Waiter, create
-from hetexp.comm.walk import DEPTH, CudaLane, HostLane, Lane, Place, Walk
+from hetexp.comm.walk import DEPTH, Channel, CudaLane, HostLane, Lane, Place, Walk
 from hetexp.core.errors import PeerLostError, SetupError
 
 HOST_CHUNK_BYTES = 2**20
-"""Where all tensors are the host's: what is copied in is still in the cache when it is summed."""
-DEVICE_CHUNK_BYTES = 2**21
+"""Of a chunk at most, where all tensors are the host's: what is copied in is still in the cache when it is
+summed."""
+DEVICE_CHUNK_BYTES = 2**22
 """Where a device takes part: each chunk costs a few launches and a look at the clock."""
+MIXED_CHUNK_BYTES = 2**21
+"""Where devices and the host do: the host's threads have a chunk each."""
+LEAST_CHUNK_BYTES = 2**18
+PIECES = 6
+"""Chunks that a tensor is cut into, unless that makes them too large or small: some are under way together."""
 SMALL_BYTES = 2**19
 """Tensors up to this size are summed by every rank for itself."""
-STRIPE_BYTES = 2**21
-"""Least part of a tensor that is worth a thread of its own."""
 MOST_CHANNELS = 4
-"""One or two threads a rank do not fill a large machine's memory channels, and more than this hardly gain."""
+"""One or two threads a rank do not fill a large machine's memory, and more than this hardly gain."""
 SPINS = 300
 """Looks at a counter before a rank sleeps, some 20 µs; where ranks outnumber cores it sleeps at once."""
 TYPES = (torch.float32, torch.float64)
 """What the walk in C adds up."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all ranks of an exchange must do alike; each finds it from what all have told."""
+
+    size: int
+    """Ranks."""
+    channels: int
+    slot_bytes: int
+    alone_bytes: int
+    """Tensors up to this size are summed by every rank for itself, larger ones in parts."""
+    shared_cards: bool
+    """Whether several ranks share a card."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Shape:
+        """Return the shape for ranks that have told their `device`'s type, `card`, `cores` and `native`."""
+        cards = [one["card"] for one in ranks if one["card"]]
+        shared = len(set(cards)) < len(cards)
+        on_host = [one for one in ranks if one["device"] == "cpu"]
+        cores = min(one["cores"] for one in ranks)
+        threads = 1 if not on_host or not all(one["native"] for one in on_host) else cores // len(ranks)
+        if len(on_host) == len(ranks):
+            slot_bytes = HOST_CHUNK_BYTES
+        else:
+            slot_bytes = MIXED_CHUNK_BYTES if on_host else DEVICE_CHUNK_BYTES
+        alone = 0 if shared else SMALL_BYTES if len(ranks) > 2 else sys.maxsize
+        return cls(len(ranks), max(1, min(MOST_CHANNELS, threads)), slot_bytes, alone, shared)
+
+    @property
+    def num_words(self) -> int:
+        """Counters of all channels, and one by which a rank tells that it gives up."""
+        return 3 * self.size * self.channels + 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.size * DEPTH * self.slot_bytes * self.channels
+
+    def chunk_bytes(self, num_bytes: int) -> int:
+        """Return the size of the chunks of a tensor."""
+        if self.channels == 1 and self.slot_bytes == HOST_CHUNK_BYTES:
+            return self.slot_bytes
+        wanted = -(-num_bytes // max(PIECES, 2 * self.channels))
+        return min(
+            self.slot_bytes, max(LEAST_CHUNK_BYTES, -(-wanted // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES)
+        )
 
 
 class SharedMemoryExchange(Exchange):
@@ -55,30 +109,26 @@ class SharedMemoryExchange(Exchange):
 
     Args:
         segment: mapped by all ranks.
-        chunk_bytes: of a chunk and a slot; the same on every rank.
-        channels: in which stripes of a tensor on the host travel at once; the same on every rank.
         device: whose runtime is to page-lock the segment, where it can.
     """
 
     name = "shm"
 
-    def __init__(
-        self, segment: Segment, chunk_bytes: int, channels: int, timeout_seconds: float, device: torch.device
-    ) -> None:
+    def __init__(self, segment: Segment, shape: Shape, timeout_seconds: float, device: torch.device) -> None:
         self.rank, self.size = segment.rank, segment.size
-        self._segment, self._chunk_bytes = segment, chunk_bytes
-        self._abandoned = 3 * self.size * channels
-        self._waiter = Waiter(segment, self._abandoned, timeout_seconds)
-        self._places = [Place(channel, self.size, chunk_bytes) for channel in range(channels)]
-        self._walks = [Walk(segment, self._waiter, place) for place in self._places]
+        self._segment, self._shape = segment, shape
+        self._waiter = Waiter(segment, shape.num_words - 1, timeout_seconds)
+        places = [Place(channel, self.size, shape.slot_bytes) for channel in range(shape.channels)]
+        self._channels = [Channel(segment, self._waiter, place) for place in places]
+        self._walk = Walk(self.rank, self.size, self._channels)
         self._host = HostLane()
         self._lane: Lane | None = None
         self._locked = device.type == "cuda" and _page_lock(segment)
         if self._locked:
-            self._lane = CudaLane(device)
+            self._lane = CudaLane(device, shape.shared_cards)
         self._native = native.library()
-        self._channels = [self._channel(place, timeout_seconds) for place in self._places]
-        self._threads = ThreadPoolExecutor(channels, "exchange") if channels > 1 else None
+        self._in_native = [self._for_c(place, timeout_seconds) for place in places]
+        self._threads = ThreadPoolExecutor(shape.channels, "exchange") if shape.channels > 1 else None
 
     @classmethod
     def form(
@@ -103,16 +153,14 @@ class SharedMemoryExchange(Exchange):
             SetupError: a rank could not have or map the memory; on every rank, with its reason.
             HandshakeError: a rank did not come.
         """
-        able = {"device": device.type != "cpu", "native": native.library() is not None}
-        everyone = exchange(store, "able", rank, size, able, timeout_seconds)
-        on_host = not any(one["device"] for one in everyone)
-        stripes = on_host and all(one["native"] for one in everyone)
-        channels = max(1, min(MOST_CHANNELS, (os.cpu_count() or 1) // size)) if stripes else 1
-        chunk_bytes = HOST_CHUNK_BYTES if on_host else DEVICE_CHUNK_BYTES
-        num_words = 3 * size * channels + 1
-        num_bytes = size * DEPTH * chunk_bytes * channels
-        segment = _shared(store, rank, size, (num_words, num_bytes), timeout_seconds, named)
-        return cls(segment, chunk_bytes, channels, timeout_seconds, device)
+        mine = {
+            "device": device.type,
+            "card": _card(device),
+            "cores": os.cpu_count() or 1,
+            "native": native.library() is not None,
+        }
+        shape = Shape.of(exchange(store, "able", rank, size, mine, timeout_seconds))
+        return cls(_shared(store, rank, shape, timeout_seconds, named), shape, timeout_seconds, device)
 
     @property
     def page_locked(self) -> bool:
@@ -130,30 +178,31 @@ class SharedMemoryExchange(Exchange):
             self.sum_(staged)
             tensor.copy_(staged)
             return
+        if self.size == 1:
+            return
         flat = tensor.detach().view(-1)
-        num_bytes, chunk = flat.numel() * flat.element_size(), self._chunk_bytes // flat.element_size()
-        lane = self._lane_of(flat)
-        in_parts = self.size > 2 and num_bytes > SMALL_BYTES
+        lane, num_bytes = self._lane_of(flat), flat.numel() * flat.element_size()
+        length = self._shape.chunk_bytes(num_bytes) // flat.element_size()
+        in_parts = num_bytes > self._shape.alone_bytes
         with self._gives_up_on_error():
             if lane is self._host and self._native is not None and flat.dtype in TYPES:
-                self._sum_in_c(flat, chunk, in_parts)
-            elif self.size > 1:
-                for walk, stripe in self._stripes(flat):
-                    (walk.sum_in_parts if in_parts else walk.sum_alone)(lane, stripe, chunk)
+                self._sum_in_c(flat, length, in_parts)
+            else:
+                (self._walk.sum_in_parts if in_parts else self._walk.sum_alone)(lane, flat, length)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         if tensor.device.type not in ("cpu", "cuda"):
             return [one.to(tensor.device) for one in self.gather(tensor.to("cpu"))]
         tensor = tensor.contiguous()
         everyone = [tensor if r == self.rank else torch.empty_like(tensor) for r in range(self.size)]
-        lane = self._lane_of(tensor)
+        if self.size == 1:
+            return everyone
+        lane, length = self._lane_of(tensor), self._shape.chunk_bytes(len(tensor))
         with self._gives_up_on_error():
             if lane is self._host and self._native is not None:
-                self._gather_in_c(everyone)
-            elif self.size > 1:
-                stripes = [self._stripes(one) for one in everyone]
-                for parts in zip(*stripes, strict=True):
-                    parts[0][0].gather(lane, [part for _, part in parts], self._chunk_bytes)
+                self._gather_in_c(everyone, length)
+            else:
+                self._walk.gather(lane, everyone, length)
         return everyone
 
     def close(self) -> None:
@@ -163,91 +212,76 @@ class SharedMemoryExchange(Exchange):
             self._locked = False
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._segment.address)
-        for walk in self._walks:
-            walk.forget()
-        self._walks, self._channels, self._lane = [], [], None
+        self._walk.forget()
+        self._in_native, self._lane = [], None
         self._segment.close()
 
     def _lane_of(self, flat: torch.Tensor) -> Lane:
         return self._lane if flat.device.type == "cuda" and self._lane is not None else self._host
 
-    def _stripes(self, flat: torch.Tensor) -> list[tuple[Walk, torch.Tensor]]:
-        """Return the parts of a tensor that travel through a channel each."""
-        count = min(len(self._walks), max(1, flat.numel() * flat.element_size() // STRIPE_BYTES))
-        return list(zip(self._walks, flat.tensor_split(count), strict=False))
-
-    def _sum_in_c(self, flat: torch.Tensor, chunk: int, in_parts: bool) -> None:
+    def _sum_in_c(self, flat: torch.Tensor, length: int, in_parts: bool) -> None:
         assert self._native is not None
-        summing = self._native.hetexp_sum
+        summing, data = self._native.hetexp_sum, ctypes.c_void_p(flat.data_ptr())
+        count, width, chunk = ctypes.c_int64(len(flat)), flat.element_size(), ctypes.c_int64(length)
 
-        def one(channel: native.Channel, walk: Walk, stripe: torch.Tensor) -> int:
-            count, width = ctypes.c_int64(len(stripe)), stripe.element_size()
-            data, number = ctypes.c_void_p(stripe.data_ptr()), ctypes.c_uint32(walk.chunks & 0xFFFFFFFF)
-            walk.chunks += -(-len(stripe) // chunk)
-            status: int = summing(
-                ctypes.byref(channel), data, count, width, ctypes.c_int64(chunk), int(in_parts), number
-            )
+        def one(channel: native.Channel, number: int) -> int:
+            first = ctypes.c_uint32(number & 0xFFFFFFFF)
+            status: int = summing(ctypes.byref(channel), data, count, width, chunk, int(in_parts), first)
             return status
 
-        self._in_c(one, self._stripes(flat))
+        self._in_c(one, -(-len(flat) // length))
 
-    def _gather_in_c(self, everyone: Sequence[torch.Tensor]) -> None:
+    def _gather_in_c(self, everyone: Sequence[torch.Tensor], length: int) -> None:
         assert self._native is not None
-        gathering, chunk = self._native.hetexp_gather, self._chunk_bytes
-        each = [[part for _, part in self._stripes(one)] for one in everyone]
-        stripes = list(zip(self._walks, zip(*each, strict=True), strict=False))
+        own = everyone[self.rank]
+        gathering, data = self._native.hetexp_gather, ctypes.c_void_p(own.data_ptr())
+        addresses = (ctypes.c_void_p * self.size)(*[one.data_ptr() for one in everyone])
+        count, chunk = ctypes.c_int64(len(own)), ctypes.c_int64(length)
 
-        def one(channel: native.Channel, walk: Walk, stripe: Sequence[torch.Tensor]) -> int:
-            own = stripe[self.rank]
-            addresses = (ctypes.c_void_p * self.size)(*[part.data_ptr() for part in stripe])
-            number = ctypes.c_uint32(walk.chunks & 0xFFFFFFFF)
-            walk.chunks += -(-len(own) // chunk)
-            status: int = gathering(
-                ctypes.byref(channel),
-                ctypes.c_void_p(own.data_ptr()),
-                addresses,
-                ctypes.c_int64(len(own)),
-                ctypes.c_int64(chunk),
-                number,
-            )
+        def one(channel: native.Channel, number: int) -> int:
+            first = ctypes.c_uint32(number & 0xFFFFFFFF)
+            status: int = gathering(ctypes.byref(channel), data, addresses, count, chunk, first)
             return status
 
-        self._in_c(one, stripes)
+        self._in_c(one, -(-len(own) // length))
 
-    def _in_c(
-        self, one: Callable[[native.Channel, Walk, Any], int], stripes: Sequence[tuple[Walk, Any]]
-    ) -> None:
-        """Let each stripe take its channel, several at once, and raise where a rank was lost."""
-        if self.size == 1:
-            return
-        for walk, _ in stripes:
-            walk.publish_read()
-        calls = list(zip(self._channels, stripes, strict=False))
+    def _in_c(self, one: Callable[[native.Channel, int], int], num_chunks: int) -> None:
+        """Let each channel take its chunks, all at once, and raise where a rank was lost.
+
+        Args:
+            one: takes a channel, and the number of its first chunk.
+        """
+        self._walk.publish_read()
+        calls = []
+        for position, channel in enumerate(self._channels[:num_chunks]):
+            calls.append((self._in_native[position], channel.chunks))
+            channel.chunks += -(-(num_chunks - position) // len(self._channels))
         if self._threads is None or len(calls) == 1:
-            statuses = [one(channel, walk, stripe) for channel, (walk, stripe) in calls]
+            statuses = [one(*call) for call in calls]
         else:
-            begun = [self._threads.submit(one, channel, walk, part) for channel, (walk, part) in calls]
-            statuses = [future.result() for future in begun]
-        for status, (channel, _) in zip(statuses, calls, strict=True):
+            others = [self._threads.submit(one, *call) for call in calls[1:]]
+            statuses = [one(*calls[0]), *(future.result() for future in others)]
+        for status, (channel_in_c, _) in zip(statuses, calls, strict=True):
             if status == native.LATE:
-                self._waiter.late(channel.lost)
+                self._waiter.late(channel_in_c.lost)
             if status == native.GONE:
-                self._waiter.lost(channel.lost)
+                self._waiter.lost(channel_in_c.lost)
 
-    def _channel(self, place: Place, timeout_seconds: float) -> native.Channel:
-        segment = self._segment
-        crowded = (os.cpu_count() or 1) < self.size
+    def _for_c(self, place: Place, timeout_seconds: float) -> native.Channel:
+        segment, shape = self._segment, self._shape
         return native.Channel(
             words=segment.address + place.first_word * LINE_BYTES,
-            abandoned=segment.address + self._abandoned * LINE_BYTES,
+            abandoned=segment.address + (shape.num_words - 1) * LINE_BYTES,
             slots=segment.data.data_ptr() + place.first_byte,
-            rank_stride=DEPTH * self._chunk_bytes,
-            slot_bytes=self._chunk_bytes,
+            rank_stride=DEPTH * shape.slot_bytes,
+            slot_bytes=shape.slot_bytes,
             rank=self.rank,
             size=self.size,
             depth=DEPTH,
             file=segment.file,
-            spins=0 if crowded else SPINS,
+            spins=SPINS if (os.cpu_count() or 1) >= self.size else 0,
+            first=place.channel,
+            every=shape.channels,
             lost=-1,
             timeout_seconds=timeout_seconds,
         )
@@ -264,14 +298,9 @@ class SharedMemoryExchange(Exchange):
             raise
 
 
-def _shared(
-    store: dist.Store, rank: int, size: int, numbers: tuple[int, int], timeout_seconds: float, named: bool
-) -> Segment:
-    """Return the group's segment, made by its first rank and mapped by all.
-
-    Args:
-        numbers: of words, and of bytes beside them.
-    """
+def _shared(store: dist.Store, rank: int, shape: Shape, timeout_seconds: float, named: bool) -> Segment:
+    """Return the group's segment, made by its first rank and mapped by all."""
+    size, numbers = shape.size, (shape.num_words, shape.num_bytes)
     file, path, problem = -1, "", ""
     if rank == 0:
         try:
@@ -297,6 +326,13 @@ def _shared(
             segment.close()
         raise SetupError("; ".join(problems))
     return segment
+
+
+def _card(device: torch.device) -> str | None:
+    """Return what tells a rank's card from others; `None` for what is no card of CUDA or ROCm."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _page_lock(segment: Segment) -> bool:

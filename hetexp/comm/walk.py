@@ -1,15 +1,16 @@
-"""The walk of a tensor through shared memory, chunk by chunk: one channel of `hetexp.comm.shared_memory`.
+"""The walk of a tensor through shared memory, chunk by chunk (`hetexp.comm.shared_memory`).
 
-Each rank has `DEPTH` slots of a chunk. It writes its chunks into them one after another, and may write into
-a slot again once the others have read it: counters of what a rank has written, summed and read are all that
-ranks tell each other. While one chunk is summed, the next leaves the device and the one before comes back.
+Chunks take turns over one or more channels. In each of them a rank has `DEPTH` slots of a chunk, writes its
+chunks into them one after another, and may write into a slot again once the others have read it: counters of
+what a rank has written, summed and read are all that ranks tell each other. While one chunk is summed, the
+next leaves the device and the one before comes back.
 
 `shared_sum.c` takes the same walk for tensors on the host, with the same counters and slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,13 +19,16 @@ import torch
 
 from hetexp.comm.segment import Segment, Waiter
 
-DEPTH = 6
-"""Slots of each rank. With fewer than 4 the ranks would wait for each other in a circle."""
+DEPTH = 4
+"""Slots of each rank in a channel. With fewer the ranks would wait for each other in a circle."""
 WRITTEN, SUMMED, READ = range(3)
 
 
 class Lane(Protocol):
     """How tensors of one kind of device get into the segment and out of it."""
+
+    sums_on_host: bool
+    """Whether sums are computed in the segment rather than where the tensor is."""
 
     def leaving(self) -> AbstractContextManager[Any]:
         """Return the context for copies into the segment."""
@@ -54,6 +58,8 @@ class Lane(Protocol):
 class HostLane:
     """Tensors on the CPU: whatever is issued is done."""
 
+    sums_on_host = False
+
     def leaving(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -76,10 +82,13 @@ class CudaLane:
     """Tensors of a CUDA or ROCm device, whose runtime has page-locked the segment.
 
     The copies out and in run on streams of their own: a card has an engine for each direction.
+
+    Args:
+        sums_on_host: for a card that several processes share: it lets their kernels take turns.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, sums_on_host: bool) -> None:
+        self._device, self.sums_on_host = device, sums_on_host
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._several = False
 
@@ -133,172 +142,199 @@ class Place:
         return slice(start, start + self.slot_bytes)
 
 
-class Walk:
-    """One channel, and how far this rank has come in it; every rank takes the same walk."""
+class Channel:
+    """A channel's counters and slots, and how far this rank has come in it."""
 
     def __init__(self, segment: Segment, waiter: Waiter, place: Place) -> None:
         self._segment, self._waiter, self._place = segment, waiter, place
-        self.rank, self.size = segment.rank, segment.size
+        self._rank, self._size = segment.rank, segment.size
         data = segment.data
-        self._slots = [[data[place.slot(rank, i)] for i in range(DEPTH)] for rank in range(self.size)]
+        self._slots = [[data[place.slot(rank, i)] for i in range(DEPTH)] for rank in range(self._size)]
         self.chunks = 0
         """That have begun so far: the number of the next one."""
-        self._unread: tuple[Lane, Any, int] | None = None
-        """The last chunk that was read: its lane, the mark of its end, and the counter to publish then."""
 
-    def sum_alone(self, lane: Lane, flat: torch.Tensor, chunk: int) -> None:
+    def slots(self, number: int, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
+        """Return all ranks' slots of a chunk, as so many numbers of a type."""
+        num_bytes = length * dtype.itemsize
+        return [slots[number % DEPTH][:num_bytes].view(dtype) for slots in self._slots]
+
+    def tell(self, what: int, number: int) -> None:
+        """Tell that this rank has done this with a chunk."""
+        self._segment.publish(self._place.first_word + what * self._size + self._rank, number + 1)
+
+    def wait(self, what: int, number: int) -> None:
+        """Wait until all other ranks have done this with a chunk; of the first ones nothing is asked."""
+        if number < 0:
+            return
+        for rank in range(self._size):
+            if rank != self._rank:
+                word = self._place.first_word + what * self._size + rank
+                self._waiter.wait(word, (number + 1) & 0xFFFFFFFF, rank)
+
+    def forget(self) -> None:
+        """Let go of the segment's memory."""
+        self._slots = []
+
+
+@dataclass
+class _Chunk:
+    channel: Channel
+    number: int
+    """In its channel."""
+    bounds: slice
+    """In the tensor."""
+    slots: list[torch.Tensor]
+    """All ranks', as the tensor's numbers."""
+    mark: Any = None
+    """Of what was issued for it last."""
+
+
+class Walk:
+    """Takes tensors through the channels; every rank takes the same walk."""
+
+    def __init__(self, rank: int, size: int, channels: Sequence[Channel]) -> None:
+        self.rank, self.size, self._channels = rank, size, channels
+        self._unread: tuple[Lane, _Chunk] | None = None
+        """The last chunk whose reading was issued; it is told of once that is done."""
+
+    def sum_alone(self, lane: Lane, flat: torch.Tensor, length: int) -> None:
         """Let every rank read all ranks' chunks and add them up for itself.
 
         Args:
-            chunk: numbers of one.
+            length: numbers of a chunk.
         """
 
-        def read(bounds: slice, slots: Sequence[torch.Tensor]) -> None:
-            own = flat[bounds]
-            add([own if r == self.rank else slots[r] for r in range(self.size)], own)
+        def read(chunk: _Chunk) -> None:
+            own = flat[chunk.bounds]
+            add([own if r == self.rank else chunk.slots[r] for r in range(self.size)], own)
 
-        self._each(lane, flat, chunk, read)
+        self._each(lane, flat, length, read)
 
-    def gather(self, lane: Lane, everyone: Sequence[torch.Tensor], chunk: int) -> None:
+    def gather(self, lane: Lane, everyone: Sequence[torch.Tensor], length: int) -> None:
         """Copy the others' tensors into `everyone`, where this rank's own one is already."""
 
-        def read(bounds: slice, slots: Sequence[torch.Tensor]) -> None:
+        def read(chunk: _Chunk) -> None:
             for rank, tensor in enumerate(everyone):
                 if rank != self.rank:
-                    tensor[bounds].copy_(slots[rank], non_blocking=True)
+                    tensor[chunk.bounds].copy_(chunk.slots[rank], non_blocking=True)
 
-        self._each(lane, everyone[self.rank], chunk, read)
+        self._each(lane, everyone[self.rank], length, read)
 
-    def _each(
-        self,
-        lane: Lane,
-        flat: torch.Tensor,
-        chunk: int,
-        read: Callable[[slice, Sequence[torch.Tensor]], None],
-    ) -> None:
-        """Hand each chunk to all ranks, and call `read` with its bounds and all ranks' slots."""
-        pieces = list(_bounds(len(flat), chunk))
-        self.publish_read()
-        lane.begin(len(pieces) > 1)
-        left: Any = None
-        for step in range(len(pieces) + 1):
-            written = left
-            if step < len(pieces):
-                left = self._write(lane, flat, pieces[step], self.chunks + step, in_parts=False)
-            if step == 0:
-                continue
-            number, bounds = self.chunks + step - 1, pieces[step - 1]
-            self._tell(lane, WRITTEN, written, number)
-            self._wait(WRITTEN, number)
-            with lane.coming():
-                read(bounds, self._views(number, flat.dtype, bounds))
-                mark = lane.mark()
-            self._leave_unread(lane, mark, number)
-        self.chunks += len(pieces)
+    def _each(self, lane: Lane, flat: torch.Tensor, length: int, read: Callable[[_Chunk], None]) -> None:
+        """Hand each chunk to all ranks, and call `read` with it once theirs are there."""
+        chunks = self._chunks(flat, length)
+        lane.begin(len(chunks) > 1)
+        for step in range(len(chunks) + 1):
+            if step < len(chunks):
+                self._write(lane, flat, chunks[step], whole=True)
+            if step >= 1:
+                chunk = chunks[step - 1]
+                self._done(lane, chunk, WRITTEN)
+                with lane.coming():
+                    read(chunk)
+                    chunk.mark = lane.mark()
+                self._leave_unread(lane, chunk)
         lane.end()
 
-    def sum_in_parts(self, lane: Lane, flat: torch.Tensor, chunk: int) -> None:
+    def sum_in_parts(self, lane: Lane, flat: torch.Tensor, length: int) -> None:
         """Let every rank add up its part of each chunk, and read the other parts from those that did."""
-        pieces = list(_bounds(len(flat), chunk))
-        self.publish_read()
-        lane.begin(len(pieces) > 1)
-        written: dict[int, Any] = {}
-        summed: dict[int, Any] = {}
-        for step in range(len(pieces) + 2):
-            if step < len(pieces):
-                number = self.chunks + step
-                written[number] = self._write(lane, flat, pieces[step], number, in_parts=True)
-            if 1 <= step <= len(pieces):
-                number = self.chunks + step - 1
-                self._tell(lane, WRITTEN, written.pop(number), number)
-                self._wait(WRITTEN, number)
-                summed[number] = self._sum_part(lane, flat, pieces[step - 1], number)
+        chunks = self._chunks(flat, length)
+        lane.begin(len(chunks) > 1)
+        for step in range(len(chunks) + 2):
+            if step < len(chunks):
+                self._write(lane, flat, chunks[step], whole=lane.sums_on_host)
+            if 1 <= step <= len(chunks):
+                chunk = chunks[step - 1]
+                self._done(lane, chunk, WRITTEN)
+                self._sum_part(lane, flat[chunk.bounds], chunk)
             if step >= 2:
-                number = self.chunks + step - 2
-                self._tell(lane, SUMMED, summed.pop(number), number)
-                self._wait(SUMMED, number)
-                self._read_parts(lane, flat, pieces[step - 2], number)
-        self.chunks += len(pieces)
+                chunk = chunks[step - 2]
+                self._done(lane, chunk, SUMMED)
+                self._read_parts(lane, flat[chunk.bounds], chunk)
         lane.end()
 
-    def _write(self, lane: Lane, flat: torch.Tensor, bounds: slice, number: int, in_parts: bool) -> Any:
+    def _chunks(self, flat: torch.Tensor, length: int) -> list[_Chunk]:
+        """Cut a tensor into chunks, which take turns over the channels."""
+        self.publish_read()
+        chunks = []
+        for position, start in enumerate(range(0, len(flat), length)):
+            channel = self._channels[position % len(self._channels)]
+            bounds = slice(start, min(start + length, len(flat)))
+            number = channel.chunks
+            channel.chunks += 1
+            slots = channel.slots(number, flat.dtype, bounds.stop - start)
+            chunks.append(_Chunk(channel, number, bounds, slots))
+        return chunks
+
+    def _write(self, lane: Lane, flat: torch.Tensor, chunk: _Chunk, whole: bool) -> None:
         """Copy a chunk into this rank's slot, all of it or what other ranks add up."""
-        self._wait(READ, number - DEPTH)
-        own, slot = flat[bounds], self._views(number, flat.dtype, bounds)[self.rank]
+        chunk.channel.wait(READ, chunk.number - DEPTH)
+        own, slot = flat[chunk.bounds], chunk.slots[self.rank]
         with lane.leaving():
-            if in_parts:
+            if whole:
+                slot.copy_(own, non_blocking=True)
+            else:
                 part = self._part(len(own), self.rank)
                 for there in (slice(0, part.start), slice(part.stop, len(own))):
                     if there.stop > there.start:
                         slot[there].copy_(own[there], non_blocking=True)
-            else:
-                slot.copy_(own, non_blocking=True)
-            return lane.mark()
+            chunk.mark = lane.mark()
 
-    def _sum_part(self, lane: Lane, flat: torch.Tensor, bounds: slice, number: int) -> Any:
-        slots, chunk = self._views(number, flat.dtype, bounds), flat[bounds]
-        part = self._part(len(chunk), self.rank)
-        own = chunk[part]
+    def _sum_part(self, lane: Lane, own: torch.Tensor, chunk: _Chunk) -> None:
+        part = self._part(len(own), self.rank)
+        result = chunk.slots[self.rank][part]
+        if lane.sums_on_host:
+            add([slot[part] for slot in chunk.slots], result)
+            chunk.mark = None
+            return
         with lane.coming():
-            if len(own):
-                add([own if r == self.rank else slots[r][part] for r in range(self.size)], own)
-                slots[self.rank][part].copy_(own, non_blocking=True)
-            return lane.mark()
+            if len(result):
+                mine = own[part]
+                add([mine if r == self.rank else chunk.slots[r][part] for r in range(self.size)], mine)
+                result.copy_(mine, non_blocking=True)
+            chunk.mark = lane.mark()
 
-    def _read_parts(self, lane: Lane, flat: torch.Tensor, bounds: slice, number: int) -> None:
-        slots, chunk = self._views(number, flat.dtype, bounds), flat[bounds]
+    def _read_parts(self, lane: Lane, own: torch.Tensor, chunk: _Chunk) -> None:
         with lane.coming():
             for rank in range(self.size):
-                part = self._part(len(chunk), rank)
-                if rank != self.rank and part.stop > part.start:
-                    chunk[part].copy_(slots[rank][part], non_blocking=True)
-            mark = lane.mark()
-        self._leave_unread(lane, mark, number)
+                part = self._part(len(own), rank)
+                if (rank != self.rank or lane.sums_on_host) and part.stop > part.start:
+                    own[part].copy_(chunk.slots[rank][part], non_blocking=True)
+            chunk.mark = lane.mark()
+        self._leave_unread(lane, chunk)
 
     def _part(self, length: int, rank: int) -> slice:
         """Return the part of a chunk that a rank adds up."""
         return slice(rank * length // self.size, (rank + 1) * length // self.size)
 
-    def _views(self, number: int, dtype: torch.dtype, bounds: slice) -> list[torch.Tensor]:
-        """Return all ranks' slots of a chunk, as so many numbers of a type."""
-        num_bytes = (bounds.stop - bounds.start) * dtype.itemsize
-        return [slots[number % DEPTH][:num_bytes].view(dtype) for slots in self._slots]
+    def _done(self, lane: Lane, chunk: _Chunk, what: int) -> None:
+        """Tell the others once what was issued for a chunk is done, and wait until they have done it, too."""
+        if chunk.mark is not None:
+            lane.wait(chunk.mark)
+        chunk.channel.tell(what, chunk.number)
+        chunk.channel.wait(what, chunk.number)
 
-    def _tell(self, lane: Lane, what: int, mark: Any, number: int) -> None:
-        """Tell that this rank has done this with a chunk, once it has."""
-        lane.wait(mark)
-        self._publish(what, number + 1)
-
-    def _publish(self, what: int, value: int) -> None:
-        self._segment.publish(self._place.first_word + what * self.size + self.rank, value)
-
-    def _wait(self, what: int, number: int) -> None:
-        """Wait until all other ranks have done this with a chunk; of the first ones nothing is asked."""
-        if number < 0:
-            return
-        for rank in range(self.size):
-            if rank != self.rank:
-                word = self._place.first_word + what * self.size + rank
-                self._waiter.wait(word, (number + 1) & 0xFFFFFFFF, rank)
-
-    def _leave_unread(self, lane: Lane, mark: Any, number: int) -> None:
+    def _leave_unread(self, lane: Lane, chunk: _Chunk) -> None:
         self.publish_read()
-        self._unread = (lane, mark, number + 1)
+        self._unread = (lane, chunk)
 
     def publish_read(self) -> None:
         """Tell that the last chunk was read, which on a device takes until its copies are done.
 
-        The others ask for that `DEPTH` chunks later, so that it may be told with the next chunk.
+        The others ask for that some chunks later, so that it may be told with the next chunk.
         """
         if self._unread is not None:
-            lane, mark, value = self._unread
-            lane.wait(mark)
-            self._publish(READ, value)
+            lane, chunk = self._unread
+            if chunk.mark is not None:
+                lane.wait(chunk.mark)
+            chunk.channel.tell(READ, chunk.number)
             self._unread = None
 
     def forget(self) -> None:
         """Let go of the segment's memory."""
-        self._slots, self._unread = [], None
+        self._unread = None
+        for channel in self._channels:
+            channel.forget()
 
 
 def add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -319,8 +355,3 @@ def add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         for part in parts[2:]:
             total += part
         out.copy_(total)
-
-
-def _bounds(length: int, chunk: int) -> Iterator[slice]:
-    for start in range(0, length, chunk):
-        yield slice(start, min(start + chunk, length))

@@ -43,6 +43,8 @@ class Channel(ctypes.Structure):
         ("depth", ctypes.c_int32),
         ("file", ctypes.c_int32),
         ("spins", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("every", ctypes.c_int32),
         ("lost", ctypes.c_int32),
         ("timeout_seconds", ctypes.c_double),
     )

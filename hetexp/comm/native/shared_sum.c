@@ -31,6 +31,7 @@ struct channel {
     int64_t slot_bytes;
     int32_t rank, size, depth, file;
     int32_t spins;        /* looks at a counter before sleeping */
+    int32_t first, every; /* chunks of a tensor that go through this channel: first, first + every, … */
     int32_t lost;
     double timeout_seconds;
 };
@@ -145,22 +146,33 @@ static void add(struct channel *c, char *out, char *also, char *const *parts, in
 
 #define MOST_RANKS 1024
 
+/* Number of this channel's chunks of a tensor. */
+static int64_t pieces_of(struct channel *c, int64_t count, int64_t chunk) {
+    int64_t all = (count + chunk - 1) / chunk;
+    return all > c->first ? (all - c->first + c->every - 1) / c->every : 0;
+}
+
+/* First number of a piece. */
+static int64_t start_of(struct channel *c, int64_t piece, int64_t chunk) {
+    return (c->first + piece * c->every) * chunk;
+}
+
 static int64_t low(int64_t count, int rank, int size) { return rank * count / size; }
 
-/* Sum `count` numbers of `width` bytes in place.
+/* Sum this channel's chunks of `count` numbers of `width` bytes in place.
  *
  * chunk: numbers of a chunk. in_parts: whether each rank adds up its part of every chunk, or all of it.
- * number: of the first chunk; the caller counts on by the number of chunks. */
+ * number: of the channel's first chunk; the caller counts on by the number of its chunks. */
 int hetexp_sum(struct channel *c, char *data, int64_t count, int32_t width, int64_t chunk, int32_t in_parts,
                uint32_t number) {
     char *parts[MOST_RANKS];
-    int64_t pieces = (count + chunk - 1) / chunk;
+    int64_t pieces = pieces_of(c, count, chunk);
     int status;
     if (c->size > MOST_RANKS || c->size < 2) return LATE;
     for (int64_t step = 0; step < pieces + (in_parts ? 2 : 1); step++) {
         if (step < pieces) { /* write */
             uint32_t now = number + (uint32_t)step;
-            int64_t start = step * chunk, length = count - start < chunk ? count - start : chunk;
+            int64_t start = start_of(c, step, chunk), length = count - start < chunk ? count - start : chunk;
             if ((status = await(c, READ, now - (uint32_t)c->depth))) return status;
             char *from = data + start * width, *slot = slot_of(c, c->rank, now);
             if (in_parts) {
@@ -172,7 +184,7 @@ int hetexp_sum(struct channel *c, char *data, int64_t count, int32_t width, int6
         }
         if (step >= 1 && step - 1 < pieces) { /* add */
             uint32_t now = number + (uint32_t)(step - 1);
-            int64_t start = (step - 1) * chunk, length = count - start < chunk ? count - start : chunk;
+            int64_t start = start_of(c, step - 1, chunk), length = count - start < chunk ? count - start : chunk;
             if ((status = await(c, WRITTEN, now))) return status;
             char *own = data + start * width;
             int64_t first = in_parts ? low(length, c->rank, c->size) * width : 0;
@@ -184,7 +196,7 @@ int hetexp_sum(struct channel *c, char *data, int64_t count, int32_t width, int6
         }
         if (in_parts && step >= 2) { /* read the others' parts */
             uint32_t now = number + (uint32_t)(step - 2);
-            int64_t start = (step - 2) * chunk, length = count - start < chunk ? count - start : chunk;
+            int64_t start = start_of(c, step - 2, chunk), length = count - start < chunk ? count - start : chunk;
             if ((status = await(c, SUMMED, now))) return status;
             for (int rank = 0; rank < c->size; rank++) {
                 if (rank == c->rank) continue;
@@ -200,19 +212,19 @@ int hetexp_sum(struct channel *c, char *data, int64_t count, int32_t width, int6
 /* Copy `bytes` of every rank into `everyone` [size], this rank's own excepted. */
 int hetexp_gather(struct channel *c, char *data, char *const *everyone, int64_t bytes, int64_t chunk,
                   uint32_t number) {
-    int64_t pieces = (bytes + chunk - 1) / chunk;
+    int64_t pieces = pieces_of(c, bytes, chunk);
     int status;
     for (int64_t step = 0; step < pieces + 1; step++) {
         if (step < pieces) {
             uint32_t now = number + (uint32_t)step;
-            int64_t start = step * chunk, length = bytes - start < chunk ? bytes - start : chunk;
+            int64_t start = start_of(c, step, chunk), length = bytes - start < chunk ? bytes - start : chunk;
             if ((status = await(c, READ, now - (uint32_t)c->depth))) return status;
             memcpy(slot_of(c, c->rank, now), data + start, (size_t)length);
             publish(c, WRITTEN, now + 1);
         }
         if (step >= 1) {
             uint32_t now = number + (uint32_t)(step - 1);
-            int64_t start = (step - 1) * chunk, length = bytes - start < chunk ? bytes - start : chunk;
+            int64_t start = start_of(c, step - 1, chunk), length = bytes - start < chunk ? bytes - start : chunk;
             if ((status = await(c, WRITTEN, now))) return status;
             for (int rank = 0; rank < c->size; rank++)
                 if (rank != c->rank) memcpy(everyone[rank] + start, slot_of(c, rank, now), (size_t)length);

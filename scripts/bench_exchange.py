@@ -1,0 +1,215 @@
+"""gloo against shared memory against the vendor's own library: one all-reduce, by size, ranks and devices.
+
+    python scripts/bench_exchange.py [--device cuda] [--ranks 2,3,4] [--json exchange.json]
+
+All ways take turns within one run, on the same tensors. A time is from all ranks' being ready to the last
+rank's having the result on its device. Ranks share the cards that are there, one after another. Each result
+is compared bit by bit between ranks, and with a sum in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from hetexp.comm import shared_memory
+from hetexp.comm.exchange import Exchange, GroupExchange
+from hetexp.comm.shared_memory import SharedMemoryExchange
+
+SIZES = tuple(2**n for n in range(16, 29))
+"""64 KiB to 256 MiB."""
+ROUNDING = 2.0**-23
+"""Of float32: what two numbers that are added may be off by, relative to the sum of their magnitudes."""
+SECONDS_A_SIZE = 1.5
+"""That each way is measured at each size, about."""
+
+
+def main(given: list[str] | None = None) -> None:
+    arguments = arguments_of(given)
+    found = []
+    for ranks in arguments.ranks:
+        for kinds in mixes(arguments.device, ranks):
+            rows = measure(kinds, arguments)
+            found += rows
+            print(f"\n{' + '.join(kinds)}\n\n{table(rows)}", flush=True)
+    if arguments.json is not None:
+        facts = {"torch": torch.__version__, "cores": os.cpu_count(), "card": card()}
+        arguments.json.write_text(json.dumps(facts | {"rows": found}, indent=1) + "\n", encoding="utf-8")
+    if any(row["wrong"] for row in found):
+        sys.exit("a result was wrong")
+
+
+def mixes(device: str, ranks: int) -> list[tuple[str, ...]]:
+    """Return the kinds of device of each rank: all alike or, of `mixed`, cards and one CPU."""
+    if device == "mixed":
+        return [("cuda",) * (ranks - 1) + ("cpu",)]
+    return [(device,) * ranks]
+
+
+def measure(kinds: tuple[str, ...], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return one row a size."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe(duplex=False)
+    processes = [
+        context.Process(target=rank_main, args=(rank, kinds, port, arguments, other if rank == 0 else None))
+        for rank in range(len(kinds))
+    ]
+    for process in processes:
+        process.start()
+    other.close()
+    rows: list[dict[str, Any]] = []
+    try:
+        while True:
+            rows.append(pipe.recv())
+    except EOFError:
+        pass
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit("a rank failed")
+    return rows
+
+
+def rank_main(rank: int, kinds: tuple[str, ...], port: int, arguments: argparse.Namespace, pipe: Any) -> None:
+    """Measure as one rank; the first one tells."""
+    size = len(kinds)
+    torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // size)))
+    if arguments.chunk_kib:
+        for name in ("DEVICE", "MIXED", "HOST"):
+            setattr(shared_memory, f"{name}_CHUNK_BYTES", arguments.chunk_kib * 1024)
+    device = torch.device(kinds[rank])
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    limit = timedelta(seconds=120)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=size, timeout=limit
+    )
+    ways: dict[str, Exchange] = {
+        "gloo": GroupExchange(),
+        "shm": SharedMemoryExchange.form(dist.PrefixStore("s", store), rank, size, 120.0, device),
+    }
+    if all(kind == "cuda" for kind in kinds) and torch.cuda.device_count() >= size:
+        ways["native"] = GroupExchange(dist.new_group(backend="nccl"))
+    for num_bytes in arguments.sizes:
+        row = one_size(num_bytes, rank, device, ways)
+        if pipe is not None:
+            pipe.send({"kinds": kinds, "bytes": num_bytes, **row})
+    dist.barrier()
+    ways["shm"].close()
+    if pipe is not None:
+        pipe.close()
+    os._exit(0)
+
+
+def one_size(num_bytes: int, rank: int, device: torch.device, ways: dict[str, Exchange]) -> dict[str, Any]:
+    """Return each way's median of seconds, and which results were wrong."""
+    settle: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    generator = torch.Generator().manual_seed(1000 + rank)
+    own = torch.randn(num_bytes // 4, generator=generator)
+    true, spread = own.double(), own.double().abs()
+    dist.all_reduce(true)
+    dist.all_reduce(spread)
+    wrong = []
+    for name, way in ways.items():
+        result = own.to(device, copy=True)
+        way.sum_(result)
+        here = result.cpu()
+        near = bool(((here.double() - true).abs() <= spread * ROUNDING * len(ways)).all())
+        hers = here.clone()
+        dist.broadcast(hers, 0)
+        bad = torch.tensor([not near, not torch.equal(hers, here)], dtype=torch.int32)
+        dist.all_reduce(bad)
+        if int(bad.sum()):
+            wrong.append(name)
+    del true, spread
+    given, tensor = own.to(device), own.to(device, copy=True)
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    began, repetitions = time.perf_counter(), 0
+    go_on = True
+    while go_on:
+        for name, way in ways.items():
+            tensor.copy_(given)
+            settle()
+            dist.barrier()
+            start = time.perf_counter()
+            way.sum_(tensor)
+            settle()
+            took[name].append(time.perf_counter() - start)
+        repetitions += 1
+        enough = repetitions >= 5 and time.perf_counter() - began > SECONDS_A_SIZE * len(ways)
+        told = torch.tensor([int(enough)])
+        dist.broadcast(told, 0)
+        go_on = not int(told)
+    seconds = {}
+    for name, mine in took.items():
+        slowest = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        seconds[name] = statistics.median(slowest[1:].tolist())
+    return {"seconds": seconds, "repetitions": repetitions, "wrong": wrong}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of one mix."""
+    names = list(rows[0]["seconds"])
+    others = [name for name in names if name != "gloo"]
+    lines = [
+        "| size | "
+        + " | ".join(f"{n}, ms | GB/s" for n in names)
+        + " | "
+        + " | ".join(f"{n}, × gloo" for n in others),
+        "|---" * (1 + 2 * len(names) + len(others)),
+    ]
+    lines = [f"{line} |" for line in lines]
+    for row in rows:
+        size = row["bytes"]
+        cells = [f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"]
+        for name in names:
+            seconds = row["seconds"][name]
+            cells += [f"{seconds * 1e3:.3f}", f"{size / 2**30 / seconds:.2f}"]
+        cells += [f"{row['seconds']['gloo'] / row['seconds'][name]:.2f}×" for name in others]
+        lines.append(
+            "| " + " | ".join(cells) + " |" + (f" wrong: {', '.join(row['wrong'])}" if row["wrong"] else "")
+        )
+    return "\n".join(lines)
+
+
+def card() -> str | None:
+    """Return the name of the first card."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda", "mixed"), default="cpu")
+    parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[2, 3, 4])
+    parser.add_argument(
+        "--sizes-kib", type=lambda text: [int(n) * 1024 for n in text.split(",")], dest="sizes"
+    )
+    parser.add_argument("--chunk-kib", type=int, help="chunk of the exchange through shared memory")
+    parser.add_argument("--json", type=Path, help="where to put the figures")
+    arguments = parser.parse_args(given)
+    arguments.sizes = arguments.sizes or list(SIZES)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
