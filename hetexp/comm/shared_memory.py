@@ -30,7 +30,7 @@ from hetexp.comm import native
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.rendezvous import exchange
 from hetexp.comm.segment import LINE_BYTES, Segment, Waiter, create
-from hetexp.comm.walk import DEPTH, Channel, CudaLane, HostLane, Lane, Place, Walk
+from hetexp.comm.walk import DEPTH, SUMMED_IN_C, Channel, CudaLane, HostLane, Lane, Place, Walk
 from hetexp.core.errors import PeerLostError, SetupError
 
 HOST_CHUNK_BYTES = 2**20
@@ -40,17 +40,18 @@ DEVICE_CHUNK_BYTES = 2**22
 """Where a device takes part: each chunk costs a few launches and a look at the clock."""
 MIXED_CHUNK_BYTES = 2**21
 """Where devices and the host do: the host's threads have a chunk each."""
-LEAST_CHUNK_BYTES = 2**18
-PIECES = 6
-"""Chunks that a tensor is cut into, unless that makes them too large or small: some are under way together."""
+SHARED_CARD_CHUNK_BYTES = 2**23
+"""Where ranks share a card, which takes its time to turn from one process to another."""
+LEAST_CHUNK_BYTES, SHARED_CARD_LEAST_BYTES = 2**18, 2**21
+PIECES, SHARED_CARD_PIECES = 6, 3
+PAGE = 2**12
 SMALL_BYTES = 2**19
 """Tensors up to this size are summed by every rank for itself."""
 MOST_CHANNELS = 4
 """One or two threads a rank do not fill a large machine's memory, and more than this hardly gain."""
-SPINS = 300
-"""Looks at a counter before a rank sleeps, some 20 µs; where ranks outnumber cores it sleeps at once."""
-TYPES = (torch.float32, torch.float64)
-"""What the walk in C adds up."""
+SPINS, MANY_SPINS = 300, 2000
+"""Looks at a counter before a rank sleeps: some 20 µs, or 100 µs where each rank has several cores. Waking up
+takes longer than most waits do. Where ranks outnumber cores a rank sleeps at once."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ class Shape:
     slot_bytes: int
     alone_bytes: int
     """Tensors up to this size are summed by every rank for itself, larger ones in parts."""
+    pieces: int
+    """Chunks that a tensor is cut into, unless that makes them too large or small: some travel at once."""
+    least_bytes: int
+    """Of a chunk, unless the tensor is smaller."""
     shared_cards: bool
     """Whether several ranks share a card."""
 
@@ -78,8 +83,16 @@ class Shape:
             slot_bytes = HOST_CHUNK_BYTES
         else:
             slot_bytes = MIXED_CHUNK_BYTES if on_host else DEVICE_CHUNK_BYTES
-        alone = 0 if shared else SMALL_BYTES if len(ranks) > 2 else sys.maxsize
-        return cls(len(ranks), max(1, min(MOST_CHANNELS, threads)), slot_bytes, alone, shared)
+        alone = SMALL_BYTES if shared or len(ranks) > 2 else sys.maxsize
+        return cls(
+            size=len(ranks),
+            channels=max(1, min(MOST_CHANNELS, threads)),
+            slot_bytes=SHARED_CARD_CHUNK_BYTES if shared else slot_bytes,
+            alone_bytes=alone,
+            pieces=SHARED_CARD_PIECES if shared else PIECES,
+            least_bytes=SHARED_CARD_LEAST_BYTES if shared else LEAST_CHUNK_BYTES,
+            shared_cards=shared,
+        )
 
     @property
     def num_words(self) -> int:
@@ -119,15 +132,17 @@ class SharedMemoryExchange(Exchange):
         self._segment, self._shape = segment, shape
         self._waiter = Waiter(segment, shape.num_words - 1, timeout_seconds)
         places = [Place(channel, self.size, shape.slot_bytes) for channel in range(shape.channels)]
-        self._channels = [Channel(segment, self._waiter, place) for place in places]
+        self._native = native.library()
+        known = [None if self._native is None else self._for_c(place, timeout_seconds) for place in places]
+        self._channels = [
+            Channel(segment, self._waiter, place, in_c) for place, in_c in zip(places, known, strict=True)
+        ]
         self._walk = Walk(self.rank, self.size, self._channels)
         self._host = HostLane()
         self._lane: Lane | None = None
         self._locked = device.type == "cuda" and _page_lock(segment)
         if self._locked:
             self._lane = CudaLane(device, shape.shared_cards)
-        self._native = native.library()
-        self._in_native = [self._for_c(place, timeout_seconds) for place in places]
         self._threads = ThreadPoolExecutor(shape.channels, "exchange") if shape.channels > 1 else None
 
     @classmethod
@@ -185,7 +200,7 @@ class SharedMemoryExchange(Exchange):
         length = self._shape.chunk_bytes(num_bytes) // flat.element_size()
         in_parts = num_bytes > self._shape.alone_bytes
         with self._gives_up_on_error():
-            if lane is self._host and self._native is not None and flat.dtype in TYPES:
+            if lane is self._host and self._native is not None and flat.dtype in SUMMED_IN_C:
                 self._sum_in_c(flat, length, in_parts)
             else:
                 (self._walk.sum_in_parts if in_parts else self._walk.sum_alone)(lane, flat, length)
@@ -213,7 +228,7 @@ class SharedMemoryExchange(Exchange):
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._segment.address)
         self._walk.forget()
-        self._in_native, self._lane = [], None
+        self._lane = None
         self._segment.close()
 
     def _lane_of(self, flat: torch.Tensor) -> Lane:
@@ -253,22 +268,21 @@ class SharedMemoryExchange(Exchange):
         """
         self._walk.publish_read()
         calls = []
-        for position, channel in enumerate(self._channels[:num_chunks]):
-            calls.append((self._in_native[position], channel.chunks))
+        used = self._channels[:num_chunks]
+        for position, channel in enumerate(used):
+            assert channel.in_c is not None
+            calls.append((channel.in_c, channel.chunks))
             channel.chunks += -(-(num_chunks - position) // len(self._channels))
         if self._threads is None or len(calls) == 1:
             statuses = [one(*call) for call in calls]
         else:
             others = [self._threads.submit(one, *call) for call in calls[1:]]
             statuses = [one(*calls[0]), *(future.result() for future in others)]
-        for status, (channel_in_c, _) in zip(statuses, calls, strict=True):
-            if status == native.LATE:
-                self._waiter.late(channel_in_c.lost)
-            if status == native.GONE:
-                self._waiter.lost(channel_in_c.lost)
+        for status, channel, (in_c, _) in zip(statuses, used, calls, strict=True):
+            channel.judge(status, in_c)
 
     def _for_c(self, place: Place, timeout_seconds: float) -> native.Channel:
-        segment, shape = self._segment, self._shape
+        segment, shape, cores = self._segment, self._shape, os.cpu_count() or 1
         return native.Channel(
             words=segment.address + place.first_word * LINE_BYTES,
             abandoned=segment.address + (shape.num_words - 1) * LINE_BYTES,
@@ -279,7 +293,7 @@ class SharedMemoryExchange(Exchange):
             size=self.size,
             depth=DEPTH,
             file=segment.file,
-            spins=SPINS if (os.cpu_count() or 1) >= self.size else 0,
+            spins=0 if cores < self.size else SPINS if cores < 2 * self.size else MANY_SPINS,
             first=place.channel,
             every=shape.channels,
             lost=-1,

@@ -10,6 +10,7 @@ next leaves the device and the one before comes back.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ from typing import Any, Protocol
 
 import torch
 
+from hetexp.comm import native
 from hetexp.comm.segment import Segment, Waiter
 
 DEPTH = 4
 """Slots of each rank in a channel. With fewer the ranks would wait for each other in a circle."""
 WRITTEN, SUMMED, READ = range(3)
+SUMMED_IN_C = (torch.float32, torch.float64)
+"""What the walk in C adds up."""
 
 
 class Lane(Protocol):
@@ -44,6 +48,10 @@ class Lane(Protocol):
 
     def wait(self, mark: Any) -> None:
         """Return when that is done."""
+        ...
+
+    def result(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory of the host for a sum of this rank's own; one sum at a time."""
         ...
 
     def begin(self, several: bool) -> None:
@@ -71,6 +79,9 @@ class HostLane:
     def wait(self, mark: None) -> None:
         return None
 
+    def result(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like)
+
     def begin(self, several: bool) -> None:
         return None
 
@@ -91,6 +102,7 @@ class CudaLane:
         self._device, self.sums_on_host = device, sums_on_host
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._several = False
+        self._result = torch.empty(0, dtype=torch.uint8)
 
     def leaving(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._out) if self._several else nullcontext()
@@ -104,6 +116,12 @@ class CudaLane:
 
     def wait(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
+
+    def result(self, like: torch.Tensor) -> torch.Tensor:
+        num_bytes = like.numel() * like.element_size()
+        if len(self._result) < num_bytes:
+            self._result = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return self._result[:num_bytes].view(like.dtype)
 
     def begin(self, several: bool) -> None:
         self._several = several
@@ -143,10 +161,17 @@ class Place:
 
 
 class Channel:
-    """A channel's counters and slots, and how far this rank has come in it."""
+    """A channel's counters and slots, and how far this rank has come in it.
 
-    def __init__(self, segment: Segment, waiter: Waiter, place: Place) -> None:
+    Args:
+        in_c: what the compiled walk knows of the channel, where there is one.
+    """
+
+    def __init__(
+        self, segment: Segment, waiter: Waiter, place: Place, in_c: native.Channel | None = None
+    ) -> None:
         self._segment, self._waiter, self._place = segment, waiter, place
+        self.in_c = in_c
         self._rank, self._size = segment.rank, segment.size
         data = segment.data
         self._slots = [[data[place.slot(rank, i)] for i in range(DEPTH)] for rank in range(self._size)]
@@ -166,14 +191,49 @@ class Channel:
         """Wait until all other ranks have done this with a chunk; of the first ones nothing is asked."""
         if number < 0:
             return
+        if self.in_c is not None:
+            self._wait_in_c(self.in_c, what, number)
+            return
         for rank in range(self._size):
             if rank != self._rank:
                 word = self._place.first_word + what * self._size + rank
                 self._waiter.wait(word, (number + 1) & 0xFFFFFFFF, rank)
 
+    def _wait_in_c(self, in_c: native.Channel, what: int, number: int) -> None:
+        library = native.library()
+        assert library is not None
+        status = library.hetexp_await(ctypes.byref(in_c), what, ctypes.c_uint32(number & 0xFFFFFFFF))
+        self.judge(status, in_c)
+
+    def judge(self, status: int, in_c: native.Channel) -> None:
+        """Raise where a call of the compiled walk has lost a rank.
+
+        Raises:
+            PeerLostError: it has.
+        """
+        if status == native.LATE:
+            self._waiter.late(in_c.lost)
+        if status == native.GONE:
+            self._waiter.lost(in_c.lost)
+
+    def add(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Put the sum of all ranks' tensors into `out`, which may be one of them, adding in their order.
+
+        On the host by the compiled walk: torch's own threads take longer to wake than a chunk to add up.
+        """
+        if self.in_c is None or out.device.type != "cpu" or out.dtype not in SUMMED_IN_C:
+            add(parts, out)
+            return
+        library = native.library()
+        assert library is not None
+        addresses = (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts])
+        num_bytes = ctypes.c_int64(out.numel() * out.element_size())
+        place = ctypes.c_void_p(out.data_ptr())
+        library.hetexp_add(ctypes.byref(self.in_c), place, addresses, out.element_size(), num_bytes)
+
     def forget(self) -> None:
         """Let go of the segment's memory."""
-        self._slots = []
+        self._slots, self.in_c = [], None
 
 
 @dataclass
@@ -206,7 +266,12 @@ class Walk:
 
         def read(chunk: _Chunk) -> None:
             own = flat[chunk.bounds]
-            add([own if r == self.rank else chunk.slots[r] for r in range(self.size)], own)
+            if lane.sums_on_host:
+                result = lane.result(own)
+                chunk.channel.add(chunk.slots, result)
+                own.copy_(result, non_blocking=True)
+            else:
+                chunk.channel.add([own if r == self.rank else chunk.slots[r] for r in range(self.size)], own)
 
         self._each(lane, flat, length, read)
 
@@ -284,13 +349,14 @@ class Walk:
         part = self._part(len(own), self.rank)
         result = chunk.slots[self.rank][part]
         if lane.sums_on_host:
-            add([slot[part] for slot in chunk.slots], result)
+            chunk.channel.add([slot[part] for slot in chunk.slots], result)
             chunk.mark = None
             return
         with lane.coming():
             if len(result):
                 mine = own[part]
-                add([mine if r == self.rank else chunk.slots[r][part] for r in range(self.size)], mine)
+                parts = [mine if r == self.rank else chunk.slots[r][part] for r in range(self.size)]
+                chunk.channel.add(parts, mine)
                 result.copy_(mine, non_blocking=True)
             chunk.mark = lane.mark()
 
@@ -338,7 +404,7 @@ class Walk:
 
 
 def add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Put the sum of one-dimensional tensors into `out`, one of them, adding in their order.
+    """Put the sum of one-dimensional tensors into `out`, which may be one of them, adding in their order.
 
     Half precision is added up in float32. Parts on the host are brought to the device of `out`.
     """

@@ -61,8 +61,9 @@ def library() -> ctypes.CDLL | None:
         told = getattr(error, "stderr", None) or error
         log.info("the exchange's walk in C is not used, the one in Python is: %s", told)
         return None
-    for name in ("hetexp_sum", "hetexp_gather"):
+    for name in ("hetexp_sum", "hetexp_gather", "hetexp_await"):
         getattr(loaded, name).restype = ctypes.c_int
+    loaded.hetexp_add.restype = None
     return loaded
 
 

@@ -159,6 +159,13 @@ static int64_t start_of(struct channel *c, int64_t piece, int64_t chunk) {
 
 static int64_t low(int64_t count, int rank, int size) { return rank * count / size; }
 
+/* The two that the walk in Python takes from here: to wait, and to add up what lies on the host. */
+int hetexp_await(struct channel *c, int32_t what, uint32_t number) { return await(c, what, number); }
+
+void hetexp_add(struct channel *c, char *out, char *const *parts, int32_t width, int64_t bytes) {
+    add(c, out, NULL, parts, width, bytes);
+}
+
 /* Sum this channel's chunks of `count` numbers of `width` bytes in place.
  *
  * chunk: numbers of a chunk. in_parts: whether each rank adds up its part of every chunk, or all of it.
