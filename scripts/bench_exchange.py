@@ -91,8 +91,7 @@ def rank_main(rank: int, kinds: tuple[str, ...], port: int, arguments: argparse.
     size = len(kinds)
     torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // size)))
     if arguments.chunk_kib:
-        for name in ("DEVICE", "MIXED", "HOST"):
-            setattr(shared_memory, f"{name}_CHUNK_BYTES", arguments.chunk_kib * 1024)
+        shared_memory.CHUNK_BYTES = shared_memory.HOST_CHUNK_BYTES = arguments.chunk_kib * 1024
     device = torch.device(kinds[rank])
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())

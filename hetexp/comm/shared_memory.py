@@ -6,14 +6,15 @@ all-gather). Where there are two ranks, or the tensor is small, every rank reads
 itself: half the meetings. Either way ranks' numbers are added in rank order, and every rank gets the same
 bits.
 
-On CUDA and ROCm devices the segment is page-locked and the copies run on streams of their own; the device
-sums, but where processes share it the host does. Tensors on the host take the walk in C where it could be
-built, with several threads where there are cores for them, each with a channel of its own.
+Where it could be built, the walk is C's, with several threads where there are cores for them, each with a
+channel of its own. On CUDA and ROCm devices the segment is page-locked: the device copies to and from it by
+itself, and the host adds up. Without a compiler one thread walks in Python, and the device adds up.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,19 +35,14 @@ from hetexp.comm.walk import DEPTH, SUMMED_IN_C, Channel, CudaLane, HostLane, La
 from hetexp.core.errors import PeerLostError, SetupError
 
 HOST_CHUNK_BYTES = 2**20
-"""Of a chunk at most, where all tensors are the host's: what is copied in is still in the cache when it is
-summed."""
-DEVICE_CHUNK_BYTES = 2**22
-"""Where a device takes part: each chunk costs a few launches and a look at the clock."""
-MIXED_CHUNK_BYTES = 2**21
-"""Where devices and the host do: the host's threads have a chunk each."""
-SHARED_CARD_CHUNK_BYTES = 2**23
-"""Where ranks share a card, which takes its time to turn from one process to another."""
-LEAST_CHUNK_BYTES, SHARED_CARD_LEAST_BYTES = 2**18, 2**21
-PIECES, SHARED_CARD_PIECES = 6, 3
-PAGE = 2**12
+"""Of a chunk where one thread sums tensors of the host: what is copied in is still in the cache then."""
+CHUNK_BYTES = 2**21
+"""Of a chunk at most, elsewhere."""
 SMALL_BYTES = 2**19
-"""Tensors up to this size are summed by every rank for itself."""
+"""Tensors up to this size are one chunk, and summed by every rank for itself."""
+PIECES, PIECES_A_CHANNEL = 4, 2
+"""Chunks that a tensor is cut into at least, unless they would be too small: some travel at once."""
+PAGE_BYTES = 2**12
 MOST_CHANNELS = 4
 """One or two threads a rank do not fill a large machine's memory, and more than this hardly gain."""
 SPINS, MANY_SPINS = 300, 2000
@@ -64,35 +60,17 @@ class Shape:
     slot_bytes: int
     alone_bytes: int
     """Tensors up to this size are summed by every rank for itself, larger ones in parts."""
-    pieces: int
-    """Chunks that a tensor is cut into, unless that makes them too large or small: some travel at once."""
-    least_bytes: int
-    """Of a chunk, unless the tensor is smaller."""
-    shared_cards: bool
-    """Whether several ranks share a card."""
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Shape:
-        """Return the shape for ranks that have told their `device`'s type, `card`, `cores` and `native`."""
-        cards = [one["card"] for one in ranks if one["card"]]
-        shared = len(set(cards)) < len(cards)
-        on_host = [one for one in ranks if one["device"] == "cpu"]
-        cores = min(one["cores"] for one in ranks)
-        threads = 1 if not on_host or not all(one["native"] for one in on_host) else cores // len(ranks)
-        if len(on_host) == len(ranks):
-            slot_bytes = HOST_CHUNK_BYTES
-        else:
-            slot_bytes = MIXED_CHUNK_BYTES if on_host else DEVICE_CHUNK_BYTES
-        alone = SMALL_BYTES if shared or len(ranks) > 2 else sys.maxsize
-        return cls(
-            size=len(ranks),
-            channels=max(1, min(MOST_CHANNELS, threads)),
-            slot_bytes=SHARED_CARD_CHUNK_BYTES if shared else slot_bytes,
-            alone_bytes=alone,
-            pieces=SHARED_CARD_PIECES if shared else PIECES,
-            least_bytes=SHARED_CARD_LEAST_BYTES if shared else LEAST_CHUNK_BYTES,
-            shared_cards=shared,
-        )
+        """Return the shape for ranks that have told their `device`'s type, `cores` and `native`."""
+        size, cores = len(ranks), min(one["cores"] for one in ranks)
+        on_host = all(one["device"] == "cpu" for one in ranks)
+        # A thread that waits for a device's copy keeps a core busy, and the ranks have other work, too.
+        threads = cores // size if on_host else cores // (2 * size)
+        channels = max(1, min(MOST_CHANNELS, threads)) if all(one["native"] for one in ranks) else 1
+        alone = sys.maxsize if on_host and size == 2 else SMALL_BYTES
+        return cls(size, channels, HOST_CHUNK_BYTES if on_host and channels == 1 else CHUNK_BYTES, alone)
 
     @property
     def num_words(self) -> int:
@@ -106,12 +84,38 @@ class Shape:
 
     def chunk_bytes(self, num_bytes: int) -> int:
         """Return the size of the chunks of a tensor."""
-        if self.channels == 1 and self.slot_bytes == HOST_CHUNK_BYTES:
+        if self.slot_bytes == HOST_CHUNK_BYTES:
             return self.slot_bytes
-        wanted = -(-num_bytes // max(PIECES, 2 * self.channels))
-        return min(
-            self.slot_bytes, max(LEAST_CHUNK_BYTES, -(-wanted // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES)
+        wanted = -(-num_bytes // max(PIECES, PIECES_A_CHANNEL * self.channels))
+        return min(self.slot_bytes, max(SMALL_BYTES, -(-wanted // PAGE_BYTES) * PAGE_BYTES))
+
+
+class DeviceInC:
+    """A channel's streams and events of a device, as the walk in C takes them."""
+
+    def __init__(self, device: torch.device, calls: Sequence[int]) -> None:
+        self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
+        self._events = [torch.cuda.Event() for _ in range(2 * DEPTH)]
+        for event in self._events:
+            event.record(self._streams[0])  # before that it has no handle
+        handles = [event.cuda_event for event in self._events]
+        self._scratch = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._struct = native.Device(
+            *calls,
+            out=self._streams[0].cuda_stream,
+            back_in=self._streams[1].cuda_stream,
+            left=(ctypes.c_void_p * native.MOST_DEPTH)(*handles[:DEPTH]),
+            back=(ctypes.c_void_p * native.MOST_DEPTH)(*handles[DEPTH:]),
+            scratch=self._scratch.data_ptr(),
+            index=device.index if device.index is not None else torch.cuda.current_device(),
         )
+        self.reference = ctypes.byref(self._struct)
+
+    def begin(self, device: torch.device) -> None:
+        """Let the copies follow what the current stream has been given."""
+        now = torch.cuda.current_stream(device)
+        for stream in self._streams:
+            stream.wait_stream(now)
 
 
 class SharedMemoryExchange(Exchange):
@@ -140,9 +144,11 @@ class SharedMemoryExchange(Exchange):
         self._walk = Walk(self.rank, self.size, self._channels)
         self._host = HostLane()
         self._lane: Lane | None = None
+        self._on_device: list[DeviceInC] = []
         self._locked = device.type == "cuda" and _page_lock(segment)
         if self._locked:
-            self._lane = CudaLane(device, shape.shared_cards)
+            self._lane = CudaLane(device)
+            self._on_device = self._devices_for_c(device)
         self._threads = ThreadPoolExecutor(shape.channels, "exchange") if shape.channels > 1 else None
 
     @classmethod
@@ -170,7 +176,6 @@ class SharedMemoryExchange(Exchange):
         """
         mine = {
             "device": device.type,
-            "card": _card(device),
             "cores": os.cpu_count() or 1,
             "native": native.library() is not None,
         }
@@ -200,7 +205,7 @@ class SharedMemoryExchange(Exchange):
         length = self._shape.chunk_bytes(num_bytes) // flat.element_size()
         in_parts = num_bytes > self._shape.alone_bytes
         with self._gives_up_on_error():
-            if lane is self._host and self._native is not None and flat.dtype in SUMMED_IN_C:
+            if self._goes_in_c(lane) and flat.dtype in SUMMED_IN_C:
                 self._sum_in_c(flat, length, in_parts)
             else:
                 (self._walk.sum_in_parts if in_parts else self._walk.sum_alone)(lane, flat, length)
@@ -214,7 +219,7 @@ class SharedMemoryExchange(Exchange):
             return everyone
         lane, length = self._lane_of(tensor), self._shape.chunk_bytes(len(tensor))
         with self._gives_up_on_error():
-            if lane is self._host and self._native is not None:
+            if self._goes_in_c(lane):
                 self._gather_in_c(everyone, length)
             else:
                 self._walk.gather(lane, everyone, length)
@@ -228,58 +233,64 @@ class SharedMemoryExchange(Exchange):
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._segment.address)
         self._walk.forget()
-        self._lane = None
+        self._lane, self._on_device = None, []
         self._segment.close()
 
     def _lane_of(self, flat: torch.Tensor) -> Lane:
         return self._lane if flat.device.type == "cuda" and self._lane is not None else self._host
 
+    def _goes_in_c(self, lane: Lane) -> bool:
+        return self._native is not None and (lane is self._host or bool(self._on_device))
+
     def _sum_in_c(self, flat: torch.Tensor, length: int, in_parts: bool) -> None:
         assert self._native is not None
-        summing, data = self._native.hetexp_sum, ctypes.c_void_p(flat.data_ptr())
-        count, width, chunk = ctypes.c_int64(len(flat)), flat.element_size(), ctypes.c_int64(length)
-
-        def one(channel: native.Channel, number: int) -> int:
-            first = ctypes.c_uint32(number & 0xFFFFFFFF)
-            status: int = summing(ctypes.byref(channel), data, count, width, chunk, int(in_parts), first)
-            return status
-
-        self._in_c(one, -(-len(flat) // length))
+        data, width = ctypes.c_void_p(flat.data_ptr()), flat.element_size()
+        rest = (data, ctypes.c_int64(len(flat)), width, ctypes.c_int64(length), int(in_parts))
+        calls = (self._native.hetexp_sum, self._native.hetexp_sum_on_device)
+        self._in_c(calls, rest, flat, -(-len(flat) // length))
 
     def _gather_in_c(self, everyone: Sequence[torch.Tensor], length: int) -> None:
         assert self._native is not None
         own = everyone[self.rank]
-        gathering, data = self._native.hetexp_gather, ctypes.c_void_p(own.data_ptr())
         addresses = (ctypes.c_void_p * self.size)(*[one.data_ptr() for one in everyone])
-        count, chunk = ctypes.c_int64(len(own)), ctypes.c_int64(length)
+        rest = (ctypes.c_void_p(own.data_ptr()), addresses, ctypes.c_int64(len(own)), ctypes.c_int64(length))
+        calls = (self._native.hetexp_gather, self._native.hetexp_gather_on_device)
+        self._in_c(calls, rest, own, -(-len(own) // length))
 
-        def one(channel: native.Channel, number: int) -> int:
-            first = ctypes.c_uint32(number & 0xFFFFFFFF)
-            status: int = gathering(ctypes.byref(channel), data, addresses, count, chunk, first)
-            return status
-
-        self._in_c(one, -(-len(own) // length))
-
-    def _in_c(self, one: Callable[[native.Channel, int], int], num_chunks: int) -> None:
+    def _in_c(self, ways: tuple[Any, Any], rest: tuple[Any, ...], own: torch.Tensor, num_chunks: int) -> None:
         """Let each channel take its chunks, all at once, and raise where a rank was lost.
 
         Args:
-            one: takes a channel, and the number of its first chunk.
+            ways: the call for tensors on the host, and the one for those on the device.
+            rest: what follows channel and device in it, up to the number of the channel's first chunk.
         """
         self._walk.publish_read()
-        calls = []
         used = self._channels[:num_chunks]
+        calls: list[Callable[[], int]] = []
         for position, channel in enumerate(used):
-            assert channel.in_c is not None
-            calls.append((channel.in_c, channel.chunks))
+            number = ctypes.c_uint32(channel.chunks & 0xFFFFFFFF)
             channel.chunks += -(-(num_chunks - position) // len(self._channels))
+            place = ctypes.byref(cast(native.Channel, channel.in_c))
+            if own.device.type == "cpu":
+                calls.append(functools.partial(ways[0], place, *rest, number))
+            else:
+                on_device = self._on_device[position]
+                on_device.begin(own.device)
+                calls.append(functools.partial(ways[1], place, on_device.reference, *rest, number))
         if self._threads is None or len(calls) == 1:
-            statuses = [one(*call) for call in calls]
+            statuses = [call() for call in calls]
         else:
-            others = [self._threads.submit(one, *call) for call in calls[1:]]
-            statuses = [one(*calls[0]), *(future.result() for future in others)]
-        for status, channel, (in_c, _) in zip(statuses, used, calls, strict=True):
-            channel.judge(status, in_c)
+            others = [self._threads.submit(call) for call in calls[1:]]
+            statuses = [calls[0](), *(future.result() for future in others)]
+        for status, channel in zip(statuses, used, strict=True):
+            channel.judge(status)
+
+    def _devices_for_c(self, device: torch.device) -> list[DeviceInC]:
+        """Return what each channel's C needs of the device; nothing where its runtime is not found."""
+        if self._native is None:
+            return []
+        calls = native.runtime_calls(torch.version.hip, torch.version.cuda)
+        return [] if calls is None else [DeviceInC(device, calls) for _ in self._channels]
 
     def _for_c(self, place: Place, timeout_seconds: float) -> native.Channel:
         segment, shape, cores = self._segment, self._shape, os.cpu_count() or 1
@@ -340,13 +351,6 @@ def _shared(store: dist.Store, rank: int, shape: Shape, timeout_seconds: float, 
             segment.close()
         raise SetupError("; ".join(problems))
     return segment
-
-
-def _card(device: torch.device) -> str | None:
-    """Return what tells a rank's card from others; `None` for what is no card of CUDA or ROCm."""
-    if device.type != "cuda":
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _page_lock(segment: Segment) -> bool:

@@ -31,9 +31,6 @@ SUMMED_IN_C = (torch.float32, torch.float64)
 class Lane(Protocol):
     """How tensors of one kind of device get into the segment and out of it."""
 
-    sums_on_host: bool
-    """Whether sums are computed in the segment rather than where the tensor is."""
-
     def leaving(self) -> AbstractContextManager[Any]:
         """Return the context for copies into the segment."""
         ...
@@ -50,10 +47,6 @@ class Lane(Protocol):
         """Return when that is done."""
         ...
 
-    def result(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the host for a sum of this rank's own; one sum at a time."""
-        ...
-
     def begin(self, several: bool) -> None:
         """Start with a tensor that the current stream has ready; several chunks may be under way at once."""
         ...
@@ -66,8 +59,6 @@ class Lane(Protocol):
 class HostLane:
     """Tensors on the CPU: whatever is issued is done."""
 
-    sums_on_host = False
-
     def leaving(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -78,9 +69,6 @@ class HostLane:
 
     def wait(self, mark: None) -> None:
         return None
-
-    def result(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(like)
 
     def begin(self, several: bool) -> None:
         return None
@@ -94,15 +82,12 @@ class CudaLane:
 
     The copies out and in run on streams of their own: a card has an engine for each direction.
 
-    Args:
-        sums_on_host: for a card that several processes share: it lets their kernels take turns.
     """
 
-    def __init__(self, device: torch.device, sums_on_host: bool) -> None:
-        self._device, self.sums_on_host = device, sums_on_host
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._several = False
-        self._result = torch.empty(0, dtype=torch.uint8)
 
     def leaving(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._out) if self._several else nullcontext()
@@ -116,12 +101,6 @@ class CudaLane:
 
     def wait(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
-
-    def result(self, like: torch.Tensor) -> torch.Tensor:
-        num_bytes = like.numel() * like.element_size()
-        if len(self._result) < num_bytes:
-            self._result = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        return self._result[:num_bytes].view(like.dtype)
 
     def begin(self, several: bool) -> None:
         self._several = several
@@ -192,44 +171,32 @@ class Channel:
         if number < 0:
             return
         if self.in_c is not None:
-            self._wait_in_c(self.in_c, what, number)
+            library = native.library()
+            assert library is not None
+            self.judge(
+                library.hetexp_await(ctypes.byref(self.in_c), what, ctypes.c_uint32(number & 0xFFFFFFFF))
+            )
             return
         for rank in range(self._size):
             if rank != self._rank:
                 word = self._place.first_word + what * self._size + rank
                 self._waiter.wait(word, (number + 1) & 0xFFFFFFFF, rank)
 
-    def _wait_in_c(self, in_c: native.Channel, what: int, number: int) -> None:
-        library = native.library()
-        assert library is not None
-        status = library.hetexp_await(ctypes.byref(in_c), what, ctypes.c_uint32(number & 0xFFFFFFFF))
-        self.judge(status, in_c)
-
-    def judge(self, status: int, in_c: native.Channel) -> None:
-        """Raise where a call of the compiled walk has lost a rank.
+    def judge(self, status: int) -> None:
+        """Raise where a call of the compiled walk has not done what it should.
 
         Raises:
-            PeerLostError: it has.
+            PeerLostError: a rank is gone or did not come in time.
+            RuntimeError: the device's runtime refused a call.
         """
-        if status == native.LATE:
-            self._waiter.late(in_c.lost)
-        if status == native.GONE:
-            self._waiter.lost(in_c.lost)
-
-    def add(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Put the sum of all ranks' tensors into `out`, which may be one of them, adding in their order.
-
-        On the host by the compiled walk: torch's own threads take longer to wake than a chunk to add up.
-        """
-        if self.in_c is None or out.device.type != "cpu" or out.dtype not in SUMMED_IN_C:
-            add(parts, out)
+        if status == native.DONE or self.in_c is None:
             return
-        library = native.library()
-        assert library is not None
-        addresses = (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts])
-        num_bytes = ctypes.c_int64(out.numel() * out.element_size())
-        place = ctypes.c_void_p(out.data_ptr())
-        library.hetexp_add(ctypes.byref(self.in_c), place, addresses, out.element_size(), num_bytes)
+        lost = self.in_c.lost
+        if status == native.LATE:
+            self._waiter.late(lost)
+        if status == native.GONE:
+            self._waiter.lost(lost)
+        raise RuntimeError(f"the device's runtime refused a copy to or from shared memory (error {lost})")
 
     def forget(self) -> None:
         """Let go of the segment's memory."""
@@ -266,12 +233,7 @@ class Walk:
 
         def read(chunk: _Chunk) -> None:
             own = flat[chunk.bounds]
-            if lane.sums_on_host:
-                result = lane.result(own)
-                chunk.channel.add(chunk.slots, result)
-                own.copy_(result, non_blocking=True)
-            else:
-                chunk.channel.add([own if r == self.rank else chunk.slots[r] for r in range(self.size)], own)
+            add([own if r == self.rank else chunk.slots[r] for r in range(self.size)], own)
 
         self._each(lane, flat, length, read)
 
@@ -307,7 +269,7 @@ class Walk:
         lane.begin(len(chunks) > 1)
         for step in range(len(chunks) + 2):
             if step < len(chunks):
-                self._write(lane, flat, chunks[step], whole=lane.sums_on_host)
+                self._write(lane, flat, chunks[step], whole=False)
             if 1 <= step <= len(chunks):
                 chunk = chunks[step - 1]
                 self._done(lane, chunk, WRITTEN)
@@ -348,15 +310,10 @@ class Walk:
     def _sum_part(self, lane: Lane, own: torch.Tensor, chunk: _Chunk) -> None:
         part = self._part(len(own), self.rank)
         result = chunk.slots[self.rank][part]
-        if lane.sums_on_host:
-            chunk.channel.add([slot[part] for slot in chunk.slots], result)
-            chunk.mark = None
-            return
         with lane.coming():
             if len(result):
                 mine = own[part]
-                parts = [mine if r == self.rank else chunk.slots[r][part] for r in range(self.size)]
-                chunk.channel.add(parts, mine)
+                add([mine if r == self.rank else chunk.slots[r][part] for r in range(self.size)], mine)
                 result.copy_(mine, non_blocking=True)
             chunk.mark = lane.mark()
 
@@ -364,7 +321,7 @@ class Walk:
         with lane.coming():
             for rank in range(self.size):
                 part = self._part(len(own), rank)
-                if (rank != self.rank or lane.sums_on_host) and part.stop > part.start:
+                if rank != self.rank and part.stop > part.start:
                     own[part].copy_(chunk.slots[rank][part], non_blocking=True)
             chunk.mark = lane.mark()
         self._leave_unread(lane, chunk)

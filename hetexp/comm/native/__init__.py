@@ -26,7 +26,8 @@ SOURCE = Path(__file__).with_name("shared_sum.c")
 VARIABLE = "HETEXP_NATIVE"
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_SECONDS = 60.0
-DONE, GONE, LATE = range(3)
+DONE, GONE, LATE, FAILED = range(4)
+MOST_DEPTH = 8
 
 
 class Channel(ctypes.Structure):
@@ -50,6 +51,46 @@ class Channel(ctypes.Structure):
     )
 
 
+class Device(ctypes.Structure):
+    """`struct device` of `shared_sum.c`: what copies between a device and page-locked memory."""
+
+    _fields_ = (
+        ("set_device", ctypes.c_void_p),
+        ("copy", ctypes.c_void_p),
+        ("record", ctypes.c_void_p),
+        ("settle", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("back_in", ctypes.c_void_p),
+        ("left", ctypes.c_void_p * MOST_DEPTH),
+        ("back", ctypes.c_void_p * MOST_DEPTH),
+        ("scratch", ctypes.c_void_p),
+        ("index", ctypes.c_int32),
+    )
+
+
+CALLS = ("SetDevice", "MemcpyAsync", "EventRecord", "EventSynchronize")
+"""Of a device's runtime, in the order of `Device`."""
+
+
+def runtime_calls(hip: str | None, cuda: str | None) -> list[int] | None:
+    """Return the addresses of `CALLS` in the runtime that torch uses; `None` where it is not found.
+
+    Args:
+        hip: torch's version of ROCm's runtime.
+        cuda: torch's version of CUDA.
+    """
+    prefix, versions = ("hip", (hip or "").split(".")[:1]) if hip else ("cuda", (cuda or "").split(".")[:1])
+    name = "libamdhip64.so" if hip else "libcudart.so"
+    for file in (*(f"{name}.{version}" for version in versions), name):
+        try:
+            loaded = ctypes.CDLL(file)  # by its short name: torch has loaded it already
+            calls = [getattr(loaded, prefix + call) for call in CALLS]
+        except (OSError, AttributeError):
+            continue
+        return [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls]
+    return None
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled walk; `None` where it cannot be had, with the reason in the log."""
@@ -61,9 +102,9 @@ def library() -> ctypes.CDLL | None:
         told = getattr(error, "stderr", None) or error
         log.info("the exchange's walk in C is not used, the one in Python is: %s", told)
         return None
-    for name in ("hetexp_sum", "hetexp_gather", "hetexp_await"):
+    calls = ("hetexp_sum", "hetexp_gather", "hetexp_await", "hetexp_sum_on_device", "hetexp_gather_on_device")
+    for name in calls:
         getattr(loaded, name).restype = ctypes.c_int
-    loaded.hetexp_add.restype = None
     return loaded
 
 

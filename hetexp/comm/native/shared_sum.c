@@ -17,6 +17,7 @@
 #define DONE 0
 #define GONE 1    /* a rank is dead or has given up: `lost` says which */
 #define LATE 2    /* a rank did not come in time */
+#define FAILED 3  /* the device's runtime refused a call: `lost` is its error */
 #define LINE 16   /* counters of 4 bytes lie this far apart */
 #define LOOK_SECONDS 0.05
 #define BLOCK 1024 /* numbers that are added up at a time where there are more than two ranks */
@@ -159,12 +160,8 @@ static int64_t start_of(struct channel *c, int64_t piece, int64_t chunk) {
 
 static int64_t low(int64_t count, int rank, int size) { return rank * count / size; }
 
-/* The two that the walk in Python takes from here: to wait, and to add up what lies on the host. */
+/* Where the walk is Python's, the wait is still this one: it holds no lock of the interpreter. */
 int hetexp_await(struct channel *c, int32_t what, uint32_t number) { return await(c, what, number); }
-
-void hetexp_add(struct channel *c, char *out, char *const *parts, int32_t width, int64_t bytes) {
-    add(c, out, NULL, parts, width, bytes);
-}
 
 /* Sum this channel's chunks of `count` numbers of `width` bytes in place.
  *
@@ -237,6 +234,117 @@ int hetexp_gather(struct channel *c, char *data, char *const *everyone, int64_t 
                 if (rank != c->rank) memcpy(everyone[rank] + start, slot_of(c, rank, now), (size_t)length);
             publish(c, READ, now + 1);
         }
+    }
+    return DONE;
+}
+
+/* ---- Tensors on a device: the runtime copies between it and the page-locked slots, and the host adds up.
+ *
+ * CUDA's and ROCm's runtimes have these calls alike; their addresses come from the library that torch uses. */
+
+#define TO_DEVICE 1
+#define TO_HOST 2
+#define MOST_DEPTH 8
+
+struct device {
+    int (*set_device)(int);
+    int (*copy)(void *, const void *, size_t, int, void *);  /* to, from, bytes, direction, stream */
+    int (*record)(void *, void *);                           /* event, stream */
+    int (*settle)(void *);                                   /* event: returns once it has happened */
+    void *out, *in;                                          /* streams */
+    void *left[MOST_DEPTH], *back[MOST_DEPTH];               /* events of the chunks under way */
+    char *scratch;                                           /* page-locked, for a chunk that a rank adds up alone */
+    int32_t index;
+};
+
+#define TRY(CALL) do { int error = (CALL); if (error) { c->lost = error; return FAILED; } } while (0)
+
+/* Tell that a chunk was read, once its copies are done. */
+static int settle_read(struct channel *c, struct device *d, uint32_t number) {
+    TRY(d->settle(d->back[number % (uint32_t)c->depth]));
+    publish(c, READ, number + 1);
+    return DONE;
+}
+
+/* As hetexp_sum, of a tensor at `data` on the device; the caller has let both streams wait for it. */
+int hetexp_sum_on_device(struct channel *c, struct device *d, char *data, int64_t count, int32_t width,
+                         int64_t chunk, int32_t in_parts, uint32_t number) {
+    char *parts[MOST_RANKS];
+    int64_t pieces = pieces_of(c, count, chunk);
+    int status, last_step = in_parts ? 3 : 2;
+    if (c->size > MOST_RANKS || c->size < 2 || c->depth > MOST_DEPTH) return LATE;
+    TRY(d->set_device(d->index));
+    for (int64_t step = 0; pieces && step < pieces + last_step; step++) {
+        if (step < pieces) { /* write */
+            uint32_t now = number + (uint32_t)step;
+            int64_t start = start_of(c, step, chunk), length = count - start < chunk ? count - start : chunk;
+            if ((status = await(c, READ, now - (uint32_t)c->depth))) return status;
+            TRY(d->copy(slot_of(c, c->rank, now), data + start * width, (size_t)(length * width), TO_HOST, d->out));
+            TRY(d->record(d->left[now % (uint32_t)c->depth], d->out));
+        }
+        if (step >= 1 && step - 1 < pieces) { /* add */
+            uint32_t now = number + (uint32_t)(step - 1);
+            int64_t start = start_of(c, step - 1, chunk), length = count - start < chunk ? count - start : chunk;
+            TRY(d->settle(d->left[now % (uint32_t)c->depth]));
+            publish(c, WRITTEN, now + 1);
+            if ((status = await(c, WRITTEN, now))) return status;
+            int64_t first = in_parts ? low(length, c->rank, c->size) * width : 0;
+            int64_t last = in_parts ? low(length, c->rank + 1, c->size) * width : length * width;
+            for (int rank = 0; rank < c->size; rank++) parts[rank] = slot_of(c, rank, now) + first;
+            if (in_parts) {
+                add(c, parts[c->rank], NULL, parts, width, last - first);
+                publish(c, SUMMED, now + 1);
+            } else {
+                add(c, d->scratch, NULL, parts, width, last);
+                TRY(d->copy(data + start * width, d->scratch, (size_t)last, TO_DEVICE, d->in));
+                TRY(d->record(d->back[now % (uint32_t)c->depth], d->in));
+                if ((status = settle_read(c, d, now))) return status; /* the scratch is free again */
+            }
+        }
+        if (in_parts && step >= 2 && step - 2 < pieces) { /* read all parts */
+            uint32_t now = number + (uint32_t)(step - 2);
+            int64_t start = start_of(c, step - 2, chunk), length = count - start < chunk ? count - start : chunk;
+            if ((status = await(c, SUMMED, now))) return status;
+            for (int rank = 0; rank < c->size; rank++) {
+                int64_t first = low(length, rank, c->size) * width, last = low(length, rank + 1, c->size) * width;
+                if (last == first) continue;
+                TRY(d->copy(data + start * width + first, slot_of(c, rank, now) + first, (size_t)(last - first),
+                            TO_DEVICE, d->in));
+            }
+            TRY(d->record(d->back[now % (uint32_t)c->depth], d->in));
+        }
+        if (in_parts && step >= 3 && (status = settle_read(c, d, number + (uint32_t)(step - 3)))) return status;
+    }
+    return DONE;
+}
+
+/* As hetexp_gather, of bytes on the device. */
+int hetexp_gather_on_device(struct channel *c, struct device *d, char *data, char *const *everyone, int64_t bytes,
+                            int64_t chunk, uint32_t number) {
+    int64_t pieces = pieces_of(c, bytes, chunk);
+    int status;
+    if (c->depth > MOST_DEPTH) return LATE;
+    TRY(d->set_device(d->index));
+    for (int64_t step = 0; pieces && step < pieces + 2; step++) {
+        if (step < pieces) {
+            uint32_t now = number + (uint32_t)step;
+            int64_t start = start_of(c, step, chunk), length = bytes - start < chunk ? bytes - start : chunk;
+            if ((status = await(c, READ, now - (uint32_t)c->depth))) return status;
+            TRY(d->copy(slot_of(c, c->rank, now), data + start, (size_t)length, TO_HOST, d->out));
+            TRY(d->record(d->left[now % (uint32_t)c->depth], d->out));
+        }
+        if (step >= 1 && step - 1 < pieces) {
+            uint32_t now = number + (uint32_t)(step - 1);
+            int64_t start = start_of(c, step - 1, chunk), length = bytes - start < chunk ? bytes - start : chunk;
+            TRY(d->settle(d->left[now % (uint32_t)c->depth]));
+            publish(c, WRITTEN, now + 1);
+            if ((status = await(c, WRITTEN, now))) return status;
+            for (int rank = 0; rank < c->size; rank++)
+                if (rank != c->rank)
+                    TRY(d->copy(everyone[rank] + start, slot_of(c, rank, now), (size_t)length, TO_DEVICE, d->in));
+            TRY(d->record(d->back[now % (uint32_t)c->depth], d->in));
+        }
+        if (step >= 2 && (status = settle_read(c, d, number + (uint32_t)(step - 2)))) return status;
     }
     return DONE;
 }
