@@ -14,11 +14,9 @@ itself, and the host adds up. Without a compiler one thread walks in Python, and
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,13 +93,14 @@ class DeviceInC:
 
     def __init__(self, device: torch.device, calls: Sequence[int]) -> None:
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
-        self._events = [torch.cuda.Event() for _ in range(2 * DEPTH)]
+        self._events = [torch.cuda.Event() for _ in range(2 * DEPTH + 1)]
         for event in self._events:
             event.record(self._streams[0])  # before that it has no handle
-        handles = [event.cuda_event for event in self._events]
+        ready, *handles = [event.cuda_event for event in self._events]
         self._scratch = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
         self._struct = native.Device(
             *calls,
+            ready=ready,
             out=self._streams[0].cuda_stream,
             back_in=self._streams[1].cuda_stream,
             left=(ctypes.c_void_p * native.MOST_DEPTH)(*handles[:DEPTH]),
@@ -109,13 +108,11 @@ class DeviceInC:
             scratch=self._scratch.data_ptr(),
             index=device.index if device.index is not None else torch.cuda.current_device(),
         )
-        self.reference = ctypes.byref(self._struct)
+        self.address = ctypes.addressof(self._struct)
 
     def begin(self, device: torch.device) -> None:
         """Let the copies follow what the current stream has been given."""
-        now = torch.cuda.current_stream(device)
-        for stream in self._streams:
-            stream.wait_stream(now)
+        self._events[0].record(torch.cuda.current_stream(device))
 
 
 class SharedMemoryExchange(Exchange):
@@ -149,7 +146,6 @@ class SharedMemoryExchange(Exchange):
         if self._locked:
             self._lane = CudaLane(device)
             self._on_device = self._devices_for_c(device)
-        self._threads = ThreadPoolExecutor(shape.channels, "exchange") if shape.channels > 1 else None
 
     @classmethod
     def form(
@@ -226,8 +222,6 @@ class SharedMemoryExchange(Exchange):
         return everyone
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown()
         if self._locked:
             self._locked = False
             torch.cuda.synchronize()
@@ -243,47 +237,45 @@ class SharedMemoryExchange(Exchange):
         return self._native is not None and (lane is self._host or bool(self._on_device))
 
     def _sum_in_c(self, flat: torch.Tensor, length: int, in_parts: bool) -> None:
-        assert self._native is not None
-        data, width = ctypes.c_void_p(flat.data_ptr()), flat.element_size()
-        rest = (data, ctypes.c_int64(len(flat)), width, ctypes.c_int64(length), int(in_parts))
-        calls = (self._native.hetexp_sum, self._native.hetexp_sum_on_device)
-        self._in_c(calls, rest, flat, -(-len(flat) // length))
+        call = native.Call(
+            data=flat.data_ptr(),
+            count=len(flat),
+            chunk=length,
+            width=flat.element_size(),
+            in_parts=in_parts,
+        )
+        self._in_c(call, flat.device)
 
     def _gather_in_c(self, everyone: Sequence[torch.Tensor], length: int) -> None:
-        assert self._native is not None
         own = everyone[self.rank]
         addresses = (ctypes.c_void_p * self.size)(*[one.data_ptr() for one in everyone])
-        rest = (ctypes.c_void_p(own.data_ptr()), addresses, ctypes.c_int64(len(own)), ctypes.c_int64(length))
-        calls = (self._native.hetexp_gather, self._native.hetexp_gather_on_device)
-        self._in_c(calls, rest, own, -(-len(own) // length))
+        call = native.Call(
+            data=own.data_ptr(), everyone=ctypes.addressof(addresses), count=len(own), chunk=length
+        )
+        self._in_c(call, own.device)
 
-    def _in_c(self, ways: tuple[Any, Any], rest: tuple[Any, ...], own: torch.Tensor, num_chunks: int) -> None:
+    def _in_c(self, call: native.Call, device: torch.device) -> None:
         """Let each channel take its chunks, all at once, and raise where a rank was lost.
 
         Args:
-            ways: the call for tensors on the host, and the one for those on the device.
-            rest: what follows channel and device in it, up to the number of the channel's first chunk.
+            call: all of it that is the same for each channel.
         """
+        assert self._native is not None
         self._walk.publish_read()
+        num_chunks = -(-call.count // call.chunk)
         used = self._channels[:num_chunks]
-        calls: list[Callable[[], int]] = []
-        for position, channel in enumerate(used):
-            number = ctypes.c_uint32(channel.chunks & 0xFFFFFFFF)
+        calls = (native.Call * len(used))()
+        for position, (one, channel) in enumerate(zip(calls, used, strict=True)):
+            ctypes.memmove(ctypes.addressof(one), ctypes.addressof(call), ctypes.sizeof(native.Call))
+            one.channel = ctypes.addressof(cast(native.Channel, channel.in_c))
+            one.number = channel.chunks & 0xFFFFFFFF
             channel.chunks += -(-(num_chunks - position) // len(self._channels))
-            place = ctypes.byref(cast(native.Channel, channel.in_c))
-            if own.device.type == "cpu":
-                calls.append(functools.partial(ways[0], place, *rest, number))
-            else:
-                on_device = self._on_device[position]
-                on_device.begin(own.device)
-                calls.append(functools.partial(ways[1], place, on_device.reference, *rest, number))
-        if self._threads is None or len(calls) == 1:
-            statuses = [call() for call in calls]
-        else:
-            others = [self._threads.submit(call) for call in calls[1:]]
-            statuses = [calls[0](), *(future.result() for future in others)]
-        for status, channel in zip(statuses, used, strict=True):
-            channel.judge(status)
+            if device.type != "cpu":
+                self._on_device[position].begin(device)
+                one.device = self._on_device[position].address
+        self._native.hetexp_take(calls, len(used))
+        for one, channel in zip(calls, used, strict=True):
+            channel.judge(one.status)
 
     def _devices_for_c(self, device: torch.device) -> list[DeviceInC]:
         """Return what each channel's C needs of the device; nothing where its runtime is not found."""

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("shared_sum.c")
 VARIABLE = "HETEXP_NATIVE"
+FLAGS = ("-O3", "-fPIC", "-shared", "-pthread")
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_SECONDS = 60.0
 DONE, GONE, LATE, FAILED = range(4)
@@ -59,6 +60,8 @@ class Device(ctypes.Structure):
         ("copy", ctypes.c_void_p),
         ("record", ctypes.c_void_p),
         ("settle", ctypes.c_void_p),
+        ("follow", ctypes.c_void_p),
+        ("ready", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("back_in", ctypes.c_void_p),
         ("left", ctypes.c_void_p * MOST_DEPTH),
@@ -68,7 +71,24 @@ class Device(ctypes.Structure):
     )
 
 
-CALLS = ("SetDevice", "MemcpyAsync", "EventRecord", "EventSynchronize")
+class Call(ctypes.Structure):
+    """`struct call` of `shared_sum.c`: one channel's part of a tensor."""
+
+    _fields_ = (
+        ("channel", ctypes.c_void_p),
+        ("device", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+        ("everyone", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("chunk", ctypes.c_int64),
+        ("width", ctypes.c_int32),
+        ("in_parts", ctypes.c_int32),
+        ("number", ctypes.c_uint32),
+        ("status", ctypes.c_int32),
+    )
+
+
+CALLS = ("SetDevice", "MemcpyAsync", "EventRecord", "EventSynchronize", "StreamWaitEvent")
 """Of a device's runtime, in the order of `Device`."""
 
 
@@ -102,16 +122,15 @@ def library() -> ctypes.CDLL | None:
         told = getattr(error, "stderr", None) or error
         log.info("the exchange's walk in C is not used, the one in Python is: %s", told)
         return None
-    calls = ("hetexp_sum", "hetexp_gather", "hetexp_await", "hetexp_sum_on_device", "hetexp_gather_on_device")
-    for name in calls:
-        getattr(loaded, name).restype = ctypes.c_int
+    loaded.hetexp_take.restype, loaded.hetexp_await.restype = None, ctypes.c_int
     return loaded
 
 
 def _built() -> Path:
     """Return the compiled library, building it where this source was not yet built on such a machine."""
     source = SOURCE.read_bytes()
-    key = hashlib.sha256(source + platform.machine().encode() + platform.system().encode()).hexdigest()[:16]
+    made_for = f"{platform.system()} {platform.machine()} {FLAGS}"
+    key = hashlib.sha256(source + made_for.encode()).hexdigest()[:16]
     folder = home() / "cache"
     path = folder / f"shared_sum-{key}.so"
     if path.is_file():
@@ -122,7 +141,7 @@ def _built() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         out = Path(temporary) / path.name
-        command = [compiler, "-O3", "-fPIC", "-shared", "-o", str(out), str(SOURCE)]
+        command = [compiler, *FLAGS, "-o", str(out), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
         os.replace(out, path)  # other ranks may build at the same time: each puts a whole file there
     return path

@@ -1,10 +1,11 @@
-/* The walk of hetexp/comm/shared_memory.py over the chunks of a tensor on the host, in C: the same counters and
- * slots, so that a rank may run either. One call sums a whole tensor; the interpreter's lock is not held.
+/* The walk of hetexp/comm/walk.py over the chunks of a tensor, in C: the same counters and slots, so that a rank
+ * may run either. One call takes a whole tensor, with a thread a channel; the interpreter's lock is not held.
  *
  * Numbers are added in rank order without any rearrangement (no -ffast-math): every rank gets the same bits. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
@@ -167,7 +168,7 @@ int hetexp_await(struct channel *c, int32_t what, uint32_t number) { return awai
  *
  * chunk: numbers of a chunk. in_parts: whether each rank adds up its part of every chunk, or all of it.
  * number: of the channel's first chunk; the caller counts on by the number of its chunks. */
-int hetexp_sum(struct channel *c, char *data, int64_t count, int32_t width, int64_t chunk, int32_t in_parts,
+static int sum(struct channel *c, char *data, int64_t count, int32_t width, int64_t chunk, int32_t in_parts,
                uint32_t number) {
     char *parts[MOST_RANKS];
     int64_t pieces = pieces_of(c, count, chunk);
@@ -214,7 +215,7 @@ int hetexp_sum(struct channel *c, char *data, int64_t count, int32_t width, int6
 }
 
 /* Copy `bytes` of every rank into `everyone` [size], this rank's own excepted. */
-int hetexp_gather(struct channel *c, char *data, char *const *everyone, int64_t bytes, int64_t chunk,
+static int gather(struct channel *c, char *data, char *const *everyone, int64_t bytes, int64_t chunk,
                   uint32_t number) {
     int64_t pieces = pieces_of(c, bytes, chunk);
     int status;
@@ -251,6 +252,8 @@ struct device {
     int (*copy)(void *, const void *, size_t, int, void *);  /* to, from, bytes, direction, stream */
     int (*record)(void *, void *);                           /* event, stream */
     int (*settle)(void *);                                   /* event: returns once it has happened */
+    int (*follow)(void *, void *, unsigned);                 /* stream, event: what comes waits for it */
+    void *ready;                                             /* event: the tensor is there */
     void *out, *in;                                          /* streams */
     void *left[MOST_DEPTH], *back[MOST_DEPTH];               /* events of the chunks under way */
     char *scratch;                                           /* page-locked, for a chunk that a rank adds up alone */
@@ -266,14 +269,15 @@ static int settle_read(struct channel *c, struct device *d, uint32_t number) {
     return DONE;
 }
 
-/* As hetexp_sum, of a tensor at `data` on the device; the caller has let both streams wait for it. */
-int hetexp_sum_on_device(struct channel *c, struct device *d, char *data, int64_t count, int32_t width,
+/* As sum, of a tensor at `data` on the device. What comes back follows what left: it needs no wait of its own. */
+static int sum_on_device(struct channel *c, struct device *d, char *data, int64_t count, int32_t width,
                          int64_t chunk, int32_t in_parts, uint32_t number) {
     char *parts[MOST_RANKS];
     int64_t pieces = pieces_of(c, count, chunk);
     int status, last_step = in_parts ? 3 : 2;
     if (c->size > MOST_RANKS || c->size < 2 || c->depth > MOST_DEPTH) return LATE;
     TRY(d->set_device(d->index));
+    TRY(d->follow(d->out, d->ready, 0));
     for (int64_t step = 0; pieces && step < pieces + last_step; step++) {
         if (step < pieces) { /* write */
             uint32_t now = number + (uint32_t)step;
@@ -318,13 +322,14 @@ int hetexp_sum_on_device(struct channel *c, struct device *d, char *data, int64_
     return DONE;
 }
 
-/* As hetexp_gather, of bytes on the device. */
-int hetexp_gather_on_device(struct channel *c, struct device *d, char *data, char *const *everyone, int64_t bytes,
+/* As gather, of bytes on the device. */
+static int gather_on_device(struct channel *c, struct device *d, char *data, char *const *everyone, int64_t bytes,
                             int64_t chunk, uint32_t number) {
     int64_t pieces = pieces_of(c, bytes, chunk);
     int status;
     if (c->depth > MOST_DEPTH) return LATE;
     TRY(d->set_device(d->index));
+    TRY(d->follow(d->out, d->ready, 0));
     for (int64_t step = 0; pieces && step < pieces + 2; step++) {
         if (step < pieces) {
             uint32_t now = number + (uint32_t)step;
@@ -347,4 +352,43 @@ int hetexp_gather_on_device(struct channel *c, struct device *d, char *data, cha
         if (step >= 2 && (status = settle_read(c, d, number + (uint32_t)(step - 2)))) return status;
     }
     return DONE;
+}
+
+/* ---- One call for a whole tensor. */
+
+struct call {
+    struct channel *channel;
+    struct device *device;      /* NULL: the tensor is the host's */
+    char *data;
+    char *const *everyone;      /* of a gather, where each rank's bytes go; NULL: a sum */
+    int64_t count, chunk;       /* numbers of the tensor (bytes of a gather), and of a chunk */
+    int32_t width, in_parts;
+    uint32_t number;            /* of the channel's first chunk */
+    int32_t status;
+};
+
+static void *take(void *given) {
+    struct call *it = given;
+    struct channel *c = it->channel;
+    if (it->everyone && it->device)
+        it->status = gather_on_device(c, it->device, it->data, it->everyone, it->count, it->chunk, it->number);
+    else if (it->everyone)
+        it->status = gather(c, it->data, it->everyone, it->count, it->chunk, it->number);
+    else if (it->device)
+        it->status = sum_on_device(c, it->device, it->data, it->count, it->width, it->chunk, it->in_parts, it->number);
+    else
+        it->status = sum(c, it->data, it->count, it->width, it->chunk, it->in_parts, it->number);
+    return NULL;
+}
+
+/* Take each channel's chunks, all channels at once. A thread costs less to make than one of Python's to wake. */
+void hetexp_take(struct call *calls, int32_t count) {
+    pthread_t threads[count > 1 ? count : 1];
+    int made[count > 1 ? count : 1];
+    for (int i = 1; i < count; i++) made[i] = pthread_create(&threads[i], NULL, take, &calls[i]) == 0;
+    take(&calls[0]);
+    for (int i = 1; i < count; i++) {
+        if (made[i]) pthread_join(threads[i], NULL);
+        else take(&calls[i]); /* the channels are independent of each other */
+    }
 }
