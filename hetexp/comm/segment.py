@@ -67,10 +67,11 @@ class Segment:
     def __init__(self, file: int, rank: int, size: int, num_words: int, num_bytes: int) -> None:
         self.file, self.rank, self.size = file, rank, size
         self._data_start = _aligned(num_words * LINE_BYTES)
-        self._map = mmap.mmap(file, self.total_bytes(num_words, num_bytes))
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8)[self._data_start :]
+        memory = mmap.mmap(file, self.total_bytes(num_words, num_bytes))
+        self._map: mmap.mmap | None = memory
+        self.data = torch.frombuffer(memory, dtype=torch.uint8)[self._data_start :]
         """The bytes after the words."""
-        self._words = [ctypes.c_uint32.from_buffer(self._map, i * LINE_BYTES) for i in range(num_words)]
+        self._words = [ctypes.c_uint32.from_buffer(memory, i * LINE_BYTES) for i in range(num_words)]
         self._addresses = [ctypes.c_void_p(ctypes.addressof(word)) for word in self._words]
         self._call = _futex_call()
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -91,7 +92,7 @@ class Segment:
     @property
     def num_bytes(self) -> int:
         """All of it, words included."""
-        return len(self._map)
+        return 0 if self._map is None else len(self._map)
 
     def word(self, index: int) -> int:
         """Return a counter's value."""
@@ -126,11 +127,9 @@ class Segment:
         return False
 
     def close(self) -> None:
-        """Give the memory back, once no tensor of it is left; safe to call twice."""
+        """Let go of the memory; it goes with the last tensor of it. Safe to call twice."""
         self._words, self._addresses = [], []
-        self.data = torch.empty(0, dtype=torch.uint8)
-        with contextlib.suppress(BufferError):  # a tensor is left: the memory goes when the process ends
-            self._map.close()
+        self.data, self._map = torch.empty(0, dtype=torch.uint8), None
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
