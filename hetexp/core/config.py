@@ -217,13 +217,37 @@ class TrainerConfig(Section):
         return int(value) if isinstance(value, bool) else value
 
 
+def variables(raw: Any) -> Any:
+    """Return environment variables as texts: numbers as they are written, `true` and `false` as 1 and 0."""
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        return raw
+    numbers = {name: value for name, value in raw.items() if isinstance(value, (int, float))}
+    texts = {n: str(int(value) if isinstance(value, bool) else value) for n, value in numbers.items()}
+    return {**raw, **texts}
+
+
 class CommConfig(Section):
     """How ranks exchange gradients."""
 
-    backend: Literal["auto", "gloo", "native"] = "auto"
-    """`native` is the vendor's own library (NCCL); `auto` takes it where all devices are one vendor's."""
+    backend: Literal["auto", "native", "shm", "gloo"] = "auto"
+    """`native` is the vendor's own library (NCCL), `shm` memory that the ranks of a host share, `gloo` goes
+    over TCP; `auto` takes what fits where the devices are (`hetexp.plan.routes`)."""
+    wire: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What gradients travel as, with error feedback; float32 means as they are."""
+    env: dict[str, str] | None = None
+    """Variables for the environment of every rank, such as `NCCL_P2P_DISABLE`."""
     timeout_seconds: PositiveFloat = 300.0
     """Longest wait in a collective."""
+    self_test_seconds: PositiveFloat = 20.0
+    """Longest that what carries the exchange may take to form and to sum known values, before training."""
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        """YAML reads `1` and `true` as what they look like; a variable is text."""
+        return None if value is None else variables(value)
 
 
 class LaunchConfig(Section):

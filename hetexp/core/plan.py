@@ -10,6 +10,7 @@ from typing import Any
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.files import write_json
+from hetexp.core.route import Route
 from hetexp.core.split import apportion
 from hetexp.core.stage import Stage
 
@@ -51,13 +52,18 @@ class Plan:
     local_batch_sizes: tuple[int, ...]
     """The shares of a full global batch in samples."""
     collective_backend: str
-    """`gloo` or `nccl`."""
+    """Of the process group of all ranks, which counts and decisions go through: `gloo`, `nccl` or `xccl`."""
     threads: tuple[int, ...]
     """CPU threads a rank's torch may use."""
     choices: dict[str, str] = field(default_factory=dict)
     """Which option of each Hydra group made this plan, for names and tags."""
     overrides: tuple[str, ...] = ()
     """What the person typed, for the run's name."""
+    route: Route | None = None
+    """How gradients, or weights, are summed over all ranks; `None`: by the process group of all ranks."""
+    route_fallback: dict[str, str] | None = None
+    """`from` and `to` which route, and the `reason`, where the start-up self-test found the planned one to
+    fail; ranks know it, the plan's file does not."""
     precisions: tuple[str, ...] = ()
     """What each rank computes in: `float32`, `bfloat16`, `float16` or `float64`."""
     microbatch_sizes: tuple[int | None, ...] = ()
@@ -114,6 +120,17 @@ class Plan:
         return len(self.devices)
 
     @property
+    def way(self) -> Route:
+        """How something large is summed over all ranks."""
+        return self.route or Route.flat(self.collective_backend, self.world_size)
+
+    @property
+    def wire(self) -> str:
+        """What gradients travel as between ranks that no vendor's library joins: `comm.wire`."""
+        wire: str = self.config.get("comm", {}).get("wire", "float32")
+        return wire
+
+    @property
     def emulated(self) -> bool:
         """True if a device is not as it is, or faults are ordered: no number of this run is hardware's."""
         ordered = self.config.get("fault", {}).get("events")
@@ -149,6 +166,8 @@ class Plan:
         raw["cards"] = tuple(DeviceSpec.from_dict(device) for device in raw["cards"])
         raw["left_out"] = tuple(DeviceSpec.from_dict(device) for device in raw.get("left_out", ()))
         raw["stages"] = tuple(tuple(Stage(**stage) for stage in own) for own in raw["stages"])
+        if raw.get("route") is not None:
+            raw["route"] = Route.from_dict(raw["route"])
         for name in _TUPLES:
             raw[name] = tuple(raw[name])
         return cls(**raw)

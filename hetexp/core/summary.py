@@ -54,8 +54,9 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "measured_step_s": None,
         "splits": None,
         "comm": {
-            "backend": plan.collective_backend,
-            "wire_dtype": exchanged_in(plan.precisions),
+            "backend": plan.way.name or plan.collective_backend,
+            "wire_dtype": exchanged_in(plan.precisions) if plan.wire == "float32" else plan.wire,
+            "fallback": plan.route_fallback,
             "bytes_per_step": None,
             "exposed_s": None,
         },

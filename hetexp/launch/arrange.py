@@ -13,6 +13,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer
 from hetexp.launch.known import known_of
+from hetexp.plan.routes import routed
 from hetexp.plan.staged import Arrangement, arrange
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def with_arrangement(plan: Plan, found: Arrangement) -> Plan:
 
     # The policy's own sentence tells of samples that are each device's: here they are a pipeline's.
     old = [reason for reason in plan.reasons if not reason.startswith("Policy ")]
-    return replace(
+    changed = replace(
         plan,
         devices=kept(plan.devices),
         left_out=tuple(one for place, one in enumerate(plan.devices) if place not in found.ranks),
@@ -78,3 +79,4 @@ def with_arrangement(plan: Plan, found: Arrangement) -> Plan:
         predicted_step_seconds=found.step_seconds,
         reasons=(*found.reasons, *old),
     )
+    return routed(changed)

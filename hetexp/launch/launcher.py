@@ -18,7 +18,7 @@ from rich.console import Console
 
 import hetexp
 from hetexp.checkpoint.manifest import find_checkpoint
-from hetexp.core.config import Config
+from hetexp.core.config import Config, variables
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import HetexpError, RunFailedError, SetupError
 from hetexp.core.files import remove_temporary_folders, write_json
@@ -292,7 +292,8 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 def environment_of(plan: Plan, rank: int) -> dict[str, str]:
     """Return the environment of a rank."""
     visible = environment_together(plan.cards or [plan.devices[rank]])
-    return rank_environment(os.environ, visible, plan.threads[rank], package_root())
+    wanted = variables(plan.config.get("comm", {}).get("env"))
+    return rank_environment(os.environ, visible, plan.threads[rank], package_root(), wanted)
 
 
 def card_state(device: DeviceSpec) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from hetexp.hardware.backend import VISIBILITY
 from hetexp.launch.interpreter import RUN_WORKER, is_own
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
+from hetexp.plan.exchange_checks import OTHER_JOBS
 
 WORKER = "hetexp.worker"
 """A layer above this one, hence known by name only."""
@@ -123,7 +124,11 @@ def signal_group(process: RankProcess, number: signal.Signals) -> None:
 
 
 def rank_environment(
-    inherited: Mapping[str, str], device: Mapping[str, str], threads: int, package_root: str | None
+    inherited: Mapping[str, str],
+    device: Mapping[str, str],
+    threads: int,
+    package_root: str | None,
+    wanted: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return a rank's environment: the launcher's own, without what would make torch find another job.
 
@@ -131,13 +136,12 @@ def rank_environment(
         inherited: the launcher's environment; NCCL's and the vendor's settings pass unchanged.
         device: the backend's visibility variables.
         package_root: folder to import hetexp from, where it is not installed in the rank's interpreter.
+        wanted: what the configuration sets (`comm.env`).
     """
-    leftovers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    leftovers.update(
-        VISIBILITY
-    )  # an inherited mask beside the rank's own would be applied to what that one left
+    # An inherited mask beside the rank's own would be applied to what that one left.
+    leftovers = {*OTHER_JOBS, *VISIBILITY}
     environment = {key: value for key, value in inherited.items() if key not in leftovers}
-    environment |= device
+    environment |= {**(wanted or {}), **device}
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONUNBUFFERED"] = "1"
     # One host: without this gloo asks the resolver for the host's own name, which may lead anywhere.

@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,9 @@ def _job_entry(plan: Plan, config: Config, devices: list[str]) -> tuple[str, dic
         "global_batch_size": trainer.global_batch_size,  # the sizes measured and the samples loaded follow it
         "clip_norm": trainer.clip_norm,
         "non_finite": trainer.non_finite,
-        "collective_backend": plan.collective_backend,
+        "route": asdict(plan.way),
+        "wire": plan.wire,
+        "variables": config.comm.env,
         "network": plan.network,
         "hosts": [device.host for device in plan.devices],
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},

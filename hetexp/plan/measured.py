@@ -17,6 +17,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.split import Split
 from hetexp.hardware.links import build_links
+from hetexp.plan.routes import routed
 
 LEAST_GAIN = 0.01
 """Fraction by which a device must make the step quicker to be worth taking: less cannot be measured."""
@@ -141,7 +142,7 @@ def replanned(
         return tuple(values[rank] for rank in choice.ranks) if values else ()
 
     old = [reason for reason in plan.reasons if not reason.startswith("Policy ")]
-    return replace(
+    changed = replace(
         plan,
         devices=kept(plan.devices),
         left_out=tuple(one for rank, one in enumerate(plan.devices) if rank not in choice.ranks),
@@ -159,6 +160,7 @@ def replanned(
             **(source or {}),
         },
     )
+    return routed(changed)
 
 
 def begun_with(plan: Plan, known: Sequence[DeviceCalibration | None], caps: Sequence[int | None]) -> Plan:

@@ -18,11 +18,13 @@ from hetexp.core.fault import LASTING
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.precision import choose_precisions, precision_problems, precision_reasons
+from hetexp.core.route import Route
 from hetexp.core.split import apportion
-from hetexp.hardware.backend import backend_class
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.selection import threads_for
+from hetexp.plan.exchange_checks import check_collective, check_variables, check_wire
 from hetexp.plan.fallback import with_hint
+from hetexp.plan.routes import routed, sums_large
 from hetexp.strategy.base import Strategy
 
 _DEFAULT_FOLDER = re.compile(r"\d\d-\d\d-\d\d-[0-9a-f]{6}")
@@ -53,13 +55,15 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
     problems = list(selection.problems)
     devices = selection.devices
     problems += precision_problems(config.trainer.precision, devices)
-    problems += _check_collective(config, devices)
+    problems += check_variables(config)
+    problems += check_collective(config, devices)
     problems += _check_faults(config, devices)
     if components and devices:
         try:
             strategy: Strategy = instantiate(config.strategy)
             problems += [with_hint(one, strategy, config) for one in strategy.check(config, devices)]
             problems += _check_compile(config, strategy, devices)
+            problems += check_wire(config, strategy)
         except ConfigError as error:
             problems += error.problems
         try:
@@ -78,7 +82,6 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
     policy: BalancingPolicy = instantiate(config.balancing)
     precisions = choose_precisions(config.trainer.precision, devices)
     shares = policy.shares(devices, precisions)
-    backend, why = choose_collective(config.comm.backend, devices)
     local = apportion(config.trainer.global_batch_size, shares).counts
     policy_name = type(policy).__name__.lower()
     split = ", ".join(f"{device.id} {count}" for device, count in zip(devices, local, strict=True))
@@ -91,9 +94,8 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         *selection.reasons,
         f"Policy {policy_name} {policy_reason}",
         *precision_reasons(config.trainer.precision, devices),
-        why,
     ]
-    return Plan(
+    plan = Plan(
         run_id=run_id(request.run_dir),
         run_dir=str(request.run_dir),
         name=config.name or run_name(request),
@@ -103,7 +105,8 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         strategy=strategy.name,
         shares=shares,
         local_batch_sizes=local,
-        collective_backend=backend,
+        collective_backend="gloo",
+        route=Route() if sums_large(strategy) else None,
         threads=threads_for(devices, config.hardware.threads_per_rank),
         choices=request.choices | ({"strategy": strategy.name} if selection.fallback else {}),
         overrides=request.overrides,
@@ -119,14 +122,13 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
             dict.fromkeys(str(Path(path).absolute()) for path in [str(request.working_dir), sys.path[0]])
         ),
     )
+    return routed(plan)
 
 
 def in_one_process(plan: Plan, strategy: Strategy) -> Plan:
     """Return the plan with one rank for all devices, where the strategy wants that; their shares stay."""
     if not strategy.one_process:
         return plan
-    wanted = plan.config.get("comm", {}).get("backend", "auto")
-    _, exchange = choose_collective(wanted, plan.devices)  # there is none
     return replace(
         plan,
         devices=plan.devices[:1],
@@ -135,28 +137,11 @@ def in_one_process(plan: Plan, strategy: Strategy) -> Plan:
         card_shares=plan.shares,
         local_batch_sizes=(sum(plan.local_batch_sizes),),
         collective_backend="gloo",
+        route=None,
         threads=(sum(plan.threads),),
         precisions=plan.precisions[:1],
-        reasons=(*(one for one in plan.reasons if one != exchange), "One process drives all of these cards."),
+        reasons=(*plan.reasons, "One process drives all of these cards."),
     )
-
-
-def choose_collective(wanted: str, devices: Sequence[DeviceSpec]) -> tuple[str, str]:
-    """Return the collective backend and the sentence that explains it."""
-    # By address: instances that one card is cut into have UUIDs of their own.
-    cards = [device.pci or device.uuid or device.id for device in devices]
-    if len(set(cards)) < len(cards):
-        return (
-            "gloo",
-            "gloo exchanges the gradients through host memory: ranks share a card, which NCCL refuses.",
-        )
-    backends = {device.backend for device in devices}
-    # AMD's library answers to NVIDIA's name, and the two do not understand each other.
-    only = backend_class(*backends).native_collective if len(backends) == 1 else None
-    if wanted in ("auto", "native") and only is not None:
-        return only, f"All devices are one vendor's: {only} exchanges the gradients."
-    kinds = ", ".join(dict.fromkeys(device.backend for device in devices))
-    return "gloo", f"gloo exchanges the gradients through host memory ({kinds})."
 
 
 def run_id(run_dir: Path) -> str:
@@ -199,13 +184,3 @@ def _check_compile(config: Config, strategy: Strategy, devices: Sequence[DeviceS
         return []
     accepted = f"false where devices are emulated, slowed or limited in memory ({', '.join(altered)})"
     return [must_be("trainer.compile", accepted, mode)]
-
-
-def _check_collective(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
-    if config.comm.backend != "native" or not devices:
-        return []
-    backend, _ = choose_collective("native", devices)
-    if backend != "gloo":
-        return []
-    names = ", ".join(str(device) for device in devices)
-    return [must_be("comm.backend", f"auto or gloo for these devices ({names})", "native")]

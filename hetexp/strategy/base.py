@@ -40,6 +40,8 @@ class Strategy(ABC):
     """Whether one rank drives all devices."""
     compiles: ClassVar[bool] = False
     """Whether `wrap` takes a model that `torch.compile` has compiled."""
+    codes_gradients: ClassVar[bool] = False
+    """Whether gradients may travel in another form than the one that they have (`comm.wire`)."""
     predicted_as: ClassVar[Literal["alone", "all_reduce", "periodic", "apart", "stages"] | None] = None
     """How the cost model predicts a step: one device's own work, the ranks' work with an all-reduce of the
     gradients in backward (`all_reduce`), with one of the weights now and then (`periodic`), with none

@@ -39,6 +39,7 @@ class DDP(Strategy):
 
     name: ClassVar[str] = "ddp"
     compiles = True
+    codes_gradients = True
     predicted_as = "all_reduce"
 
     def __init__(

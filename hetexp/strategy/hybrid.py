@@ -30,6 +30,7 @@ class Hybrid(Staged):
     """
 
     name: ClassVar[str] = "hybrid"
+    codes_gradients = True
 
     def __init__(
         self,

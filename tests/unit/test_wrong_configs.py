@@ -95,7 +95,10 @@ WRONG = {
         ["strategy.static_graph=true", "trainer.accumulate=2"],
         ["`strategy.static_graph` must be false where gradients accumulate", "True"],
     ),
-    "native group on the CPU": ([TWO, "comm=native"], ["`comm.backend` must be auto or gloo", "'native'"]),
+    "native group on the CPU": (
+        [TWO, "comm=native"],
+        ["`comm.backend` must be auto, shm or gloo", "'native'"],
+    ),
     "card without fp64": (
         ["hardware.devices=[emulated:arc_a770]", "trainer.precision=float64"],
         ["`trainer.precision`", "Arc A770", "'float64'"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from hetexp.hardware.catalogue import card
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.emulated import EmulatedBackend
 from hetexp.hardware.pool import Selection
-from hetexp.plan.planner import Request, check_plan, choose_collective, make_plan, run_id, run_name
+from hetexp.plan.planner import Request, check_plan, make_plan, run_id, run_name
 
 CPU = [CpuBackend.describe(i) for i in range(3)]
 CUDA = [
@@ -39,39 +38,6 @@ def config(**sections: Any) -> Config:
 
 def manual(*weights: float) -> dict[str, Any]:
     return {"_target_": "hetexp.balancing.manual.Manual", "weights": list(weights)}
-
-
-# ---------------------------------------------------------------- the collective
-
-
-@pytest.mark.parametrize(
-    ("devices", "wanted", "chosen"),
-    [
-        (CPU[:1], "auto", "gloo"),
-        (CPU, "auto", "gloo"),
-        (CPU, "gloo", "gloo"),
-        (CUDA[:1], "auto", "nccl"),
-        (CUDA, "auto", "nccl"),
-        (CUDA, "native", "nccl"),
-        (CUDA, "gloo", "gloo"),
-        ([*CUDA, CPU[0]], "auto", "gloo"),
-        ([replace(card, pci="0000:01:00.0") for card in CUDA], "auto", "gloo"),  # one card, twice or cut
-        ([CUDA[0], HIP], "auto", "gloo"),
-        ([HIP, HIP_2], "auto", "nccl"),
-        ([CPU[0], *CUDA], "native", "gloo"),
-        (EMULATED, "auto", "gloo"),
-        ([CUDA[0], EMULATED[1]], "auto", "gloo"),
-    ],
-)
-def test_the_collective_backend(devices: list[DeviceSpec], wanted: str, chosen: str) -> None:
-    backend, why = choose_collective(wanted, devices)
-    assert backend == chosen
-    assert chosen in why
-
-
-def test_why_gloo_names_the_kinds_of_devices() -> None:
-    _, why = choose_collective("auto", [CPU[0], CUDA[0], CPU[1]])
-    assert "cpu, cuda" in why
 
 
 # ---------------------------------------------------------------- the run's id and name
@@ -178,9 +144,9 @@ def test_nothing_speaks_against_a_right_plan() -> None:
         (
             {"comm": {"backend": "native"}},
             CPU[:2],
-            ["`comm.backend` must be auto or gloo for these devices (cpu:0"],
+            ["`comm.backend` must be auto, shm or gloo for these devices (cpu:0"],
         ),
-        ({"comm": {"backend": "native"}}, [CUDA[0], CPU[0]], ["`comm.backend` must be auto or gloo"]),
+        ({"comm": {"backend": "native"}}, [CUDA[0], CPU[0]], ["`comm.backend` must be auto, shm or gloo"]),
         ({"trainer": {"compile": True}}, CPU[:2], []),
         (
             {"trainer": {"compile": True}},
@@ -260,7 +226,7 @@ def test_a_plan_tells_who_does_what_and_why() -> None:
     assert plan.config is raw
     assert plan.reasons[0] == "Because."
     assert "Policy manual splits 8 samples a step: cpu:0 6, cpu:1 2." in plan.reasons
-    assert any("gloo exchanges the gradients" in reason for reason in plan.reasons)
+    assert "The exchange goes by shm, in memory that all ranks share (cpu)." in plan.reasons
     assert plan.import_paths[0] == "/work"
     assert all(Path(path).is_absolute() for path in plan.import_paths)
     assert len(set(plan.import_paths)) == len(plan.import_paths)

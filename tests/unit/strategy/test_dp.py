@@ -19,7 +19,7 @@ from hetexp.hardware.backend import visible_places
 from hetexp.launch.launcher import environment_of
 from hetexp.model.gpt import GPT
 from hetexp.model.recompute import rebind, recompute_layers, recomputes
-from hetexp.plan.planner import choose_collective, in_one_process
+from hetexp.plan.planner import in_one_process
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.dp import DP
 from hetexp.strategy.empty_share import EmptyShareGuard
@@ -87,7 +87,7 @@ def test_what_one_process_cannot_have() -> None:
 def plan(cards: list[DeviceSpec] = CARDS, shares: tuple[float, ...] = (0.5, 0.25, 0.25)) -> Plan:
     counts = tuple(round(8 * share) for share in shares)
     raw = unbuilt_config(trainer={"seed": 0})
-    told = ("The reason.", choose_collective("auto", cards)[1])
+    told = ("The reason.",)
     made = plan_on(cards, raw, shares=shares, local_batch_sizes=counts, strategy="dp", reasons=told)
     return in_one_process(made, DP())
 

@@ -1,0 +1,69 @@
+"""What speaks against the group `comm` of a configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
+from hetexp.hardware.backend import VISIBILITY
+from hetexp.plan.routes import choose_collective
+from hetexp.strategy.base import Strategy
+
+OTHER_JOBS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that would make torch find another job; no rank gets them."""
+SET_BY_HETEXP = {
+    **dict.fromkeys(OTHER_JOBS, "Ranks meet through the launcher."),
+    **dict.fromkeys(VISIBILITY, "`hardware.gpu_ids` chooses cards."),
+    "OMP_NUM_THREADS": "`hardware.threads_per_rank` sets it.",
+    "PYTHONPATH": "`python` of an entry of `hardware.devices` chooses an interpreter.",
+    "PYTHONUNBUFFERED": "The launcher follows the logs.",
+}
+"""Variables that the launcher gives each rank, and what to do instead of setting them."""
+
+
+def check_collective(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+    """Return what speaks against a vendor's own library."""
+    if config.comm.backend != "native" or not devices or choose_collective("native", devices) != "gloo":
+        return []
+    names = ", ".join(str(device) for device in devices)
+    return [must_be("comm.backend", f"auto, shm or gloo for these devices ({names})", "native")]
+
+
+def check_wire(config: Config, strategy: Strategy) -> list[str]:
+    """Return what speaks against the form in which gradients are to travel."""
+    wire = config.comm.wire
+    if wire == "float32":
+        return []
+    if strategy.name == "local_sgd":
+        accepted, fix = "float32 where `strategy` is local_sgd", f"Write strategy.wire={wire}."
+        return [must_be("comm.wire", accepted, wire, fix)]
+    if not strategy.codes_gradients:
+        fix = "ddp and hybrid code them."
+        return [must_be("comm.wire", f"float32 where `strategy` is {strategy.name}", wire, fix)]
+    if config.trainer.precision == "float64":
+        return [float64_problem(wire)]
+    return []
+
+
+def float64_problem(wire: str) -> str:
+    """Say that a run in float64 exchanges its numbers as they are."""
+    return must_be("comm.wire", "float32 (numbers as they are) where training is in float64", wire)
+
+
+def check_variables(config: Config) -> list[str]:
+    """Return what is wrong with the variables for the ranks."""
+    problems = []
+    for name, value in (config.comm.env or {}).items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            problems.append(
+                f"`comm.env` must have names of letters, digits and `_`, but has '{name}' instead."
+            )
+        elif name in SET_BY_HETEXP or name.startswith("HETEXP_"):
+            fix = SET_BY_HETEXP.get(name, "It is between the launcher and its ranks.")
+            problems.append(must_be(f"comm.env.{name}", "absent, as hetexp sets it", value, fix))
+        elif "\0" in value:
+            problems.append(must_be(f"comm.env.{name}", "a text without a null character", value))
+    return problems
