@@ -72,6 +72,16 @@ class Exchange(ABC):
                 if rank == self.rank:
                     torch.sub(wanted, decoded, out=lost).nan_to_num_(0.0, 0.0, 0.0)
 
+    def broadcast_(self, tensor: torch.Tensor) -> None:
+        """Replace a contiguous tensor of any type by that of the group's first rank, bit for bit.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+        taken = self.gather(tensor.view(-1).view(torch.uint8))[0]
+        if self.rank:
+            tensor.view(-1).view(torch.uint8).copy_(taken)
+
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Give up what the exchange holds; safe to call twice, and no call may follow."""
 
@@ -108,5 +118,9 @@ class GroupExchange(Exchange):
         return [one.to(tensor.device) for one in everyone]
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the group can reduce: gloo reads and writes `cpu` and `cuda` tensors only."""
-        return tensor if not self._hosted or tensor.device.type in ("cpu", "cuda") else tensor.to("cpu")
+        return staged(tensor, self.name)
+
+
+def staged(tensor: torch.Tensor, library: str) -> torch.Tensor:
+    """Return what a library can reduce in place: gloo reads and writes `cpu` and `cuda` tensors only."""
+    return tensor if library != "gloo" or tensor.device.type in ("cpu", "cuda") else tensor.to("cpu")

@@ -1,0 +1,71 @@
+"""Sums over ranks that no one library joins: inside their groups first, then between the groups' leaders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetexp.comm.codec import Codec
+from hetexp.comm.exchange import Exchange
+from hetexp.core.route import Route
+
+
+class HierarchicalExchange(Exchange):
+    """Sums level by level, and hands the result back down, so that every rank gets the same bits.
+
+    Codes travel on the last level only, where bytes cost most: sums inside the groups below it are of numbers
+    as they are, and what the code loses of such a sum is kept by the group's leader. On all other ranks
+    feedback stays 0.
+
+    Args:
+        levels: of the groups that this rank is in, from within outwards: it leads each but the last.
+        route: of all ranks.
+        rank: among all ranks.
+    """
+
+    def __init__(self, levels: Sequence[Exchange], route: Route, rank: int) -> None:
+        self.name, self.rank = route.name, rank
+        self.takes_host = all(g.library in ("shm", "gloo") for level in route.levels for g in level)
+        groups = route.groups_of(rank)
+        self._levels = list(zip(levels, groups, strict=True))
+        self._heights = [number for number, level in enumerate(route.levels) for g in level if g in groups]
+        self._route = route
+        root = route.levels[-1][0]
+        self._last = root in groups
+        self.size = sum(len(route.below(one, len(route.levels) - 1)) for one in root.ranks)
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        for exchange, _ in self._levels:
+            exchange.sum_(tensor)
+        self._down(tensor)
+
+    def sum_coded_(self, tensor: torch.Tensor, codec: Codec, feedback: torch.Tensor) -> None:
+        below = self._levels[:-1] if self._last else self._levels
+        for exchange, _ in below:
+            exchange.sum_(tensor)
+        if self._last:
+            self._levels[-1][0].sum_coded_(tensor, codec, feedback)
+        self._down(tensor)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        table = tensor.new_zeros((self.size, len(tensor)))
+        table[self.rank] = tensor
+        for height, (exchange, group) in zip(self._heights, self._levels, strict=True):
+            brought = [list(self._route.below(rank, height)) for rank in group.ranks]
+            most = max(map(len, brought))
+            own = table[brought[exchange.rank]]
+            own = torch.cat([own, own.new_zeros((most - len(own), len(tensor)))])
+            for ranks, rows in zip(brought, exchange.gather(own.view(-1)), strict=True):
+                table[ranks] = rows.view(most, len(tensor))[: len(ranks)]
+        self._down(table)
+        return list(table)
+
+    def close(self) -> None:
+        for exchange, _ in self._levels:
+            exchange.close()
+
+    def _down(self, tensor: torch.Tensor) -> None:
+        """Give what the last level has to all ranks; those of its group have it."""
+        for exchange, _ in reversed(self._levels[:-1] if self._last else self._levels):
+            exchange.broadcast_(tensor)
