@@ -28,13 +28,15 @@ from hetexp.library.alone import FirstLine, device_alone, plan_alone, torch_devi
 from hetexp.library.batches import Collate, check_dataset
 from hetexp.library.front import Called
 from hetexp.library.run import Run
+from hetexp.plan.exchange_checks import float64_problem
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
 from hetexp.training.state import Parts
 from hetexp.training.wiring import (
     agree,
+    connect,
     data_facts,
-    form_communicator,
+    hook_exchange,
     model_facts,
     open_device,
     pace_exchange,
@@ -136,6 +138,7 @@ def setup(
     called = Called(model)
     parts.module = parts.strategy.wrap(called, parts.device)
     pace_exchange(parts)
+    hook_exchange(parts)
     if launched is None:
         parts.loggers = (FirstLine(Path(plan.run_dir)),)
         return Run(parts, called, store, collate)
@@ -193,13 +196,14 @@ def _parts(
     settings = policy.settings if policy.follows else None
     # The script steps a schedule of its own; what counts steps here must touch no rate of its optimizer.
     steps = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=0.0)
+    plan, communicator, summed_by = connect(plan, config, rank, store, device, strategy)
     return Parts(
         plan=plan,
         config=config,
         rank=rank,
         device=device,
         backend=backend,
-        communicator=form_communicator(plan, config, rank, store, device, solo=strategy.solo),
+        communicator=communicator,
         strategy=strategy,
         model=model,
         module=model,
@@ -212,6 +216,7 @@ def _parts(
         paced=None,
         loggers=(),
         total_steps=0,
+        exchange=summed_by,
         run_on=run_on,
         balancer=Balancer(plan, settings, config.trainer.num_workers),
     )
@@ -221,7 +226,7 @@ def _decided(plan: Plan, given: Mapping[str, Any], model: nn.Module) -> Plan:
     """Return the plan with what the script decides: the batch, its parts, and a model of float64 as it is.
 
     Raises:
-        ConfigError: a device does not compute in float64.
+        ConfigError: a device does not compute in float64, or the exchange does not carry it.
     """
     config = {**plan.config, "trainer": {**plan.config["trainer"], **given}}
     counts = apportion(given["global_batch_size"], plan.shares).counts
@@ -234,6 +239,8 @@ def _decided(plan: Plan, given: Mapping[str, Any], model: nn.Module) -> Plan:
             "`model` must be of float32 where a device does not compute in float64, but is of float64 "
             f"instead: {', '.join(lacking)}."
         )
+    if plan.wire != "float32":
+        raise ConfigError(float64_problem(plan.wire))
     return replace(plan, precisions=("float64",) * plan.world_size)
 
 

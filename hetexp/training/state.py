@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.exchange import Exchange
+from hetexp.comm.hook import GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
@@ -65,6 +66,8 @@ class Parts:
     """Optimizer steps of the whole run, those before a resume included."""
     exchange: Exchange | None = None
     """Sums gradients, or what else is large, over all ranks; `None` for a rank that is alone."""
+    hook: GradientHook | None = None
+    """Exchanges DDP's gradients where torch itself does not: through memory, coded, level by level."""
     time_scale: float | None = None
     """Real seconds a modelled second of emulated devices; `None` without any."""
     run_on: tuple[dict[str, str], ...] = ()

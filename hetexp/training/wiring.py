@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import hetexp
 from hetexp.checkpoint.folder import load_checkpoint
 from hetexp.checkpoint.manifest import rank_folders, search_checkpoint, search_rank_checkpoints
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.exchange import GroupExchange
+from hetexp.comm.exchange import Exchange
+from hetexp.comm.hook import GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
+from hetexp.comm.paths import Job, form_paths
 from hetexp.comm.rendezvous import compare_facts, exchange, form_group
 from hetexp.core.config import Config
 from hetexp.core.errors import CheckpointError, ConfigError, must_be
@@ -37,6 +40,7 @@ from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout
 from hetexp.optimizer.build import build_optimizer, build_schedule, restart_schedule
+from hetexp.plan.routes import routes_to_try
 from hetexp.strategy.base import Strategy
 from hetexp.training.balancer import Balancer
 from hetexp.training.compiled import compiled
@@ -82,7 +86,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     torch.manual_seed(trainer.seed + 1 + rank)
     model.to(device)
     strategy.learn(plan)
-    communicator = form_communicator(plan, config, rank, store, device, solo=strategy.solo)
+    plan, communicator, summed_by = connect(plan, config, rank, store, device, strategy)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, model if cut is None else trained_part(model, cut))
     policy = instantiate(config.balancing)
@@ -107,7 +111,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         paced=None,
         loggers=(),
         total_steps=total_steps,
-        exchange=None if communicator.world_size == 1 else GroupExchange(),
+        exchange=summed_by,
         run_on=tuple(run_on),
         balancer=Balancer(plan, settings, trainer.num_workers),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
@@ -123,6 +127,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     strategy.join(parts.module, communicator, parts.to_device(inputs), backend.waiting)
     parts.guard = recovering_guard(parts)
     pace_exchange(parts)
+    hook_exchange(parts)
     if strategy.steps == "local":
         parts.local = LocalTraining(parts, build_links(plan.devices, plan.network) if plan.paced else None)
     return parts
@@ -155,6 +160,16 @@ def pace_exchange(parts: Parts) -> None:
     links, limit = build_links(plan.devices, plan.network), parts.config.comm.timeout_seconds
     parts.paced = PacedExchange(links, parts.rank, backend.synchronize, backend.backward_done, limit)
     parts.strategy.exchange_through(parts.module, parts.paced.hook)
+
+
+def hook_exchange(parts: Parts) -> None:
+    """Let DDP's gradients travel by the plan's route and wire, where torch's own exchange does not do it."""
+    plan = parts.plan
+    plain = plan.way.library not in (None, "shm") and plan.wire == "float32"
+    if parts.exchange is None or parts.paced is not None or plain or parts.strategy.steps != "joint":
+        return
+    parts.hook = GradientHook(parts.exchange, parts.config.comm.wire, plan.world_size)
+    parts.strategy.exchange_through(parts.module, parts.hook.hook)
 
 
 def _sampler(plan: Plan, config: Config, strategy: Strategy, num_samples: int) -> GlobalSampler:
@@ -204,18 +219,33 @@ def attach_pieces(parts: Parts, cut: Cut) -> None:
     parts.backend.attach_stages(stages, parts.model, parts.optimizer)
 
 
-def form_communicator(
-    plan: Plan, config: Config, rank: int, store: dist.Store, device: torch.device, solo: bool
-) -> Communicator:
-    """Return what this rank talks to the others through.
+def connect(
+    plan: Plan, config: Config, rank: int, store: dist.Store, device: torch.device, strategy: Strategy
+) -> tuple[Plan, Communicator, Exchange | None]:
+    """Return what this rank talks to the others through, and what sums large tensors over all of them.
+
+    Returns:
+        The plan too: with another route where the self-test found that the planned one does not carry.
 
     Raises:
-        SetupError: the group did not form.
+        SetupError: the group did not form, or no route carries.
+        PeerLostError: another rank is gone.
     """
-    if solo:
-        return SoloCommunicator()
-    limit = config.comm.timeout_seconds
-    return form_group(store, rank, plan.world_size, plan.collective_backend, device, limit)
+    comm = config.comm
+    if strategy.solo:
+        return plan, SoloCommunicator(), None
+    if plan.world_size == 1:
+        limit = comm.timeout_seconds
+        return plan, form_group(store, rank, 1, plan.collective_backend, device, limit), None
+    apart = strategy.steps == "joint" and (plan.paced or comm.wire != "float32")
+    job = Job(store, rank, plan.world_size, device, comm.timeout_seconds, comm.self_test_seconds, apart)
+    paths = form_paths(routes_to_try(plan), job)
+    if paths.fallback is not None:
+        route = paths.route if plan.route is not None else None
+        native = paths.route.library not in (None, "gloo", "shm")
+        backend = str(paths.route.library) if native else "gloo"
+        plan = replace(plan, route=route, collective_backend=backend, route_fallback=paths.fallback)
+    return plan, paths.communicator, paths.exchange
 
 
 def agree(
