@@ -192,6 +192,10 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
     if summary["fallback"] is not None:
         text = "Not {from} but {to}: {reason}".format_map(summary["fallback"])
         console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    exchange = summary["comm"].get("fallback")
+    if exchange is not None:
+        text = "Exchanged not by {from} but by {to}: {reason}".format_map(exchange)
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     table = Table(
         title="Result" + (" (emulated)" if emulated else ""), title_justify="left", title_style="bold"
     )

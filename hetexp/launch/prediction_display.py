@@ -13,6 +13,7 @@ from hetexp.core.plan import Plan
 from hetexp.launch.planning import Foreseen
 from hetexp.plan.known import CATALOGUE, MEASURED, NOTHING
 from hetexp.plan.predict import Forecast
+from hetexp.plan.routes import route_of_all, route_reason
 from hetexp.plan.scale import Scaled, ScaledRow
 from hetexp.plan.scene import Row
 from hetexp.plan.staged import layers_told
@@ -63,6 +64,9 @@ def show_forecast(found: Forecast, console: Console) -> None:
     _show_devices(found, console)
     for reason in found.reasons:
         _line(console, f"→ {reason}" if reason is found.reasons[0] else f"· {reason}")
+    route = route_of_all(found.plan)
+    if route.levels:
+        _line(console, f"· {route_reason(route, found.plan.devices)}")
     inexact = dict.fromkeys(row.strategy for row in found.rows if row.predicted and not row.exact)
     if inexact:
         _line(console, f"· Not exact, and so not recommended by their speed: {', '.join(inexact)}.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import hetexp
 from hetexp.plan.predict import Forecast
+from hetexp.plan.routes import route_of_all
 from hetexp.plan.scale import Scaled
 from hetexp.plan.scene import Row
 from hetexp.plan.what_if import Change
@@ -56,6 +57,7 @@ def _forecast(found: Forecast) -> dict[str, Any]:
             for device, source, solo, one in facts
         ],
         "exchange": found.known.exchange.to_dict(),
+        "route": asdict(route_of_all(found.plan)) | {"name": route_of_all(found.plan).name},
         "rows": [_row(row, found) for row in found.rows],
         "best": found.rows.index(found.best) if found.best is not None else None,
         "reasons": list(found.reasons),

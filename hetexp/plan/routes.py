@@ -83,8 +83,13 @@ def routed(plan: Plan) -> Plan:
         return plan
     route = choose_route(wanted, plan.devices)
     others = [reason for reason in plan.reasons if not reason.startswith(_BEGINNING)]
-    why = [_reason(route, plan.devices)] if route.levels else []
+    why = [route_reason(route, plan.devices)] if route.levels else []
     return replace(plan, route=route, reasons=(*others, *why))
+
+
+def route_of_all(plan: Plan) -> Route:
+    """Return how ranks of the plan's devices sum something large, whatever its strategy."""
+    return choose_route(plan.config.get("comm", {}).get("backend", "auto"), plan.devices)
 
 
 def routes_to_try(plan: Plan) -> list[Route]:
@@ -101,7 +106,7 @@ def routes_to_try(plan: Plan) -> list[Route]:
 _BEGINNING = "The exchange goes "
 
 
-def _reason(route: Route, devices: Sequence[DeviceSpec]) -> str:
+def route_reason(route: Route, devices: Sequence[DeviceSpec]) -> str:
     """Say what carries a sum over all ranks."""
     kinds = ", ".join(dict.fromkeys(device.backend for device in devices))
     if route.library == "shm":

@@ -371,10 +371,11 @@ def _exchange(plan: Plan, devices: Sequence[Device], strategy: Any) -> ExchangeB
     if strategy.one_process:
         return ExchangeBox("weights out, gradients back", "each step", "one process", True, members)
     what, when = "gradients", "each step"
+    what += f" as {plan.wire}" if plan.wire != "float32" else ""
     if strategy.steps == "staged":
         if len(plan.replica_batch_sizes) < 2:
             return None
-        what = "gradients of the same layers"
+        what = what.replace("gradients", "gradients of the same layers")
     elif strategy.apart:
         if not getattr(strategy, "merge", False):
             return None
@@ -392,8 +393,8 @@ def _exchange(plan: Plan, devices: Sequence[Device], strategy: Any) -> ExchangeB
 
 def _way(plan: Plan) -> tuple[str, bool]:
     """Return how sums of gradients travel, and whether that is over the devices' own links."""
-    if plan.collective_backend != "gloo":
-        return f"{plan.collective_backend} ring", True
     if plan.paced and not build_links(plan.devices, plan.network).staged:
         return "ring over the cards' links", True
-    return "gloo, through host memory", False
+    if plan.way.library not in (None, "shm", "gloo"):
+        return f"{plan.way.name} ring", True
+    return f"{plan.way.name}, through host memory", False
