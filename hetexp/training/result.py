@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hetexp.balancing.accounting import Account, account
+from hetexp.comm.codec import codec_of
 from hetexp.comm.rendezvous import exchange
 from hetexp.core.calibration import DeviceCalibration
 from hetexp.core.cost import Work, step_seconds
@@ -193,6 +194,12 @@ def _sent_bytes(parts: Parts, steps: int) -> float | None:
         return parts.staging.sent_bytes() + parts.staging.gradients.num_bytes
     if parts.local is not None:
         return parts.local.sent_bytes / steps if steps else None
+    if parts.hook is not None:
+        return parts.hook.sent_bytes / steps if steps else None
+    codec = codec_of(parts.config.comm.wire)
+    if parts.paced is not None and codec is not None:
+        size = parts.dtype.itemsize
+        return sum(codec.num_bytes(num_bytes // size) for _, num_bytes in parts.paced.buckets)
     return parts.strategy.exchanged_bytes(parts.model, parts.communicator.world_size)
 
 
