@@ -81,7 +81,7 @@ def test_ranks_that_share_a_card_are_exact(train: Train) -> None:
         "balancing=manual", "balancing.weights=[3,1]",
     )  # fmt: skip
     assert [device["id"] for device in run.summary["devices"]] == ["cuda:0", "cuda:0.1"]
-    assert run.summary["comm"]["backend"] == "gloo"
+    assert run.summary["comm"]["backend"] == "shm"
     loss, parameters = worst(run, reference, 5)
     assert max(loss, parameters) <= 1e-12
 

@@ -54,7 +54,7 @@ def test_float32_on_cuda_and_cpu_is_exact(train: Train) -> None:
     print(f"float32: parameters {measured:.2e}, allowed {allowed:.2e}")
     assert 0 < measured <= allowed
     assert run.summary["emulated"] is False
-    assert run.summary["comm"]["backend"] == "gloo"
+    assert run.summary["comm"]["backend"] == "shm"
     assert [device["backend"] for device in run.summary["devices"]] == ["cuda", "cpu"]
     assert run.summary["devices"][0]["peak_memory"] > 0
     assert all(device["samples_per_s"] > 0 for device in run.summary["devices"])
