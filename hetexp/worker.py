@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from hetexp.training.state import Parts, Progress
 
 PEER_LOST_SIGNS = (
+    "of the exchange is gone",
+    "of the exchange did not come",
+    "another rank is gone or late",
     "gloo",
     "nccl",
     "Connection closed by peer",
@@ -40,7 +43,8 @@ PEER_LOST_SIGNS = (
     "Broken pipe",
     "ProcessGroup",
 )
-"""What torch's errors say when a collective inside DDP fails; they have no class of their own."""
+"""What torch's errors say when a collective inside DDP fails; they have no class of their own. Of what a hook
+raises it tells the words alone."""
 
 
 def main() -> None:
