@@ -47,6 +47,7 @@ class LibraryExchange(Exchange):
             else:  # as torch.distributed itself does it
                 options = made.Options()
                 options._timeout = limit
+                options.group_name, options.global_ranks_in_group = "exchange", list(range(size))
                 self._group = made(store, rank, size, options)
         except RuntimeError as error:
             raise SetupError(f"the {library} group of {size} ranks did not form: {error}") from error
@@ -75,7 +76,7 @@ class LibraryExchange(Exchange):
         """Give the group up, also in the midst of a collective that hangs: NCCL's kernels are ended."""
         group, self._group = self._group, None
         if group is not None:
-            with suppress(RuntimeError):  # "abort is not supported": then there is nothing to end
+            with suppress(RuntimeError, AttributeError):  # a library without it has nothing to end
                 group.abort()
 
     def _wait(self, start: Any) -> None:

@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,6 +157,8 @@ class _Attempt:
         ending = threading.Thread(target=self._end, name="end-path", daemon=True)
         ending.start()
         ending.join(_END_SECONDS)
+        if self.native and dist.is_initialized():  # it could not be ended, and another one is to be formed
+            dist.distributed_c10d._update_default_pg(None)
 
     def _end(self) -> None:
         for one in self._formed:
@@ -164,14 +167,13 @@ class _Attempt:
         if self.native and dist.is_initialized():
             with suppress(Exception):
                 dist.distributed_c10d._abort_process_group()
-            if dist.is_initialized():
-                dist.distributed_c10d._update_default_pg(None)
 
     def _try(self) -> None:
         formed: Exchange | None = None
         try:
-            formed = self._form()
-            problem = self_test(formed, self._job.device)
+            with _beside(self._job.device):
+                formed = self._form()
+                problem = self_test(formed, self._job.device)
         except Exception as error:  # whatever it is, the other ranks must learn of it
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
         if not self._left:
@@ -194,6 +196,14 @@ class _Attempt:
                     levels.append(self._build(group, own, group.ranks.index(job.rank)))
                     self._formed.append(levels[-1])
         return levels[0] if route.library is not None else HierarchicalExchange(levels, route, job.rank)
+
+
+def _beside(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context with a stream of its own: what hangs there keeps no later work waiting."""
+    if device.type != "cuda":
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(device))
+    return context
 
 
 def self_test(exchange: Exchange, device: torch.device) -> str | None:

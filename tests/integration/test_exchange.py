@@ -37,7 +37,7 @@ def counted(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("wire", "num_bytes"),
-    [("float32", 4 * TRAINED), ("bfloat16", 2 * TRAINED), ("int8", (-(-TRAINED // BLOCK)) * (BLOCK + 4))],
+    [("float32", 4 * TRAINED), ("int8", (-(-TRAINED // BLOCK)) * (BLOCK + 4))],
 )
 def test_frozen_weights_are_never_sent(train: Train, tmp_path: Path, wire: str, num_bytes: int) -> None:
     """Case 46, by the bytes that really go through the memory; and `comm.env` reaches every rank."""
@@ -66,6 +66,17 @@ def test_a_path_that_returns_zeros_is_left(train: Train) -> None:
     assert "numbers of a sum came back zeros (number 0 is 0 instead of" in comm["fallback"]["reason"]
     assert run.screen.count("The exchange by shm failed its self-test") == 1  # of rank 0 alone
     assert "Exchanged not by shm but by gloo: " in run.screen
+
+
+def test_several_levels_are_exact(train: Train) -> None:
+    """Two machines, emulated: memory in each, gloo between their leaders."""
+    one = train(*COMMON, *SAVED, "hardware=cpu", "strategy=single")
+    card = "{device: 'emulated:a100', host: %s}"
+    run = train(*COMMON, *SAVED, f"hardware.devices=[{card % 'a'},{card % 'b'},{card % 'a'}]")
+    assert max(worst(run, one, STEPS)) <= 1e-12
+    comm = run.summary["comm"]
+    assert (comm["backend"], comm["fallback"]) == ("shm + gloo", None)
+    assert "by shm over emulated:0 + emulated:2, then by gloo over emulated:0 + emulated:1." in run.screen
 
 
 def test_what_was_asked_for_is_not_replaced(train: Train) -> None:
