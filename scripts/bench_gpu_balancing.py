@@ -23,7 +23,7 @@ from rich.console import Console
 from hetexp.app import compose_config, run
 from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.plan import Plan
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.plan.planner import Request
 
 MODEL = (
@@ -134,7 +134,7 @@ def splits(bench: Bench, profiled: Run | None) -> None:
         return
     devices = [DeviceCalibration.from_dict(one) for one in plan.calibration["devices"]]
     exchange = Exchange.from_dict(plan.calibration["exchange"])
-    links = build_links(plan.devices, plan.network, exchange.measured)
+    links = links_of(plan, measured=exchange.measured)
     errors = []
     bench.say("", "| samples a step | predicted, ms | measured, ms | error |", "|---|---|---|---|")
     for first in SPLITS:

@@ -67,7 +67,7 @@ class Exchange:
     buckets: tuple[tuple[float, int], ...] = ()
     """In the order in which they leave: fraction of the last backward pass done by then, bytes."""
     measured: Channel | None = None
-    """The group's all-reduce as measured between real devices; emulated ones have the catalogue's links."""
+    """The group's exchange as measured between real devices; emulated ones have the catalogue's links."""
     data_seconds: float = 0.0
     """Of a step, waiting for samples to be loaded; a device alone waits for them, too."""
     other_seconds: float = 0.0
@@ -78,7 +78,7 @@ class Exchange:
         channel = self.measured
         return {
             "buckets": [list(bucket) for bucket in self.buckets],
-            "measured": [channel.latency_seconds, channel.bytes_per_second] if channel is not None else None,
+            "measured": _told(channel) if channel is not None else None,
             "data_seconds": self.data_seconds,
             "other_seconds": self.other_seconds,
         }
@@ -86,9 +86,16 @@ class Exchange:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Exchange:
         """Read what `to_dict` returned."""
-        channel = Channel(*map(float, raw["measured"])) if raw["measured"] is not None else None
+        channel = None
+        if raw["measured"] is not None:
+            latency, rate, *shared = raw["measured"]
+            channel = Channel(float(latency), float(rate), bool(shared and shared[0]))
         buckets = tuple((float(fraction), int(num_bytes)) for fraction, num_bytes in raw["buckets"])
         return cls(buckets, channel, float(raw["data_seconds"]), float(raw["other_seconds"]))
+
+
+def _told(channel: Channel) -> list[float | bool]:
+    return [channel.latency_seconds, channel.bytes_per_second, channel.shared]
 
 
 def joint_work(devices: Sequence[DeviceCalibration], counts: Sequence[int]) -> list[Work]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hetexp.core.cost import Channel, Links
+from hetexp.core.cost import WIRE_BYTES, Channel, Links
 from hetexp.core.device import DeviceSpec
+from hetexp.core.plan import Plan
 from hetexp.hardware.catalogue import Link, card_of
 
+SHARED_EXCHANGE = Channel(latency_seconds=1e-4, bytes_per_second=9e9, shared=True)
+"""The exchange through a host's shared memory between two ranks (`scripts/bench_exchange.py`, see
+docs/benchmarks.md). The same for every mix, whatever this machine reaches."""
 HOST_EXCHANGE = Channel(latency_seconds=1e-4, bytes_per_second=1.7e9)
 """gloo between processes of one host: 1.6–1.8 GB/s at 16–256 MiB between two ranks, measured with torch 2.11
 on a machine with 16 cores; the latency is assumed. The same for every mix, whatever this machine reaches."""
@@ -20,31 +26,61 @@ def build_links(
     devices: Sequence[DeviceSpec],
     network: Mapping[str, Any] | None = None,
     measured: Channel | None = None,
+    shared_memory: bool = True,
+    wire: float = 1.0,
 ) -> Links:
     """Return the channels of a group of ranks of which some are emulated.
 
     Within one vendor the ring runs over the cards' own links; across vendors buckets go through the host.
-    Between hosts (`DeviceSpec.host`) they travel over the network as well.
+    Between hosts (`DeviceSpec.host`) they travel over the network as well: by gloo between one rank of each
+    where the ranks of a host share memory, else in one ring of all.
 
     Args:
         network: figures of the link between hosts; needed where there are several.
         measured: the all-reduce between real devices; without it that is taken for free.
+        shared_memory: whether ranks of a host sum in memory that they share; otherwise gloo does it.
+        wire: bytes that travel ÷ bytes of the gradients.
     """
     if measured is not None:
-        return Links(device=(UNPACED,) * len(devices), exchange=(measured,), staged=False)
+        return Links(device=(UNPACED,) * len(devices), exchange=(measured,), staged=False, wire=wire)
     emulated = [device for device in devices if device.backend == "emulated"]
     one_vendor = (
         len(emulated) == len(devices) and len({d.vendor for d in devices}) == 1 and devices[0].vendor != "cpu"
     )
     own = tuple(channel(card_of(d).host_link) if d in emulated else UNPACED for d in devices)
+    hosts = Counter(device.host for device in devices)
+    between = (channel(Link.model_validate(network)),) if len(hosts) > 1 else ()
     if one_vendor:
         slowest = min(own, key=lambda c: c.bytes_per_second)
         inside = Channel(max(c.latency_seconds for c in own), slowest.bytes_per_second)
-    else:
-        inside = HOST_EXCHANGE
-    hosts = {device.host for device in devices}
-    between = (channel(Link.model_validate(network)),) if len(hosts) > 1 else ()
-    return Links(device=own, exchange=(inside, *between), staged=not one_vendor)
+        return Links(device=own, exchange=(inside, *between), staged=False, wire=wire)
+    if not shared_memory:
+        return Links(device=own, exchange=(HOST_EXCHANGE, *between), wire=wire)
+    if not between:
+        return Links(device=own, exchange=(SHARED_EXCHANGE,), wire=wire)
+    inside = replace(SHARED_EXCHANGE, ranks=max(hosts.values()))
+    leaders = (replace(one, ranks=len(hosts)) for one in (HOST_EXCHANGE, *between))
+    return Links(device=own, exchange=(inside, *leaders), wire=wire)
+
+
+def links_of(
+    plan: Plan, devices: Sequence[DeviceSpec] | None = None, measured: Channel | None = None
+) -> Links:
+    """Return the channels that a plan's ranks exchange through.
+
+    Args:
+        devices: some of them, or what stands for them; `None`: all as they are.
+        measured: the all-reduce between real devices.
+    """
+    comm = plan.config.get("comm", {})
+    chosen, shared = plan.devices if devices is None else devices, comm.get("backend", "auto") != "gloo"
+    return build_links(chosen, plan.network, measured, shared, wire_of(plan, comm.get("wire", "float32")))
+
+
+def wire_of(plan: Plan, wire: str) -> float:
+    """Return the bytes that travel ÷ those of the numbers that a plan's ranks compute."""
+    own = 8.0 if "float64" in plan.precisions else 4.0
+    return WIRE_BYTES.get(wire, own) / own
 
 
 def channel(link: Link) -> Channel:

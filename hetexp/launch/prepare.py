@@ -89,7 +89,7 @@ def best_split(
     caps, passes = _limits(plan, config, memory)
     limits = zip(own, caps, passes, strict=True)
     devices = [device.capped(cap).in_passes(size or None) for device, cap, size in limits]
-    seen = exchange_under(strategy, exchange, plan.devices, plan.network)
+    seen = exchange_under(strategy, exchange, plan, plan.devices)
     try:
         return devices, choose(plan, devices, seen, policy.drop_slower)
     except ValueError as error:

@@ -32,7 +32,7 @@ from hetexp.plan.sources import source_hashes
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MOST_DAYS = 30
 """Age at which devices are measured anew: what ages a machine without a new driver or version (dust, other
 cards beside it, firmware) is slow, and no fact that could be in a key."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from hetexp.core.calibration import Exchange
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.links import build_links
+from hetexp.core.plan import Plan
+from hetexp.hardware.links import links_of, wire_of
 from hetexp.strategy.base import Strategy
-
-WIRE = {"float32": 1.0, "bfloat16": 0.5, "int8": 0.25}
-"""What travels ÷ float32, by a strategy's `wire`."""
 
 
 def exchange_under(
-    strategy: Strategy, exchange: Exchange, specs: Sequence[DeviceSpec], network: Mapping[str, Any] | None
+    strategy: Strategy, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]
 ) -> Exchange:
     """Return what a step exchanges under a strategy.
 
@@ -24,16 +21,17 @@ def exchange_under(
 
     Args:
         exchange: under DDP.
-        specs: devices that take part, as links see them.
-        network: the plan's link between hosts.
+        devices: those of the plan that take part, as links see them.
     """
     if strategy.predicted_as not in ("periodic", "apart"):
         return exchange
     quiet = replace(exchange, buckets=(), other_seconds=0.0)
-    if strategy.predicted_as == "apart" or len(specs) < 2:
+    if strategy.predicted_as == "apart" or len(devices) < 2:
         return quiet
-    num_bytes = sum(size for _, size in exchange.buckets) * WIRE.get(str(getattr(strategy, "wire", "")), 1.0)
-    links = build_links(specs, network, exchange.measured)
-    travel = max(links.to_host_seconds(rank, num_bytes) for rank in range(len(specs)))
-    whole = 2 * travel + links.exchange_seconds(num_bytes)
-    return replace(quiet, other_seconds=whole / int(getattr(strategy, "sync_every", 1)))
+    num_bytes = sum(size for _, size in exchange.buckets)
+    links = links_of(plan, devices, exchange.measured)
+    travel = max(links.to_host_seconds(rank, num_bytes) for rank in range(len(devices)))
+    wire = wire_of(plan, str(getattr(strategy, "wire", "float32")))  # coded on the host
+    coded = links.coded_seconds(num_bytes, num_bytes * wire)
+    between = coded if wire != 1.0 else links.exchange_seconds(num_bytes)
+    return replace(quiet, other_seconds=(2 * travel + between) / int(getattr(strategy, "sync_every", 1)))

@@ -16,7 +16,7 @@ from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.split import Split
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.plan.routes import routed
 
 LEAST_GAIN = 0.01
@@ -102,13 +102,13 @@ def predicted(
     split = solve([devices[rank].curve for rank in ranks], total)
     specs = [plan.devices[rank] for rank in ranks]
     chosen = [devices[rank] for rank in ranks]
-    seconds = step_of(specs, plan.network, chosen, exchange, split.counts)
+    seconds = step_of(plan, specs, chosen, exchange, split.counts)
     return Choice(tuple(ranks), split, seconds, ())
 
 
 def step_of(
+    plan: Plan,
     specs: Sequence[DeviceSpec],
-    network: dict[str, Any] | None,
     devices: Sequence[DeviceCalibration],
     exchange: Exchange,
     counts: Sequence[int],
@@ -116,9 +116,9 @@ def step_of(
     """Return the predicted seconds of a step of these devices with so many samples each.
 
     Args:
-        network: the plan's link between hosts.
+        specs: those of the plan's devices, as links see them.
     """
-    links = build_links(specs, network, exchange.measured)
+    links = links_of(plan, specs, exchange.measured)
     return joint_seconds(devices, counts, links, exchange)
 
 

@@ -24,7 +24,7 @@ def local(scene: Scene, name: str, strategy: Strategy) -> list[Row]:
 
 def _row(scene: Scene, name: str, label: str, policy: BalancingPolicy, strategy: Strategy) -> Row:
     settles = policy.measures or policy.follows
-    exchange = exchange_under(strategy, scene.known.exchange, scene.linked.devices, scene.plan.network)
+    exchange = exchange_under(strategy, scene.known.exchange, scene.plan, scene.linked.devices)
     reasons: tuple[str, ...] = ()
     try:
         if not settles:

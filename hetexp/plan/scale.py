@@ -19,7 +19,7 @@ from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
 from hetexp.hardware.catalogue import Link
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.plan.known import Known
 
 ALL, BEST = "all, best split", "best"
@@ -106,7 +106,7 @@ class Cluster:
     """Boxes of the plan's devices; device i of the cluster is device i modulo their number of a box."""
 
     def __init__(self, plan: Plan, known: Known, num_devices: int, network: Link) -> None:
-        self._plan, self._known, self._network = plan, known, network.model_dump()
+        self._plan, self._known = replace(plan, network=network.model_dump()), known
         self._box = [one for one in known.devices if one is not None]
         size = len(self._box)
         self.num_devices = num_devices
@@ -188,9 +188,14 @@ class Cluster:
         used = sorted(set(places))
         hosts = ["0", "1"] if len(places) > len(used) else ["0"]
         few = [replace(self._known.linked[i], host=host) for host in hosts for i in used]
-        links = build_links(few, self._network, self._known.exchange.measured)
+        links = links_of(self._plan, few, self._known.exchange.measured)
         own = dict(zip(used, links.device, strict=False))
-        return replace(links, device=tuple(own[i] for i in places))
+        num_hosts = -(-len(places) // len(used))
+        exchange = tuple(
+            replace(one, ranks=num_hosts) if one.ranks == len(hosts) and not one.shared else one
+            for one in links.exchange
+        )
+        return replace(links, device=tuple(own[i] for i in places), exchange=exchange)
 
     def _by_kind(self, places: Sequence[int], counts: Sequence[int]) -> tuple[KindShare, ...]:
         found: dict[int, list[int]] = {}

@@ -127,7 +127,7 @@ class Scene:
         if len(chosen) < len(ranks):
             return None
         specs = [self.linked.devices[rank] for rank in ranks]
-        return step_of(specs, self.plan.network, chosen, self.known.exchange, counts)
+        return step_of(self.plan, specs, chosen, self.known.exchange, counts)
 
     def alone(self, strategy: str) -> Row:
         """Return the fastest device that holds the whole batch."""

@@ -17,7 +17,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer, Stage
-from hetexp.hardware.links import HOST_EXCHANGE, build_links
+from hetexp.hardware.links import HOST_EXCHANGE, build_links, links_of
 from hetexp.hardware.memory_rules import rules_for
 from hetexp.plan.groups import Exchange, Grouping, choose_groups
 from hetexp.plan.known import MEASURED, Known
@@ -244,11 +244,11 @@ def _exchanges(plan: Plan, known: Known | None, layers: Sequence[Layer]) -> Exch
 
     def ring(devices: tuple[int, ...], num_bytes: int) -> float:
         if devices not in rings:
-            links = build_links([linked[device] for device in devices], plan.network, measured)
+            links = links_of(plan, [linked[device] for device in devices], measured)
 
             def seconds(size: int) -> float:
                 travel = max(links.to_host_seconds(place, size) for place in range(len(devices)))
-                return 2 * travel + links.exchange_seconds(size)
+                return 2 * travel + links.bucket_seconds(size)
 
             rings[devices] = seconds(0), (seconds(2**20) - seconds(0)) / 2**20
         latency, a_byte = rings[devices]

@@ -16,7 +16,7 @@ from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Stage
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.hardware.pci import LANE_GB_PER_SECOND
 
 THIS_MACHINE = "this machine"
@@ -393,7 +393,7 @@ def _exchange(plan: Plan, devices: Sequence[Device], strategy: Any) -> ExchangeB
 
 def _way(plan: Plan) -> tuple[str, bool]:
     """Return how sums of gradients travel, and whether that is over the devices' own links."""
-    if plan.paced and not build_links(plan.devices, plan.network).staged:
+    if plan.paced and not links_of(plan).staged:
         return "ring over the cards' links", True
     if plan.way.library not in (None, "shm", "gloo"):
         return f"{plan.way.name} ring", True

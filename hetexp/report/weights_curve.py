@@ -9,7 +9,7 @@ from typing import Any
 
 from hetexp.core.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost import Work, step_seconds
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.plan.measured import step_of
 from hetexp.report.results import CurvePoint, Variant, WeightsCurve
 from hetexp.report.runs import RunRecord
@@ -110,8 +110,8 @@ def _calibrated(runs: Sequence[RunRecord], total: int) -> Seconds | None:
         if plan is None or known.get("exchange") is None or len(known["devices"]) != 2:
             continue
         devices = [DeviceCalibration.from_dict(one) for one in known["devices"]]
-        exchange, specs, network = Exchange.from_dict(known["exchange"]), plan.devices, plan.network
-        return lambda count: step_of(specs, network, devices, exchange, (count, total - count))
+        exchange, chosen = Exchange.from_dict(known["exchange"]), plan
+        return lambda n: step_of(chosen, chosen.devices, devices, exchange, (n, total - n))
     return None
 
 
@@ -135,7 +135,7 @@ def _modelled(runs: Sequence[RunRecord], total: int) -> Seconds | None:
         lines.append(_lines(passes))
     (run, found) = told[0]
     assert run.plan is not None
-    links, buckets = build_links(run.plan.devices, run.plan.network), found["buckets"]
+    links, buckets = links_of(run.plan), found["buckets"]
 
     def seconds(count: int) -> float:
         work = [line(samples) for line, samples in zip(lines, (count, total - count), strict=True)]

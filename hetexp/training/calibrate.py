@@ -30,7 +30,7 @@ from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split
 from hetexp.data.loader import cut, local_batches
 from hetexp.data.sampler import GlobalSampler
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.compiled import any_batch_size
 from hetexp.training.measure import Meter
@@ -102,7 +102,7 @@ def calibrate(parts: Parts, store: dist.Store) -> dict[str, Any]:
         if parts.plan.world_size == 1:
             return {"devices": [device.to_dict() for device in devices], "exchange": Exchange().to_dict()}
         split = solve([device.curve for device in devices], parts.config.trainer.global_batch_size)
-        measured = _measure_all_reduce(parts) if not parts.plan.paced else None
+        measured = _measure_exchange(parts) if not parts.plan.paced else None
         joint = joint_steps(parts, split)
         passes.points += _single_passes(parts, split.counts[parts.rank], joint.own, scale)
         devices = _told(parts, store, "calibration/joint", _fitted(parts, passes))
@@ -340,7 +340,7 @@ def _beside_work(
     agreed = torch.tensor([joint.seconds, joint.data_seconds], dtype=torch.float64)
     seconds, data = (parts.communicator.all_reduce(agreed, "max") / scale).tolist()
     known = Exchange(_buckets(parts), measured, data_seconds=data)
-    links = build_links(parts.plan.devices, parts.plan.network, measured)
+    links = links_of(parts.plan, measured=measured)
     other = seconds - joint_seconds(devices, split.counts, links, known)
     return replace(known, other_seconds=max(0.0, other))
 
@@ -391,8 +391,12 @@ def _rest(parts: Parts) -> None:
     parts.backend.resume()
 
 
-def _measure_all_reduce(parts: Parts) -> Channel:
-    """Return the group's all-reduce as a channel of the cost model: latency a round, rate of the ring."""
+def _measure_exchange(parts: Parts) -> Channel:
+    """Return the exchange of gradients as a channel of the cost model: a host's memory, or a ring.
+
+    Of memory it is the latency of a sum, and the rate as between two ranks; of a ring the latency of a round.
+    """
+    assert parts.exchange is not None
     seconds = []
     for num_bytes in (SMALL_BYTES, LARGE_BYTES):
         tensor = torch.zeros(num_bytes // 4, device=parts.device)
@@ -401,16 +405,19 @@ def _measure_all_reduce(parts: Parts) -> Channel:
             parts.communicator.barrier()
             parts.backend.synchronize()
             start = time.perf_counter()
-            dist.all_reduce(tensor)
+            parts.exchange.sum_(tensor)
             parts.backend.synchronize()
             times.append(time.perf_counter() - start)
         seconds.append(statistics.median(times[1:]))
     slowest = parts.communicator.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
     small, large = slowest.tolist()
-    rounds = 2 * (parts.communicator.world_size - 1)
-    travelled = rounds / parts.communicator.world_size
+    ranks = parts.communicator.world_size
+    free = Channel(0.0, 1.0, shared=parts.exchange.name == "shm")
+    travelled = free.sum_seconds(1.0, ranks)  # bytes through the channel for each byte of a rank
     rate = (LARGE_BYTES - SMALL_BYTES) * travelled / max(large - small, 1e-9)
-    return Channel(max(0.0, small - SMALL_BYTES * travelled / rate) / rounds, rate)
+    rounds = 1 if free.shared else 2 * (ranks - 1)
+    latency = max(0.0, small - SMALL_BYTES * travelled / rate) / rounds
+    return replace(free, latency_seconds=latency, bytes_per_second=rate)
 
 
 def _buckets(parts: Parts) -> tuple[tuple[float, int], ...]:

@@ -22,7 +22,7 @@ from hetexp.core.split import apportion
 from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.emulated import OUTRUN_TOLERANCE
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.hardware.pacing import tensors
 from hetexp.training.loop import Outcome, driven
 from hetexp.training.measure import Totals
@@ -155,7 +155,7 @@ def _emulation(parts: Parts, everyone: list[dict[str, Any]], time_scale: float) 
     predicted = None
     if all(work):
         model = [Work(tuple(w["forward"]), tuple(w["backward"]), w["update"]) for w in work]
-        links = build_links(parts.plan.devices, parts.plan.network)
+        links = links_of(parts.plan)
         predicted = step_seconds(model, links, buckets) * time_scale
         if parts.local is not None and parts.local.settings is not None:
             predicted += parts.local.sync_seconds(parts) * time_scale / parts.local.settings.sync_every

@@ -18,7 +18,7 @@ from hetexp.app import check, compose_config
 from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.plan.planner import Request, make_plan
 
 RIVALS = {"plain DDP": "plain_ddp.py", "Accelerate": "accelerate_loop.py"}
@@ -251,7 +251,7 @@ def random_splits(stage: Stage, count: int, seed: int) -> list[tuple[int, ...]]:
 def predict(stage: Stage, count: int, steps: int, repeats: int) -> dict[str, Any]:
     """Compare predicted and measured steps of splits that were not profiled, and the chosen with the best."""
     devices, exchange, chosen = calibration_of(stage)
-    links = build_links(stage.plan.devices, stage.plan.network)
+    links = links_of(stage.plan)
     others = random_splits(stage, count, seed=count)
     pair = [chosen, stage.best.counts]
     measured, valid = run_splits(stage, [*others, *(pair * repeats)], steps)

@@ -23,7 +23,7 @@ from hetexp.data.base import build_data
 from hetexp.hardware.catalogue import card_of
 from hetexp.hardware.deviation import JITTER, Deviation
 from hetexp.hardware.emulated import UPDATE_PASSES, CardTimes
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.hardware.pacing import count_work
 from hetexp.model.base import build_model
 
@@ -106,7 +106,7 @@ class Truth:
         ranks = range(self.plan.world_size) if ranks is None else ranks
         if len(ranks) == 1:
             return self.own_seconds(ranks[0], counts[ranks[0]])
-        links = build_links([self.plan.devices[rank] for rank in ranks], self.plan.network)
+        links = links_of(self.plan, [self.plan.devices[rank] for rank in ranks])
         return step_seconds([self.work(rank, counts[rank]) for rank in ranks], links, self.buckets)
 
     def solo_throughputs(self) -> tuple[float, ...]:
@@ -171,7 +171,7 @@ class Truth:
 
         A step waits for the slowest of its ranks, and which one that is changes; simulated.
         """
-        links = build_links([self.plan.devices[rank] for rank in best.ranks], self.plan.network)
+        links = links_of(self.plan, [self.plan.devices[rank] for rank in best.ranks])
         seed = self.plan.config["hardware"]["deviation_seed"]
         draw = random.Random(seed)
         amount = 0.0 if seed is None else JITTER

@@ -56,7 +56,46 @@ def test_every_channel_of_the_exchange_is_passed() -> None:
     assert two_hosts.exchange_seconds(1e8) == pytest.approx(2e-4 + 0.1 + 2e-3 + 1.0)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "summed", "gathered"), [(2, 1.0, 1.0), (3, 7 / 4, 9 / 4), (8, 22 / 4, 16.0)]
+)
+def test_memory_that_ranks_share_by_hand(ranks: int, summed: float, gathered: float) -> None:
+    """Two ranks write a tensor each and read one each: four. Three write three, and read 2/3 each twice."""
+    memory = Links((Channel(),) * ranks, (Channel(1e-4, 1e9, shared=True),))
+    assert memory.exchange_seconds(3e8) == pytest.approx(1e-4 + summed * 0.3)
+    assert memory.coded_seconds(1e9, 3e8) == pytest.approx(1e-4 + gathered * 0.3)
+
+
+def test_each_channel_has_ranks_of_its_own() -> None:
+    """Four ranks on two hosts: two share memory, and one of each takes their sum over the network."""
+    memory, network = Channel(0.0, 1e9, shared=True, ranks=2), Channel(1e-3, 1e8, ranks=2)
+    hosts = Links((Channel(),) * 4, (memory, network))
+    assert hosts.exchange_seconds(1e8) == pytest.approx(0.1 + 2e-3 + 1.0)
+    assert hosts.coded_seconds(1e8, 2e7) == pytest.approx(0.1 + 1e-3 + 0.2)
+    alone = Links((Channel(),) * 2, (replace(memory, ranks=1), network))
+    assert alone.exchange_seconds(1e8) == pytest.approx(2e-3 + 1.0)
+    coded = replace(hosts, wire=0.25)
+    assert coded.bucket_seconds(1e8) == pytest.approx(0.1 + 1e-3 + 0.25)
+    fast = replace(coded, device=(Channel(0.0, 1e9),) * 4)  # what leaves a device is summed first
+    assert fast.bucket_out_seconds(0, 1e8) == fast.bucket_back_seconds(0, 1e8) == pytest.approx(0.1)
+
+
+def test_codes_are_gathered_and_those_of_others_come_back() -> None:
+    """Three ranks, codes of a quarter: out once, gathered, and back come two others' codes."""
+    coded = Links((Channel(1e-5, 1e9),) * 3, (Channel(1e-4, 2e9),), wire=0.25)
+    assert coded.bucket_out_seconds(0, 4e6) == pytest.approx(1e-5 + 1e-3)
+    assert coded.bucket_seconds(4e6) == pytest.approx(2 * (1e-4 + 5e-4))
+    assert coded.bucket_back_seconds(0, 4e6) == pytest.approx(1e-5 + 2e-3)
+    work = [Work((), (), 0.0)] * 3
+    step = coded.bucket_out_seconds(0, 4e6) + coded.bucket_seconds(4e6) + coded.bucket_back_seconds(0, 4e6)
+    assert step_seconds(work, coded, [(1.0, 4e6)]) == pytest.approx(step)
+    plain = replace(coded, wire=1.0)
+    assert plain.bucket_out_seconds(0, 4e6) == plain.bucket_back_seconds(0, 4e6)
+    assert plain.bucket_seconds(4e6) == plain.exchange_seconds(4e6)
+
+
 def test_one_rank_exchanges_nothing() -> None:
+    assert Links((Channel(),), (Channel(1e-4, 1e9, shared=True),)).exchange_seconds(1e9) == 0.0
     assert Links((Channel(),), (Channel(1e-4, 1e9),)).exchange_seconds(1e9) == 0.0
 
 

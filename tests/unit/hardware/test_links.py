@@ -5,14 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support import plan_on
 
+from hetexp.comm.codec import Wire, codec_of
 from hetexp.core.cost import Channel
 from hetexp.core.device import DeviceSpec
 from hetexp.hardware.catalogue import card, links
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.emulated import EmulatedBackend
-from hetexp.hardware.links import HOST_EXCHANGE, UNPACED, build_links, channel
+from hetexp.hardware.links import (
+    HOST_EXCHANGE,
+    SHARED_EXCHANGE,
+    UNPACED,
+    build_links,
+    channel,
+    links_of,
+    wire_of,
+)
 
+CONFIG = {"trainer": {"global_batch_size": 8}}
 PCIE3_X16, PCIE4_X16 = Channel(1e-5, 15.754e9 * 0.8), Channel(1e-5, 31.508e9 * 0.8)
 
 
@@ -71,7 +82,7 @@ def test_the_slowest_rate_and_the_longest_latency_need_not_be_of_one_card() -> N
 def test_two_vendors_meet_in_the_hosts_memory(names: tuple[str, ...]) -> None:
     built = build_links(emulated(*names))
     assert built.staged
-    assert built.exchange == (HOST_EXCHANGE,)
+    assert built.exchange == (SHARED_EXCHANGE,)
     assert built.device == tuple(channel(card(name).host_link) for name in names)
     for rank, name in enumerate(names):
         assert built.to_host_seconds(rank, 1e8) == pytest.approx(card(name).host_link.seconds(1e8))
@@ -80,7 +91,7 @@ def test_two_vendors_meet_in_the_hosts_memory(names: tuple[str, ...]) -> None:
 def test_cpus_meet_in_the_hosts_memory() -> None:
     built = build_links(emulated("desktop_cpu_16", "desktop_cpu_16"))
     assert built.staged
-    assert built.exchange == (HOST_EXCHANGE,)
+    assert built.exchange == (SHARED_EXCHANGE,)
 
 
 @pytest.mark.parametrize("real", [REAL, CpuBackend.describe(0)], ids=["same vendor", "cpu"])
@@ -89,7 +100,7 @@ def test_a_real_device_beside_an_emulated_one(real: DeviceSpec) -> None:
     built = build_links([real, *emulated("rtx_3090")])
     assert built.staged
     assert built.device == (UNPACED, PCIE4_X16)
-    assert built.exchange == (HOST_EXCHANGE,)
+    assert built.exchange == (SHARED_EXCHANGE,)
     assert built.to_host_seconds(0, 1e9) == 0.0
 
 
@@ -104,10 +115,56 @@ def test_two_hosts_add_the_network(cards: tuple[str, str], name: str, rate: floa
     near = build_links([here, there], network)
     assert len(near.exchange) == 1
     far = build_links([here, replace(there, host="b")], network)
-    assert far.exchange == (*near.exchange, Channel(5e-5, rate))
     assert far.device == near.device and far.staged == near.staged
-    extra = far.exchange_seconds(1e9) - near.exchange_seconds(1e9)
-    assert extra == pytest.approx(2 * 5e-5 + 1e9 / rate)
+    network_seconds = 2 * 5e-5 + 1e9 / rate
+    # Alone on its host a rank shares no memory: gloo takes the bytes to the network.
+    before = near.exchange_seconds(1e9) if not near.staged else 2e-4 + 1e9 / 1.7e9
+    assert far.exchange_seconds(1e9) == pytest.approx(before + network_seconds)
+
+
+def test_hosts_of_several_meet_by_one_rank_each() -> None:
+    """Three and two cards: memory on each host, then a ring of two over gloo and the network."""
+    devices = emulated("rtx_3090", "arc_a770", "rtx_3090", "rtx_3090", "arc_a770")
+    hosts = [replace(device, host=host) for device, host in zip(devices, "aaabb", strict=True)]
+    network = links()["ethernet_10g"].model_dump()
+    built = build_links(hosts, network)
+    memory = 1e-4 + (3 * 3 - 2) / 4 * 1e9 / SHARED_EXCHANGE.bytes_per_second
+    ring = 2e-4 + 1e9 / 1.7e9 + 1e-4 + 1e9 / (1.25e9 * 0.9)
+    assert built.exchange_seconds(1e9) == pytest.approx(memory + ring)
+    flat = build_links(hosts, network, shared_memory=False)
+    assert flat.exchange == (HOST_EXCHANGE, channel(links()["ethernet_10g"]))
+    assert flat.exchange_seconds(1e9) == pytest.approx(8 * 1.5e-4 + 1.6 * (1e9 / 1.7e9 + 1e9 / 1.125e9))
+
+
+@pytest.mark.parametrize("backend", ["auto", "shm", "gloo"])
+def test_the_configuration_decides(backend: str) -> None:
+    plan = plan_on(
+        emulated("rtx_3090", "arc_a770"), CONFIG | {"comm": {"backend": backend, "wire": "bfloat16"}}
+    )
+    built = links_of(plan)
+    assert built.exchange == (HOST_EXCHANGE if backend == "gloo" else SHARED_EXCHANGE,)
+    assert built.wire == 0.5
+    assert links_of(plan, plan.devices[:1]).world_size == 1
+    measured = Channel(1e-3, 5e9, shared=True)
+    assert links_of(plan, measured=measured).exchange == (measured,)
+
+
+@pytest.mark.parametrize(
+    ("wire", "precision", "part"),
+    [
+        ("float32", "float32", 1.0),
+        ("float32", "float64", 1.0),
+        ("bfloat16", "float32", 0.5),
+        ("bfloat16", "float64", 0.25),
+        ("int8", "bfloat16", 260 / 1024),
+    ],
+)
+def test_what_travels_of_a_number(wire: Wire, precision: str, part: float) -> None:
+    plan = replace(plan_on(emulated("t4", "t4"), CONFIG), precisions=(precision,) * 2)
+    assert wire_of(plan, wire) == part
+    codec = codec_of(wire)
+    if codec is not None:
+        assert codec.num_bytes(2560) == part * 2560 * (8 if precision == "float64" else 4)
 
 
 def test_several_devices_of_one_other_host_need_no_network() -> None:

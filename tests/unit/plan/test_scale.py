@@ -90,9 +90,10 @@ def test_ten_thousand_devices_of_five_kinds() -> None:
         for kind in one.kinds:
             assert kind.most - kind.fewest <= 1
     assert (best.compute_seconds or 0) < (row(found, "equal").compute_seconds or 0) / 2
-    # 2 · 9,999 rounds of latency for each bucket are more than the work of all: fewer devices are quicker.
-    assert row(found, BEST).devices < 10_000
-    assert (row(found, BEST).step_seconds or 0) < (best.step_seconds or 0) / 2
+    # One rank of each of 2000 hosts in a ring by gloo: 2 · 1,999 rounds of its latency for each bucket are
+    # more than the work of all. Cards of one kind go without it.
+    assert row(found, BEST).devices == 2000
+    assert (row(found, BEST).step_seconds or 0) < 0.6 * (best.step_seconds or 0)
 
 
 def test_without_exchange_all_devices_take_part_and_efficiency_nears_one() -> None:
