@@ -38,6 +38,10 @@ class Codec(ABC):
     def num_bytes(self, length: int) -> int:
         """Return the bytes of a vector of so many numbers."""
 
+    def sent_bytes(self, length: int) -> int:
+        """Return the bytes of a vector of any length, in messages of `PIECE` numbers at most."""
+        return sum(self.num_bytes(min(PIECE, length - start)) for start in range(0, length, PIECE))
+
 
 class Bfloat16(Codec):
     """Two bytes a number: float32's range, 8 bits of its mantissa, rounded to the nearest."""

@@ -27,6 +27,8 @@ class Exchange(ABC):
     """This rank's place in the group."""
     size: int
     """Ranks in the group."""
+    takes_host: bool = True
+    """Whether it takes tensors of the host, whatever the rank's device; else only those of the device."""
 
     @abstractmethod
     def sum_(self, tensor: torch.Tensor) -> None:
@@ -97,7 +99,7 @@ class GroupExchange(Exchange):
         self._group = group
         self.name = str(dist.get_backend(group))
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._hosted = self.name == "gloo"
+        self._hosted = self.takes_host = self.name == "gloo"
 
     def sum_(self, tensor: torch.Tensor) -> None:
         staged = self._staged(tensor)

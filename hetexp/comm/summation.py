@@ -5,82 +5,94 @@ from __future__ import annotations
 import torch
 
 from hetexp.comm.codec import PIECE, Wire, codec_of
-from hetexp.comm.communicator import Communicator
+from hetexp.comm.exchange import Exchange
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.cost import Links
 
+HOST = torch.device("cpu")
+
 
 class Summation:
-    """Gives every rank the same sum, to the bit, of one vector of each.
+    """Gives every rank the same sum, to the bit, of one vector of each on the host.
 
-    Numbers as they are travel in an all-reduce. Codes cannot be added up (int8 would overflow, bfloat16
-    would round at every rank): each rank's own go to all, and all decode and add them in rank order. What the
-    code lost of this rank's vector is added to its next one.
+    The exchange sums numbers as they are. Where the wire codes them, all decode each rank's codes and add
+    them up in one order; what the code lost of this rank's vector is added to its next one.
 
     Args:
+        exchange: of all ranks; `None` for a rank that is alone.
         links: channels of emulated devices, and what paces the exchange to them.
+        device: the rank's own, for an exchange that takes nothing else.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
+        exchange: Exchange | None,
         wire: Wire = "float32",
         paced: PacedExchange | None = None,
         links: Links | None = None,
+        device: torch.device = HOST,
     ) -> None:
-        self._communicator, self._paced, self._links = communicator, paced, links
+        self._exchange, self._paced, self._links = exchange, paced, links
         self._codec = codec_of(wire)
+        self._device = HOST if exchange is None or exchange.takes_host else device
         self.sent_bytes = 0
         """That this rank has handed over so far."""
         self.feedback: torch.Tensor | None = None
         """What the code has lost, to be sent the next time."""
 
+    def plain(self) -> Summation:
+        """Return a summation over the same ranks that codes nothing, at no link's pace."""
+        return Summation(self._exchange, device=self._device)
+
     def num_bytes(self, length: int, element_size: int) -> int:
         """Return the bytes that a rank hands over for a vector of so many numbers."""
-        if self._communicator.world_size == 1:
+        if self._exchange is None:
             return 0
         if self._codec is None:
             return length * element_size
-        return sum(self._codec.num_bytes(min(PIECE, length - start)) for start in range(0, length, PIECE))
+        return self._codec.sent_bytes(length)
 
-    def seconds(self, links: Links, num_bytes: int) -> float:
-        """Return the modelled time of the exchange alone, of so many bytes of each rank."""
-        gathers = self._codec is not None
-        return links.gather_seconds(num_bytes) if gathers else links.exchange_seconds(num_bytes)
+    def seconds(self, links: Links, length: int, element_size: int) -> float:
+        """Return the modelled time of the exchange alone, of so many numbers of each rank."""
+        if self._codec is None:
+            return links.exchange_seconds(length * element_size)
+        return links.coded_seconds(length * element_size, self._codec.sent_bytes(length))
 
-    def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks of their vectors [length], on the host; all have one length.
+    def sum_(self, vector: torch.Tensor) -> torch.Tensor:
+        """Replace a vector [length] by the sum over all ranks, and return it; all have one length.
 
         Raises:
             PeerLostError: another rank is gone or did not come in time.
         """
-        coded = self.num_bytes(len(vector), vector.element_size())
-        self.sent_bytes += coded
+        length, size = len(vector), vector.element_size()
+        self.sent_bytes += self.num_bytes(length, size)
         if self._paced is None or self._links is None:
-            return self._exchange(vector)
-        # The vector leaves the device as it is, and is coded on the host.
-        on_device = len(vector) * vector.element_size()
-        return self._paced.travel(on_device, self.seconds(self._links, coded), lambda: self._exchange(vector))
+            self._sum_(vector)
+        else:
+            # The vector leaves the device as it is, and is coded on the host.
+            seconds = self.seconds(self._links, length, size)
+            self._paced.travel(length * size, seconds, lambda: self._sum_(vector))
+        return vector
 
-    def _exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        if self._communicator.world_size == 1:
-            return vector.clone()
-        pieces = vector.split(PIECE)
-        if self._codec is None:
-            return torch.cat([self._communicator.all_reduce(piece) for piece in pieces])
-        if self.feedback is None:
+    def _sum_(self, vector: torch.Tensor) -> None:
+        if self._exchange is None:
+            return
+        if self._codec is not None and self.feedback is None:
             self.feedback = torch.zeros_like(vector)
-        sums = [self._gather(*pair) for pair in zip(pieces, self.feedback.split(PIECE), strict=True)]
-        return torch.cat(sums)
+        if self._device.type == "cpu":
+            self._sum_piece_(self._exchange, vector, self.feedback)
+            return
+        lost = self.feedback.split(PIECE) if self.feedback is not None else [None] * -(-len(vector) // PIECE)
+        for piece, own in zip(vector.split(PIECE), lost, strict=True):
+            there = piece.to(self._device)
+            kept = own.to(self._device) if own is not None else None
+            self._sum_piece_(self._exchange, there, kept)
+            piece.copy_(there)
+            if own is not None and kept is not None:
+                own.copy_(kept)
 
-    def _gather(self, piece: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' pieces, and put what is lost of this rank's into `feedback`."""
-        assert self._codec is not None
-        wanted = piece + feedback
-        everyone = self._communicator.all_gather(self._codec.encode(wanted))
-        decoded = [self._codec.decode(one, len(piece), piece.dtype) for one in everyone]
-        torch.sub(wanted, decoded[self._communicator.rank], out=feedback)
-        total = torch.zeros_like(piece)
-        for one in decoded:
-            total += one
-        return total
+    def _sum_piece_(self, exchange: Exchange, piece: torch.Tensor, feedback: torch.Tensor | None) -> None:
+        if self._codec is None or feedback is None:
+            exchange.sum_(piece)
+        else:
+            exchange.sum_coded_(piece, self._codec, feedback)

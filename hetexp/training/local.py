@@ -58,7 +58,7 @@ class LocalTraining:
         self.settings = strategy if isinstance(strategy, LocalSGD) else None
         wire = self.settings.wire if self.settings is not None else "float32"
         self._links = links
-        self._summation = Summation(parts.communicator, wire, parts.paced, links)
+        self._summation = Summation(parts.exchange, wire, parts.paced, links, parts.device)
         self.outer: OuterStep | None = None
         """From the first step on."""
         self.since = Since()
@@ -185,9 +185,8 @@ class LocalTraining:
             return 0.0
         trained = [p for p in parts.model.parameters() if p.requires_grad]
         length, size = sum(p.numel() for p in trained), trained[0].element_size()
-        coded = self._summation.num_bytes(length, size)
         travel = max(self._links.to_host_seconds(r, length * size) for r in range(self._links.world_size))
-        return 2 * travel + self._summation.seconds(self._links, coded)
+        return 2 * travel + self._summation.seconds(self._links, length, size)
 
 
 _FIXED = 7 + WIDTH

@@ -36,7 +36,7 @@ class OuterStep:
     ) -> None:
         self._model, self._settings = model, settings
         self._communicator, self.exchange = communicator, exchange
-        self._plain = Summation(communicator)  # buffers and moments travel as they are
+        self._plain = exchange.plain()  # buffers and moments travel as they are
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [b for b in model.buffers() if b.is_floating_point()]
         self.momentum: torch.Tensor | None = None
@@ -60,13 +60,13 @@ class OuterStep:
             weight: this rank's part of what all ranks trained on since the last sync; they sum to 1.
         """
         change = (self._synced - _flat(self._trained)).mul_(weight)
-        self._synced -= self._settings.outer_lr * self._looked_ahead(self.exchange.sum(change))
+        self._synced -= self._settings.outer_lr * self._looked_ahead(self.exchange.sum_(change))
         _put(self._synced, self._trained)
         if self._buffers:
             now = _flat(self._buffers)
             # A constant stays as it is to the bit, an infinite one, too.
             change = torch.where(now == self._synced_buffers, 0.0, self._synced_buffers - now)
-            self._synced_buffers = self._synced_buffers - self._plain.sum(change * weight)
+            self._synced_buffers = self._synced_buffers - self._plain.sum_(change * weight)
             _put(self._synced_buffers, self._buffers)
         self._agree_on_integers()
 
@@ -99,7 +99,7 @@ class OuterStep:
             if tensors:
                 mine = _flat(tensors)
                 mine = mine if self._communicator.rank == 0 else torch.zeros_like(mine)
-                _put(Summation(self._communicator).sum(mine), tensors)
+                _put(self.exchange.plain().sum_(mine), tensors)
 
     def average_moments(self, optimizer: torch.optim.Optimizer, weight: float) -> None:
         """Average the optimizer's floating-point state over the ranks; of step counters the largest is kept.
@@ -123,7 +123,7 @@ class OuterStep:
             # Ranks without state take no part in the mean.
             parts = torch.tensor([weight if moments else 0.0], dtype=torch.float64)
             whole = float(self._communicator.all_reduce(parts))
-            mean = self._plain.sum(mine)
+            mean = self._plain.sum_(mine)
             if moments and whole:
                 _put(mean / whole, moments)
         if number:

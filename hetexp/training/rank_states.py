@@ -18,7 +18,6 @@ from safetensors import safe_open
 
 from hetexp.checkpoint.model_state import named_parameters
 from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
-from hetexp.comm.communicator import Communicator
 from hetexp.training.state import Parts
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def rank_files(parts: Parts) -> dict[str, bytes]:
         tensors[MOMENTUM] = local.outer.momentum
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     mine = safetensors.torch.save(copies, {"optimizer": json.dumps(packed)})
-    everyone = _to_first(parts.communicator, mine)
+    everyone = _to_first(parts, mine)
     return {file_name(rank): content for rank, content in enumerate(everyone)}
 
 
@@ -95,8 +94,12 @@ def restore_rank(parts: Parts, folder: Path) -> None:
         restore_optimizer(moments, packed, parts.optimizer, named_parameters(parts.model))
 
 
-def _to_first(communicator: Communicator, mine: bytes) -> list[bytes]:
+def _to_first(parts: Parts, mine: bytes) -> list[bytes]:
     """Return every rank's bytes on rank 0, and nothing on the others."""
+    communicator, exchange = parts.communicator, parts.exchange
+    if exchange is None:
+        return [mine]
+    home = torch.device("cpu") if exchange.takes_host else parts.device
     sizes = torch.zeros(communicator.world_size, dtype=torch.int64)
     sizes[communicator.rank] = len(mine)
     lengths = communicator.all_reduce(sizes).tolist()
@@ -104,9 +107,9 @@ def _to_first(communicator: Communicator, mine: bytes) -> list[bytes]:
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     everyone: list[list[bytes]] = [[] for _ in lengths]
     for piece in padded.split(PIECE_BYTES):
-        for rank, part in enumerate(communicator.all_gather(piece)):
+        for rank, part in enumerate(exchange.gather(piece.to(home))):
             if communicator.rank == 0:
-                everyone[rank].append(part.numpy().tobytes())
+                everyone[rank].append(part.cpu().numpy().tobytes())
     if communicator.rank:
         return []
     return [b"".join(pieces)[:length] for pieces, length in zip(everyone, lengths, strict=True)]

@@ -10,6 +10,7 @@ import torch
 from support import Train, difference, worst
 
 from hetexp.core.errors import RunFailedError
+from hetexp.hardware.links import SHARED_EXCHANGE
 
 SHARES = ("hardware.devices=[cpu,cpu]", "balancing=manual", "balancing.weights=[24,8]")
 GPT = (
@@ -134,7 +135,7 @@ def test_a_sync_takes_its_modelled_time(train: Train) -> None:
         link = card["host_link"]
         rate = link["gb_per_second"] * 1e9 * link["efficiency"]
         travel.append(link["latency_seconds"] + num_bytes / rate)
-    exchange = 2 * 1e-4 + num_bytes / 1.7e9  # a ring of two through the host's memory
+    exchange = SHARED_EXCHANGE.seconds(num_bytes)  # two ranks in memory that they share
     for device in emulation["devices"]:
         paced = device["phases"]["exchange"]
         assert paced["real"] >= 0.999 * paced["modelled"] >= 0.998 * (exchange + min(travel)) * scale

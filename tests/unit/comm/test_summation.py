@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hetexp.comm import summation as module
+from hetexp.comm import codec, exchange
 from hetexp.comm.codec import BLOCK, Wire
-from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
+from hetexp.comm.communicator import Communicator
+from hetexp.comm.fake import FakeExchange, FakeGroup
 from hetexp.comm.summation import Summation
 from hetexp.core.cost import Channel, Links
 
@@ -28,13 +28,14 @@ def total(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def each(
     wire: Wire, function: Callable[[Summation, int], torch.Tensor], ranks: int = 3
 ) -> list[torch.Tensor]:
-    return FakeGroup(ranks).run(lambda comm: function(Summation(comm, wire), comm.rank))
+    return FakeGroup(ranks).run(lambda comm: function(Summation(FakeExchange(comm), wire), comm.rank))
 
 
 @pytest.mark.parametrize(("wire", "allowed"), [("float32", 1e-6), ("bfloat16", 0.02), ("int8", 0.05)])
 def test_all_ranks_get_one_sum(monkeypatch: pytest.MonkeyPatch, wire: Wire, allowed: float) -> None:
-    monkeypatch.setattr(module, "PIECE", BLOCK)  # several messages, the last one short
-    sums = each(wire, lambda summation, rank: summation.sum(own(rank)))
+    for module in (codec, exchange):  # several messages, the last one short
+        monkeypatch.setattr(module, "PIECE", BLOCK)
+    sums = each(wire, lambda summation, rank: summation.sum_(own(rank)))
     assert all(torch.equal(one, sums[0]) for one in sums)
     true = total()
     assert float((sums[0] - true).abs().max()) < allowed
@@ -47,7 +48,7 @@ def test_what_is_lost_comes_later(wire: Wire) -> None:
     """The sum of many sums is as near as one of them: errors do not add up."""
 
     def rounds(summation: Summation, rank: int) -> torch.Tensor:
-        return sum((summation.sum(own(rank)) for _ in range(50)), torch.zeros(LENGTH))
+        return sum((summation.sum_(own(rank)) for _ in range(50)), torch.zeros(LENGTH))
 
     sums = each(wire, rounds)
     true = 50 * total()
@@ -57,23 +58,23 @@ def test_what_is_lost_comes_later(wire: Wire) -> None:
 @pytest.mark.parametrize(("wire", "sent"), [("float32", 4000), ("bfloat16", 2000), ("int8", 4 * 260)])
 def test_bytes_are_counted(wire: Wire, sent: int) -> None:
     def count(summation: Summation, rank: int) -> torch.Tensor:
-        summation.sum(own(rank))
-        summation.sum(own(rank))
+        summation.sum_(own(rank))
+        summation.sum_(own(rank))
         return torch.tensor(summation.sent_bytes)
 
     assert [int(one) for one in each(wire, count)] == [2 * sent] * 3
 
 
 def test_numbers_travel_in_their_own_type() -> None:
-    sums = each("float32", lambda summation, rank: summation.sum(own(rank, torch.float64)))
+    sums = each("float32", lambda summation, rank: summation.sum_(own(rank, torch.float64)))
     assert sums[0].dtype == torch.float64
     true = total(torch.float64)
     assert float((sums[0] - true).abs().max()) < 1e-15
 
 
 def test_a_rank_alone_sends_nothing() -> None:
-    summation = Summation(SoloCommunicator(), "int8")
-    assert torch.equal(summation.sum(own(0)), own(0))
+    summation = Summation(None, "int8")
+    assert torch.equal(summation.sum_(own(0)), own(0))
     assert summation.sent_bytes == 0
 
 
@@ -81,7 +82,8 @@ def test_modelled_time_of_both_ways() -> None:
     links = Links(device=(Channel(),) * 4, exchange=(Channel(0.5, 100.0),))
 
     def seconds(comm: Communicator) -> tuple[float, float]:
-        return Summation(comm).seconds(links, 800), Summation(comm, "int8").seconds(links, 800)
+        real = FakeExchange(comm)
+        return Summation(real).seconds(links, 200, 4), Summation(real, "bfloat16").seconds(links, 400, 4)
 
     # A ring of four: 6 rounds of a quarter each, or 3 rounds of all that a rank has.
     assert FakeGroup(4).run(seconds)[0] == pytest.approx((6 * 0.5 + 6 / 4 * 8, 3 * (0.5 + 8)))

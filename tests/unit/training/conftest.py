@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.comm.communicator import Communicator
+from hetexp.comm.fake import FakeExchange
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
@@ -195,6 +196,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
                 settings.overfit_batches,
             ),
             paced=None,
+            exchange=FakeExchange(communicator) if communicator.world_size > 1 else None,
             loggers=(Recorder(),) if rank == 0 else (),
             total_steps=steps,
             balancer=Balancer(plan, settings=follow, num_workers=settings.num_workers),

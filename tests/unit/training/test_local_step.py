@@ -124,7 +124,7 @@ def test_the_outer_step_is_sgd(make_parts: MakeParts, nesterov: bool) -> None:
     """DiLoCo's outer optimizer against torch's own, over three rounds."""
     settings = LocalSGD(sync_every=1, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=nesterov)
     model = nn.Linear(3, 2, dtype=torch.float64)
-    outer = OuterStep(model, settings, SoloCommunicator(), Summation(SoloCommunicator()))
+    outer = OuterStep(model, settings, SoloCommunicator(), Summation(None))
     twin = [p.detach().clone().requires_grad_() for p in model.parameters()]
     sgd = torch.optim.SGD(twin, lr=0.7, momentum=0.9, nesterov=nesterov)
     for number in range(3):
