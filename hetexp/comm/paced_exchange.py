@@ -1,8 +1,9 @@
 """DDP's exchange of gradients at the pace of links that are not there.
 
-The bytes really travel by gloo; when a bucket may be used again is decided by the cost model. Each rank
-gives the moment at which its bucket would have reached the host, and all compute the same moment at which the
-exchange would have ended. Moments are those of the machine's monotonic clock, which its processes share.
+The bytes really travel through the run's own exchange; when a bucket may be used again is decided by the cost
+model. Each rank gives the moment at which its bucket would have reached the host, and all compute the same
+moment at which the exchange would have ended. Moments are those of the machine's monotonic clock, which its
+processes share.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
@@ -18,7 +19,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hetexp.comm.codec import Wire, codec_of
 from hetexp.comm.communicator import peer_lost
+from hetexp.comm.exchange import Exchange
+from hetexp.comm.hook import Feedback
 from hetexp.core.cost import Links
 from hetexp.hardware.pacing import GRAIN_SECONDS
 
@@ -28,6 +32,7 @@ Result = TypeVar("Result")
 @dataclass
 class _Bucket:
     tensor: torch.Tensor
+    parameters: list[torch.Tensor]
     ready: float
     future: torch.futures.Future[torch.Tensor]
     due: float = 0.0
@@ -36,22 +41,32 @@ class _Bucket:
 class PacedExchange:
     """A communication hook for DDP that averages over all ranks, overlapping as the links would.
 
+    What a wire codes is taken to be coded on the device; what it loses of a bucket is sent in the next step.
+
     Args:
+        exchange: of all ranks; buckets are summed through it by a thread of this object's own.
         links: channels of all ranks.
         rank: this one.
         settle: waits until a bucket's own computation on the device is over.
         done: tells how much of backward is done, to record when each bucket left.
         timeout_seconds: longest wait for the other ranks.
+        wire: how gradients travel.
     """
 
     def __init__(
         self,
+        exchange: Exchange,
         links: Links,
         rank: int,
         settle: Callable[[], None],
         done: Callable[[], float],
         timeout_seconds: float,
+        wire: Wire = "float32",
     ) -> None:
+        self._real, self._codec = exchange, codec_of(wire)
+        self._feedback = Feedback()
+        self.sent_bytes = 0
+        """That this rank has handed over for gradients since pacing started, coded as they travel."""
         self._links, self._rank, self._settle, self._done = links, rank, settle, done
         # A group of its own: its collectives come from another thread than those of the training loop.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -77,8 +92,9 @@ class PacedExchange:
         return self.late_seconds / self.modelled_seconds if self.modelled_seconds else 0.0
 
     def start(self, time_scale: float) -> None:
-        """Pace every bucket from now on."""
+        """Pace every bucket from now on; what was sent before was a rehearsal."""
         self.time_scale = time_scale
+        self._feedback, self.sent_bytes = Feedback(), 0
 
     def begin_step(self) -> None:
         """Forget the buckets of the step before."""
@@ -90,7 +106,7 @@ class PacedExchange:
         tensor = bucket.buffer()
         self.buckets.append((self._done(), tensor.numel() * tensor.element_size()))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._sending.put(_Bucket(tensor, time.perf_counter(), future))
+        self._sending.put(_Bucket(tensor, bucket.parameters(), time.perf_counter(), future))
         return future
 
     def travel(self, num_bytes: int, exchange_seconds: float, send: Callable[[], Result]) -> Result:
@@ -125,32 +141,47 @@ class PacedExchange:
         return result
 
     def _send(self) -> None:
+        failure: Exception | None = None
         while True:
             bucket = self._sending.get()
-            try:
-                self._exchange(bucket)
-            except Exception as error:  # whatever it is, backward must not wait for ever
-                bucket.future.set_exception(error)  # type: ignore[arg-type]
+            if failure is None:
+                try:
+                    self._exchange(bucket)
+                except Exception as error:  # whatever it is, backward must not wait for ever
+                    failure = error
+            if failure is not None:  # no later bucket waits for a rank that is gone
+                bucket.future.set_exception(failure)  # type: ignore[arg-type]
                 continue
             self._returning.put(bucket)
 
     def _exchange(self, bucket: _Bucket) -> None:
         num_bytes = bucket.tensor.numel() * bucket.tensor.element_size()
-        scale, to_host = self.time_scale, self._links.to_host_seconds(self._rank, num_bytes)
-        at_host = max(bucket.ready, self._to_host_free) + to_host * scale
+        links, scale = self._links, self.time_scale
+        out, back = (
+            way(self._rank, num_bytes) for way in (links.bucket_out_seconds, links.bucket_back_seconds)
+        )
+        at_host = max(bucket.ready, self._to_host_free) + out * scale
         moment = torch.tensor([at_host], dtype=torch.float64)
-        latest = dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        summed = dist.all_reduce(bucket.tensor.div_(self._links.world_size), group=self._group, async_op=True)
-        latest.wait()
+        dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=self._group)
         met = time.perf_counter()
         start = max(float(moment), self._exchange_free)
-        exchanged = start + self._links.exchange_seconds(num_bytes) * scale
-        bucket.due = max(exchanged, self._back_free) + to_host * scale
+        exchanged = start + links.bucket_seconds(num_bytes) * scale
+        bucket.due = max(exchanged, self._back_free) + back * scale
         self._to_host_free, self._exchange_free, self._back_free = at_host, exchanged, bucket.due
-        summed.wait()
+        self._average(bucket)
         if scale == 0.0:
-            modelled = 2 * to_host + self._links.exchange_seconds(num_bytes)
+            modelled = out + links.bucket_seconds(num_bytes) + back
             self._ratios.append((time.perf_counter() - met) / modelled)
+
+    def _average(self, bucket: _Bucket) -> None:
+        """Really exchange a bucket."""
+        tensor = bucket.tensor.div_(self._links.world_size)
+        if self._codec is None:
+            self._real.sum_(tensor)
+            self.sent_bytes += tensor.numel() * tensor.element_size()
+        else:
+            self._real.sum_coded_(tensor, self._codec, self._feedback.of(bucket.parameters, tensor))
+            self.sent_bytes += self._codec.sent_bytes(len(tensor))
 
     def _give_back(self) -> None:
         while True:

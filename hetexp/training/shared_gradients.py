@@ -6,20 +6,33 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetexp.comm.communicator import peer_lost
-from hetexp.hardware.links import build_links
+from hetexp.comm.codec import codec_of
+from hetexp.comm.exchange import Exchange
+from hetexp.comm.subgroup import form_subgroup
+from hetexp.hardware.links import links_of
 from hetexp.hardware.pacing import GRAIN_SECONDS
 from hetexp.training.cutting import Cut
 
 if TYPE_CHECKING:
     from hetexp.training.state import Parts
+
+
+@dataclass
+class _Group:
+    """Ranks that hold the same parameters."""
+
+    ranks: tuple[int, ...]
+    parameters: list[nn.Parameter]
+    exchange: Exchange
+    feedback: torch.Tensor | None = None
+    """What the wire has lost of this rank's gradients, to be sent in the next step."""
 
 
 class SharedGradients:
@@ -30,23 +43,25 @@ class SharedGradients:
 
     Args:
         parts: with the model cut; all ranks build theirs at the same time.
+        store: that all ranks share.
     """
 
-    def __init__(self, parts: Parts, cut: Cut, timeout: timedelta) -> None:
+    def __init__(self, parts: Parts, cut: Cut, store: dist.Store) -> None:
         self._parts = parts
         own = parameters_by_name(parts.model, cut)
         trained = {name: p for name, p in own.items() if p.requires_grad}
         self.counted = [p for name, p in own.items() if min(cut.holders[name]) == parts.rank]
         """The parameters that this rank counts: each has one such rank."""
-        shared = sorted({ranks for ranks in cut.holders.values() if len(ranks) > 1})
-        self._groups: list[tuple[tuple[int, ...], dist.ProcessGroup, list[nn.Parameter]]] = []
-        for ranks in shared:  # all ranks make all groups, in the same order
-            group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        self._codec = codec_of(parts.config.comm.wire)
+        self._groups: list[_Group] = []
+        for ranks in sorted({ranks for ranks in cut.holders.values() if len(ranks) > 1}):
             mine = [trained[name] for name in sorted(trained) if cut.holders[name] == ranks]
-            if mine:
-                self._groups.append((ranks, group, mine))
+            if mine:  # on each of these ranks, which make their groups in the same order
+                limit = parts.config.comm.timeout_seconds
+                exchange = form_subgroup(ranks, parts.rank, store, parts.plan, parts.device, limit)
+                self._groups.append(_Group(ranks, mine, exchange))
         self.num_bytes = 0
-        """Exchanged in the last step."""
+        """Handed over in the last step, coded as they travel."""
         self.time_scale = 0.0
         self._ratios: list[float] = []
         self._late_seconds = self._modelled_seconds = 0.0
@@ -58,13 +73,10 @@ class SharedGradients:
             PeerLostError: one of them is gone.
         """
         self.num_bytes = 0
-        for ranks, group, parameters in self._groups:
+        for group in self._groups:
+            parameters = group.parameters
             flat = self._flat(parameters)
-            try:
-                self._exchange(ranks, group, flat)
-            except RuntimeError as error:
-                raise peer_lost(error) from error
-            self.num_bytes += flat.numel() * flat.element_size()
+            self._exchange(group, flat)
             start = len(parameters)
             for parameter, takers in zip(parameters, flat[:start].tolist(), strict=True):
                 if takers:
@@ -93,28 +105,48 @@ class SharedGradients:
         """Return the seconds past the due moments ÷ modelled seconds, since pacing started."""
         return self._late_seconds / self._modelled_seconds if self._modelled_seconds else 0.0
 
-    def _exchange(self, ranks: tuple[int, ...], group: dist.ProcessGroup, flat: torch.Tensor) -> None:
-        """Sum over the ranks; between emulated devices it takes as long as it would on their links."""
+    def forget(self) -> None:
+        """Forget what the wire has lost so far, in a rehearsal."""
+        for group in self._groups:
+            group.feedback = None
+
+    def _exchange(self, group: _Group, flat: torch.Tensor) -> None:
+        """Sum over a group; between emulated devices it takes as long as it would on their links."""
         plan, scale = self._parts.plan, self.time_scale
         if not plan.paced:
-            dist.all_reduce(flat, group=group)
+            self._sum(group, flat)
             return
-        links = build_links([plan.devices[rank] for rank in ranks], plan.network)
-        num_bytes = flat.numel() * flat.element_size()
-        to_host = links.to_host_seconds(ranks.index(self._parts.rank), num_bytes)
+        links = links_of(plan, [plan.devices[rank] for rank in group.ranks])
+        num_bytes = flat.numel() * flat.element_size()  # they leave the device as they are
+        to_host = links.to_host_seconds(group.exchange.rank, num_bytes)
         moment = torch.tensor([time.perf_counter() + to_host * scale], dtype=torch.float64)
-        dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=group)
-        met, rest = time.perf_counter(), links.exchange_seconds(num_bytes) + to_host
-        dist.all_reduce(flat, group=group)
+        latest = max(
+            float(one.view(torch.float64)) for one in group.exchange.gather(moment.view(torch.uint8))
+        )
+        met, rest = time.perf_counter(), links.bucket_seconds(num_bytes) + to_host
+        self._sum(group, flat)
         now = time.perf_counter()
         if scale == 0.0:
             self._ratios.append((now - met) / (to_host + rest))
             return
-        due = float(moment) + rest * scale
+        due = latest + rest * scale
         self._modelled_seconds += (to_host + rest) * scale
         self._late_seconds += max(0.0, now - due - GRAIN_SECONDS)
         if due > now:
             time.sleep(due - now)
+
+    def _sum(self, group: _Group, flat: torch.Tensor) -> None:
+        """Really sum over a group. Which parameters take part is told as it is, whatever the wire."""
+        if self._codec is None:
+            group.exchange.sum_(flat)
+            self.num_bytes += flat.numel() * flat.element_size()
+            return
+        flags, gradients = flat[: len(group.parameters)], flat[len(group.parameters) :]
+        if group.feedback is None:
+            group.feedback = torch.zeros_like(gradients)
+        group.exchange.sum_(flags)
+        group.exchange.sum_coded_(gradients, self._codec, group.feedback)
+        self.num_bytes += flags.numel() * flags.element_size() + self._codec.sent_bytes(len(gradients))
 
     def agree(self, finite: bool, wants_norm: bool) -> tuple[bool, float | None]:
         """Make one decision and one norm of what every rank knows of its own gradients.

@@ -105,9 +105,10 @@ class Staging:
 
     Args:
         parts: with the model cut and the communicator formed.
+        store: that all ranks share.
     """
 
-    def __init__(self, parts: Parts, cut: Cut) -> None:
+    def __init__(self, parts: Parts, cut: Cut, store: dist.Store) -> None:
         assert isinstance(parts.strategy, Staged)
         self.cut = cut
         self._parts = parts
@@ -129,7 +130,7 @@ class Staging:
         made = {ranks: dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in groups}
         self.group = made[cut.group]
         """The ranks of this pipeline, through the host."""
-        self.gradients = SharedGradients(parts, cut, timeout)
+        self.gradients = SharedGradients(parts, cut, store)
         self._schedule = self._build()
 
     def run(self, microbatches: list[Any], factor: float) -> torch.Tensor:
@@ -223,6 +224,7 @@ class Staging:
     def start_pacing(self, time_scale: float) -> None:
         """Let exchanges take what they would on emulated links; what was measured before was a rehearsal."""
         self.gradients.time_scale = time_scale
+        self.gradients.forget()
         self.times.forget()
 
     def _rank_of(self, stage_index: int) -> int:

@@ -32,7 +32,7 @@ from hetexp.data.base import build_data
 from hetexp.data.dealt import DealtSampler
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import Backend, StagePasses, backend_class, visible_places
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.guard import GuardedLogger
@@ -117,7 +117,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         loss_scale=LossScale() if "float16" in plan.precisions else None,
     )
     if cut is not None:
-        parts.staging = Staging(parts, cut)
+        parts.staging = Staging(parts, cut, store)
         attach_pieces(parts, cut)
         return parts
     # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
@@ -129,7 +129,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     pace_exchange(parts)
     hook_exchange(parts)
     if strategy.steps == "local":
-        parts.local = LocalTraining(parts, build_links(plan.devices, plan.network) if plan.paced else None)
+        parts.local = LocalTraining(parts, links_of(plan) if plan.paced else None)
     return parts
 
 
@@ -155,10 +155,13 @@ def open_device(plan: Plan, config: Config, rank: int) -> tuple[Backend, torch.d
 def pace_exchange(parts: Parts) -> None:
     """Let the exchange of gradients take as long as the links of emulated devices, where there are any."""
     plan, backend = parts.plan, parts.backend
-    if not plan.paced or parts.communicator.world_size == 1:
+    exchange = parts.exchange
+    if not plan.paced or exchange is None:
         return
-    links, limit = build_links(plan.devices, plan.network), parts.config.comm.timeout_seconds
-    parts.paced = PacedExchange(links, parts.rank, backend.synchronize, backend.backward_done, limit)
+    links, limit = links_of(plan), parts.config.comm.timeout_seconds
+    parts.paced = PacedExchange(
+        exchange, links, parts.rank, backend.synchronize, backend.backward_done, limit, parts.config.comm.wire
+    )
     parts.strategy.exchange_through(parts.module, parts.paced.hook)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetexp.comm.exchange import GroupExchange
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.config import read_config
 from hetexp.core.plan import Plan
 from hetexp.hardware.emulated import OUTRUN_TOLERANCE, EmulatedBackend
-from hetexp.hardware.links import build_links
+from hetexp.hardware.links import links_of
 
 TIMEOUT_SECONDS = 300.0
 
@@ -47,9 +48,12 @@ class EmulatedCard:
 
     def connect(self, ddp: nn.parallel.DistributedDataParallel) -> None:
         """Let the gradients travel over the emulated links, and start the pace on all ranks."""
-        links = build_links(self._plan.devices, self._plan.network)
+        links = links_of(self._plan)
         done = self._backend.backward_done
-        self._exchange = PacedExchange(links, self._rank, self._backend.synchronize, done, TIMEOUT_SECONDS)
+        real = GroupExchange(torch.distributed.new_group(backend="gloo"))
+        self._exchange = PacedExchange(
+            real, links, self._rank, self._backend.synchronize, done, TIMEOUT_SECONDS
+        )
         ddp.register_comm_hook(None, self._exchange.hook)
         self._backend.start_pacing(self._scale)
         self._exchange.start(self._scale)
