@@ -78,10 +78,11 @@ class PacedExchange:
         """Of each paced bucket from leaving to being back: real time, modelled time × scale."""
         self.late_seconds = self.modelled_seconds = 0.0
         self._to_host_free = self._exchange_free = self._back_free = 0.0
-        self._sending: queue.SimpleQueue[_Bucket] = queue.SimpleQueue()
-        self._returning: queue.SimpleQueue[_Bucket] = queue.SimpleQueue()
-        for target in (self._send, self._give_back):
-            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+        self._sending: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
+        self._returning: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=t, daemon=True) for t in (self._send, self._give_back)]
+        for thread in self._threads:
+            thread.start()
 
     def real_ratio(self) -> float:
         """Return the median of real ÷ modelled time of a bucket while nothing was delayed yet."""
@@ -95,6 +96,12 @@ class PacedExchange:
         """Pace every bucket from now on; what was sent before was a rehearsal."""
         self.time_scale = time_scale
         self._feedback, self.sent_bytes = Feedback(), 0
+
+    def close(self) -> None:
+        """End the threads; buckets that are under way are exchanged first."""
+        self._sending.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def begin_step(self) -> None:
         """Forget the buckets of the step before."""
@@ -142,8 +149,7 @@ class PacedExchange:
 
     def _send(self) -> None:
         failure: Exception | None = None
-        while True:
-            bucket = self._sending.get()
+        while (bucket := self._sending.get()) is not None:
             if failure is None:
                 try:
                     self._exchange(bucket)
@@ -153,6 +159,7 @@ class PacedExchange:
                 bucket.future.set_exception(failure)  # type: ignore[arg-type]
                 continue
             self._returning.put(bucket)
+        self._returning.put(None)
 
     def _exchange(self, bucket: _Bucket) -> None:
         num_bytes = bucket.tensor.numel() * bucket.tensor.element_size()
@@ -184,8 +191,7 @@ class PacedExchange:
             self.sent_bytes += self._codec.sent_bytes(len(tensor))
 
     def _give_back(self) -> None:
-        while True:
-            bucket = self._returning.get()
+        while (bucket := self._returning.get()) is not None:
             self._wait_until(bucket.due, bucket.ready)
             bucket.future.set_result(bucket.tensor)
 
