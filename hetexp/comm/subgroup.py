@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.exchange import Exchange, GroupExchange
+from hetexp.comm.exchange import Exchange
+from hetexp.comm.library_exchange import LibraryExchange
 from hetexp.comm.shared_memory import SharedMemoryExchange
 from hetexp.core.errors import SetupError
 from hetexp.core.plan import Plan
@@ -38,15 +38,14 @@ def form_subgroup(
 
     Raises:
         HandshakeError: one of the ranks did not come.
+        SetupError: gloo's group did not form.
     """
+    own = dist.PrefixStore(f"subgroup/{'-'.join(map(str, ranks))}", store)
+    place, size = list(ranks).index(rank), len(ranks)
     several_hosts = len({plan.devices[one].host for one in ranks}) > 1
     if not several_hosts and plan.config.get("comm", {}).get("backend", "auto") != "gloo":
-        own = dist.PrefixStore(f"subgroup/{'-'.join(map(str, ranks))}", store)
         try:
-            place = list(ranks).index(rank)
-            return SharedMemoryExchange.form(own, place, len(ranks), timeout_seconds, device)
+            return SharedMemoryExchange.form(own, place, size, timeout_seconds, device)
         except SetupError as error:  # on every one of them
             log.warning("gloo sums over ranks %s: %s", ", ".join(map(str, ranks)), error)
-    limit = timedelta(seconds=timeout_seconds)
-    group = dist.new_group(list(ranks), backend="gloo", timeout=limit, use_local_synchronization=True)
-    return GroupExchange(group)
+    return LibraryExchange("gloo", dist.PrefixStore("gloo", own), place, size, timeout_seconds)

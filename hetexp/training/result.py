@@ -199,7 +199,7 @@ def _sent_bytes(parts: Parts, steps: int) -> float | None:
     codec = codec_of(parts.config.comm.wire)
     if parts.paced is not None and codec is not None:
         size = parts.dtype.itemsize
-        return sum(codec.num_bytes(num_bytes // size) for _, num_bytes in parts.paced.buckets)
+        return sum(codec.sent_bytes(num_bytes // size) for _, num_bytes in parts.paced.buckets)
     return parts.strategy.exchanged_bytes(parts.model, parts.communicator.world_size)
 
 

@@ -46,6 +46,7 @@ def test_a_sync_each_step_equals_ddp(train: Train) -> None:
     assert parameters <= 1e-12
     assert local.summary["comm"]["bytes_per_step"] == ddp.summary["comm"]["bytes_per_step"] > 0
     assert local.summary["comm"]["wire_dtype"] == "float64"
+    assert local.summary["comm"]["backend"] == ddp.summary["comm"]["backend"] == "shm"
 
 
 def test_fewer_bytes_and_a_resume_to_the_bit(train: Train) -> None:

@@ -81,6 +81,24 @@ def test_float64_steps_equal_one_device(train: Train) -> None:
         assert found["accuracy"] == expected["accuracy"]
 
 
+def test_coded_gradients_of_two_pipelines(train: Train) -> None:
+    """Float32 and int8: fewer bytes of the layers that both have, and nearly the same losses."""
+    short = (*COMMON, *GPT, "trainer.precision=float32", "trainer.max_steps=8", "trainer.checkpoint_every=0")
+    single = train("hardware=cpu", "strategy=single", *short)
+    plain, coded = (
+        train(*short, *LAYOUTS["a pipeline and a device"], f"comm.wire={wire}")
+        for wire in ("float32", "int8")
+    )
+    assert plain.losses == pytest.approx(single.losses, rel=1e-5)
+    assert coded.losses == pytest.approx(single.losses, rel=2e-2)
+    assert coded.losses != plain.losses
+    assert coded.summary["comm"]["wire_dtype"] == "int8"
+    saved = plain.summary["comm"]["bytes_per_step"] - coded.summary["comm"]["bytes_per_step"]
+    # The first stage hands over most: what it sends on, and the gradients of all layers but the last.
+    first = sum(t.numel() for name, t in single.parameters().items() if ".4." not in name)
+    assert saved == pytest.approx(first * (4 - 260 / 256), rel=0.01)
+
+
 def test_checkpoints_are_those_of_any_strategy(train: Train) -> None:
     common = (*COMMON, *GPT, "trainer.checkpoint_every=4")
     pipeline = (devices(2), "strategy=pipeline", "strategy.shard_plan=[[0,4],[4,5]]")
