@@ -42,7 +42,6 @@ PEER_LOST_SIGNS = (
     "Connection reset",
     "Broken pipe",
     "ProcessGroup",
-    "of the exchange",
 )
 """What torch's errors say when a collective inside DDP fails; they have no class of their own. Of what a hook
 raises it tells the words alone."""

@@ -411,13 +411,20 @@ def _measure_exchange(parts: Parts) -> Channel:
         seconds.append(statistics.median(times[1:]))
     slowest = parts.communicator.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
     small, large = slowest.tolist()
-    ranks = parts.communicator.world_size
-    free = Channel(0.0, 1.0, shared=parts.exchange.name == "shm")
-    travelled = free.sum_seconds(1.0, ranks)  # bytes through the channel for each byte of a rank
+    return channel_of(small, large, parts.communicator.world_size, parts.exchange.name == "shm")
+
+
+def channel_of(small: float, large: float, ranks: int, shared: bool) -> Channel:
+    """Return the channel by which sums of `SMALL_BYTES` and `LARGE_BYTES` take these seconds.
+
+    Args:
+        ranks: at least two.
+        shared: whether it is memory that they share.
+    """
+    travelled = Channel(0.0, 1.0, shared).sum_seconds(1.0, ranks)  # for each byte of a rank
     rate = (LARGE_BYTES - SMALL_BYTES) * travelled / max(large - small, 1e-9)
-    rounds = 1 if free.shared else 2 * (ranks - 1)
-    latency = max(0.0, small - SMALL_BYTES * travelled / rate) / rounds
-    return replace(free, latency_seconds=latency, bytes_per_second=rate)
+    rounds = 1 if shared else 2 * (ranks - 1)
+    return Channel(max(0.0, small - SMALL_BYTES * travelled / rate) / rounds, rate, shared)
 
 
 def _buckets(parts: Parts) -> tuple[tuple[float, int], ...]:

@@ -21,10 +21,20 @@ def test_it_survives_json(device: DeviceCalibration) -> None:
 
 
 @pytest.mark.parametrize(
-    "exchange", [Exchange(), Exchange(((0.5, 10), (1.0, 4)), Channel(1e-4, 1e9), 0.02, 0.01)]
+    "exchange",
+    [
+        Exchange(),
+        Exchange(((0.5, 10), (1.0, 4)), Channel(1e-4, 1e9), 0.02, 0.01),
+        Exchange(measured=Channel(1e-4, 9e9, shared=True)),
+    ],
 )
 def test_the_exchange_survives_json(exchange: Exchange) -> None:
     assert Exchange.from_dict(json.loads(json.dumps(exchange.to_dict()))) == exchange
+
+
+def test_a_plan_of_before_tells_of_a_ring() -> None:
+    raw = Exchange(measured=Channel(1e-4, 1e9)).to_dict() | {"measured": [1e-4, 1e9]}
+    assert Exchange.from_dict(raw).measured == Channel(1e-4, 1e9)
 
 
 @pytest.mark.parametrize("raw", [{}, {"curve": 3}, {**FAST.to_dict(), "points": [[1]]}])

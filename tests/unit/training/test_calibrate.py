@@ -23,11 +23,14 @@ from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split
 from hetexp.training import calibrate
 from hetexp.training.calibrate import (
+    LARGE_BYTES,
     LEAST_EXTRA_SECONDS,
     MOST_PASSES,
     PASSES,
+    SMALL_BYTES,
     _fitted,
     _measure_passes,
+    channel_of,
     joint_steps,
 )
 from hetexp.training.state import Parts
@@ -236,3 +239,16 @@ def test_a_slow_device_is_not_kept_busy_before_its_speed_is_known(measure: Any) 
     assert max(device.sizes[:6]) == 1
     quick, _ = measure(line(1e-4, 0.0), line(2e-4, 0.0))
     assert next(size for size, _ in quick.points) == 64
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_an_exchange_is_the_channel_that_takes_as_long(ranks: int, shared: bool) -> None:
+    found = channel_of(0.002, 0.05, ranks, shared)
+    assert found.shared == shared and found.ranks is None
+    assert found.sum_seconds(SMALL_BYTES, ranks) == pytest.approx(0.002)
+    assert found.sum_seconds(LARGE_BYTES, ranks) == pytest.approx(0.05)
+    if ranks == 2:
+        assert found.bytes_per_second == pytest.approx((LARGE_BYTES - SMALL_BYTES) / 0.048)
+    # Of two measurements that disagree with any latency the rate is kept.
+    assert channel_of(1e-9, 0.05, ranks, shared).latency_seconds == 0.0
