@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import PrefixStore, distributed_c10d
 
-from hetexp.comm.exchange import GroupExchange
 from hetexp.comm.paced_exchange import PacedExchange
+from hetexp.comm.subgroup import form_subgroup
 from hetexp.core.config import read_config
 from hetexp.core.plan import Plan
 from hetexp.hardware.emulated import OUTRUN_TOLERANCE, EmulatedBackend
@@ -50,7 +51,9 @@ class EmulatedCard:
         """Let the gradients travel over the emulated links, and start the pace on all ranks."""
         links = links_of(self._plan)
         done = self._backend.backward_done
-        real = GroupExchange(torch.distributed.new_group(backend="gloo"))
+        world = range(self._plan.world_size)
+        store = PrefixStore("exchange", distributed_c10d._get_default_store())
+        real = form_subgroup(world, self._rank, store, self._plan, torch.device("cpu"), TIMEOUT_SECONDS)
         self._exchange = PacedExchange(
             real, links, self._rank, self._backend.synchronize, done, TIMEOUT_SECONDS
         )
