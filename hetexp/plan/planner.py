@@ -112,7 +112,7 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         overrides=request.overrides,
         precisions=precisions,
         reasons=tuple(reasons),
-        exact=strategy.exact,
+        exact=strategy.exact and not (strategy.codes_gradients and config.comm.wire != "float32"),
         fallback=selection.fallback,
         network=selection.network.model_dump() if selection.network is not None else None,
         script=str(request.script.absolute()) if request.script is not None else None,

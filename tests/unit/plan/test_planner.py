@@ -238,3 +238,20 @@ def test_a_name_that_was_given_wins() -> None:
         settings, settings.model_dump(), Selection(devices=CPU[:1]), request(overrides=("model=mlp",))
     )
     assert plan.name == "my run"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wire", "exact"),
+    [
+        ("ddp.DDP", "float32", True),
+        ("ddp.DDP", "bfloat16", False),
+        ("hybrid.Hybrid", "int8", False),
+        ("pipeline.Pipeline", "float32", True),
+        ("local_sgd.LocalSGD", "float32", False),
+    ],
+)
+def test_gradients_that_a_wire_rounds_are_not_exact(strategy: str, wire: str, exact: bool) -> None:
+    sections = {"strategy": {"_target_": f"hetexp.strategy.{strategy}"}, "comm": {"wire": wire}}
+    raw = unbuilt_config(**sections, balancing=manual(1, 1, 1))
+    plan = make_plan(read_config(raw), raw, Selection(devices=CPU), request())
+    assert plan.exact is exact
