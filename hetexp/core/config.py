@@ -193,7 +193,9 @@ class TrainerConfig(Section):
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     drop_last: bool = False
     num_workers: NonNegativeInt = 0
-    """Data loader processes a rank."""
+    """Data loader processes a rank, which live as long as the run."""
+    prefetch_factor: PositiveInt = 2
+    """Microbatches that each of them loads ahead."""
     fast_dev_run: NonNegativeInt = 0
     """Train and evaluate this many batches (`true` = 1) and write no checkpoint."""
     overfit_batches: NonNegativeInt = 0
@@ -431,6 +433,10 @@ def _clashes(config: Config) -> list[str]:
                 "Both cut the local batch: keep one of them.",
             )
         )
+    if trainer.prefetch_factor != 2 and trainer.num_workers == 0:
+        accepted = "2, its default, where `trainer.num_workers` is 0"
+        fix = "It is what each process loads ahead: set `trainer.num_workers` as well."
+        problems.append(must_be("trainer.prefetch_factor", accepted, trainer.prefetch_factor, fix))
     if trainer.max_steps is not None and trainer.warmup_steps > trainer.max_steps:
         problems.append(
             must_be(

@@ -17,7 +17,12 @@ class DataSource(Protocol):
     """Training and evaluation data of a run, the same on every rank."""
 
     train: Dataset[Any]
-    """Map-style: `len` and `__getitem__`, which gives `(input, target)` as tensors of one sample."""
+    """Map-style: `len` and `__getitem__`, which gives `(input, target)` as tensors of one sample.
+
+    `__getitems__`, where there is one, gives a list of samples at once. A class whose samples draw no random
+    numbers of torch, NumPy or Python, and may be read by two threads at a time, says so by
+    `prefetchable = True`: then a thread loads them while the step computes (`hetexp.data.loader`).
+    """
     evaluation: Dataset[Any] | None
     """Like `train`; `None` where there is nothing to evaluate on."""
     facts: Mapping[str, Any]

@@ -45,7 +45,8 @@ class DealtSampler(GlobalSampler):
         return super()._settle(Position(position.epoch, end))
 
     def _order(self, epoch: int) -> Indices:
-        if self._cached is None or self._cached[0] != epoch:
+        cached = self._cached  # the loader's thread may be about to replace it
+        if cached is None or cached[0] != epoch:
             place = np.empty(self.num_samples, dtype=np.int64)
             place[_order(self.seed, (epoch,), self.num_samples)] = np.arange(self.num_samples)
             mixed = [part[np.argsort(place[part], kind="stable")] for part in self.parts]
@@ -55,8 +56,8 @@ class DealtSampler(GlobalSampler):
                 for part, count in zip(mixed, self._counts, strict=True)
             ]
             pieces += [part[self._full * count :] for part, count in zip(mixed, self._counts, strict=True)]
-            self._cached = (epoch, np.concatenate(pieces))
-        return self._cached[1]
+            cached = self._cached = (epoch, np.concatenate(pieces))
+        return cached[1]
 
 
 def _order(seed: int, key: tuple[int, ...], count: int) -> Indices:

@@ -44,7 +44,8 @@ class Digits:
         import torch
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
-        from torch.utils.data import TensorDataset
+
+        from hetexp.data.in_memory import InMemory
 
         images, classes = load_digits(return_X_y=True)
         pixels = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
@@ -52,8 +53,8 @@ class Digits:
         train, test = train_test_split(
             range(len(images)), test_size=test_fraction, random_state=seed, stratify=classes
         )
-        self.train = TensorDataset(pixels[train], labels[train])
-        self.evaluation = TensorDataset(pixels[test], labels[test])
+        self.train = InMemory(pixels[train], labels[train])
+        self.evaluation = InMemory(pixels[test], labels[test])
         self.facts = {"input_shape": [1, 8, 8], "num_classes": NUM_CLASSES}
 
     @staticmethod

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate as accumulated
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hetexp.core.split import Split
-from hetexp.data.sampler import GlobalSampler, Position
+from hetexp.data.in_memory import rows_of
+from hetexp.data.page_locked import PageLocked
+from hetexp.data.prefetch import is_prefetchable, prefetched
+from hetexp.data.sampler import GlobalSampler, Indices, Position
 
 PREFETCH = 2
-"""Items that each process of a `DataLoader` loads ahead, torch's own default."""
+"""Microbatches that each process of a `DataLoader` loads ahead, torch's own default."""
+THREAD_AHEAD = 1
+"""Steps that a thread loads ahead, where there are no such processes."""
+NOTHING: Indices = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -59,55 +71,58 @@ def local_batches(
     num_workers: int = 0,
     first_step: int = 0,
     collate: Callable[[list[Any]], Any] = default_collate,
-) -> Iterator[LocalBatch]:
+    *,
+    prefetch_factor: int = PREFETCH,
+    page_locked: bool = False,
+    threaded: bool = True,
+) -> Generator[LocalBatch, None, None]:
     """Yield this rank's part of the next `num_steps` global batches.
+
+    Samples are loaded by processes where there are any, which live as long as the generator; else by a
+    thread, a step ahead, where that changes nothing (`is_prefetchable`, samples collated as by default); else
+    when they are asked for. What is yielded is the same. Closing the generator ends processes and thread.
 
     Args:
         sampler: draws the same global batches on every rank.
         split: maps the number of a step and the size of its global batch to every rank's count. It is asked
-            for at most `read_ahead(num_workers)` steps beyond the batch that was yielded last, and must then
-            always give the same answer.
+            once a step, in order, at most `read_ahead` steps beyond the batch that was yielded last, maybe by
+            the thread.
         num_workers: processes that load samples ahead.
         first_step: number of the first one.
         collate: makes a microbatch of a list of samples.
+        prefetch_factor: microbatches that each process loads ahead.
+        page_locked: whether they are to lie in page-locked memory.
+        threaded: whether a thread may be used.
     """
-
-    def parts() -> Iterator[tuple[list[list[int]], int, Position, Split]]:
-        position = start
-        for step in range(first_step, first_step + num_steps):
-            indices, position = sampler.batch(position)
-            shared = split(step, len(indices))
-            first, end = shared.bounds(rank)
-            mine: list[int] = indices[first:end].tolist()
-            yield (
-                list(chop(mine, cut(len(mine), accumulate, microbatch_size))),
-                len(indices),
-                position,
-                shared,
-            )
-
-    # The loader walks the same deterministic sequence a second time, so that its processes can read ahead.
-    # A step without samples is an item, too: else the loader would run through to the next one with some.
-    order = (microbatch for microbatches, *_ in parts() for microbatch in microbatches or [[]])
-    loader: DataLoader[Any] = DataLoader(
-        _Microbatches(dataset, collate), sampler=_Once(order), batch_size=None, num_workers=num_workers
-    )
-    loaded = iter(loader)
-    for microbatches, global_samples, position, shared in parts():
-        items = [next(loaded) for _ in microbatches or [[]]]
-        yield LocalBatch(
-            microbatches=items if microbatches else [],
-            local_samples=sum(map(len, microbatches)),
-            global_samples=global_samples,
-            position=position,
-            indices=microbatches,
-            counts=shared.counts,
-        )
+    drawn = _drawn(sampler, start, num_steps, split, rank, accumulate, microbatch_size, first_step)
+    if num_workers:
+        yield from _by_processes(dataset, drawn, collate, num_workers, prefetch_factor, page_locked)
+        return
+    # torch's `DataLoader` draws a number when it begins: else dropout would depend on `num_workers`.
+    torch.empty((), dtype=torch.int64).random_()
+    load = _Microbatches(dataset, collate, PageLocked(page_locked))
+    batches = (step.filled([load[indices] for indices in step.pieces]) for step in drawn)
+    if threaded and _may_thread(dataset, collate):
+        yield from prefetched(batches, THREAD_AHEAD)
+    else:
+        yield from batches
 
 
-def read_ahead(num_workers: int) -> int:
-    """Return how many steps beyond the present one the loader may have drawn already."""
-    return PREFETCH * num_workers
+def read_ahead(
+    dataset: Dataset[Any],
+    num_workers: int = 0,
+    prefetch_factor: int = PREFETCH,
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> int:
+    """Return how many steps beyond the present one the loader may have drawn already; alike on all ranks."""
+    if num_workers:
+        return prefetch_factor * num_workers
+    return THREAD_AHEAD if _may_thread(dataset, collate) else 0
+
+
+def _may_thread(dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> bool:
+    """Tell whether loading in a thread changes nothing; a person's own collate function may draw numbers."""
+    return collate is default_collate and is_prefetchable(dataset)
 
 
 def chop(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -118,24 +133,108 @@ def chop(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
         start += size
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What is known of a step before its samples are loaded."""
+
+    pieces: list[Indices]
+    """Of each microbatch the places of its samples in the training data."""
+    global_samples: int
+    position: Position
+    shared: Split
+
+    def filled(self, microbatches: list[Any]) -> LocalBatch:
+        return LocalBatch(
+            microbatches=microbatches,
+            local_samples=sum(map(len, self.pieces)),
+            global_samples=self.global_samples,
+            position=self.position,
+            indices=[piece.tolist() for piece in self.pieces],
+            counts=self.shared.counts,
+        )
+
+
+def _drawn(
+    sampler: GlobalSampler,
+    position: Position,
+    num_steps: int,
+    split: Callable[[int, int], Split],
+    rank: int,
+    accumulate: int,
+    microbatch_size: int | None,
+    first_step: int,
+) -> Iterator[_Step]:
+    for step in range(first_step, first_step + num_steps):
+        indices, position = sampler.batch(position)
+        shared = split(step, len(indices))
+        first, end = shared.bounds(rank)
+        ends = accumulated(cut(end - first, accumulate, microbatch_size), initial=first)
+        pieces = [indices[one:other] for one, other in pairwise(ends)]
+        yield _Step(pieces, len(indices), position, shared)
+
+
+def _by_processes(
+    dataset: Dataset[Any],
+    drawn: Iterator[_Step],
+    collate: Callable[[list[Any]], Any],
+    num_workers: int,
+    prefetch_factor: int,
+    page_locked: bool,
+) -> Iterator[LocalBatch]:
+    """Yield the steps, whose microbatches processes load; a thread of torch's locks what they hand over."""
+    waiting: deque[_Step] = deque()
+
+    def order() -> Iterator[Indices]:
+        for step in drawn:
+            waiting.append(step)
+            # A step without samples is an item, too: else the loader would run through to one with some.
+            yield from step.pieces or [NOTHING]
+
+    loader: DataLoader[Any] = DataLoader(
+        _Microbatches(dataset, collate, PageLocked(False)),
+        sampler=_Once(order()),
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=page_locked,
+    )
+    loaded = iter(loader)
+    for item in loaded:
+        step = waiting.popleft()
+        items = [item, *(next(loaded) for _ in step.pieces[1:])]
+        yield step.filled(items if step.pieces else [])
+
+
 class _Microbatches(Dataset[Any]):
     """Maps the indices of a microbatch to its samples, collated; none to `None`."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._collate = dataset, collate
+    def __init__(
+        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], memory: PageLocked
+    ) -> None:
+        self._dataset, self._collate, self._memory = dataset, collate, memory
+        self._load: Callable[[Indices], Any] | None = None
+        """Found by the process that loads: arrays would be copied on their way to it."""
 
-    def __getitem__(self, indices: list[int]) -> Any:
-        if not indices:
+    def __getitem__(self, indices: Indices) -> Any:
+        if not len(indices):
             return None
+        if self._load is None:
+            rows = rows_of(self._dataset) if self._collate is default_collate else None
+            self._load = self._collated if rows is None else partial(rows.take, memory=self._memory)
+        return self._load(indices)
+
+    def _collated(self, indices: Indices) -> Any:
+        places = indices.tolist()
         many = getattr(self._dataset, "__getitems__", None)
-        return self._collate(many(indices) if many else [self._dataset[index] for index in indices])
+        samples = many(places) if many else [self._dataset[place] for place in places]
+        return self._memory.hold(self._collate(samples))
 
 
 class _Once:
     """An iterable over a generator; DataLoader takes its sampler only as an iterable object."""
 
-    def __init__(self, order: Iterator[list[int]]) -> None:
+    def __init__(self, order: Iterator[Indices]) -> None:
         self._order = order
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Indices]:
         return self._order

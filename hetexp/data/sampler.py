@@ -113,10 +113,11 @@ class GlobalSampler:
         return position
 
     def _order(self, epoch: int) -> Indices:
-        if self._cached is None or self._cached[0] != epoch:
+        cached = self._cached  # the loader's thread may be about to replace it
+        if cached is None or cached[0] != epoch:
             # Ranks may run different NumPy versions. NumPy keeps the raw stream of a bit generator for good,
             # but not what `Generator.permutation` makes of it: hence random sort keys.
             source = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
             order = np.argsort(source.random_raw(self.num_samples), kind="stable").astype(np.int64)
-            self._cached = (epoch, order)
-        return self._cached[1]
+            cached = self._cached = (epoch, order)
+        return cached[1]

@@ -59,7 +59,8 @@ class Synthetic:
         mask_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0,
     ) -> None:
         import torch
-        from torch.utils.data import TensorDataset
+
+        from hetexp.data.in_memory import InMemory
 
         rng = np.random.Generator(np.random.PCG64(seed))
         task: _Vectors | _Tokens
@@ -70,9 +71,9 @@ class Synthetic:
             task = _Vectors(rng, tuple(input_shape), num_classes, kind)
             self.facts = {"input_shape": list(input_shape), "num_classes": num_classes}
 
-        def dataset(count: int) -> TensorDataset:
+        def dataset(count: int) -> InMemory:
             inputs, targets = task.sample(rng, count)
-            return TensorDataset(torch.from_numpy(inputs), torch.from_numpy(targets))
+            return InMemory(torch.from_numpy(inputs), torch.from_numpy(targets))
 
         self.train = dataset(num_samples)
         self.evaluation = dataset(num_test_samples) if num_test_samples else None

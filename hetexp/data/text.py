@@ -47,16 +47,17 @@ class Text:
             raise ConfigError(problems)
         import numpy as np
         import torch
-        from torch.utils.data import TensorDataset
+
+        from hetexp.data.in_memory import InMemory
 
         codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
         vocabulary, tokens = np.unique(codes, return_inverse=True)
         self.characters = "".join(map(chr, vocabulary.tolist()))
 
-        def windows(part: torch.Tensor) -> TensorDataset:
+        def windows(part: torch.Tensor) -> InMemory:
             count = (len(part) - 1) // sequence_length
             inputs, targets = part[: count * sequence_length], part[1 : count * sequence_length + 1]
-            return TensorDataset(inputs.view(count, sequence_length), targets.view(count, sequence_length))
+            return InMemory(inputs.view(count, sequence_length), targets.view(count, sequence_length))
 
         data = torch.from_numpy(tokens.astype(np.int64))
         cut = _train_length(len(text), test_fraction)

@@ -119,6 +119,7 @@ class CudaNamespaceBackend(AcceleratorBackend):
     """Drives a card whose torch answers as `cuda`: NVIDIA's, and AMD's by a ROCm build."""
 
     torch_type: ClassVar[str] = "cuda"
+    copies_page_locked: ClassVar[bool] = True
     built_for: ClassVar[str]
     """Attribute of `torch.version` that a build for this vendor has: `cuda` or `hip`."""
 

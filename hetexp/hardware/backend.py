@@ -107,6 +107,8 @@ class Backend(ABC):
     """What its energy counter is: `measured` or `modelled`."""
     computes_on_cpu: ClassVar[bool] = False
     """Whether ranks of this backend compete for the cores of the CPU."""
+    copies_page_locked: ClassVar[bool] = False
+    """Whether copies from page-locked memory of the host (`torch.Tensor.pin_memory`) run beside its work."""
 
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_A_WORKER = 8 * 2**20
-"""Least bytes of shared memory for a data loader process, which hands its batches over through it."""
+SHARED_MEMORY_AN_ITEM = 4 * 2**20
+"""Least bytes of shared memory for a microbatch that a data loader process hands over through it."""
+SHARED_MEMORY_A_WORKER = 2 * SHARED_MEMORY_AN_ITEM
+"""Those of a process, with as many microbatches ahead as by default."""
 OPEN_FILES = 256
 """Least open files a process may have: a rank has libraries, sockets and its data loader's pipes."""
 
@@ -49,7 +51,7 @@ def check_machine(plan: Plan, config: Config, environments: Sequence[Mapping[str
     problems = [
         *_interpreters(plan, environments),
         *_run_folder(Path(plan.run_dir)),
-        *_shared_memory(plan.world_size * config.trainer.num_workers),
+        *_shared_memory(plan.world_size * config.trainer.num_workers, config.trainer.prefetch_factor),
         *_open_files(),
         *_interface(plan, environments),
     ]
@@ -151,15 +153,17 @@ def _run_folder(folder: Path) -> Iterator[str]:
         yield f"The run folder {folder} must be writable, but it is not: {error.strerror or error}."
 
 
-def _shared_memory(num_workers: int) -> Iterator[str]:
+def _shared_memory(num_workers: int, prefetch_factor: int) -> Iterator[str]:
     if num_workers == 0 or not SHARED_MEMORY.is_dir():
         return
-    needed, free = num_workers * SHARED_MEMORY_A_WORKER, shutil.disk_usage(SHARED_MEMORY).free
+    needed = num_workers * prefetch_factor * SHARED_MEMORY_AN_ITEM
+    free = shutil.disk_usage(SHARED_MEMORY).free
     if free < needed:
         yield (
             f"{SHARED_MEMORY} must have {needed / 2**20:.0f} MiB free for {num_workers} data loader "
-            f"processes (trainer.num_workers a rank), but has {free / 2**20:.0f} MiB. Set "
-            "trainer.num_workers=0, or give it more (in a container: --shm-size=1g)."
+            f"processes (trainer.num_workers a rank) with {prefetch_factor} microbatches ahead "
+            f"(trainer.prefetch_factor), but has {free / 2**20:.0f} MiB. Set trainer.num_workers=0, or "
+            "give it more (in a container: --shm-size=1g)."
         )
 
 

@@ -136,6 +136,8 @@ class Run:
             trainer.num_workers,
             self._progress.step,
             self._collate,
+            prefetch_factor=trainer.prefetch_factor,
+            page_locked=parts.backend.copies_page_locked,
         )
         self._run_clock()
         try:

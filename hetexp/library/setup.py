@@ -22,6 +22,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.precision import precision_problems
 from hetexp.core.split import apportion
+from hetexp.data.loader import PREFETCH, read_ahead
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import Backend, backend_class
 from hetexp.library.alone import FirstLine, device_alone, plan_alone, torch_device_alone
@@ -78,6 +79,7 @@ def setup(
     seed: int = 0,
     drop_last: bool = False,
     num_workers: int = 0,
+    prefetch_factor: int = PREFETCH,
     collate: Collate = default_collate,
     log_every: int = 10,
     run_dir: str | Path | None = None,
@@ -98,6 +100,7 @@ def setup(
         seed: of the order of samples, and of dropout under `hetexp launch`.
         drop_last: leave out the rest of an epoch that fills no batch.
         num_workers: data loader processes of each device.
+        prefetch_factor: microbatches that each of them loads ahead.
         collate: makes a batch of a list of samples, as `collate_fn` of torch's `DataLoader`.
         log_every: steps between lines of `metrics.jsonl`.
         run_dir: folder for metrics and checkpoints outside of `hetexp launch`; by default a new one in
@@ -115,6 +118,7 @@ def setup(
         "seed": seed,
         "drop_last": drop_last,
         "num_workers": num_workers,
+        "prefetch_factor": prefetch_factor,
         "log_every": log_every,
     }
     problems = _check_arguments(given) + check_dataset("dataset", dataset)
@@ -134,7 +138,8 @@ def setup(
     plan = _decided(plan, given, model)
     config = read_config(plan.config)
     sampler = GlobalSampler(len(dataset), global_batch_size, seed, drop_last)  # type: ignore[arg-type]
-    parts = _parts(plan, config, rank, store, _Given(model, optimizer, dataset, eval_dataset, given), sampler)
+    own = _Given(model, optimizer, dataset, eval_dataset, given, collate)
+    parts = _parts(plan, config, rank, store, own, sampler)
     called = Called(model)
     parts.module = parts.strategy.wrap(called, parts.device)
     pace_exchange(parts)
@@ -159,6 +164,13 @@ class _Given:
     train: Dataset[Any]
     evaluation: Dataset[Any] | None
     trainer: dict[str, Any]
+    collate: Collate
+
+    @property
+    def ahead(self) -> int:
+        """Steps that the loader reads ahead."""
+        trainer = self.trainer
+        return read_ahead(self.train, trainer["num_workers"], trainer["prefetch_factor"], self.collate)
 
 
 class _OfTheScript(Loss):
@@ -218,7 +230,7 @@ def _parts(
         total_steps=0,
         exchange=summed_by,
         run_on=run_on,
-        balancer=Balancer(plan, settings, config.trainer.num_workers),
+        balancer=Balancer(plan, settings, given.ahead),
     )
 
 
@@ -258,7 +270,8 @@ def _move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devi
 def _check_arguments(given: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with the numbers that a script gives, one sentence a problem."""
     problems = []
-    least = {"global_batch_size": 1, "accumulate": 1, "seed": 0, "num_workers": 0, "log_every": 1}
+    least = {"global_batch_size": 1, "accumulate": 1, "seed": 0, "num_workers": 0, "prefetch_factor": 1}
+    least["log_every"] = 1
     if given["microbatch_size"] is not None:
         least["microbatch_size"] = 1
         if given["accumulate"] != 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from hetexp.balancing.scheduler import BalanceScheduler, Decision, SchedulerSett
 from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split, apportion
-from hetexp.data.loader import read_ahead
 from hetexp.training.measure import Meter
 
 log = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ class Balancer:
     Args:
         plan: gives the split to begin with, and what is known of the devices.
         settings: how eagerly to split anew; `None`: the plan's split holds for the whole run.
-        num_workers: of the loader.
+        ahead: steps beyond the present one that any rank's loader may have drawn (`read_ahead`).
     """
 
-    def __init__(self, plan: Plan, settings: SchedulerSettings | None = None, num_workers: int = 0) -> None:
+    def __init__(self, plan: Plan, settings: SchedulerSettings | None = None, ahead: int = 0) -> None:
         self._plan = plan
-        self._lead = 1 + read_ahead(num_workers)
+        self._lead = 1 + ahead
         self.scheduler: BalanceScheduler | None = None
         if settings is not None and plan.world_size > 1:
             first = Split(tuple(plan.local_batch_sizes))
@@ -77,7 +77,7 @@ class Balancer:
         """
         planned = [split for first, split in self._timeline if first <= step]
         if not planned:
-            return apportion(num_samples, self._plan.shares)
+            return _as_planned(num_samples, self._plan.shares)
         split = planned[-1]
         return split if num_samples == split.total else apportion(num_samples, split.counts)
 
@@ -164,6 +164,7 @@ class Balancer:
         log.log(level, "another split from step %d on: %s.", decision.step, decision.reason)
 
 
+_as_planned = lru_cache(maxsize=16)(apportion)  # asked every step, and of a few batch sizes only
 _KEPT = ("split", "action", "reason", "predicted_seconds")
 
 

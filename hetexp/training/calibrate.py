@@ -364,6 +364,7 @@ def joint_steps(parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps:
         lambda step, n: split if n == split.total else parts.balancer.split(step, n),
         parts.rank,
         *parts.loaded_in,
+        page_locked=parts.backend.copies_page_locked,
     )
     meters: list[Meter] = []
     took: list[float] = []
@@ -378,6 +379,7 @@ def joint_steps(parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps:
         meters.append(Meter(parts.backend))  # one a step, read at the end: nothing waits for it meanwhile
         train_step(parts, -1, batch, normalizer, meters[-1])
         took.append(time.perf_counter() - asked)  # each step waits for the others' counts
+    batches.close()
     _rest(parts)
     own = tuple(meter.take()[0] for meter in meters)
     return Joint(statistics.median(took), statistics.median(waited), own)

@@ -115,7 +115,12 @@ def _batches(parts: Parts, rank: int | None) -> Iterator[Any]:
         return
     batches = list(chop(range(first, end), cut(end - first, 1, batch)))
     assert parts.eval_data is not None
-    yield from DataLoader(parts.eval_data, batch_sampler=batches, num_workers=trainer.num_workers)
+    yield from DataLoader(
+        parts.eval_data,
+        batch_sampler=batches,
+        num_workers=trainer.num_workers,
+        prefetch_factor=trainer.prefetch_factor if trainer.num_workers else None,
+    )
 
 
 def _rows(targets: Any) -> int:

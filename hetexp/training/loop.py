@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -161,15 +162,16 @@ class Window:
         self._seconds += now - self._resumed_at
         self._resumed_at = now
 
-    def loaded(self, batches: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
-        """Yield the batches, and count the time that they keep the step waiting."""
-        while True:
-            started = time.perf_counter()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            self.totals.data_seconds += time.perf_counter() - started
-            yield batch
+    def loaded(self, batches: Generator[LocalBatch, None, None]) -> Iterator[LocalBatch]:
+        """Yield the batches, and count the time that they keep the step waiting; close them at the end."""
+        with closing(batches):
+            while True:
+                started = time.perf_counter()
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                self.totals.data_seconds += time.perf_counter() - started
+                yield batch
 
     def add(self, result: StepResult, batch: LocalBatch) -> None:
         """Take a step in."""

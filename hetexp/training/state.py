@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +134,7 @@ class Parts:
 
     def batches(
         self, start: Position, num_steps: int, first_step: int = 0, num_workers: int = 0
-    ) -> Iterator[LocalBatch]:
+    ) -> Generator[LocalBatch, None, None]:
         """Yield this rank's part of the next global batches; each rank of a pipeline has all of its samples.
 
         Args:
@@ -152,6 +152,8 @@ class Parts:
             *(self.loaded_in if staging is None else (staging.num_microbatches, None)),
             num_workers,
             first_step,
+            prefetch_factor=self.config.trainer.prefetch_factor,
+            page_locked=self.backend.copies_page_locked,
         )
 
     def pass_sizes(self, num_samples: int, rank: int | None = None) -> list[int]:

@@ -30,6 +30,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data
 from hetexp.data.dealt import DealtSampler
+from hetexp.data.loader import read_ahead
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import Backend, StagePasses, backend_class, visible_places
 from hetexp.hardware.links import links_of
@@ -113,7 +114,9 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         total_steps=total_steps,
         exchange=summed_by,
         run_on=tuple(run_on),
-        balancer=Balancer(plan, settings, trainer.num_workers),
+        balancer=Balancer(
+            plan, settings, read_ahead(data.train, trainer.num_workers, trainer.prefetch_factor)
+        ),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
     )
     if cut is not None:

@@ -195,8 +195,11 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, config = planned(tmp_path / "run", "trainer.num_workers=2")
     told = refusal(plan, config)
     assert told.startswith("/dev/shm must have 32 MiB free for 4 data loader processes")
+    assert "with 2 microbatches ahead" in told
     assert "but has 28 MiB. Set trainer.num_workers=0, or" in told
     check_machine(*planned(tmp_path / "run", "trainer.num_workers=1"), [{}, {}])
+    more = planned(tmp_path / "run", "trainer.num_workers=1", "trainer.prefetch_factor=4")
+    assert refusal(*more).startswith("/dev/shm must have 32 MiB free for 2 data loader processes")
 
 
 def built(optimizer: Callable[..., Any], **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

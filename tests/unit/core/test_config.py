@@ -299,6 +299,10 @@ def test_every_problem_is_told_at_once(problems: Callable[..., list[str]], defau
             "`trainer.accumulate` must be 1 where `trainer.microbatch_size` is set, but is 2 instead.",
         ),
         (
+            {"trainer__prefetch_factor": 4},
+            "`trainer.prefetch_factor` must be 2, its default, where `trainer.num_workers` is 0, but is 4",
+        ),
+        (
             {"trainer__max_steps": 5, "trainer__warmup_steps": 6},
             "`trainer.warmup_steps` must be at most `trainer.max_steps` (5), but is 6 instead.",
         ),

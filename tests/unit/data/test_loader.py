@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hetexp.core.split import Split, apportion
 from hetexp.data.loader import LocalBatch, chop, cut, local_batches, read_ahead
@@ -266,7 +267,111 @@ def test_the_loader_looks_no_further_ahead_than_it_says(counts: list[int], num_w
     )
     for step in range(5):
         next(batches)
-        assert max(split.asked) <= step + read_ahead(num_workers)
+        assert max(split.asked) <= step + read_ahead(Numbers(80), num_workers)
+    batches.close()
+
+
+@pytest.mark.parametrize("counts", [[4, 0], [0, 4]])
+def test_a_thread_looks_one_step_ahead(counts: list[int]) -> None:
+    sampler, split = GlobalSampler(80, 4, seed=2), Changing({0: counts})
+    batches = local_batches(in_rows(80), sampler, Position(), 20, split, 0, accumulate=2)
+    for step in range(5):
+        next(batches)
+        assert max(split.asked) <= step + read_ahead(in_rows(80)) == step + 1
+    batches.close()
+    assert split.asked in (list(range(5)), list(range(6)))  # each once
+
+
+def in_rows(count: int) -> TensorDataset:
+    """The samples of `Numbers`, as rows of tensors."""
+    return TensorDataset(torch.arange(count), 10 * torch.arange(count))
+
+
+def test_how_far_a_loader_reads_ahead() -> None:
+    assert [read_ahead(in_rows(4), workers) for workers in (0, 1, 3)] == [1, 2, 6]
+    assert [read_ahead(Numbers(4), workers, 5) for workers in (0, 1, 3)] == [0, 5, 15]
+    assert read_ahead(in_rows(4), 0, collate=lambda samples: default_collate(samples)) == 0
+
+
+WAYS: list[tuple[Callable[[int], Dataset[Any]], dict[str, Any]]] = [
+    (Numbers, {}),
+    (in_rows, {}),  # by a thread
+    (in_rows, {"threaded": False}),
+    (in_rows, {"num_workers": 2, "prefetch_factor": 3}),
+]
+
+
+@pytest.mark.parametrize("changes", [{0: [10, 10]}, {0: [10, 10], 5: [16, 4], 9: [20, 0], 12: [3, 17]}])
+def test_every_way_of_loading_gives_the_same(changes: dict[int, list[int]]) -> None:
+    """Microbatches, their order, and the random numbers that are left for the model (invariant 1)."""
+    found = []
+    for make, options in WAYS:
+        torch.manual_seed(5)
+        sampler, split = GlobalSampler(110, 20, seed=4), Changing(changes)
+        ranks = [
+            list(
+                local_batches(
+                    make(110),
+                    sampler,
+                    Position(),
+                    17,
+                    lambda step, n: apportion(n, split(step, n).counts),
+                    rank,
+                    accumulate=3,
+                    **options,
+                )
+            )
+            for rank in range(2)
+        ]
+        steps = [[number for rank in ranks for number in numbers(rank[step])] for step in range(17)]
+        assert steps == global_batches(sampler, 17)
+        pieces = [[[inputs.tolist() for inputs, _ in batch.microbatches] for batch in rank] for rank in ranks]
+        assert [[batch.indices for batch in rank] for rank in ranks] == pieces
+        kinds = {type(microbatch) for rank in ranks for batch in rank for microbatch in batch.microbatches}
+        facts = [[(b.position, b.counts, b.local_samples, b.global_samples) for b in rank] for rank in ranks]
+        found.append((pieces, facts, kinds, torch.rand(3).tolist()))
+    assert all(one == found[0] for one in found)
+
+
+class Noisy(Numbers):
+    """Draws a number for each sample, as a random crop does."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(index), torch.rand(())
+
+
+def test_random_samples_are_drawn_in_the_steps_order() -> None:
+    """Among the model's own numbers, as torch's loader in the same thread draws them."""
+    dataset, sampler = Noisy(24), GlobalSampler(24, 8, seed=1)
+    torch.manual_seed(3)
+    drawn = []
+    for batch in local_batches(dataset, sampler, Position(), 3, lambda step, n: Split((n,)), 0):
+        drawn += [*batch.microbatches[0][1].tolist(), torch.rand(()).item()]
+    torch.manual_seed(3)
+    expected = []
+    for _, targets in DataLoader(dataset, batch_sampler=global_batches(sampler, 3)):
+        expected += [*targets.tolist(), torch.rand(()).item()]
+    assert drawn == expected
+
+
+class Broken(Numbers):
+    prefetchable = True
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 5:
+            raise OSError("sample 5 cannot be read")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_fails_in_the_thread_fails_in_its_step() -> None:
+    sampler = GlobalSampler(16, 4, seed=0)
+    at = next(step for step, batch in enumerate(global_batches(sampler, 4)) if 5 in batch)
+    batches = local_batches(Broken(16), sampler, Position(), 4, lambda step, n: Split((n,)), 0)
+    for _ in range(at):
+        next(batches)
+    with pytest.raises(OSError, match="sample 5 cannot be read"):
+        next(batches)
+    assert not [thread for thread in threading.enumerate() if thread.name == "hetexp-prefetch"]
 
 
 class Rows(Numbers):

@@ -253,10 +253,12 @@ def test_arguments_are_told_at_once() -> None:
             accumulate=2,
             microbatch_size=4,
             num_workers=True,
+            prefetch_factor=0,
             eval_dataset=TensorDataset(torch.ones(0)),
         )
     told = caught.value.problems
-    assert len(told) == 6
+    assert len(told) == 7
+    assert "`prefetch_factor` must be a whole number from 1 on, but is 0 instead." in told
     assert "`global_batch_size` must be a whole number from 1 on, but is 0 instead." in told
     assert "`num_workers` must be a whole number from 0 on, but is True instead." in told
     assert told[0].startswith("`accumulate` must be 1 where `microbatch_size` is given, but is 2")

@@ -20,6 +20,7 @@ from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion, normalise
+from hetexp.data.loader import read_ahead
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.logger.base import Logger, RunInfo
@@ -199,7 +200,9 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
             exchange=FakeExchange(communicator) if communicator.world_size > 1 else None,
             loggers=(Recorder(),) if rank == 0 else (),
             total_steps=steps,
-            balancer=Balancer(plan, settings=follow, num_workers=settings.num_workers),
+            balancer=Balancer(
+                plan, settings=follow, ahead=read_ahead(data, settings.num_workers, settings.prefetch_factor)
+            ),
             loss_scale=LossScale() if "float16" in plan.precisions else None,
         )
         if chosen.steps == "local":

@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import unbuilt_config
+from torch.utils.data import Dataset, TensorDataset
 
 from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split, apportion
-from hetexp.data.loader import local_batches
+from hetexp.data.loader import local_batches, read_ahead
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.training.balancer import SPLITS_FILE, Balancer, start_curves
@@ -59,10 +60,10 @@ class Ranks:
         self, plan: Plan, rates: list[float], num_workers: int = 0, settings: SchedulerSettings = SETTINGS
     ) -> None:
         self.plan, self.rates = plan, rates
-        self.balancers = [Balancer(plan, settings, num_workers) for _ in rates]
+        self.ahead = 2 * num_workers
+        self.balancers = [Balancer(plan, settings, self.ahead) for _ in rates]
         self.step = 0
         self.seen: list[tuple[int, ...]] = []
-        self.ahead = 2 * num_workers
         self.answers: dict[int, Split] = {}
 
     def own(self, rank: int, samples: int) -> float:
@@ -168,7 +169,7 @@ def test_a_checkpoint_changes_no_decision(rates: list[float], stop: int, num_wor
     first.run(stop)
     stored = json.loads(json.dumps(first.balancers[0].to_dict()))
     for position in range(len(rates)):
-        first.balancers[position] = Balancer(plan, SETTINGS, num_workers)
+        first.balancers[position] = Balancer(plan, SETTINGS, first.ahead)
         assert first.balancers[position].restore(stored)
     first.run(40 - stop)
     assert first.seen == whole.seen
@@ -212,7 +213,7 @@ def test_start_curves_are_the_calibrations_or_else_the_shares() -> None:
     assert start_curves(plan_of(1, 0))[1].seconds(1) > 100
 
 
-class Numbers(torch.utils.data.Dataset[Any]):
+class Numbers(Dataset[Any]):
     def __len__(self) -> int:
         return 400
 
@@ -220,13 +221,14 @@ class Numbers(torch.utils.data.Dataset[Any]):
         return index, index
 
 
-def test_every_sample_once_whatever_is_decided() -> None:
-    """Case 14: an epoch of 400 samples in global batches of 20, with shares that change."""
+@pytest.mark.parametrize("data", [Numbers(), TensorDataset(torch.arange(400), torch.arange(400))])
+def test_every_sample_once_whatever_is_decided(data: Dataset[Any]) -> None:
+    """Case 14: an epoch of 400 samples in global batches of 20, shares that change, read ahead or not."""
     plan = plan_of(1, 1, local_batch_sizes=(10, 10))
-    balancers = [Balancer(plan, SETTINGS) for _ in range(2)]
+    balancers = [Balancer(plan, SETTINGS, read_ahead(data)) for _ in range(2)]
     sampler = GlobalSampler(400, 20, seed=1)
     loaders = [
-        local_batches(Numbers(), sampler, Position(), 20, balancer.split, rank)
+        local_batches(data, sampler, Position(), 20, balancer.split, rank)
         for rank, balancer in enumerate(balancers)
     ]
     seen: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -585,3 +586,70 @@ def test_all_ranks_stop_at_the_same_step(make_parts: MakeParts) -> None:
     assert_same(parameters(ranks[0][0]), parameters(ranks[1][0]))
     assert ranks[0][1].checkpoint is not None  # of the step it stopped at
     assert ranks[0][1].checkpoint.endswith("6")
+
+
+# ---------------------------------------------------------------- samples ahead of their step
+
+
+class OneByOne:
+    """A data set of which nobody knows whether it draws random numbers, so that no thread may load it."""
+
+    def __init__(self, within: TensorDataset) -> None:
+        self.within = within
+
+    def __len__(self) -> int:
+        return len(self.within)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.within[index]
+
+
+class Fragile(OneByOne):
+    """May be loaded by a thread; sample 7 cannot be read."""
+
+    prefetchable = True
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise OSError("sample 7 cannot be read")
+        return super().__getitem__(index)
+
+
+def loaders() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "prefetch" in thread.name]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_loading_ahead_changes_no_bit(make_parts: MakeParts, accumulate: int) -> None:
+    """Dropout draws its numbers from the generator that a random data set would draw from, too."""
+    found = []
+    for kind, workers in ((TensorDataset, 0), (OneByOne, 0), (OneByOne, 1)):
+        batch = batch_of(30)
+        data: Any = TensorDataset(*batch) if kind is TensorDataset else OneByOne(TensorDataset(*batch))
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.Linear(6, 4))
+        trainer = {"num_workers": workers, "accumulate": accumulate, "max_steps": 9, "log_every": 1}
+        parts = make_parts(SoloCommunicator(), train=data, evaluation=data, model=model, **trainer)
+        parts.config = parts.config.model_copy(
+            update={"trainer": parts.config.trainer.model_copy(update={"fast_dev_run": 9})}
+        )
+        outcome = train(parts, Progress())
+        weights = torch.cat([p.detach().flatten() for p in parts.model.parameters()])
+        found.append((weights.tolist(), outcome.train_loss, outcome.progress.position, torch.rand(()).item()))
+        assert outcome.totals.data_seconds > 0
+        assert loaders() == []
+    assert found[0] == found[1] == found[2]
+
+
+def test_no_thread_outlives_a_training_that_ends_early(make_parts: MakeParts) -> None:
+    data = TensorDataset(*batch_of(24))
+    stopping = {"eval_every": 1, "early_stopping": {"patience": 1, "min_delta": 1e9}, "max_steps": 20}
+    parts = make_parts(SoloCommunicator(), train=data, evaluation=data, precision="float64", **stopping)
+    assert train(parts, Progress()).stopped_early
+    assert loaders() == []
+    parts = make_parts(SoloCommunicator(), train=Fragile(data), precision="float64", max_steps=20)
+    progress = Progress()
+    with pytest.raises(OSError, match="sample 7 cannot be read"):
+        train(parts, progress)
+    assert 0 <= progress.step < 3  # in the first epoch, in the step that asks for it
+    assert loaders() == []

@@ -1,0 +1,80 @@
+"""Microbatches go to page-locked memory where the device copies from it, and only there."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+from hetexp.data.page_locked import PageLocked
+from hetexp.hardware.backend import backend_class
+
+Pair = namedtuple("Pair", "inputs targets")
+
+
+class Own:
+    """A batch of a library's own."""
+
+    held = False
+
+    def pin_memory(self) -> Own:
+        self.held = True
+        return self
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What was asked to be locked; it is copied, as torch would."""
+    tensors: list[torch.Tensor] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    return tensors
+
+
+def test_backends_say_whether_they_copy_from_it() -> None:
+    kinds = {
+        name: backend_class(name).copies_page_locked for name in ("cpu", "emulated", "cuda", "hip", "mps")
+    }
+    assert kinds == {"cpu": False, "emulated": False, "cuda": True, "hip": True, "mps": False}
+
+
+def test_nothing_is_locked_where_nobody_wants_it(asked: list[torch.Tensor]) -> None:
+    batch = [torch.ones(2), torch.zeros(2)]
+    assert PageLocked(False).hold(batch) is batch
+    assert not PageLocked(False).empty((2, 3), torch.int64).is_pinned()
+    assert asked == []
+
+
+def test_every_tensor_of_a_batch_is_locked(asked: list[torch.Tensor]) -> None:
+    inputs, targets, own = torch.ones(2), torch.zeros(2), Own()
+    batch: Any = [{"a": inputs, "b": (targets, "text")}, Pair(inputs, [targets, 3]), own]
+    held = PageLocked(True).hold(batch)
+    assert [id(tensor) for tensor in asked] == [id(inputs), id(targets), id(inputs), id(targets)]
+    assert torch.equal(held[0]["a"], inputs)
+    assert held[0]["b"][1] == "text"
+    assert type(held[1]) is Pair
+    assert held[1].targets[1] == 3
+    assert held[2].held
+
+
+def test_a_system_without_room_for_it_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore about it")
+
+    memory, batch = PageLocked(True), [torch.ones(2)]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert memory.hold(batch) is batch
+        assert memory.hold(batch) is batch
+        assert memory.empty((2,), torch.float64).shape == (2,)
+    (record,) = caplog.records
+    assert record.message.endswith("now wait: CUDA error: out of memory")
