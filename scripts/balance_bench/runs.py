@@ -73,8 +73,13 @@ def start(folder: Path, overrides: Sequence[str]) -> Run:
     return Run(folder / "run", summary, screen.getvalue())
 
 
-def start_ranks(command: Sequence[str], world_size: int, environment: dict[str, str]) -> str:
+def start_ranks(
+    command: Sequence[str], world_size: int, environment: dict[str, str], cards: dict[str, str] | None = None
+) -> str:
     """Run one script as so many ranks, as torchrun would, and return what rank 0 printed.
+
+    Args:
+        cards: variables by which all ranks see the same cards; by default they see none.
 
     Raises:
         RuntimeError: a rank failed; carries the end of what it wrote.
@@ -85,7 +90,7 @@ def start_ranks(command: Sequence[str], world_size: int, environment: dict[str, 
     shared = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    shared |= {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(world_size)}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(world_size), **(cards or {})}
     ranks: list[subprocess.Popen[str]] = []
     try:
         for rank in range(world_size):
