@@ -295,6 +295,8 @@ class DebugConfig(Section):
     detect_anomaly: bool = False
     dropout: bool = True
     """`false` sets every dropout of the model to 0 (`hetexp.model.dropout`), so that runs can be compared."""
+    exchange: bool = True
+    """`false` leaves the exchange of gradients out, and weights grow apart: what a step takes without it."""
 
 
 class FaultEvent(Section):

@@ -64,6 +64,7 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
             problems += [with_hint(one, strategy, config) for one in strategy.check(config, devices)]
             problems += _check_compile(config, strategy, devices)
             problems += check_wire(config, strategy)
+            problems += _check_exchange(config, strategy)
         except ConfigError as error:
             problems += error.problems
         try:
@@ -112,7 +113,9 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         overrides=request.overrides,
         precisions=precisions,
         reasons=tuple(reasons),
-        exact=strategy.exact and not (strategy.codes_gradients and config.comm.wire != "float32"),
+        exact=strategy.exact
+        and config.debug.exchange
+        and not (strategy.codes_gradients and config.comm.wire != "float32"),
         fallback=selection.fallback,
         network=selection.network.model_dump() if selection.network is not None else None,
         script=str(request.script.absolute()) if request.script is not None else None,
@@ -184,3 +187,11 @@ def _check_compile(config: Config, strategy: Strategy, devices: Sequence[DeviceS
         return []
     accepted = f"false where devices are emulated, slowed or limited in memory ({', '.join(altered)})"
     return [must_be("trainer.compile", accepted, mode)]
+
+
+def _check_exchange(config: Config, strategy: Strategy) -> list[str]:
+    """Only what ends with the backward pass can be left out."""
+    if config.debug.exchange or strategy.steps == "joint":
+        return []
+    return [must_be("debug.exchange", f"true where `strategy` is {strategy.name}", False)]
+

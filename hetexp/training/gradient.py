@@ -71,7 +71,8 @@ class _Passes:
         parts, meter = self._parts, self._meter
         for position, (inputs, targets) in enumerate(microbatches):
             last = position == len(microbatches) - 1
-            with nullcontext() if last else parts.strategy.accumulate(parts.module):
+            exchanges = last and parts.config.debug.exchange
+            with nullcontext() if exchanges else parts.strategy.accumulate(parts.module):
                 start = parts.backend.mark()
                 with parts.autocast():
                     output = self._forward(parts.to_device(inputs), last)

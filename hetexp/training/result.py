@@ -194,6 +194,8 @@ def _sent_bytes(parts: Parts, steps: int) -> float | None:
         return parts.staging.sent_bytes() + parts.staging.gradients.num_bytes
     if parts.local is not None:
         return parts.local.sent_bytes / steps if steps else None
+    if not parts.config.debug.exchange:
+        return 0
     if parts.hook is not None:
         return parts.hook.sent_bytes / steps if steps else None
     codec = codec_of(parts.config.comm.wire)

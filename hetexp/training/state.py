@@ -110,8 +110,9 @@ class Parts:
 
     @property
     def looks(self) -> bool:
-        """Whether anybody looks for gradients that are not finite."""
-        return self.config.trainer.non_finite != "continue" or self.loss_scale is not None
+        """Whether anybody looks for gradients that are not finite, which all ranks must hold alike."""
+        wanted = self.config.trainer.non_finite != "continue" or self.loss_scale is not None
+        return wanted and self.config.debug.exchange
 
     @property
     def checkpoints(self) -> Path:

@@ -50,7 +50,6 @@ def joint_step(
 
     Where memory runs out on a rank, all of them do it again (`hetexp.training.shortage`).
     """
-    look = parts.config.trainer.non_finite != "continue"
     buffers = KeptBuffers(parts.model) if parts.looks else None
     while True:
         microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
@@ -59,7 +58,7 @@ def joint_step(
         gradient = take_gradient(parts, step, microbatches, normalizer, meter, num_passes)
         parts.backend.begin_update()
         gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
-        finite = settle(gradients, normalizer.loss_scale, look) and gradient.shortage is None
+        finite = settle(gradients, normalizer.loss_scale, parts.looks) and gradient.shortage is None
         if finite:
             break
         if buffers is not None:

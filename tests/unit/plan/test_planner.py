@@ -148,6 +148,15 @@ def test_nothing_speaks_against_a_right_plan() -> None:
         ),
         ({"comm": {"backend": "native"}}, [CUDA[0], CPU[0]], ["`comm.backend` must be auto, shm or gloo"]),
         ({"trainer": {"compile": True}}, CPU[:2], []),
+        ({"debug": {"exchange": False}}, CPU[:2], []),
+        (
+            {
+                "strategy": {"_target_": "hetexp.strategy.local_sgd.LocalSGD"},
+                "debug": {"exchange": False},
+            },
+            CPU[:2],
+            ["`debug.exchange` must be true where `strategy` is local_sgd, but is False instead."],
+        ),
         (
             {"trainer": {"compile": True}},
             EMULATED,

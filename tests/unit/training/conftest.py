@@ -126,6 +126,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
         precisions: tuple[str, ...] = (),
         follow: SchedulerSettings | None = None,
         strategy: Strategy | None = None,
+        exchange: bool = True,
         **trainer: Any,
     ) -> Parts:
         rank = communicator.rank
@@ -140,7 +141,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
             "data": part,
             "optimizer": part,
             "logger": part,
-            "debug": {"normalizer": normalizer},
+            "debug": {"normalizer": normalizer, "exchange": exchange},
             "trainer": {"global_batch_size": 8, "max_steps": 3, **trainer},
         }
         config = read_config(raw)

@@ -126,6 +126,17 @@ def test_without_the_weighting_the_gradient_is_wrong(make_parts: MakeParts) -> N
     assert_same(equal.tensors[0], whole.tensors[0])  # on equal shares it is what everybody does
 
 
+def test_a_step_without_the_exchange_leaves_each_rank_its_own_gradient(make_parts: MakeParts) -> None:
+    inputs, targets = batch_of(8)
+    whole = Step(make_parts, [6, 2], inputs, targets)
+    apart = Step(make_parts, [6, 2], inputs, targets, exchange=False)
+    assert apart.exchanges == [0, 0]
+    assert_same(
+        [(a + b) / 2 for a, b in zip(*(one[:2] for one in apart.tensors), strict=True)], whole.tensors[0][:2]
+    )
+    assert not torch.allclose(apart.tensors[0][0], whole.tensors[0][0], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("counts", [[8], [4, 4], [6, 2], [0, 8]])
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_what_counts_is_weighted_not_samples(
