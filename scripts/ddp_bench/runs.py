@@ -55,6 +55,7 @@ class Job:
         return [
             *words_of(self.size, self.global_batch_size, self.all_steps, self.precision),
             f"hardware.devices=[{','.join(self.devices)}]",
+            "balancing=equal",
             f"strategy={'ddp' if len(self.devices) > 1 else 'single'}",
             f"trainer.log_every={self.log_every}",
             f"launch.start_method={self.start_method}",

@@ -68,9 +68,9 @@ def words_of(size: Size, global_batch_size: int, steps: int, precision: str) -> 
         f"optimizer.lr={LEARNING_RATE}",
         f"trainer.precision={precision}",
         f"trainer.global_batch_size={global_batch_size}",
-        f"trainer.fast_dev_run={steps}",
+        f"trainer.fast_dev_run={steps}",  # no checkpoint
         *QUIET,
     ]
 
 
-QUIET = ["balancing=equal", "logger=none", "diagram=false", "hardware.check_memory=false"]
+QUIET = ["logger=none", "diagram=false", "hardware.check_memory=false"]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import bench_ddp
+import bench_exposed
 import bench_scaling
 import pytest
 
@@ -35,3 +36,22 @@ def test_scaling_compares_one_device_with_several(tmp_path: Path) -> None:
         "2, weak": (8, 2),
         "2, strong": (4, 2),
     }
+
+
+def test_an_exchange_is_timed_beside_none_and_changes_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the script sets it
+    out = tmp_path / "exposed.json"
+    given = ["--part", "pair,wires", "--device", "cpu", "--tiny", "--backends", "gloo", "--wires", "float32"]
+    bench_exposed.main([*given, "--out", str(out)])
+    results = json.loads(out.read_text())
+    without, gloo = results["pair"]["runs"]["none"], results["pair"]["runs"]["gloo"]
+    assert gloo[0]["losses"] == gloo[1]["losses"] and len(gloo[0]["losses"]) == 4
+    assert without[0]["losses"][0] == gloo[0]["losses"][0]  # of the same weights and samples
+    assert without[0]["losses"] != gloo[0]["losses"]  # which then grow apart
+    assert without[0]["comm"]["bytes_per_step"] == 0
+    assert gloo[0]["comm"]["bytes_per_step"] == 4 * results["pair"]["facts"]["parameters"]
+    wire = results["wires"]["runs"]["float32"]
+    assert wire["eval_loss"] < 4.6 and wire["comm"]["wire_dtype"] == "float32"
+    assert wire["comm"]["bytes_per_step"] == 4 * results["wires"]["facts"]["parameters"]
