@@ -17,6 +17,8 @@ ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _HOST_TYPES = ("cpu", "cuda")
 """Device types that gloo reads and writes by itself; every other one is staged through the host."""
+MOST_ASIDE_BYTES = 1 << 16
+"""Of a host's tensor that is reduced on a stream of its own, through pinned memory."""
 
 
 class Pending(Protocol):
@@ -127,6 +129,7 @@ class ProcessGroupCommunicator(Communicator):
         native = dist.get_backend(group) != "gloo"
         self._own_device = device
         self.device = device if native else torch.device("cpu")
+        self._aside = torch.cuda.Stream(device) if self.device.type == "cuda" else None
 
     def apart(self) -> Communicator:
         limit = timedelta(seconds=self._pulse.timeout_seconds)
@@ -134,12 +137,32 @@ class ProcessGroupCommunicator(Communicator):
         return ProcessGroupCommunicator(self._own_device, self._pulse, group)
 
     def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        if self._aside is not None and tensor.device.type == "cpu" and tensor.nbytes <= MOST_ASIDE_BYTES:
+            return self._reduce_aside(tensor, op, self._aside)
         staged = stage(tensor, self.device)
         try:
             work = dist.all_reduce(staged, op=_OPS[op], group=self._group, async_op=True)
         except RuntimeError as error:
             raise peer_lost(error) from error
         return _Reduction(work, staged, tensor.device)
+
+    def _reduce_aside(self, tensor: torch.Tensor, op: ReduceOp, stream: torch.cuda.Stream) -> Pending:
+        """Reduce numbers of the host by a library that reads the device, without a wait for the device.
+
+        On the stream of the passes, both copies would wait for all work that is queued there, twice a step.
+        """
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
+        with torch.cuda.stream(stream):
+            staged = pinned.to(self.device, non_blocking=True)
+            try:
+                work = dist.all_reduce(staged, op=_OPS[op], group=self._group, async_op=True)
+                work.wait()  # the stream waits for it, not this process
+            except RuntimeError as error:
+                raise peer_lost(error) from error
+            result = torch.empty_like(pinned, pin_memory=True).copy_(staged, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(stream)
+        return _Aside(arrived, result)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         staged = stage(tensor, self.device)
@@ -177,6 +200,18 @@ class _Reduction:
         except RuntimeError as error:
             raise peer_lost(error) from error
         return self._staged.to(self._home)
+
+
+class _Aside:
+    def __init__(self, arrived: torch.cuda.Event, result: torch.Tensor) -> None:
+        self._arrived, self._result = arrived, result
+
+    def wait(self) -> torch.Tensor:
+        try:
+            self._arrived.synchronize()
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        return self._result
 
 
 def stage(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
