@@ -14,16 +14,25 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import instantiate
 
 ScheduleKind = Literal["constant", "linear", "cosine"]
+FUSES = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers whose whole update is one kernel where nobody chose another way: torch itself takes the one that
+goes over the parameters several times, with temporaries of their size."""
+FUSED_ON = ("cuda", "xpu")
+"""torch's words for devices on which that is so (AMD cards are `cuda`, too)."""
 
 
-def build_optimizer(node: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(
+    node: Mapping[str, Any], model: nn.Module, fuses: bool | None = None
+) -> torch.optim.Optimizer:
     """Build the optimizer that the `optimizer` section describes.
 
-    It gets the parameters that require a gradient, tied ones once.
+    It gets the parameters that require a gradient, tied ones once. What the section leaves open, the device
+    decides: one kernel for the whole update where it has one.
 
     Args:
         node: the section; `_partial_` is taken for granted.
         model: already on its device.
+        fuses: whether the device has such a kernel; `None`: as the parameters' own.
 
     Raises:
         ConfigError: the optimizer refuses its arguments, is no `torch.optim.Optimizer`, or has nothing to
@@ -32,7 +41,21 @@ def build_optimizer(node: Mapping[str, Any], model: nn.Module) -> torch.optim.Op
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("`model` must have a parameter that requires a gradient, but has none.")
-    return _build(node, trainable)
+    built = _build(node, trainable)
+    if fuses is None:
+        fuses = all(parameter.device.type in FUSED_ON for parameter in trainable)
+    return _build({**node, "fused": True}, trainable) if fuses and _may_fuse(built) else built
+
+
+def _may_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has that kernel, and the section leaves open how it updates."""
+    return type(optimizer) in FUSES and all(
+        group["fused"] is None
+        and group["foreach"] is None
+        and not group["differentiable"]
+        and all(parameter.is_floating_point() for parameter in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def check_optimizer(node: Mapping[str, Any]) -> list[str]:

@@ -163,7 +163,7 @@ class RunMemory:
         rules = rules_for(device).with_headroom() if headroom else rules_for(device)
         key = (rules, device.memory_bytes, precision, most, accumulates)
         if key not in self._known_passes:
-            workload = self._workload(precision, accumulates)
+            workload = self._workload(precision, accumulates, rules.foreach)
             try:
                 largest = largest_microbatch(workload, device.memory_bytes, rules, most)
             except ValueError:  # the model cannot be measured
@@ -181,14 +181,14 @@ class RunMemory:
         rules = rules_for(device)
         key = (rules, tuple(sizes[:1]), len(sizes) > 1, precision)
         if key not in self._known:  # devices of one kind need the same
-            workload = self._workload(precision, accumulates=len(sizes) > 1)
+            workload = self._workload(precision, len(sizes) > 1, rules.foreach)
             self._known[key] = estimate_memory(workload, sizes[0] if sizes else 0, rules)
         return self._known[key]
 
-    def _workload(self, precision: str, accumulates: bool) -> Workload:
+    def _workload(self, precision: str, accumulates: bool, fuses: bool = False) -> Workload:
         return Workload(
             model=self.model,
-            build_optimizer=lambda model: build_optimizer(self._config.optimizer, model),
+            build_optimizer=lambda model: build_optimizer(self._config.optimizer, model, fuses),
             # As `hetexp.training.state.Parts.local_loss` takes it.
             loss=lambda output, targets: widened(total_loss(self._loss, widened(output), targets)),
             sample=self.sample,
@@ -202,8 +202,8 @@ class RunMemory:
         assert device.memory_bytes is not None
         has = readable(device.memory_bytes)
         # A smaller microbatch is one of several: their gradients are added up.
-        workload = self._workload(precision, accumulates=True)
         rules, size = rules_for(device), estimate.microbatch_size
+        workload = self._workload(precision, accumulates=True, fuses=rules.foreach)
         largest = None
         if estimate.measured and size > 1:
             try:

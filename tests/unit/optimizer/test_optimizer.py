@@ -30,6 +30,10 @@ NAMES = ["sgd", "adam", "adamw"]
 KINDS = get_args(ScheduleKind)
 
 
+class OwnAdam(torch.optim.Adam):
+    pass
+
+
 def section(name: str, **changes: Any) -> dict[str, Any]:
     node = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)
     assert isinstance(node, dict)
@@ -75,6 +79,32 @@ def test_only_trainable_parameters_and_tied_ones_once() -> None:
     assert given_ids.count(id(model.head.weight)) == 1
     assert id(model.position_embedding.weight) not in given_ids
     assert len(given_ids) == len(list(model.parameters())) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fused"),
+    [
+        ("adamw", {}, True),
+        ("adam", {"amsgrad": True}, True),
+        ("adamw", {"fused": False}, False),
+        ("adamw", {"foreach": True}, None),
+        ("adam", {"foreach": False}, None),
+        ("sgd", {"momentum": 0.9}, None),  # its kernel refuses the gradients of sparse embeddings
+    ],
+)
+def test_the_device_decides_what_the_section_leaves_open(
+    name: str, changes: dict[str, Any], fused: bool | None
+) -> None:
+    node = section(name, **changes)
+    model = nn.Linear(2, 2)
+    assert build_optimizer(node, model, fuses=True).param_groups[0]["fused"] is fused
+    by_itself = build_optimizer(node, model)  # on the CPU torch chooses, as before
+    assert by_itself.param_groups[0]["fused"] is changes.get("fused")
+
+
+def test_a_persons_own_optimizer_is_built_as_written() -> None:
+    node = {"_target_": f"{__name__}.OwnAdam", "_partial_": True}
+    assert build_optimizer(node, nn.Linear(2, 2), fuses=True).param_groups[0]["fused"] is None
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:
