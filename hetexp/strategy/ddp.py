@@ -117,9 +117,10 @@ class DDP(Strategy):
         """
         if self.find_unused_parameters or self.static_graph:
             return
-        model = uncompiled(_guard_of(module).model)
-        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        if unused:
+        guard = _guard_of(module)
+        if any(p.grad is None and p.requires_grad for p in guard.trained):
+            named = uncompiled(guard.model).named_parameters()
+            unused = [name for name, p in named if p.requires_grad and p.grad is None]
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise ConfigError(
                 "`strategy.find_unused_parameters` must be true where parameters take no part in a step, but "

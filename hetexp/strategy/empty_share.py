@@ -73,6 +73,8 @@ class EmptyShareGuard(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        """Parameters that get a gradient in each step."""
         self.norms: PassesTogether | None = None
         """The BatchNorm layers, where ranks have common statistics."""
         self.used: list[nn.Parameter] | None = None

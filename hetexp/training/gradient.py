@@ -75,18 +75,22 @@ class _Passes:
             with nullcontext() if exchanges else parts.strategy.accumulate(parts.module):
                 start = parts.backend.mark()
                 with parts.autocast():
-                    output = self._forward(parts.to_device(inputs), last)
-                    total = output if inputs is None else parts.local_loss(output, targets)
+                    total = self._total(inputs, targets, last)
                 meter.span(start, parts.backend.mark())
                 factor, _ = self.factor()
-                if last and parts.guard is not None:
-                    self._before = [_mark(p) for p in parts.model.parameters()]
+                if last and parts.guard is not None:  # before the first pass there are no gradients
+                    self._before = [_mark(p) if position else None for p in parts.parameters]
                 meter.backward(total * (_nan_if_not_finite(total, factor) if self._looks else factor))
                 if last:
                     parts.strategy.check_exchanged(parts.module)
             if inputs is not None:
                 self.losses.append(total.detach())
             self.loss_sum += total.detach()
+
+    def _total(self, inputs: Any, targets: Any, last: bool) -> Any:
+        """Return the sum of the loss; nobody holds the model's output, so that backward need not hold it."""
+        output = self._forward(self._parts.to_device(inputs), last)
+        return output if inputs is None else self._parts.local_loss(output, targets)
 
     def _forward(self, inputs: Any, last: bool) -> Any:
         self.wrapping = True
@@ -102,10 +106,9 @@ class _Passes:
 
     def missing(self) -> list[torch.nn.Parameter]:
         """Return the trained parameters that the backward pass that exchanges has not come to."""
-        trained = [p for p in self._parts.model.parameters() if p.requires_grad]
         if self._before is None:
-            return trained
-        marked = zip(self._parts.model.parameters(), self._before, strict=True)
+            return [p for p in self._parts.parameters if p.requires_grad]
+        marked = zip(self._parts.parameters, self._before, strict=True)
         return [p for p, before in marked if p.requires_grad and _mark(p) == before]
 
 
@@ -153,8 +156,7 @@ def _nan_if_not_finite(total: torch.Tensor, factor: float) -> torch.Tensor:
 
     So every rank learns of it from the exchanged gradient, without a question and without a wait.
     """
-    value = torch.full_like(total.detach(), factor)
-    return value.masked_fill_(~torch.isfinite(total.detach()), math.nan)
+    return total.detach() * 0.0 + factor
 
 
 def _end_with_nan(parts: Parts, passes: _Passes, said: str) -> None:

@@ -95,13 +95,13 @@ def _own_step(
 ) -> StepResult:
     """Do one optimizer step with these microbatches, smaller ones where memory runs out."""
     look = parts.config.trainer.non_finite != "continue"
-    buffers = KeptBuffers(parts.model) if parts.looks else None
+    buffers = KeptBuffers(parts.model) if parts.looks and parts.has_buffers else None
     suspects = list(zip(samples, places, strict=True)) if places[0] else []
     while True:
         bookmark = meter.bookmark()
         gradient = take_gradient(parts, step, samples, normalizer, meter)
         parts.backend.begin_update()
-        gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parts.parameters if p.grad is not None]
         if gradient.shortage is None:
             break
         if buffers is not None:

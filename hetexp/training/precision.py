@@ -60,10 +60,13 @@ class LossScale:
             self.value = min(self.value * 2.0, self.LARGEST)
         return True
 
-    def unscale(self, gradients: Iterable[torch.Tensor]) -> None:
+    def unscale(self, gradients: Sequence[torch.Tensor]) -> None:
         """Divide gradients by the scale, in place."""
+        if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
+            torch._foreach_mul_(dense, 1.0 / self.value)
         for gradient in gradients:
-            gradient.mul_(1.0 / self.value)
+            if gradient.is_sparse:
+                gradient.mul_(1.0 / self.value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types for a checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,20 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.microbatch_limits = self.microbatch_limits or [None] * self.plan.world_size
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the model: to walk through its modules at each step takes as long as many kernels."""
+        return list(self.model.parameters())
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether a step may change more than parameters, such as running statistics."""
+        return any(module._buffers for module in self._modules)
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        return list(self.model.modules())
 
     @property
     def precision(self) -> str:

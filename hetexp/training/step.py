@@ -50,14 +50,14 @@ def joint_step(
 
     Where memory runs out on a rank, all of them do it again (`hetexp.training.shortage`).
     """
-    buffers = KeptBuffers(parts.model) if parts.looks else None
+    buffers = KeptBuffers(parts.model) if parts.looks and parts.has_buffers else None
     while True:
         microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
         bookmark = meter.bookmark()
         num_passes = parts.num_passes(batch.counts)
         gradient = take_gradient(parts, step, microbatches, normalizer, meter, num_passes)
         parts.backend.begin_update()
-        gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parts.parameters if p.grad is not None]
         finite = settle(gradients, normalizer.loss_scale, parts.looks) and gradient.shortage is None
         if finite:
             break
@@ -102,7 +102,7 @@ def clip(
         return None
     norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
     if finite:
-        torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), most, norm)
+        torch.nn.utils.clip_grads_with_norm_(parts.parameters, most, norm)
     return norm
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from hetexp.hardware.cpu import CpuBackend
 from hetexp.training import loop
 from hetexp.training.gradient import NO_SAMPLES
 from hetexp.training.loop import Outcome, Window, should_stop, train
+from hetexp.training.loss import CrossEntropy
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import Parts, Progress
@@ -124,6 +126,22 @@ def test_without_the_weighting_the_gradient_is_wrong(make_parts: MakeParts) -> N
     assert not torch.allclose(naive.tensors[0][0], whole.tensors[0][0], rtol=1e-3, atol=1e-3)
     equal = Step(make_parts, [4, 4], inputs, targets, normalizer="per_rank")
     assert_same(equal.tensors[0], whole.tensors[0])  # on equal shares it is what everybody does
+
+
+def test_nobody_holds_the_output_while_backward_runs(make_parts: MakeParts) -> None:
+    held: list[Any] = []
+
+    class Watched(CrossEntropy):
+        def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            held.append(weakref.ref(output))
+            return output.sum()  # its gradient needs no values
+
+    parts = make_parts(SoloCommunicator())
+    parts.loss = Watched()
+    alive: list[bool] = []
+    parts.parameters[0].register_hook(lambda _: alive.append(held[-1]() is not None))
+    train(parts, Progress())
+    assert alive == [False] * 3
 
 
 def test_a_step_without_the_exchange_leaves_each_rank_its_own_gradient(make_parts: MakeParts) -> None:
