@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.errors import SetupError
@@ -136,6 +137,19 @@ class CudaNamespaceBackend(AcceleratorBackend):
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         return super().torch_device()
+
+    def read_later(self, value: torch.Tensor) -> Callable[[], float]:
+        import torch
+
+        host = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def read() -> float:
+            arrived.synchronize()
+            return float(host)
+
+        return read
 
 
 def seen_uuid(module: Any) -> str | None:

@@ -7,7 +7,7 @@ import pkgutil
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -189,6 +189,13 @@ class Backend(ABC):
     def wait(self, mark: Any) -> None:
         """Return once the device has come to the mark."""
         self.synchronize()
+
+    def read_later(self, value: torch.Tensor) -> Callable[[], float]:
+        """Return what reads a number of the device as it is now, after more work has been queued.
+
+        It waits for the device to have come to this call, and not for what follows.
+        """
+        return lambda: float(value)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -78,11 +78,19 @@ class LossScale:
         return cls(**raw)
 
 
+def largest_magnitude(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return the largest magnitude on the device, NaN where there is one; `None` without gradients.
+
+    Not the norm: that may overflow on one kind of device and not on another.
+    """
+    found = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return torch.nn.utils.get_total_norm(found, math.inf) if found else None
+
+
 def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Return whether no gradient holds an infinity or a NaN; waits for the device."""
-    found = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    # The largest magnitude, not the norm: a norm may overflow on one kind of device and not on another.
-    return not found or math.isfinite(float(torch.nn.utils.get_total_norm(found, math.inf)))
+    largest = largest_magnitude(gradients)
+    return largest is None or math.isfinite(float(largest))
 
 
 def settle(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool) -> bool:

@@ -14,9 +14,9 @@ from hetexp.training.gradient import take_gradient
 from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.precision import settle
 from hetexp.training.shortage import ends_with_shortage, halve_together, in_passes, sizes_of
 from hetexp.training.state import Parts
+from hetexp.training.verdict import Verdict, may_be_vetoed, vetoed_by
 
 
 @dataclass
@@ -51,6 +51,7 @@ def joint_step(
     Where memory runs out on a rank, all of them do it again (`hetexp.training.shortage`).
     """
     buffers = KeptBuffers(parts.model) if parts.looks and parts.has_buffers else None
+    grad_norm = None
     while True:
         microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
         bookmark = meter.bookmark()
@@ -58,7 +59,13 @@ def joint_step(
         gradient = take_gradient(parts, step, microbatches, normalizer, meter, num_passes)
         parts.backend.begin_update()
         gradients = [p.grad for p in parts.parameters if p.grad is not None]
-        finite = settle(gradients, normalizer.loss_scale, parts.looks) and gradient.shortage is None
+        verdict = Verdict(parts, gradients, normalizer.loss_scale, parts.looks)
+        # Queued before this rank knows whether the gradient is finite, so that the device need not wait.
+        ahead = verdict.bad is not None and gradient.shortage is None and may_be_vetoed(parts)
+        if ahead:
+            grad_norm = clip(parts, gradients, True, bad=verdict.bad)
+            update(parts, step, microbatches, verdict.bad)
+        finite = verdict.finite() and gradient.shortage is None
         if finite:
             break
         if buffers is not None:
@@ -70,9 +77,10 @@ def joint_step(
         meter.back_to(bookmark)
         gradients.clear()  # the memory is needed
     mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
-    # After the exchange and the weighting: every rank clips the gradient of the whole batch.
-    grad_norm = clip(parts, gradients, finite)
-    learning_rate = end_step(parts, step, microbatches, finite)
+    if not ahead:
+        # After the exchange and the weighting: every rank clips the gradient of the whole batch.
+        grad_norm = clip(parts, gradients, finite)
+    learning_rate = end_step(parts, step, microbatches, finite, updated=ahead)
     meter.samples += batch.local_samples
     return StepResult(
         loss_sum=gradient.loss_sum,
@@ -87,12 +95,17 @@ def joint_step(
 
 
 def clip(
-    parts: Parts, gradients: Sequence[torch.Tensor], finite: bool, norm: torch.Tensor | None = None
+    parts: Parts,
+    gradients: Sequence[torch.Tensor],
+    finite: bool,
+    norm: torch.Tensor | None = None,
+    bad: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Clip gradients to `trainer.clip_norm` where they are finite, and return their norm before.
 
     Args:
         norm: where it is not that of these gradients alone.
+        bad: on the device, whether they are not finite after all, and stay as they are.
 
     Returns:
         `None` where nothing is to be clipped.
@@ -102,30 +115,39 @@ def clip(
         return None
     norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
     if finite:
-        torch.nn.utils.clip_grads_with_norm_(parts.parameters, most, norm)
+        known = norm if bad is None else norm.masked_fill(bad, 0.0)
+        torch.nn.utils.clip_grads_with_norm_(parts.parameters, most, known)
     return norm
 
 
-def update(parts: Parts, step: int, microbatches: list[Any]) -> None:
+def update(parts: Parts, step: int, microbatches: list[Any], bad: torch.Tensor | None = None) -> None:
     """Let the optimizer change the weights.
+
+    Args:
+        bad: on the device, whether nothing is to change after all.
 
     Raises:
         DeviceMemoryError: memory ran out.
     """
     why = "The optimizer's update cannot be done again: some weights may have moved."
-    with ends_with_shortage(parts, step, sizes_of(microbatches), why):
+    sizes = sizes_of(microbatches)
+    with ends_with_shortage(parts, step, sizes, why), vetoed_by(parts.optimizer, bad):
         parts.optimizer.step()
 
 
-def end_step(parts: Parts, step: int, microbatches: list[Any], finite: bool) -> float:
+def end_step(parts: Parts, step: int, microbatches: list[Any], finite: bool, updated: bool = False) -> float:
     """Update the weights where the gradient is finite, move the schedule on, and return the step's rate.
+
+    Args:
+        updated: whether the update is queued already.
 
     Raises:
         DeviceMemoryError: memory ran out.
     """
     learning_rate = float(parts.optimizer.param_groups[0]["lr"])
     if finite:
-        update(parts, step, microbatches)
+        if not updated:
+            update(parts, step, microbatches)
         parts.schedule.step()
     else:  # the rate follows the number of the step, also of one that changes nothing
         restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)

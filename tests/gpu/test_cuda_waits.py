@@ -7,9 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hetexp.comm.communicator import MOST_ASIDE_BYTES, ProcessGroupCommunicator
 from hetexp.comm.pulse import Pulse
+from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.cuda import CudaBackend
+from hetexp.optimizer.build import build_optimizer
+from hetexp.training.verdict import vetoed_by
 
 LONG_CYCLES = 2_000_000_000
 """About a second of a card's clock."""
@@ -46,3 +51,30 @@ def test_numbers_of_the_host_are_reduced_exactly(
         numbers = torch.arange(length).to(dtype).reshape(-1, 1).T
         result = communicator.all_reduce(numbers, "max")
         assert result.device.type == "cpu" and torch.equal(result, numbers)
+
+
+def test_a_number_is_read_while_the_card_goes_on() -> None:
+    value = torch.tensor(2.5, device="cuda") * 2
+    read = CudaBackend(CpuBackend.describe(0)).read_later(value)
+    value.zero_()
+    torch.cuda._sleep(LONG_CYCLES)
+    assert read() == 5.0
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_card_updates_with_one_kernel_and_leaves_a_vetoed_one_out(dtype: torch.dtype) -> None:
+    model = nn.Linear(64, 64, dtype=dtype, device="cuda")
+    optimizer = build_optimizer({"_target_": "torch.optim.AdamW", "lr": 0.1}, model)
+    assert optimizer.param_groups[0]["fused"] is True
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for bad in (True, False):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan if bad else 1.0)
+        with vetoed_by(optimizer, torch.tensor(bad, device="cuda")):
+            optimizer.step()
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert same == [bad, bad]
+    assert all(state["step"].item() == 1.0 for state in optimizer.state.values())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
