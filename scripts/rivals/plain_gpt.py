@@ -90,6 +90,7 @@ def main() -> None:
 
     told = {"peak_memory_bytes": peak_memory_bytes(on_card), "torch": torch.__version__}
     (arguments.folder / f"rank_{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    del loader  # and with it the processes that load
     dist.barrier()
     os._exit(0)  # as hetexp's ranks end: taking gloo's threads down can wait for ever
 

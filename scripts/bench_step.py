@@ -1,0 +1,144 @@
+"""What the host does in a step of hetexp beyond a plain loop, counted: no clock, so any machine tells it.
+
+    python scripts/bench_step.py [--layers 12]
+
+One CPU rank trains a small GPT with fused AdamW, by `train_step` and by the four lines of a plain loop.
+Python calls are what a card waits for where a model is small; each operation is a kernel or less; a read is
+where the host waits for the device (on a card the count of targets, on the host, is none).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import cProfile
+import pstats
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hetexp.app import check, compose_config
+from hetexp.core.errors import ConfigError
+from hetexp.data.sampler import Position
+from hetexp.plan.planner import Request, make_plan
+from hetexp.training.loop import Window
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.state import Parts
+from hetexp.training.steps import train_step
+from hetexp.training.wiring import build_parts
+
+WARM_STEPS = 2
+READ = "aten._local_scalar_dense.default"
+"""What `item`, `float` and `bool` of a tensor come to."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(step: Callable[[], None]) -> dict[str, int]:
+    """Return operations, reads and Python calls of a step."""
+    for _ in range(WARM_STEPS):
+        step()
+    with Operations() as operations:
+        step()
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    return {
+        "operations": sum(operations.counts.values()),
+        "reads": operations.counts[READ],
+        "python calls": pstats.Stats(profile).total_calls,  # type: ignore[attr-defined]
+    }
+
+
+def words_of(layers: int) -> list[str]:
+    """Return the overrides of the run that is counted."""
+    return [
+        "model=gpt",
+        f"model.num_layers={layers}",
+        "model.num_heads=2",
+        "model.embedding_size=32",
+        "model.tie_weights=true",
+        "data=synthetic",
+        "data.kind=tokens",
+        "data.num_samples=64",
+        "data.num_test_samples=0",
+        "optimizer.fused=true",
+        "strategy=single",
+        "balancing=equal",
+        "hardware.devices=[cpu]",
+        "trainer.global_batch_size=4",
+        "trainer.max_epochs=null",
+        "trainer.max_steps=10",
+        "logger=none",
+        "diagram=false",
+    ]
+
+
+def ours(parts: Parts) -> Callable[[], None]:
+    """Return a step of hetexp's loop."""
+    window = Window(parts)
+    window.restart()
+    batches = parts.batches(Position(), parts.total_steps)
+    normalizer = LossNormalizer(parts.communicator, 1)
+
+    def step() -> None:
+        batch = next(batches)
+        window.add(train_step(parts, 0, batch, normalizer, window.meter), batch)
+
+    return step
+
+
+def plain(parts: Parts) -> Callable[[], None]:
+    """Return a step of a plain loop with the same model and optimizer; its batch is there already."""
+    model = copy.deepcopy(parts.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    inputs, targets = parts.train_data[:4]
+
+    def step() -> None:
+        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def bench(layers: int) -> dict[str, dict[str, int]]:
+    """Return what both count."""
+    raw, config, selection, problems = check(compose_config(words_of(layers)), Path.cwd())
+    if config is None or selection is None or problems:
+        raise ConfigError(problems)
+    with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
+        plan = make_plan(config, raw, selection, Request(Path(folder), Path.cwd()))
+        parts = build_parts(plan, config, 0, dist.HashStore())
+        return {"hetexp": counted(ours(parts)), "plain loop": counted(plain(parts))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    found = bench(parser.parse_args().layers)
+    names = list(next(iter(found.values())))
+    print(f"| a step of | {' | '.join(names)} |\n|" + "---|" * (len(names) + 1))
+    for name, counts in found.items():
+        print(f"| {name} | {' | '.join(f'{counts[key]:,}' for key in names)} |")
+
+
+if __name__ == "__main__":
+    main()
