@@ -88,7 +88,9 @@ class GradientHook:
         tensor, ready = bucket.buffer(), None
         on_device = tensor.device.type == "cuda"
         if on_device:
-            ready = torch.cuda.current_stream(tensor.device).record_event()
+            # The thread sleeps until the bucket is filled: the exchange looks for its copies without rest.
+            ready = torch.cuda.Event(blocking=True)
+            ready.record(torch.cuda.current_stream(tensor.device))
         devices: list[int | str | torch.device] = [tensor.device] if on_device else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._buckets.put(_Bucket(tensor, list(bucket.parameters()), future, ready))
@@ -114,6 +116,7 @@ class GradientHook:
             return nullcontext()
         if self._stream is None:
             self._stream = torch.cuda.Stream(bucket.tensor.device)
+        bucket.ready.synchronize()
         self._stream.wait_event(bucket.ready)
         return torch.cuda.stream(self._stream)
 

@@ -194,4 +194,3 @@ def _check_exchange(config: Config, strategy: Strategy) -> list[str]:
     if config.debug.exchange or strategy.steps == "joint":
         return []
     return [must_be("debug.exchange", f"true where `strategy` is {strategy.name}", False)]
-
