@@ -127,6 +127,8 @@ class _Attempt:
         """Whether the default process group itself is the vendor library's."""
         self._formed: list[Exchange] = []
         self._store, self._job, self._build = store, job, build
+        self._own_store: dist.Store | None = None
+        """The thread's: while it waits for a key that never comes, nobody else can use its connection."""
         self._problem: str | None = None
         self._left = False
         """Whether the thread is left behind."""
@@ -181,10 +183,11 @@ class _Attempt:
 
     def _form(self) -> Exchange:
         job, route = self._job, self.route
+        self._own_store = dist.PrefixStore("formed", _another_connection(self._store))
         if self.native:
             assert route.library is not None
             self.communicator = form_group(
-                self._store, job.rank, job.world_size, route.library, job.device, job.timeout_seconds
+                self._own_store, job.rank, job.world_size, route.library, job.device, job.timeout_seconds
             )
             if not job.apart:
                 return GroupExchange()
@@ -192,10 +195,16 @@ class _Attempt:
         for height, groups in enumerate(route.levels):
             for number, group in enumerate(groups):
                 if job.rank in group.ranks:
-                    own = dist.PrefixStore(f"level{height}/group{number}", self._store)
+                    own = dist.PrefixStore(f"level{height}/group{number}", self._own_store)
                     levels.append(self._build(group, own, group.ranks.index(job.rank)))
                     self._formed.append(levels[-1])
         return levels[0] if route.library is not None else HierarchicalExchange(levels, route, job.rank)
+
+
+def _another_connection(store: dist.Store) -> dist.Store:
+    found: Any = store  # torch's stubs do not know of it
+    other: dist.Store = found.clone()
+    return other
 
 
 def _beside(device: torch.device) -> AbstractContextManager[Any]:

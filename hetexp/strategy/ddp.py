@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BUCKET_CAP_MB = 25.0
+"""torch's own."""
+
 
 class DDP(Strategy):
     """Keeps a replica a rank and all-reduces the gradients during backward.
@@ -45,7 +48,7 @@ class DDP(Strategy):
     def __init__(
         self,
         find_unused_parameters: bool = False,
-        bucket_cap_mb: PositiveFloat = 25.0,
+        bucket_cap_mb: PositiveFloat = BUCKET_CAP_MB,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
@@ -78,7 +81,8 @@ class DDP(Strategy):
         return DistributedDataParallel(
             EmptyShareGuard(model),
             find_unused_parameters=self.find_unused_parameters,
-            bucket_cap_mb=self.bucket_cap_mb,
+            # torch's own size, where it is not named, begins with a smaller bucket that leaves sooner.
+            bucket_cap_mb=None if self.bucket_cap_mb == BUCKET_CAP_MB else self.bucket_cap_mb,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             **buffers,

@@ -27,8 +27,7 @@ from hetexp.hardware.memory_rules import rules_for
 from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
 from hetexp.strategy.base import Strategy
-from hetexp.training.loss import build_loss, total_loss
-from hetexp.training.precision import widened
+from hetexp.training.loss import build_loss, summed
 
 _Rank = tuple[DeviceSpec, int, str, int | None]
 """Device, local batch size, precision, most samples of a pass."""
@@ -190,7 +189,7 @@ class RunMemory:
             model=self.model,
             build_optimizer=lambda model: build_optimizer(self._config.optimizer, model, fuses),
             # As `hetexp.training.state.Parts.local_loss` takes it.
-            loss=lambda output, targets: widened(total_loss(self._loss, widened(output), targets)),
+            loss=lambda output, targets: summed(self._loss, output, targets),
             sample=self.sample,
             precision=precision,
             accumulates=accumulates,

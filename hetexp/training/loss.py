@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import pkgutil
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from hetexp.core.errors import ConfigError
 from hetexp.model.base import WithAuxiliary
+from hetexp.training.precision import widened
 
+HALF = (torch.bfloat16, torch.float16)
 IGNORED = -100
 """Target that does not count, torch's own default for `cross_entropy`."""
 
 
 class Loss(ABC):
     """A person's own loss derives from this and is named by its dotted path in `trainer.loss`."""
+
+    takes_half: ClassVar[bool] = False
+    """Whether `total` adds up in float32 by itself where the output is of half precision; other losses are
+    given it in float32."""
 
     @abstractmethod
     def count(self, targets: Any) -> int:
@@ -40,16 +47,22 @@ class Loss(ABC):
 class CrossEntropy(Loss):
     """Classification: output [batch, classes] or [batch, seq, classes], targets [batch] or [batch, seq]."""
 
+    takes_half = True
+
     def count(self, targets: torch.Tensor) -> int:
+        if targets.device.type == "cpu":  # NumPy begins sooner, and a step waits for it
+            return int(np.count_nonzero(targets.numpy() != IGNORED))
         return int((targets != IGNORED).sum())
 
     def counts(self, targets: torch.Tensor) -> torch.Tensor:
         return (targets != IGNORED).reshape(len(targets), -1).sum(dim=1)
 
     def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(
-            output.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        rows = output.flatten(0, -2)
+        # Cards read half precision and write float32 in one kernel: a copy of all logits would take longer.
+        dtype = torch.float32 if rows.dtype in HALF else rows.dtype
+        logs = functional.log_softmax(rows, dim=-1, dtype=dtype)
+        return functional.nll_loss(logs, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
     def correct(self, output: torch.Tensor, targets: torch.Tensor) -> int:
         return int(((output.argmax(dim=-1) == targets) & (targets != IGNORED)).sum())
@@ -77,9 +90,15 @@ def total_loss(loss: Loss, output: Any, targets: Any) -> torch.Tensor:
     """Return the sum of the loss, a model's own auxiliary loss included (`WithAuxiliary`)."""
     if not isinstance(output, WithAuxiliary):
         return loss.total(output, targets)
-    auxiliary = output.auxiliary
+    auxiliary = output.auxiliary.float() if output.auxiliary.dtype in HALF else output.auxiliary
     counts = loss.counts(targets).to(auxiliary.device, auxiliary.dtype)
     return loss.total(output.output, targets) + (auxiliary * counts).sum()
+
+
+def summed(loss: Loss, output: Any, targets: Any) -> torch.Tensor:
+    """Return `total_loss`, added up in float32 where the output is of half precision."""
+    total: torch.Tensor = widened(total_loss(loss, output if loss.takes_half else widened(output), targets))
+    return total
 
 
 def num_rows(value: Any) -> int:

@@ -29,8 +29,8 @@ from hetexp.strategy.base import Strategy
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
 from hetexp.training.local import LocalTraining
-from hetexp.training.loss import Loss, total_loss
-from hetexp.training.precision import LossScale, widened
+from hetexp.training.loss import Loss, summed
+from hetexp.training.precision import LossScale
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -193,8 +193,7 @@ class Parts:
         """Return the sum of the loss over a microbatch; never in half precision, whatever the model gives."""
         # One process may drive several devices, and gather the outputs on any of them.
         there = next((t.device for t in tensors(output)), self.device)
-        total: torch.Tensor = widened(total_loss(self.loss, widened(output), self.to_device(targets, there)))
-        return total.to(self.device)
+        return summed(self.loss, output, self.to_device(targets, there)).to(self.device)
 
     def to_device(self, value: Any, device: torch.device | None = None) -> Any:
         """Move a microbatch's inputs or targets to a device, floating-point ones in the weights' type.
