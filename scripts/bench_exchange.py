@@ -33,8 +33,6 @@ SIZES = tuple(2**n for n in range(16, 29))
 """64 KiB to 256 MiB."""
 ROUNDING = 2.0**-23
 """Of float32: what two numbers that are added may be off by, relative to the sum of their magnitudes."""
-SECONDS_A_SIZE = 1.5
-"""That each way is measured at each size, about."""
 
 
 def main(given: list[str] | None = None) -> None:
@@ -108,7 +106,7 @@ def rank_main(rank: int, kinds: tuple[str, ...], port: int, arguments: argparse.
     if all(kind == "cuda" for kind in kinds) and torch.cuda.device_count() >= size:
         ways["native"] = GroupExchange(dist.new_group(backend="nccl"))
     for num_bytes in arguments.sizes:
-        row = one_size(num_bytes, rank, device, ways)
+        row = one_size(num_bytes, rank, device, ways, arguments.seconds)
         if pipe is not None:
             pipe.send({"kinds": kinds, "bytes": num_bytes, **row})
     dist.barrier()
@@ -118,7 +116,9 @@ def rank_main(rank: int, kinds: tuple[str, ...], port: int, arguments: argparse.
     os._exit(0)
 
 
-def one_size(num_bytes: int, rank: int, device: torch.device, ways: dict[str, Exchange]) -> dict[str, Any]:
+def one_size(
+    num_bytes: int, rank: int, device: torch.device, ways: dict[str, Exchange], seconds_a_way: float
+) -> dict[str, Any]:
     """Return each way's median of seconds, and which results were wrong."""
     settle: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     generator = torch.Generator().manual_seed(1000 + rank)
@@ -153,7 +153,7 @@ def one_size(num_bytes: int, rank: int, device: torch.device, ways: dict[str, Ex
             settle()
             took[name].append(time.perf_counter() - start)
         repetitions += 1
-        enough = repetitions >= 5 and time.perf_counter() - began > SECONDS_A_SIZE * len(ways)
+        enough = repetitions >= 5 and time.perf_counter() - began > seconds_a_way * len(ways)
         told = torch.tensor([int(enough)])
         dist.broadcast(told, 0)
         go_on = not int(told)
@@ -203,6 +203,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--sizes-kib", type=lambda text: [int(n) * 1024 for n in text.split(",")], dest="sizes"
     )
+    parser.add_argument("--seconds", type=float, default=1.5, help="that each way is measured at each size")
     parser.add_argument("--chunk-kib", type=int, help="chunk of the exchange through shared memory")
     parser.add_argument("--json", type=Path, help="where to put the figures")
     arguments = parser.parse_args(given)
