@@ -15,5 +15,6 @@ class RepeatableGPT(GPT):
     def forward(self, tokens: Tensor) -> Tensor | WithAuxiliary:
         """Return the logits, as `GPT` does."""
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it has no such kernel, and warns of nothing
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return super().forward(tokens)

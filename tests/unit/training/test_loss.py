@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hetexp.core.errors import ConfigError
 from hetexp.model.base import WithAuxiliary
+from hetexp.training import loss as module
 from hetexp.training.loss import (
     IGNORED,
     CrossEntropy,
@@ -19,6 +20,7 @@ from hetexp.training.loss import (
     MeanSquaredError,
     build_loss,
     check_loss,
+    summed,
     total_loss,
 )
 
@@ -193,3 +195,57 @@ def test_an_auxiliary_loss_counts_at_each_element_of_its_sample() -> None:
         for a, b in ((0, 1), (1, 4))
     ]
     assert float(sum(parts)) == pytest.approx(float(total))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [1, 37, 100, 10**6])
+def test_half_precision_is_added_up_in_float32(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
+) -> None:
+    """As if all logits had been cast, whatever part of them is held in float32 at a time."""
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    generator = torch.Generator().manual_seed(0)
+    logits = (8 * torch.randn(3, 7, 13, generator=generator)).to(dtype)
+    logits[1, 2, :5] = -torch.inf  # masked out
+    targets = torch.randint(5, 13, (3, 7), generator=generator)
+    targets[0, :3] = IGNORED
+    own, cast = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    total = CrossEntropy().total(own, targets)
+    wanted = functional.cross_entropy(
+        cast.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, wanted, rtol=1e-6, atol=0)
+    (total * 0.37).backward()
+    (wanted * 0.37).backward()
+    assert own.grad is not None and cast.grad is not None
+    assert own.grad.dtype == dtype
+    # Both are float32's result rounded once: they may fall on neighbours.
+    torch.testing.assert_close(own.grad, cast.grad, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    assert not own.grad[0, :3].any()
+
+
+def test_many_logits_that_are_not_finite_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 4)
+    logits = torch.zeros(5, 4, dtype=torch.bfloat16)
+    logits[3, 1] = torch.inf
+    own = logits.requires_grad_()
+    total = CrossEntropy().total(own, torch.zeros(5, dtype=torch.int64))
+    assert not torch.isfinite(total)
+    total.backward()
+    assert own.grad is not None
+    assert torch.isnan(own.grad[3]).any()
+    assert torch.isfinite(own.grad[:3]).all()
+
+
+def test_a_loss_of_ones_own_is_given_float32() -> None:
+    class Own(Loss):
+        def count(self, targets: torch.Tensor) -> int:
+            return len(targets)
+
+        def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            assert output.dtype == torch.float32
+            return output.sum()
+
+    half = torch.ones(3, 2, dtype=torch.bfloat16)
+    assert float(summed(Own(), half, torch.zeros(3))) == 6.0
