@@ -114,9 +114,10 @@ def _group(context: Any, size: int, draw: random.Random, found: Found, num_sums:
     _judge(ends, victim, killed_at, found)
 
 
-def _kill(process: Any, draw: random.Random) -> float:
-    """Kill a rank at a moment at which it may be anywhere, and return the moment."""
-    multiprocessing.connection.wait([process.sentinel], draw.random() * KILL_SECONDS)
+def _kill(process: Any, draw: random.Random) -> float | None:
+    """Kill a rank at a moment at which it may be anywhere, and return the moment; `None`: it was through."""
+    if multiprocessing.connection.wait([process.sentinel], draw.random() * KILL_SECONDS):
+        return None
     os.kill(process.pid, signal.SIGKILL)
     return time.monotonic()
 

@@ -36,6 +36,8 @@ _REPORT_SECONDS = 20.0
 """Longest wait, after its self-test must be over, for what another rank says of it."""
 _LOOK_SECONDS = 0.05
 """Pause between looks at whether another rank has failed."""
+_GRACE_SECONDS = 1.0
+"""How long a rank goes on by itself once another has failed."""
 _FAILED = "failed"
 """Key that says that a rank has found a path to fail."""
 _END_SECONDS = 10.0
@@ -143,6 +145,9 @@ class _Attempt:
         deadline = time.monotonic() + self._job.self_test_seconds
         while thread.is_alive() and time.monotonic() < deadline and not self._store.check([_FAILED]):
             thread.join(_LOOK_SECONDS)
+        thread.join(
+            _GRACE_SECONDS
+        )  # another rank's failure is told sooner than a rank's own that comes with it
         self._left = thread.is_alive()
         if not self._left:
             problem = self._problem

@@ -2,9 +2,8 @@
 
 A tensor travels in chunks (`hetexp.comm.walk`). Large tensors of several ranks are summed by all of them,
 each its part of every chunk, and each reads the others' parts of the result (a reduce-scatter and an
-all-gather). Where there are two ranks, or the tensor is small, every rank reads all chunks and sums them
-itself: half the meetings. Either way ranks' numbers are added in rank order, and every rank gets the same
-bits.
+all-gather). Where two ranks of the CPU exchange, or the tensor is small, every rank reads all chunks and sums
+them itself: half the meetings. Either way ranks' numbers are added in rank order, and all get the same bits.
 
 Where it could be built, the walk is C's, with several threads where there are cores for them, each with a
 channel of its own. On CUDA and ROCm devices the segment is page-locked: the device copies to and from it by
@@ -138,6 +137,10 @@ class SharedMemoryExchange(Exchange):
         self._channels = [
             Channel(segment, self._waiter, place, in_c) for place, in_c in zip(places, known, strict=True)
         ]
+        self._pool: int | None = None
+        """The compiled walk's threads, one a channel but the first."""
+        if self._native is not None and shape.channels > 1:
+            self._pool = self._native.hetexp_pool(shape.channels - 1)
         self._walk = Walk(self.rank, self.size, self._channels)
         self._host = HostLane()
         self._lane: Lane | None = None
@@ -226,6 +229,9 @@ class SharedMemoryExchange(Exchange):
             self._locked = False
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._segment.address)
+        if self._native is not None and self._pool is not None:
+            self._native.hetexp_end_pool(ctypes.c_void_p(self._pool))
+            self._pool = None
         self._walk.forget()
         self._lane, self._on_device = None, []
         self._segment.close()
@@ -273,7 +279,7 @@ class SharedMemoryExchange(Exchange):
             if device.type != "cpu":
                 self._on_device[position].begin(device)
                 one.device = self._on_device[position].address
-        self._native.hetexp_take(calls, len(used))
+        self._native.hetexp_take(ctypes.c_void_p(self._pool), calls, len(used))
         for one, channel in zip(calls, used, strict=True):
             channel.judge(one.status)
 

@@ -122,7 +122,9 @@ def library() -> ctypes.CDLL | None:
         told = getattr(error, "stderr", None) or error
         log.info("the exchange's walk in C is not used, the one in Python is: %s", told)
         return None
-    loaded.hetexp_take.restype, loaded.hetexp_await.restype = None, ctypes.c_int
+    loaded.hetexp_await.restype = ctypes.c_int
+    loaded.hetexp_pool.restype = ctypes.c_void_p
+    loaded.hetexp_take.restype = loaded.hetexp_end_pool.restype = None
     return loaded
 
 

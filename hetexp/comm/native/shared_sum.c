@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -381,14 +382,82 @@ static void *take(void *given) {
     return NULL;
 }
 
-/* Take each channel's chunks, all channels at once. A thread costs less to make than one of Python's to wake. */
-void hetexp_take(struct call *calls, int32_t count) {
-    pthread_t threads[count > 1 ? count : 1];
-    int made[count > 1 ? count : 1];
-    for (int i = 1; i < count; i++) made[i] = pthread_create(&threads[i], NULL, take, &calls[i]) == 0;
+/* ---- Threads of an exchange, which sleep between its tensors: a new one would meet the device's runtime anew. */
+
+struct worker {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct call *job;  /* NULL: nothing to do */
+    int ends;
+};
+
+struct pool {
+    int32_t count;
+    struct worker workers[];
+};
+
+static void *work(void *given) {
+    struct worker *w = given;
+    pthread_mutex_lock(&w->lock);
+    for (;;) {
+        while (!w->job && !w->ends) pthread_cond_wait(&w->changed, &w->lock);
+        if (!w->job) break;
+        struct call *job = w->job;
+        pthread_mutex_unlock(&w->lock);
+        take(job);
+        pthread_mutex_lock(&w->lock);
+        w->job = NULL;
+        pthread_cond_signal(&w->changed);
+    }
+    pthread_mutex_unlock(&w->lock);
+    return NULL;
+}
+
+/* Return a pool of up to `count` threads; fewer where the system gives no more, and none at all is as good. */
+struct pool *hetexp_pool(int32_t count) {
+    struct pool *pool = calloc(1, sizeof(struct pool) + (size_t)count * sizeof(struct worker));
+    if (!pool) return NULL;
+    for (; pool->count < count; pool->count++) {
+        struct worker *w = &pool->workers[pool->count];
+        pthread_mutex_init(&w->lock, NULL);
+        pthread_cond_init(&w->changed, NULL);
+        if (pthread_create(&w->thread, NULL, work, w)) break;
+    }
+    return pool;
+}
+
+void hetexp_end_pool(struct pool *pool) {
+    if (!pool) return;
+    for (int i = 0; i < pool->count; i++) {
+        struct worker *w = &pool->workers[i];
+        pthread_mutex_lock(&w->lock);
+        w->ends = 1;
+        pthread_cond_signal(&w->changed);
+        pthread_mutex_unlock(&w->lock);
+        pthread_join(w->thread, NULL);
+        pthread_cond_destroy(&w->changed);
+        pthread_mutex_destroy(&w->lock);
+    }
+    free(pool);
+}
+
+/* Take each channel's chunks, all channels at once: the first in this thread, the others in the pool's. */
+void hetexp_take(struct pool *pool, struct call *calls, int32_t count) {
+    int others = pool ? (pool->count < count - 1 ? pool->count : count - 1) : 0;
+    for (int i = 0; i < others; i++) {
+        struct worker *w = &pool->workers[i];
+        pthread_mutex_lock(&w->lock);
+        w->job = &calls[i + 1];
+        pthread_cond_signal(&w->changed);
+        pthread_mutex_unlock(&w->lock);
+    }
     take(&calls[0]);
-    for (int i = 1; i < count; i++) {
-        if (made[i]) pthread_join(threads[i], NULL);
-        else take(&calls[i]); /* the channels are independent of each other */
+    for (int i = others + 1; i < count; i++) take(&calls[i]); /* the channels are independent of each other */
+    for (int i = 0; i < others; i++) {
+        struct worker *w = &pool->workers[i];
+        pthread_mutex_lock(&w->lock);
+        while (w->job) pthread_cond_wait(&w->changed, &w->lock);
+        pthread_mutex_unlock(&w->lock);
     }
 }
