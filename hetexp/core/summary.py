@@ -58,6 +58,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
             "wire_dtype": exchanged_in(plan.precisions) if plan.wire == "float32" else plan.wire,
             "fallback": plan.route_fallback,
             "bytes_per_step": None,
+            "exchange_s": None,
             "exposed_s": None,
         },
         "pipeline": None,

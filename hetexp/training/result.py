@@ -78,6 +78,8 @@ def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: floa
     elif totals.steps:
         # The rank that never waits for another's work waits for the exchange alone.
         summary["comm"]["exposed_s"] = min(rank["own"]["waited"] for rank in everyone) / totals.steps
+        exchanged = [rank["exchanged"] for rank in everyone if rank["exchanged"] is not None]
+        summary["comm"]["exchange_s"] = min(exchanged) if len(exchanged) == len(everyone) else None
         counts = parts.balancer.now(parts.config.trainer.global_batch_size).counts
         if (parts.plan.calibration or {}).get("predicted_step_seconds") is not None:
             accounted = _by_calibration(parts.plan, summary, totals, counts, time_scale or 1.0)
@@ -255,6 +257,7 @@ def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
             - settled.data_seconds,
         },
         "sent": _sent_bytes(parts, totals.steps),
+        "exchanged": parts.hook.exchange_seconds / totals.steps if parts.hook and totals.steps else None,
         "joules": outcome.energy.joules() if outcome.energy is not None else [None] * len(driven(parts)),
         "device": {
             **versions(),

@@ -50,6 +50,7 @@ def test_frozen_weights_are_never_sent(train: Train, tmp_path: Path, wire: str, 
     comm = run.summary["comm"]
     assert (comm["backend"], comm["wire_dtype"], comm["fallback"]) == ("shm", wire, None)
     assert comm["bytes_per_step"] == num_bytes
+    assert comm["exchange_s"] > 0
     assert "The exchange goes by shm, in memory that all ranks share (cpu)." in run.screen
 
 
