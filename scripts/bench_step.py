@@ -4,7 +4,7 @@
 
 One CPU rank trains a small GPT with fused AdamW, by `train_step` and by the four lines of a plain loop.
 Python calls are what a card waits for where a model is small; each operation is a kernel or less; a read is
-where the host waits for the device (on a card the count of targets, on the host, is none).
+where the host waits for the device.
 """
 
 from __future__ import annotations
