@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -15,6 +16,10 @@ import psutil
 import pytest
 from support import Run, Train, start_run
 
+from hetexp.launch.process import PRELOADED
+
+# For whatever test starts the session's server first: all ranks are forked from one that has imported torch.
+multiprocessing.set_forkserver_preload(list(PRELOADED))
 SHARED_MEMORY = Path("/dev/shm")
 SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """Processes of Python's own that serve the whole test session and end with it."""
