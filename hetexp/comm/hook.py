@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.codec import PIECE, Codec, Wire, codec_of
+from hetexp.comm.codec import Codec, Wire, codec_of
 from hetexp.comm.exchange import Exchange
 
 
@@ -61,21 +61,46 @@ class Feedback:
         return found
 
 
-class GradientHook:
-    """A communication hook for DDP that averages over all ranks.
+class Averaging:
+    """Averages buckets over all ranks, in the form in which they travel.
 
     Args:
-        exchange: used by this hook's thread alone while gradients are exchanged.
+        exchange: used by one thread alone while gradients are exchanged.
         wire: how gradients travel; codes with error feedback.
         world_size: what the sums are divided by.
     """
 
     def __init__(self, exchange: Exchange, wire: Wire, world_size: int) -> None:
-        self._exchange, self._world_size = exchange, world_size
+        self._sums, self._world_size = exchange, world_size
         self._codec: Codec | None = codec_of(wire)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: nothing was sent, and nothing lost."""
         self.feedback = Feedback()
         self.sent_bytes = 0
-        """That this rank has handed over so far."""
+        """That this rank has handed over, coded as it travels."""
+
+    def average_(self, tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+        """Replace a bucket by its mean over all ranks.
+
+        Args:
+            parameters: of whose gradients the bucket is made, in its order.
+        """
+        tensor.div_(self._world_size)
+        if self._codec is None:
+            self._sums.sum_(tensor)
+            self.sent_bytes += tensor.numel() * tensor.element_size()
+        else:
+            self._sums.sum_coded_(tensor, self._codec, self.feedback.of(parameters, tensor))
+            self.sent_bytes += self._codec.sent_bytes(len(tensor))
+
+
+class GradientHook(Averaging):
+    """A communication hook for DDP that averages over all ranks, by a thread of its own."""
+
+    def __init__(self, exchange: Exchange, wire: Wire, world_size: int) -> None:
+        super().__init__(exchange, wire, world_size)
         self.exchange_seconds = 0.0
         """In which the thread exchanged so far, waits for other ranks included."""
         self._buckets: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
@@ -105,7 +130,9 @@ class GradientHook:
         while (bucket := self._buckets.get()) is not None:
             try:
                 with self._beside(bucket):
-                    self._average(bucket)
+                    began = time.perf_counter()
+                    self.average_(bucket.tensor, bucket.parameters)
+                    self.exchange_seconds += time.perf_counter() - began
                     bucket.future.set_result(bucket.tensor)
             except BaseException as error:  # whatever it is, backward must not wait for ever
                 bucket.future.set_exception(error)  # type: ignore[arg-type]
@@ -117,18 +144,4 @@ class GradientHook:
         if self._stream is None:
             self._stream = torch.cuda.Stream(bucket.tensor.device)
         bucket.ready.synchronize()
-        self._stream.wait_event(bucket.ready)
         return torch.cuda.stream(self._stream)
-
-    def _average(self, bucket: _Bucket) -> None:
-        began = time.perf_counter()
-        tensor = bucket.tensor.div_(self._world_size)
-        if self._codec is None:
-            self._exchange.sum_(tensor)
-            self.sent_bytes += tensor.numel() * tensor.element_size()
-        else:
-            feedback = self.feedback.of(bucket.parameters, tensor)
-            self._exchange.sum_coded_(tensor, self._codec, feedback)
-            lengths = (min(PIECE, len(tensor) - start) for start in range(0, len(tensor), PIECE))
-            self.sent_bytes += sum(map(self._codec.num_bytes, lengths))
-        self.exchange_seconds += time.perf_counter() - began

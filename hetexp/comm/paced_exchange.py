@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.codec import Wire, codec_of
+from hetexp.comm.codec import Wire
 from hetexp.comm.communicator import peer_lost
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.hook import Feedback
+from hetexp.comm.hook import Averaging
 from hetexp.core.cost import Links
 from hetexp.hardware.pacing import GRAIN_SECONDS
 
@@ -38,7 +38,7 @@ class _Bucket:
     due: float = 0.0
 
 
-class PacedExchange:
+class PacedExchange(Averaging):
     """A communication hook for DDP that averages over all ranks, overlapping as the links would.
 
     What a wire codes is taken to be coded on the device; what it loses of a bucket is sent in the next step.
@@ -63,10 +63,7 @@ class PacedExchange:
         timeout_seconds: float,
         wire: Wire = "float32",
     ) -> None:
-        self._real, self._codec = exchange, codec_of(wire)
-        self._feedback = Feedback()
-        self.sent_bytes = 0
-        """That this rank has handed over for gradients since pacing started, coded as they travel."""
+        super().__init__(exchange, wire, links.world_size)
         self._links, self._rank, self._settle, self._done = links, rank, settle, done
         # A group of its own: its collectives come from another thread than those of the training loop.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -95,7 +92,7 @@ class PacedExchange:
     def start(self, time_scale: float) -> None:
         """Pace every bucket from now on; what was sent before was a rehearsal."""
         self.time_scale = time_scale
-        self._feedback, self.sent_bytes = Feedback(), 0
+        self.forget()
 
     def close(self) -> None:
         """End the threads; buckets that are under way are exchanged first."""
@@ -175,20 +172,10 @@ class PacedExchange:
         exchanged = start + links.bucket_seconds(num_bytes) * scale
         bucket.due = max(exchanged, self._back_free) + back * scale
         self._to_host_free, self._exchange_free, self._back_free = at_host, exchanged, bucket.due
-        self._average(bucket)
+        self.average_(bucket.tensor, bucket.parameters)
         if scale == 0.0:
             modelled = out + links.bucket_seconds(num_bytes) + back
             self._ratios.append((time.perf_counter() - met) / modelled)
-
-    def _average(self, bucket: _Bucket) -> None:
-        """Really exchange a bucket."""
-        tensor = bucket.tensor.div_(self._links.world_size)
-        if self._codec is None:
-            self._real.sum_(tensor)
-            self.sent_bytes += tensor.numel() * tensor.element_size()
-        else:
-            self._real.sum_coded_(tensor, self._codec, self._feedback.of(bucket.parameters, tensor))
-            self.sent_bytes += self._codec.sent_bytes(len(tensor))
 
     def _give_back(self) -> None:
         while (bucket := self._returning.get()) is not None:

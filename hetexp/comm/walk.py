@@ -332,8 +332,7 @@ class Walk:
 
     def _done(self, lane: Lane, chunk: _Chunk, what: int) -> None:
         """Tell the others once what was issued for a chunk is done, and wait until they have done it, too."""
-        if chunk.mark is not None:
-            lane.wait(chunk.mark)
+        lane.wait(chunk.mark)
         chunk.channel.tell(what, chunk.number)
         chunk.channel.wait(what, chunk.number)
 
@@ -348,8 +347,7 @@ class Walk:
         """
         if self._unread is not None:
             lane, chunk = self._unread
-            if chunk.mark is not None:
-                lane.wait(chunk.mark)
+            lane.wait(chunk.mark)
             chunk.channel.tell(READ, chunk.number)
             self._unread = None
 

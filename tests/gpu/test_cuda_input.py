@@ -6,25 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from one_by_one import OneByOne
 from torch.utils.data import TensorDataset
 
 from hetexp.core.split import Split
 from hetexp.data.loader import local_batches
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.training.state import on_device
-
-
-class OneByOne:
-    """Draws, for all that anybody knows, random numbers."""
-
-    def __init__(self, within: TensorDataset) -> None:
-        self.within = within
-
-    def __len__(self) -> int:
-        return len(self.within)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.within[index]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

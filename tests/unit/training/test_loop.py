@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from one_by_one import OneByOne
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -618,19 +619,6 @@ def test_all_ranks_stop_at_the_same_step(make_parts: MakeParts) -> None:
 
 
 # ---------------------------------------------------------------- samples ahead of their step
-
-
-class OneByOne:
-    """A data set of which nobody knows whether it draws random numbers, so that no thread may load it."""
-
-    def __init__(self, within: TensorDataset) -> None:
-        self.within = within
-
-    def __len__(self) -> int:
-        return len(self.within)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.within[index]
 
 
 class Fragile(OneByOne):
