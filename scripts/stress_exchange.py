@@ -37,6 +37,8 @@ ROUND_SUMS = 500
 """Of a group at most."""
 KILLED = 0.8
 """Share of groups that lose a rank."""
+NAMED = 0.3
+"""Share of groups whose memory has a name until all have opened it."""
 IN_PYTHON = 0.25
 """Share of ranks that walk in Python."""
 FORM_SECONDS = 2.0
@@ -70,20 +72,25 @@ def main(given: list[str] | None = None) -> None:
     sys.exit(bool(found.wrong or left))
 
 
-def stress(num_sums: int, ranks: list[int], seed: int) -> Found:
-    """Run groups until so many sums are done."""
+def stress(num_sums: int, ranks: list[int], seed: int, named: float = NAMED) -> Found:
+    """Run groups until so many sums are done.
+
+    Args:
+        named: share of groups whose memory has a name at first.
+    """
     draw, found = random.Random(seed), Found()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hetexp.comm.shared_memory"])
     while found.sums < num_sums and not found.wrong:
-        _group(context, draw.choice(ranks), draw, found, min(ROUND_SUMS, num_sums - found.sums))
+        most = min(ROUND_SUMS, num_sums - found.sums)
+        _group(context, draw.choice(ranks), draw, found, most, draw.random() < named)
         found.groups += 1
     reclaim(shared_memory_folder())  # as the next start of a run does
     return found
 
 
-def _group(context: Any, size: int, draw: random.Random, found: Found, num_sums: int) -> None:
-    seeds, named = draw.getrandbits(32), draw.random() < 0.3
+def _group(context: Any, size: int, draw: random.Random, found: Found, num_sums: int, named: bool) -> None:
+    seeds = draw.getrandbits(32)
     victim = draw.randrange(size) if draw.random() < KILLED else None
     with tempfile.TemporaryDirectory(prefix="stress_") as folder:
         pipes = [context.Pipe() for _ in range(size)]

@@ -36,7 +36,8 @@ LOOK_SECONDS = 0.05
 """How often a waiting rank asks whether the others live."""
 POLL_SECONDS = 5e-5
 PREFIX = "hetexp-"
-"""Of the names of segments in the file system, where memory without a name cannot be had."""
+"""Of the names of segments in the file system, where memory without a name cannot be had; the number of the
+process that made them follows."""
 _STRONG_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -235,7 +236,7 @@ def create(num_bytes: int, named: bool = False) -> tuple[int, str]:
         return file, f"/proc/{os.getpid()}/fd/{file}"
     folder = shared_memory_folder()
     reclaim(folder)
-    file, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    file, path = tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-", dir=folder)
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)  # it is rank 0's: not to be reclaimed
     try:
         _reserve(file, num_bytes, str(folder))

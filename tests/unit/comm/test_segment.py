@@ -217,6 +217,7 @@ def test_what_a_living_rank_has_stays(tmp_path: Path) -> None:
     # From another process: a process always has its own locks.
     assert each(1, tmp_path / "one", _reclaim, str(tmp_path)) == [[]]
     assert kept() == [Path(path)]
+    assert str(os.getpid()) in Path(path).name
     os.close(file)
     assert each(1, tmp_path / "two", _reclaim, str(tmp_path)) == [[Path(path).name]]
 

@@ -286,6 +286,7 @@ def test_random_kills_leave_nothing() -> None:
     """A small part of what `scripts/stress_exchange.py` does with 10,000 sums."""
     import stress_exchange
 
-    found = stress_exchange.stress(60, [2, 3], random.randrange(1000))
+    # Without names: what a killed rank leaves of one until the next start would be seen by tests beside this.
+    found = stress_exchange.stress(60, [2, 3], random.randrange(1000), named=0.0)
     assert not found.wrong
     assert found.sums >= 60
