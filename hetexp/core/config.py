@@ -320,9 +320,21 @@ class FaultEvent(Section):
 
 
 class FaultConfig(Section):
-    """Faults to inject; empty in a real training."""
+    """What becomes of a run whose devices fail, and faults to inject; without these in a real training."""
 
     events: list[FaultEvent] = []
+    survive: bool = True
+    """Whether a run goes on without a device that is lost; `false`: it ends, and says why."""
+    min_devices: PositiveInt = 1
+    """Fewest devices that it goes on with."""
+    heartbeat_seconds: PositiveFloat = 1.0
+    """Longest silence of a rank that does not compute either, before it counts as lost."""
+    respawn: NonNegativeInt = 2
+    """How often a lost device is started anew."""
+    respawn_seconds: PositiveFloat = 2.0
+    """Pause before the first time; it doubles each time."""
+    stop_seconds: PositiveFloat = 30.0
+    """Longest that the last checkpoint may take once the run is told to end."""
 
 
 class Config(Section):
