@@ -42,6 +42,8 @@ PIECES, PIECES_A_CHANNEL = 4, 2
 PAGE_BYTES = 2**12
 MOST_CHANNELS = 4
 """One or two threads a rank do not fill a large machine's memory, and more than this hardly gain."""
+SHARED_CHANNELS, SHARED_BYTES = 2, 2**24
+"""Channels at most where ranks share a card, whose copies take turns, and up to which size it is one."""
 SPINS, MANY_SPINS = 300, 2000
 """Looks at a counter before a rank sleeps: some 20 µs, or 100 µs where each rank has several cores. Waking up
 takes longer than most waits do. Where ranks outnumber cores a rank sleeps at once."""
@@ -57,17 +59,21 @@ class Shape:
     slot_bytes: int
     alone_bytes: int
     """Tensors up to this size are summed by every rank for itself, larger ones in parts."""
+    shared: bool = False
+    """Whether two ranks drive one card."""
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Shape:
-        """Return the shape for ranks that have told their `device`'s type, `cores` and `native`."""
+        """Return the shape for ranks that have told their `device`'s type, `card`, `cores` and `native`."""
         size, cores = len(ranks), min(one["cores"] for one in ranks)
         on_host = all(one["device"] == "cpu" for one in ranks)
         # A thread that waits for a device's copy keeps a core busy, and the ranks have other work, too.
         threads = cores // size if on_host else cores // (2 * size)
         channels = max(1, min(MOST_CHANNELS, threads)) if all(one["native"] for one in ranks) else 1
         alone = sys.maxsize if on_host and size == 2 else SMALL_BYTES
-        return cls(size, channels, HOST_CHUNK_BYTES if on_host and channels == 1 else CHUNK_BYTES, alone)
+        slot = HOST_CHUNK_BYTES if on_host and channels == 1 else CHUNK_BYTES
+        cards = [one["card"] for one in ranks if one.get("card")]
+        return cls(size, channels, slot, alone, shared=len(set(cards)) < len(cards))
 
     @property
     def num_words(self) -> int:
@@ -79,11 +85,17 @@ class Shape:
         """Bytes of all slots."""
         return self.size * DEPTH * self.slot_bytes * self.channels
 
+    def used_channels(self, num_bytes: int) -> int:
+        """Return how many channels a tensor takes."""
+        if not self.shared:
+            return self.channels
+        return min(self.channels, 1 if num_bytes <= SHARED_BYTES else SHARED_CHANNELS)
+
     def chunk_bytes(self, num_bytes: int) -> int:
         """Return the size of the chunks of a tensor."""
         if self.slot_bytes == HOST_CHUNK_BYTES:
             return self.slot_bytes
-        wanted = -(-num_bytes // max(PIECES, PIECES_A_CHANNEL * self.channels))
+        wanted = -(-num_bytes // max(PIECES, PIECES_A_CHANNEL * self.used_channels(num_bytes)))
         return min(self.slot_bytes, max(SMALL_BYTES, -(-wanted // PAGE_BYTES) * PAGE_BYTES))
 
 
@@ -175,6 +187,7 @@ class SharedMemoryExchange(Exchange):
         """
         mine = {
             "device": device.type,
+            "card": _card(device),
             "cores": os.cpu_count() or 1,
             "native": native.library() is not None,
         }
@@ -203,6 +216,7 @@ class SharedMemoryExchange(Exchange):
         lane, num_bytes = self._lane_of(flat), flat.numel() * flat.element_size()
         length = self._shape.chunk_bytes(num_bytes) // flat.element_size()
         in_parts = num_bytes > self._shape.alone_bytes
+        self._walk.used = self._shape.used_channels(num_bytes)
         with self._gives_up_on_error():
             if self._goes_in_c(lane) and flat.dtype in SUMMED_IN_C:
                 self._sum_in_c(flat, length, in_parts)
@@ -217,6 +231,7 @@ class SharedMemoryExchange(Exchange):
         if self.size == 1:
             return everyone
         lane, length = self._lane_of(tensor), self._shape.chunk_bytes(len(tensor))
+        self._walk.used = self._shape.used_channels(len(tensor))
         with self._gives_up_on_error():
             if self._goes_in_c(lane):
                 self._gather_in_c(everyone, length)
@@ -268,14 +283,16 @@ class SharedMemoryExchange(Exchange):
         """
         assert self._native is not None
         self._walk.publish_read()
-        num_chunks = -(-call.count // call.chunk)
-        used = self._channels[:num_chunks]
+        num_chunks, every = -(-call.count // call.chunk), self._walk.used
+        used = self._channels[: min(num_chunks, every)]
         calls = (native.Call * len(used))()
         for position, (one, channel) in enumerate(zip(calls, used, strict=True)):
             ctypes.memmove(ctypes.addressof(one), ctypes.addressof(call), ctypes.sizeof(native.Call))
-            one.channel = ctypes.addressof(cast(native.Channel, channel.in_c))
+            in_c = cast(native.Channel, channel.in_c)
+            in_c.every = every
+            one.channel = ctypes.addressof(in_c)
             one.number = channel.chunks & 0xFFFFFFFF
-            channel.chunks += -(-(num_chunks - position) // len(self._channels))
+            channel.chunks += -(-(num_chunks - position) // every)
             if device.type != "cpu":
                 self._on_device[position].begin(device)
                 one.device = self._on_device[position].address
@@ -349,6 +366,14 @@ def _shared(store: dist.Store, rank: int, shape: Shape, timeout_seconds: float, 
             segment.close()
         raise SetupError("; ".join(problems))
     return segment
+
+
+def _card(device: torch.device) -> str | None:
+    """Return what tells a CUDA or ROCm card from all others of the host, `None` where that is not known."""
+    if device.type != "cuda":
+        return None
+    unique = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if unique is None else str(unique)
 
 
 def _page_lock(segment: Segment) -> bool:

@@ -221,6 +221,8 @@ class Walk:
 
     def __init__(self, rank: int, size: int, channels: Sequence[Channel]) -> None:
         self.rank, self.size, self._channels = rank, size, channels
+        self.used = len(channels)
+        """Channels that the next tensor takes."""
         self._unread: tuple[Lane, _Chunk] | None = None
         """The last chunk whose reading was issued; it is told of once that is done."""
 
@@ -285,7 +287,7 @@ class Walk:
         self.publish_read()
         chunks = []
         for position, start in enumerate(range(0, len(flat), length)):
-            channel = self._channels[position % len(self._channels)]
+            channel = self._channels[position % self.used]
             bounds = slice(start, min(start + length, len(flat)))
             number = channel.chunks
             channel.chunks += 1

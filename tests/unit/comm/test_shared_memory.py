@@ -240,6 +240,27 @@ def test_the_shape_follows_the_slowest_rank() -> None:
     assert Shape.of([rank("cuda"), rank("cuda")]).alone_bytes == SMALL_BYTES
 
 
+def test_ranks_that_share_a_card_take_fewer_channels() -> None:
+    def shape(*cards: str | None) -> Shape:
+        return Shape.of([{"device": "cuda", "card": card, "cores": 64, "native": True} for card in cards])
+
+    sizes = (2**20, 2**24, 2**25)
+    assert [shape("GPU-1", "GPU-1").used_channels(size) for size in sizes] == [1, 1, 2]
+    assert [shape("GPU-1", "GPU-2").used_channels(size) for size in sizes] == [4, 4, 4]
+    assert [shape(None, None).used_channels(size) for size in sizes] == [4, 4, 4]
+
+
+def _sums_of_a_shared_card(rank: int, size: int, store: dist.Store, lengths: list[int]) -> list[bytes]:
+    module._card = lambda device: "GPU-1"
+    module.SHARED_BYTES = 2**21
+    return _sums(rank, size, store, lengths, "float32", "c", 4)
+
+
+def test_the_number_of_channels_may_change_from_tensor_to_tensor(tmp_path: Path) -> None:
+    lengths = [2**20, 10, 2**18, 2**21 + 5, 2**19 + 1, 2**20 + 7, 3]
+    check(each(3, tmp_path, _sums_of_a_shared_card, lengths), lengths, torch.float32)
+
+
 @settings(max_examples=200)
 @given(
     devices=st.lists(st.sampled_from(["cpu", "cuda", "xpu"]), min_size=1, max_size=64),
