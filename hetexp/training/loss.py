@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,11 +12,11 @@ from torch.nn import functional
 
 from hetexp.core.errors import ConfigError
 from hetexp.model.base import WithAuxiliary
+from hetexp.training import many_logits
+from hetexp.training.many_logits import ManyLogits
 from hetexp.training.precision import widened
 
 HALF = (torch.bfloat16, torch.float16)
-CHUNK = 2**25
-"""Logits that are held in float32 at a time: 128 MiB."""
 IGNORED = -100
 """Target that does not count, torch's own default for `cross_entropy`."""
 
@@ -62,8 +61,8 @@ class CrossEntropy(Loss):
 
     def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         rows, wanted = output.flatten(0, -2), targets.flatten()
-        if rows.dtype in HALF and rows.numel() > CHUNK:
-            total: torch.Tensor = _OfManyLogits.apply(rows, wanted)  # type: ignore[no-untyped-call]
+        if rows.dtype in HALF and rows.numel() > many_logits.CHUNK:
+            total: torch.Tensor = ManyLogits.apply(rows, wanted, IGNORED)  # type: ignore[no-untyped-call]
             return total
         return functional.cross_entropy(
             rows.float() if rows.dtype in HALF else rows, wanted, ignore_index=IGNORED, reduction="sum"
@@ -71,45 +70,6 @@ class CrossEntropy(Loss):
 
     def correct(self, output: torch.Tensor, targets: torch.Tensor) -> int:
         return int(((output.argmax(dim=-1) == targets) & (targets != IGNORED)).sum())
-
-
-class _OfManyLogits(torch.autograd.Function):
-    """The sum of the cross entropy of half-precision rows [rows, classes], in float32 some rows at a time.
-
-    `functional.cross_entropy` holds the logits of a large vocabulary in float32 three times over. Here each
-    row's logarithm of the sum of exponentials is kept, and the gradient, softmax less the target, is rounded
-    to the rows' own type once, as a cast of the logits would.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        sums = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-        with torch.autocast(rows.device.type, enabled=False):
-            for part in _parts(rows):
-                torch.logsumexp(rows[part].float(), dim=-1, out=sums[part])
-            counted = targets != IGNORED
-            places = targets.where(counted, 0).unsqueeze(1)
-            own = rows.gather(1, places).squeeze(1).float()
-            ctx.save_for_backward(rows, places, counted, sums)
-            return (sums - own).where(counted, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        rows, places, counted, sums = ctx.saved_tensors
-        weights = gradients[0].float().where(counted, 0.0).unsqueeze(1)
-        found = torch.empty_like(rows)
-        for part in _parts(rows):
-            chances = torch.sub(rows[part], sums[part].unsqueeze(1)).exp_()  # in float32, as the sums are
-            chances.scatter_add_(1, places[part], chances.new_full((1, 1), -1.0).expand_as(places[part]))
-            found[part] = chances.mul_(weights[part])
-        return found, None
-
-
-def _parts(rows: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of so many rows that they have about `CHUNK` numbers."""
-    step = max(1, CHUNK // rows.shape[1])
-    for start in range(0, len(rows), step):
-        yield slice(start, start + step)
 
 
 class MeanSquaredError(Loss):

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hetexp.core.errors import ConfigError
 from hetexp.model.base import WithAuxiliary
-from hetexp.training import loss as module
+from hetexp.training import many_logits
 from hetexp.training.loss import (
     IGNORED,
     CrossEntropy,
@@ -203,7 +203,7 @@ def test_half_precision_is_added_up_in_float32(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
     """As if all logits had been cast, whatever part of them is held in float32 at a time."""
-    monkeypatch.setattr(module, "CHUNK", chunk)
+    monkeypatch.setattr(many_logits, "CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
     logits = (8 * torch.randn(3, 7, 13, generator=generator)).to(dtype)
     logits[1, 2, :5] = -torch.inf  # masked out
@@ -226,7 +226,7 @@ def test_half_precision_is_added_up_in_float32(
 
 
 def test_many_logits_that_are_not_finite_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(many_logits, "CHUNK", 4)
     logits = torch.zeros(5, 4, dtype=torch.bfloat16)
     logits[3, 1] = torch.inf
     own = logits.requires_grad_()
