@@ -58,16 +58,21 @@ def joint_step(
         num_passes = parts.num_passes(batch.counts)
         gradient = take_gradient(parts, step, microbatches, normalizer, meter, num_passes)
         parts.backend.begin_update()
-        gradients = [p.grad for p in parts.parameters if p.grad is not None]
+        owners = [p for p in parts.parameters if p.grad is not None]
+        gradients = [p.grad for p in owners if p.grad is not None]
         verdict = Verdict(parts, gradients, normalizer.loss_scale, parts.looks)
         # Queued before this rank knows whether the gradient is finite, so that the device need not wait.
         ahead = verdict.bad is not None and gradient.shortage is None and may_be_vetoed(parts)
         if ahead:
             grad_norm = clip(parts, gradients, True, bad=verdict.bad)
             update(parts, step, microbatches, verdict.bad)
+            if not parts.config.trainer.check_sync_every:  # which compares gradients, too
+                give(owners, [None] * len(owners))  # now, while the device is busy
         finite = verdict.finite() and gradient.shortage is None
         if finite:
             break
+        if ahead:
+            give(owners, gradients)
         if buffers is not None:
             buffers.put_back()
         if parts.guard is None:
@@ -92,6 +97,12 @@ def joint_step(
         losses=gradient.losses,
         factor=gradient.factor,
     )
+
+
+def give(owners: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Give parameters these gradients, or none."""
+    for parameter, gradient in zip(owners, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def clip(

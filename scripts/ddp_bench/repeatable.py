@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetexp.model.base import WithAuxiliary
 from hetexp.model.gpt import GPT
 
 
 class RepeatableGPT(GPT):
-    """The shipped GPT with torch's deterministic kernels: attention's usual backward adds up in any order."""
+    """The shipped GPT with torch's deterministic kernels, and attention as two products of matrices.
+
+    The backward passes of all fused kernels of attention add up in any order.
+    """
 
     def forward(self, tokens: Tensor) -> Tensor | WithAuxiliary:
         """Return the logits, as `GPT` does."""
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it has no such kernel, and warns of nothing
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        return super().forward(tokens)
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(tokens)
