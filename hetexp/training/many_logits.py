@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -37,7 +38,7 @@ class ManyLogits(torch.autograd.Function):
             return total
         own = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         counted, places = _places(targets, ignored)
-        with torch.autocast(rows.device.type, enabled=False):
+        with _no_autocast(rows.device):
             for part in _parts(rows):
                 chances = torch.log_softmax(rows[part], dim=-1, dtype=torch.float32)
                 own[part] = chances.gather(1, places[part]).squeeze(1)
@@ -65,6 +66,11 @@ def _places(targets: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Te
     """Return which rows count, [rows], and each one's target, [rows, 1]."""
     counted = targets != ignored
     return counted, targets.where(counted, 0).unsqueeze(1)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Keep autocast from casting what is read as it is; `meta`, on which memory is estimated, has none."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _parts(rows: torch.Tensor) -> Iterator[slice]:

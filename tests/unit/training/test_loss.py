@@ -225,6 +225,14 @@ def test_half_precision_is_added_up_in_float32(
     assert not own.grad[0, :3].any()
 
 
+def test_many_logits_without_data_show_what_memory_they_take() -> None:
+    rows = torch.empty(2**12, 2**14, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    assert rows.numel() > many_logits.CHUNK
+    total = CrossEntropy().total(rows, torch.empty(2**12, dtype=torch.int64, device="meta"))
+    total.backward()
+    assert rows.grad is not None and rows.grad.dtype == torch.bfloat16
+
+
 def test_many_logits_that_are_not_finite_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_logits, "CHUNK", 4)
     logits = torch.zeros(5, 4, dtype=torch.bfloat16)
