@@ -154,7 +154,8 @@ class _Rank:
         from hetexp.training.loop import train
         from hetexp.training.rehearsal import rehearse
         from hetexp.training.result import report
-        from hetexp.training.wiring import build_parts, resume, start_loggers
+        from hetexp.training.resuming import resume
+        from hetexp.training.wiring import build_parts, start_loggers
 
         config = read_config(self.plan.config)
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)

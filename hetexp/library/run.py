@@ -20,7 +20,7 @@ from hetexp.library.attach import attach, find_pace
 from hetexp.library.batches import Collate, on_device, part_batches, steps_left
 from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
-from hetexp.training import saving, wiring
+from hetexp.training import resuming, saving
 from hetexp.training.loop import Outcome, Window, rebalance
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import widened
@@ -339,7 +339,7 @@ class Run:
             parts.config = parts.config.model_copy(update={"resume": str(path)})
         if parts.config.resume is None:
             return False
-        self._progress = self._outcome.progress = wiring.resume(parts)
+        self._progress = self._outcome.progress = resuming.resume(parts)
         self._step = self._before = None
         return True
 

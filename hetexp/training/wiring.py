@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import hetexp
 from hetexp.checkpoint.folder import load_checkpoint
-from hetexp.checkpoint.manifest import rank_folders, search_checkpoint, search_rank_checkpoints
+from hetexp.checkpoint.manifest import search_checkpoint
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import GradientHook
@@ -24,7 +24,7 @@ from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.paths import Job, form_paths
 from hetexp.comm.rendezvous import compare_facts, exchange, form_group
 from hetexp.core.config import Config
-from hetexp.core.errors import CheckpointError, ConfigError, must_be
+from hetexp.core.errors import ConfigError
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
@@ -40,7 +40,7 @@ from hetexp.logger.guard import GuardedLogger
 from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout
-from hetexp.optimizer.build import build_optimizer, build_schedule, restart_schedule
+from hetexp.optimizer.build import build_optimizer, build_schedule
 from hetexp.plan.routes import routes_to_try
 from hetexp.strategy.base import Strategy
 from hetexp.training.balancer import Balancer
@@ -49,11 +49,9 @@ from hetexp.training.cutting import Cut, cut_model
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale, check_device
-from hetexp.training.rank_states import restore_rank
 from hetexp.training.shortage import recovering_guard
-from hetexp.training.staged_saving import load_part
 from hetexp.training.staging import NothingTrained, Staging
-from hetexp.training.state import Parts, Progress, on_device
+from hetexp.training.state import Parts, on_device
 
 log = logging.getLogger(__name__)
 
@@ -309,60 +307,6 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
         return trainer.fast_dev_run
     limits = [trainer.max_steps, trainer.max_epochs * steps_per_epoch if trainer.max_epochs else None]
     return min(limit for limit in limits if limit is not None)
-
-
-def resume(parts: Parts) -> Progress:
-    """Load the checkpoint that `resume` names, and return where the run stands.
-
-    Raises:
-        CheckpointError: it is not there, not complete or not of this model.
-    """
-    if parts.config.resume is None:
-        return Progress()
-    folder = _checkpoint_of(parts, Path(parts.plan.working_dir, parts.config.resume))
-    if parts.staging is None:
-        state = load_checkpoint(folder, parts.model, parts.optimizer)
-    else:
-        state = load_part(parts, folder)
-    parts.resumed_from = {key: state.extra.get(key) for key in ("run_id", "group")} | {"step": state.step}
-    # The rates are a function of the step: they follow from it and from this run's own configuration.
-    restart_schedule(parts.schedule, state.step)
-    parts.balancer.restore(state.extra.get("balancer"))
-    if parts.loss_scale is not None and state.extra.get("loss_scale") is not None:
-        parts.loss_scale = LossScale.from_dict(state.extra["loss_scale"])
-    restore_rank(parts, folder)
-    part = state.extra.get("part")
-    if parts.local is not None and part is not None:
-        parts.local.goes_on, parts.local.samples = True, part["samples"]
-        if parts.strategy.apart and part["share"] != parts.plan.shares[parts.rank]:
-            log.warning("resume: the shares are others than before: samples are dealt out anew.")
-    parts.microbatch_limits = _limits_before(parts, state.extra.get("devices", []))
-    return Progress.from_dict(state.step, state.position, state.extra["progress"])
-
-
-def _checkpoint_of(parts: Parts, path: Path) -> Path:
-    """Return the checkpoint that this rank goes on from: its own, where each has one.
-
-    Raises:
-        CheckpointError: there is none, or there are those of another number of ranks.
-    """
-    if parts.strategy.apart and rank_folders(path):
-        folders = search_rank_checkpoints(path)
-        if len(folders) == parts.plan.world_size:
-            return folders[parts.rank]
-        accepted = f"a run of as many devices as this one has ({parts.plan.world_size})"
-        fix = f"It is of {len(folders)}: hetexp merge makes one model of theirs, which any run goes on from."
-        raise CheckpointError(must_be("resume", accepted, str(path), fix))
-    folder, skipped = search_checkpoint(path)
-    for name in skipped:
-        log.warning("resume: %s is not complete and was skipped", name)
-    return folder
-
-
-def _limits_before(parts: Parts, devices: list[dict[str, Any]]) -> list[int | None]:
-    """Return the microbatch limits that memory set to the same devices before."""
-    known = {(one["id"], one["name"]): one.get("microbatch_limit") for one in devices}
-    return [known.get((device.id, device.name)) for device in parts.plan.devices]
 
 
 def start_loggers(parts: Parts) -> tuple[Logger, ...]:

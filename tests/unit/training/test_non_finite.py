@@ -190,7 +190,7 @@ def test_the_state_before_is_saved_and_goes_on(make_parts: MakeParts, tmp_path: 
     with pytest.raises(NonFiniteError, match=r"is saved \(.*step_00000002\).*trainer.non_finite=skip"):
         train_on(make_parts, [6.0, 2.0], data(places[20]), **options)
     parts = make_parts(SoloCommunicator(), train=data(places[20]), model=Net(), non_finite="skip", **options)
-    from hetexp.training.wiring import resume
+    from hetexp.training.resuming import resume
 
     object.__setattr__(parts.config, "resume", str(find_checkpoint(tmp_path)))
     progress = resume(parts)

@@ -34,8 +34,8 @@ from hetexp.training.precision import (
     settle,
     widened,
 )
+from hetexp.training.resuming import resume
 from hetexp.training.state import Parts, Progress
-from hetexp.training.wiring import resume
 
 MakeParts = Callable[..., Parts]
 INF, NAN = float("inf"), float("nan")

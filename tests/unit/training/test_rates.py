@@ -17,8 +17,8 @@ from hetexp.comm.fake import FakeGroup
 from hetexp.optimizer.build import schedule_factor
 from hetexp.training.loop import train
 from hetexp.training.precision import LossScale
+from hetexp.training.resuming import resume
 from hetexp.training.state import Parts
-from hetexp.training.wiring import resume
 
 MakeParts = Callable[..., Parts]
 STEPS, RESUMED = 100, 37
