@@ -7,8 +7,8 @@ that makes it complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from hetexp.checkpoint.optimizer_state import (
     restore_optimizer,
     tensor_names,
 )
+from hetexp.checkpoint.snapshot import HostCopies, LockPages
+from hetexp.checkpoint.tensor_file import Written, check_storable, write_tensors
 from hetexp.core.errors import CheckpointError
 from hetexp.core.files import write_json
 
@@ -48,6 +50,83 @@ class TrainingState:
     schedule: dict[str, Any]
     extra: dict[str, Any]
     """Provenance: run id, versions, devices, configuration."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a checkpoint will hold, as it was at one moment, on the host."""
+
+    model: Mapping[str, Tensor]
+    left_out: Mapping[str, str]
+    """Names of tied tensors, each with the one that stands for it."""
+    optimizer: Mapping[str, Tensor]
+    described: Mapping[str, Any]
+    """`state.json`."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Further ones, by name."""
+    evaluation: Mapping[str, float] | None = None
+    """Of these weights, where they were evaluated."""
+    arrived: Callable[[], None] = lambda: None
+    """Returns once the tensors are there; any thread may call it."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.described["step"])
+
+
+class SnapshotMemory:
+    """The host's memory for one snapshot, which the next one uses again.
+
+    Args:
+        lock_pages: of the backend whose tensors are copied.
+    """
+
+    def __init__(self, lock_pages: LockPages | None = None) -> None:
+        self._model, self._optimizer = HostCopies(lock_pages), HostCopies(lock_pages)
+
+    def take(
+        self,
+        model: tuple[Mapping[str, Tensor], Mapping[str, str]],
+        optimizer: tuple[Mapping[str, Tensor], Mapping[str, Any]],
+        state: TrainingState,
+        files: Mapping[str, bytes] | None = None,
+        evaluation: Mapping[str, float] | None = None,
+    ) -> Snapshot:
+        """Copy what `pack_model` and `pack_optimizer` give; the snapshot before is lost.
+
+        Raises:
+            CheckpointError: something holds a value that cannot be stored.
+        """
+        described = asdict(state) | {"optimizer": optimizer[1]}
+        try:
+            json.dumps(described)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The training state must be plain JSON types to be saved: {error}."
+            ) from error
+        weights, weights_arrived = self._model.take(model[0])
+        moments, moments_arrived = self._optimizer.take(optimizer[0])
+
+        def arrived() -> None:
+            weights_arrived()
+            moments_arrived()
+
+        return Snapshot(weights, model[1], moments, described, files or {}, evaluation, arrived)
+
+
+def packed_whole(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[tuple[dict[str, Tensor], dict[str, str]], tuple[dict[str, Tensor], dict[str, Any]]]:
+    """Return what `pack_model` and `pack_optimizer` give of a model that is here as a whole.
+
+    Raises:
+        CheckpointError: something holds a value that cannot be stored.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in named_parameters(model).items():
+        names.setdefault(parameter, name)
+    return pack_model(model), pack_optimizer(optimizer, names)
 
 
 def save_checkpoint(
@@ -72,37 +151,24 @@ def save_checkpoint(
     Raises:
         CheckpointError: something holds a value that cannot be stored, or the folder cannot be written.
     """
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in named_parameters(model).items():
-        names.setdefault(parameter, name)
-    return save_packed(parent, pack_model(model), pack_optimizer(optimizer, names), state, files)
+    return write_snapshot(parent, SnapshotMemory().take(*packed_whole(model, optimizer), state, files))
 
 
-def save_packed(
-    parent: Path,
-    model: tuple[Mapping[str, Tensor], Mapping[str, str]],
-    optimizer: tuple[Mapping[str, Tensor], Mapping[str, Any]],
-    state: TrainingState,
-    files: Mapping[str, bytes] | None = None,
-) -> Path:
-    """Write what `pack_model` and `pack_optimizer` give, as `save_checkpoint` does, and return the folder.
+def write_snapshot(parent: Path, snapshot: Snapshot) -> Path:
+    """Write a snapshot as `save_checkpoint` writes a model, and return the folder; any thread may do so.
 
     Raises:
-        CheckpointError: something holds a value that cannot be stored, or the folder cannot be written.
+        CheckpointError: the folder cannot be written.
     """
-    (model_tensors, left_out), (optimizer_tensors, packed) = model, optimizer
-    described = asdict(state) | {"optimizer": packed}
-    try:
-        json.dumps(described)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"The training state must be plain JSON types to be saved: {error}.") from error
-    with write_folder(parent, state.step) as folder:
-        _write_tensors(folder / MODEL, model_tensors, left_out)
-        _write_tensors(folder / OPTIMIZER, optimizer_tensors, {})
-        write_json(folder / STATE, described)
-        for name, content in (files or {}).items():
+    written: dict[str, Written] = {}
+    snapshot.arrived()
+    with write_folder(parent, snapshot.step, written, snapshot.evaluation) as folder:
+        written[MODEL] = write_tensors(folder / MODEL, snapshot.model, snapshot.left_out)
+        written[OPTIMIZER] = write_tensors(folder / OPTIMIZER, snapshot.optimizer, {})
+        write_json(folder / STATE, dict(snapshot.described))
+        for name, content in snapshot.files.items():
             (folder / name).write_bytes(content)
-    return parent / folder_name(state.step)
+    return parent / folder_name(snapshot.step)
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
@@ -178,24 +244,6 @@ def load_state(folder: Path) -> TrainingState:
     return TrainingState(**{name: described[name] for name in TrainingState.__dataclass_fields__})
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
-            raise CheckpointError(f"'{name}' must be a dense tensor to be saved, but is a {kind} one.")
-    # A copy of its own for each, since safetensors refuses views that share memory.
-    copies = {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-    try:
-        safetensors.torch.save_file(copies, path, metadata=dict(metadata) or None)
-    except (SafetensorError, ValueError, KeyError) as error:
-        if "I/O error" in str(error):  # of the system; `write_folder` names the checkpoint
-            raise OSError(f"{path.name}: {str(error).rpartition('I/O error: ')[2]}") from error
-        raise CheckpointError(f"'{path.name}' could not be written: {error}.") from error
-
-
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path, device="cpu")
@@ -252,9 +300,10 @@ def write_packed(
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    step = int(described["step"])
-    with write_folder(parent, step) as folder:
-        _write_tensors(folder / MODEL, model, left_out)
-        _write_tensors(folder / OPTIMIZER, optimizer, {})
-        write_json(folder / STATE, dict(described))
-    return parent / folder_name(step)
+    check_storable(model)
+    return write_snapshot(parent, Snapshot(contiguous(model), left_out, contiguous(optimizer), described))
+
+
+def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of the CPU as they are written; those that lie so already are no copies."""
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

@@ -3,6 +3,8 @@
 `<run>/checkpoints/step_00000100/` holds data files and `manifest.json`, which names each with its size and
 SHA-256. A folder counts once its manifest is there: it is written last, into a hidden folder beside, which
 is then renamed. Wherever a save is killed, the older checkpoint or the new one is found whole.
+
+A save holds a lock on its hidden folder while it lives: what has none was left by one that was killed.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hetexp.checkpoint.tensor_file import Written
 from hetexp.core.errors import CheckpointError, ConfigError, must_be
-from hetexp.core.files import fsync_dir, write_json
+from hetexp.core.files import fsync_dir, lock_folder, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -29,6 +32,7 @@ ACCEPTED = "a checkpoint folder (…/checkpoints/step_00000100) or a run folder 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 _HIDDEN_FOLDER = re.compile(r"\.(step_\d+)\.\d+\.(new|old)")
+_DELETED_FOLDER = re.compile(r"\.step_\d+\.\d+\.gone")
 
 
 def folder_name(step: int) -> str:
@@ -37,30 +41,72 @@ def folder_name(step: int) -> str:
 
 
 @contextmanager
-def write_folder(parent: Path, step: int) -> Iterator[Path]:
+def write_folder(
+    parent: Path,
+    step: int,
+    written: Mapping[str, Written] | None = None,
+    evaluation: Mapping[str, float] | None = None,
+) -> Iterator[Path]:
     """Give a hidden folder to write files into; it gets its manifest and its name when the block ends.
 
     An older checkpoint of the same step is replaced, and stays in place if anything fails. What an earlier
     save left when it was killed is completed or removed.
+
+    Args:
+        written: what is known of files when the block ends, by name; others are read again.
+        evaluation: of the weights that are saved, where they were evaluated.
 
     Raises:
         CheckpointError: the folder cannot be written (no space, no permission).
     """
     final = parent / folder_name(step)
     temporary = parent / f".{final.name}.{os.getpid()}.new"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _tidy(parent)
-        temporary.mkdir()
-        yield temporary
-        _seal(temporary, step)
-        _replace(temporary, final)
-    except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint '{final}' could not be written: {error}. The ones before it are as they were."
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # renamed away unless something failed
+    with ExitStack() as held:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            _tidy(parent)
+            temporary.mkdir()
+            held.enter_context(lock_folder(temporary))
+            yield temporary
+            _seal(temporary, step, written or {}, evaluation)
+            _replace(temporary, final)
+        except OSError as error:
+            raise CheckpointError(
+                f"The checkpoint '{final}' could not be written: {error}. The ones before it are as they "
+                "were."
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # renamed away unless something failed
+
+
+def delete_folder(folder: Path) -> bool:
+    """Delete a checkpoint, which is gone or whole at any moment; return whether nobody reads it.
+
+    Raises:
+        OSError: it could not be renamed.
+    """
+    with lock_folder(folder, wait=False) as mine:
+        if not mine:
+            return False
+        gone = folder.with_name(f".{folder.name}.{os.getpid()}.gone")
+        os.replace(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    return True
+
+
+def complete_checkpoints(parent: Path) -> list[Path]:
+    """Return the complete checkpoints of a folder, by step; judged by names and sizes."""
+    return [folder for folder in reversed(_newest_first(parent)) if _incompleteness(folder) is None]
+
+
+def evaluation_of(folder: Path) -> dict[str, float]:
+    """Return what a complete checkpoint's evaluation said; empty where there was none at its step."""
+    return dict(_read_manifest(folder).get("evaluation") or {})
+
+
+def step_of(folder: Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(folder.name.lstrip(".").split(".")[0][5:])
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -138,12 +184,18 @@ def verify(folder: Path) -> None:
             )
 
 
-def _seal(folder: Path, step: int) -> None:
+def _seal(
+    folder: Path, step: int, written: Mapping[str, Written], evaluation: Mapping[str, float] | None
+) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
-        _fsync_file(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+        known = written.get(path.name)
+        if known is None:
+            _fsync_file(path)
+            known = Written(path.stat().st_size, _sha256(path))
+        files[path.name] = {"bytes": known.num_bytes, "sha256": known.sha256}
+    about = {"evaluation": dict(evaluation)} if evaluation else {}
+    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, **about, "files": files})
 
 
 def _replace(temporary: Path, final: Path) -> None:
@@ -164,13 +216,21 @@ def _replace(temporary: Path, final: Path) -> None:
 
 
 def _tidy(parent: Path) -> None:
-    """Complete or remove the hidden folders of saves that were killed; one process saves into a run."""
+    """Complete or remove the hidden folders of saves that were killed; those of another process that lives
+    stay as they are.
+    """
     for hidden in _hidden(parent):
         final = parent / hidden.name.split(".")[1]
-        if _incompleteness(hidden) is None and not final.exists():
-            os.replace(hidden, final)
-        else:
-            shutil.rmtree(hidden, ignore_errors=True)
+        with lock_folder(hidden, wait=False) as left:
+            if not left:
+                continue
+            if _incompleteness(hidden) is None and not final.exists():
+                os.replace(hidden, final)
+            else:
+                shutil.rmtree(hidden, ignore_errors=True)
+    for deleted in parent.iterdir():
+        if _DELETED_FOLDER.fullmatch(deleted.name):
+            shutil.rmtree(deleted, ignore_errors=True)
 
 
 def _hidden(parent: Path) -> list[Path]:
@@ -186,7 +246,7 @@ def _newest_first(parent: Path) -> list[Path]:
         if hidden.name.split(".")[1] not in names and _incompleteness(hidden) is None:
             folders.append(hidden)
             names.add(hidden.name.split(".")[1])
-    return sorted(folders, key=lambda path: int(path.name.lstrip(".").split(".")[0][5:]), reverse=True)
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def _is_checkpoint_folder(path: Path) -> bool:

@@ -6,8 +6,15 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has no locks on folders
+    fcntl = None  # type: ignore[assignment]
 
 LEAST_FREE = 4 * 2**20
 """Bytes that a run's plan, logs and metrics may need before any checkpoint."""
@@ -42,6 +49,35 @@ def fsync_dir(path: Path) -> None:
         return
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock_folder(path: Path, shared: bool = False, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock on a folder, under whatever name it goes on; it ends with this process at the latest.
+
+    Args:
+        shared: with others that only read it.
+        wait: for those that hold it.
+
+    Yields:
+        Whether it is held; true as well where the system has no such locks.
+    """
+    if fcntl is None:
+        yield True
+        return
+    how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, how)
+            mine = True
+        except BlockingIOError:
+            mine = False
+        except OSError:  # a file system without locks
+            mine = True
+        yield mine
     finally:
         os.close(descriptor)
 

@@ -1,0 +1,60 @@
+"""A thread that writes one checkpoint while the training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hetexp.core.errors import CheckpointError
+
+
+class BackgroundWriter:
+    """Runs one write at a time; it is this process's own and needs no other rank.
+
+    The thread is a daemon, so that whoever ends the process says how long it waits (`wait`).
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Begin a write; the one before has ended (`wait`)."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # told to whoever waits
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="hetexp-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the write that is under way, and return whether it has ended.
+
+        Args:
+            seconds: at most; `None`: as long as it takes.
+
+        Raises:
+            CheckpointError: it failed; the next call does not say so again.
+        """
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(
+                f"A checkpoint could not be written: {type(error).__name__}: {error}."
+            ) from error
+        return True
