@@ -125,6 +125,13 @@ def num_checkpoints(config: Config, done: int, total_steps: int) -> int:
     return math.ceil(total_steps / every) - done // every if every else 1
 
 
+def most_checkpoints(config: Config, done: int, total_steps: int) -> int:
+    """Return how many checkpoints of the steps after `done` there will be at one time, at most."""
+    trainer, count = config.trainer, num_checkpoints(config, done, total_steps)
+    # A new one is written before an older one goes.
+    return min(count, trainer.keep_last + trainer.keep_best + 1) if trainer.keep_last else count
+
+
 class _Terminated(SystemExit):
     """The launcher asked this rank to end; a person's own code may raise `SystemExit`, too."""
 
@@ -177,7 +184,7 @@ class _Rank:
         if parts.local is not None:  # it holds every rank's own optimizer, or model
             needed *= parts.plan.world_size
         if self.rank == 0:
-            count = num_checkpoints(config, self.progress.step, parts.total_steps)
+            count = most_checkpoints(config, self.progress.step, parts.total_steps)
             check_checkpoint_space(parts.checkpoints, needed, count)
             parts.loggers = self.loggers = start_loggers(parts)
             store.set(READY, str(parts.total_steps))
@@ -190,7 +197,9 @@ class _Rank:
         parts.communicator.close()
 
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
-        """Close the loggers; safe to call at any time and twice."""
+        """End a save that is under way and close the loggers; safe to call at any time and twice."""
+        if self.parts is not None:
+            self.parts.saver.leave(self.parts.config.fault.stop_seconds)
         loggers, self.loggers = self.loggers, ()
         for logger in loggers:
             # After a failure nothing may keep this rank from ending: the disk may be full.

@@ -187,6 +187,14 @@ class TrainerConfig(Section):
     """Steps between evaluations; 0 evaluates at the end only."""
     checkpoint_every: NonNegativeInt = 0
     """Steps between checkpoints; 0 writes one at the end only."""
+    checkpoint_in_background: bool = True
+    """Whether a checkpoint is written while the training goes on, off a copy in the host's memory."""
+    keep_last: NonNegativeInt = 0
+    """How many of the newest checkpoints stay; 0: all."""
+    keep_best: NonNegativeInt = 1
+    """How many stay beside them: the best by `early_stopping.metric`, of those evaluated at their step."""
+    on_save_error: Literal["warn", "stop"] = "warn"
+    """What becomes of the run where a checkpoint before the last one cannot be written."""
     log_every: PositiveInt = 10
     check_sync_every: NonNegativeInt = 0
     """Steps between comparisons of all ranks' replicas (`hetexp.training.replicas`); 0: none."""

@@ -96,10 +96,13 @@ def local_batches(
     """
     drawn = _drawn(sampler, start, num_steps, split, rank, accumulate, microbatch_size, first_step)
     if num_workers:
-        yield from _by_processes(dataset, drawn, collate, num_workers, prefetch_factor, page_locked)
+        own = torch.Generator().manual_seed(torch.initial_seed() + first_step) if first_step else None
+        yield from _by_processes(dataset, drawn, collate, num_workers, prefetch_factor, page_locked, own)
         return
-    # torch's `DataLoader` draws a number when it begins: else dropout would depend on `num_workers`.
-    torch.empty((), dtype=torch.int64).random_()
+    # torch's `DataLoader` draws a number when it begins: else dropout would depend on `num_workers`. Not
+    # where a run goes on, which has drawn it at its first step.
+    if not first_step:
+        torch.empty((), dtype=torch.int64).random_()
     load = _Microbatches(dataset, collate, PageLocked(page_locked))
     batches = (step.filled([load[indices] for indices in step.pieces]) for step in drawn)
     if threaded and _may_thread(dataset, collate):
@@ -180,8 +183,13 @@ def _by_processes(
     num_workers: int,
     prefetch_factor: int,
     page_locked: bool,
+    generator: torch.Generator | None = None,
 ) -> Iterator[LocalBatch]:
-    """Yield the steps, whose microbatches processes load; a thread of torch's locks what they hand over."""
+    """Yield the steps, whose microbatches processes load; a thread of torch's locks what they hand over.
+
+    Args:
+        generator: draws the seed of these processes; `None`: torch's own one.
+    """
     waiting: deque[_Step] = deque()
 
     def order() -> Iterator[Indices]:
@@ -197,6 +205,7 @@ def _by_processes(
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=page_locked,
+        generator=generator,
     )
     loaded = iter(loader)
     for item in loaded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.errors import SetupError
@@ -112,6 +112,13 @@ class AcceleratorBackend(Backend):
     def synchronize(self) -> None:
         self._module().synchronize()
 
+    def random_states(self) -> list[torch.Tensor]:
+        return [self._module().get_rng_state(place) for place in range(self.num_visible)]
+
+    def set_random_states(self, states: Sequence[torch.Tensor]) -> None:
+        for place, state in zip(range(self.num_visible), states, strict=False):
+            self._module().set_rng_state(state, place)
+
     def peak_memory_bytes(self) -> int | None:
         return int(self._module().max_memory_allocated())
 
@@ -137,6 +144,17 @@ class CudaNamespaceBackend(AcceleratorBackend):
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         return super().torch_device()
+
+    def lock_pages(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        import torch
+
+        runtime = torch.cuda.cudart()
+        try:
+            if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
+                return None
+        except RuntimeError:
+            return None
+        return lambda: runtime.cudaHostUnregister(address)
 
     def read_later(self, value: torch.Tensor) -> Callable[[], float]:
         import torch

@@ -197,6 +197,24 @@ class Backend(ABC):
         """
         return lambda: float(value)
 
+    def lock_pages(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        """Page-lock memory of the host, so that the device copies into it while the host goes on.
+
+        Returns:
+            What undoes it, before the memory is given back; `None` where it is not locked.
+        """
+        return None
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Return the state of the random numbers of each card that this process sees; none of a CPU's.
+
+        Those of the CPU are the process's own, whatever it drives.
+        """
+        return []
+
+    def set_random_states(self, states: Sequence[torch.Tensor]) -> None:  # noqa: B027 - likewise
+        """Put back what `random_states` returned of such a device, here or elsewhere."""
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Surround what waits for other ranks in the midst of a pass: it is no work of this device."""

@@ -118,6 +118,12 @@ class MpsBackend(AcceleratorBackend):
         super().synchronize()
         self._look_at_memory()
 
+    def random_states(self) -> list[torch.Tensor]:
+        return [self._module().get_rng_state()]
+
+    def set_random_states(self, states: Sequence[torch.Tensor]) -> None:
+        self._module().set_rng_state(states[0])
+
     def peak_memory_bytes(self) -> int | None:
         """Return the most memory that Metal has given this process, as far as it was seen.
 

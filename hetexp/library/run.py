@@ -320,7 +320,7 @@ class Run:
         Every rank calls it, after the optimizer's step; rank 0 writes, the others wait.
         """
         with self._clock_stopped():
-            path = saving.save(self._parts, self._progress)
+            path = saving.save(self._parts, self._progress, wait=True)
         self._outcome.checkpoint = path
         return path
 

@@ -23,7 +23,7 @@ from hetexp.training.non_finite import explain
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError
 from hetexp.training.replicas import ReplicaCheck
-from hetexp.training.saving import save, save_before
+from hetexp.training.saving import finish_saving, save, save_before
 from hetexp.training.state import Parts, Progress
 from hetexp.training.step import StepResult
 from hetexp.training.steps import train_step
@@ -90,7 +90,9 @@ def train(parts: Parts, progress: Progress) -> Outcome:
             window.restart()
         if trainer.checkpoint_every and progress.step % trainer.checkpoint_every == 0:
             window.stop()
-            outcome.checkpoint, saved_at = save(parts, progress), progress.step
+            scores = outcome.evaluation if evaluated_at == progress.step else None
+            last = progress.step == parts.total_steps
+            outcome.checkpoint, saved_at = save(parts, progress, scores, wait=last), progress.step
             window.restart()
         if outcome.stopped_early:
             break
@@ -100,7 +102,8 @@ def train(parts: Parts, progress: Progress) -> Outcome:
     if evaluated_at != progress.step:
         outcome.evaluation = evaluate_and_log(parts, progress)
     if saved_at != progress.step and not trainer.fast_dev_run:
-        outcome.checkpoint = save(parts, progress)
+        outcome.checkpoint = save(parts, progress, outcome.evaluation, wait=True)
+    finish_saving(parts)
     if parts.strategy.apart and not trainer.fast_dev_run:
         outcome.checkpoint, outcome.evaluation = merge_ranks(parts, progress) or (
             outcome.checkpoint,

@@ -11,6 +11,7 @@ from hetexp.checkpoint.manifest import rank_folders, search_checkpoint, search_r
 from hetexp.core.errors import CheckpointError, must_be
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.precision import LossScale
+from hetexp.training.random_states import restore_random
 from hetexp.training.rank_states import restore_rank
 from hetexp.training.staged_saving import load_part
 from hetexp.training.state import Parts, Progress
@@ -43,6 +44,7 @@ def resume(parts: Parts) -> Progress:
         parts.local.goes_on, parts.local.samples = True, part["samples"]
         if parts.strategy.apart and part["share"] != parts.plan.shares[parts.rank]:
             log.warning("resume: the shares are others than before: samples are dealt out anew.")
+    restore_random(parts, folder)
     parts.microbatch_limits = _limits_before(parts, state.extra.get("devices", []))
     return Progress.from_dict(state.step, state.position, state.extra["progress"])
 

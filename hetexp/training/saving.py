@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetexp.checkpoint.folder import TrainingState, save_checkpoint, save_packed
+from hetexp.checkpoint.folder import Snapshot, SnapshotMemory, TrainingState, packed_whole
 from hetexp.checkpoint.manifest import folder_name
+from hetexp.checkpoint.rotation import Rotation
 from hetexp.core.errors import CheckpointError
 from hetexp.optimizer.build import restart_schedule
+from hetexp.training.random_states import random_files
 from hetexp.training.rank_states import rank_files
 from hetexp.training.staged_saving import Packed, gather
 from hetexp.training.state import Parts, Progress
@@ -28,21 +32,47 @@ def provenance(parts: Parts) -> list[dict[str, Any]]:
     ]
 
 
-def save(parts: Parts, progress: Progress) -> str | None:
+def save(
+    parts: Parts,
+    progress: Progress,
+    evaluation: Mapping[str, float] | None = None,
+    wait: bool = False,
+) -> str | None:
     """Write a checkpoint on rank 0, whose replica is as good as any; return its path there.
 
-    The others wait for it, as long as it takes.
+    All ranks call it, and go on once its snapshot is taken (`trainer.checkpoint_in_background`); the others
+    wait for that, as long as it takes. One write is under way at a time.
+
+    Args:
+        evaluation: of the weights as they are now, where they were evaluated.
+        wait: until it is on the disk.
+
+    Raises:
+        CheckpointError: it could not be written, or, with `trainer.on_save_error=stop`, the one before it.
     """
+    files = random_files(parts)
     if parts.strategy.apart:
-        return _save_apart(parts, progress)
+        return _save_apart(parts, progress, files, evaluation, wait)
     path = None
-    files = rank_files(parts)
+    files |= rank_files(parts)
     gathered = gather(parts) if parts.staging is not None else None
     if parts.rank == 0:
+        state = _state(parts, progress)
         with parts.communicator.working():
-            path = _write(parts, parts.checkpoints, _state(parts, progress), files, gathered)
+            path = _write(parts, parts.checkpoints, Content(state, files, evaluation, gathered), wait)
     parts.communicator.meet()
     return path
+
+
+def finish_saving(parts: Parts) -> None:
+    """Wait until the last checkpoint is on the disk; all ranks call it.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    with parts.communicator.working():
+        parts.saver.settle()
+    parts.communicator.meet()
 
 
 def save_before(parts: Parts, good: Progress, first_step: int, saved_at: int) -> str:
@@ -60,10 +90,15 @@ def save_before(parts: Parts, good: Progress, first_step: int, saved_at: int) ->
     if saved_at != good.step:
         restart_schedule(parts.schedule, good.step)
         try:
-            save(parts, good)
+            save(parts, good, wait=True)
         except CheckpointError as error:  # on rank 0, while the others wait for it
             parts.communicator.meet()
             return f"The state before it could not be saved: {error}"
+    try:
+        parts.saver.settle()
+    except CheckpointError as error:
+        parts.communicator.barrier()
+        return f"The state before it could not be saved: {error}"
     parts.communicator.barrier()
     return (
         f"The state before it is saved ({parts.checkpoints / folder_name(good.step)}): go on from there by "
@@ -76,7 +111,13 @@ def rank_folder(parts: Parts, rank: int) -> Path:
     return parts.checkpoints / f"rank_{rank}"
 
 
-def _save_apart(parts: Parts, progress: Progress) -> str:
+def _save_apart(
+    parts: Parts,
+    progress: Progress,
+    files: dict[str, bytes],
+    evaluation: Mapping[str, float] | None,
+    wait: bool,
+) -> str:
     """Write each rank's own checkpoint, which says what part of the data it is of."""
     assert parts.local is not None
     state = _state(parts, progress)
@@ -91,7 +132,7 @@ def _save_apart(parts: Parts, progress: Progress) -> str:
         "seed": parts.config.trainer.seed,
     }
     with parts.communicator.working():
-        _write(parts, rank_folder(parts, rank), state, {})
+        _write(parts, rank_folder(parts, rank), Content(state, files, evaluation), wait)
     parts.communicator.meet()
     return str(parts.checkpoints)
 
@@ -114,14 +155,38 @@ def _state(parts: Parts, progress: Progress) -> TrainingState:
     )
 
 
-def _write(
-    parts: Parts,
-    parent: Path,
-    state: TrainingState,
-    files: dict[str, bytes],
-    gathered: Packed | None = None,
-) -> str:
+@dataclass(frozen=True)
+class Content:
+    """What goes into a checkpoint, beside this rank's model and optimizer."""
+
+    state: TrainingState
+    files: dict[str, bytes]
+    evaluation: Mapping[str, float] | None = None
+    gathered: Packed | None = None
+    """Model and optimizer of all ranks, where each has a part of them."""
+
+
+def _write(parts: Parts, parent: Path, content: Content, wait: bool) -> str:
     """Write what this rank holds, or what was gathered from all of them."""
-    if gathered is not None:
-        return str(save_packed(parent, gathered.model, gathered.optimizer, state, files))
-    return str(save_checkpoint(parent, parts.model, parts.optimizer, state, files))
+    trainer = parts.config.trainer
+    # Where each rank has its own, they go on from a step that all of them have: one may be behind.
+    most = trainer.keep_last + parts.strategy.apart if trainer.keep_last else None
+    rotation = Rotation(most, trainer.keep_best, trainer.early_stopping.metric)
+
+    def take(memory: SnapshotMemory) -> Snapshot:
+        gathered = content.gathered
+        model, optimizer = (
+            packed_whole(parts.model, parts.optimizer)
+            if gathered is None
+            else (gathered.model, gathered.optimizer)
+        )
+        return memory.take(model, optimizer, content.state, content.files, content.evaluation)
+
+    parts.saver.write(
+        parent,
+        take,
+        rotation,
+        trainer.on_save_error,
+        wait or not trainer.checkpoint_in_background,
+    )
+    return str(parent / folder_name(content.state.step))

@@ -31,6 +31,7 @@ from hetexp.training.balancer import Balancer
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import Loss, summed
 from hetexp.training.precision import LossScale
+from hetexp.training.saver import Saver
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -91,8 +92,11 @@ class Parts:
     """The run that this one goes on from: its `run_id`, `group`, and the `step` of its checkpoint."""
     microbatch_limits: list[int | None] = field(default_factory=list)
     """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
+    saver: Saver = field(init=False)
+    """Writes this rank's checkpoints."""
 
     def __post_init__(self) -> None:
+        self.saver = Saver(self.backend.lock_pages)
         self.microbatch_limits = self.microbatch_limits or [None] * self.plan.world_size
 
     @cached_property

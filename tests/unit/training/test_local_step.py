@@ -36,7 +36,7 @@ IGNORED = -100
 @pytest.fixture(autouse=True)
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save nothing: what checkpoints hold is tested elsewhere."""
-    monkeypatch.setattr("hetexp.training.loop.save", lambda *_: None)
+    monkeypatch.setattr("hetexp.training.loop.save", lambda *_, **__: None)
 
 
 def flat(parts: Parts) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""One rank's checkpoints: memory for a snapshot, and the thread that writes it while training goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from hetexp.checkpoint.background import BackgroundWriter
+from hetexp.checkpoint.folder import Snapshot, SnapshotMemory, write_snapshot
+from hetexp.checkpoint.rotation import Rotation, rotate
+from hetexp.checkpoint.snapshot import LockPages
+from hetexp.core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+OnError = Literal["warn", "stop"]
+
+
+class Saver:
+    """Writes one snapshot at a time; the next one waits until it is on the disk.
+
+    Nothing of it needs another rank: a write goes on whoever leaves the job.
+
+    Args:
+        lock_pages: of the backend whose tensors are saved.
+    """
+
+    def __init__(self, lock_pages: LockPages | None = None) -> None:
+        self._memory = SnapshotMemory(lock_pages)
+        self._writer = BackgroundWriter()
+
+    def write(
+        self,
+        parent: Path,
+        take: Callable[[SnapshotMemory], Snapshot],
+        rotation: Rotation,
+        on_error: OnError,
+        wait: bool,
+    ) -> None:
+        """Take a snapshot, and write it; checkpoints that need not stay are deleted afterwards.
+
+        Args:
+            parent: folder of the run's checkpoints.
+            take: takes the snapshot, into this memory.
+            on_error: whether a write that failed in the background ends the run, or is warned of.
+            wait: for this one, whose failure is raised.
+
+        Raises:
+            CheckpointError: something cannot be stored; this write failed, or the one before, and `on_error`
+                says stop.
+        """
+        self.settle(on_error)
+        snapshot = take(self._memory)
+        if wait:
+            _write(parent, snapshot, rotation)
+            return
+
+        def write() -> None:
+            try:
+                _write(parent, snapshot, rotation)
+            except CheckpointError as error:
+                goes_on = " The training goes on, and saves again at the next checkpoint's step."
+                log.warning("%s%s", error, goes_on if on_error == "warn" else "")
+                raise
+
+        self._writer.start(write)
+
+    def settle(self, on_error: OnError = "stop") -> None:
+        """Wait for the write that is under way.
+
+        Raises:
+            CheckpointError: it failed, and `on_error` says stop.
+        """
+        try:
+            self._writer.wait()
+        except CheckpointError:
+            if on_error == "stop":
+                raise
+
+    def leave(self, seconds: float) -> bool:
+        """Let a write that is under way end, before the process does; return whether it has, in this time."""
+        try:
+            return self._writer.wait(seconds)
+        except CheckpointError:  # told already
+            return True
+
+
+def _write(parent: Path, snapshot: Snapshot, rotation: Rotation) -> None:
+    write_snapshot(parent, snapshot)
+    for folder in rotate(parent, rotation):
+        log.info("%s is deleted: trainer.keep_last and keep_best keep others", folder.name)
