@@ -17,8 +17,9 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hetexp.comm.lost import is_peer_lost
 from hetexp.core.config import Config, read_config
-from hetexp.core.errors import HetexpError, PeerLostError, UsageError
+from hetexp.core.errors import HetexpError, UsageError
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.launch.launcher import CALIBRATION, READY
@@ -29,22 +30,8 @@ from hetexp.launch.report import RankFailure, write_failure
 
 if TYPE_CHECKING:
     from hetexp.library.setup import Launched
-    from hetexp.logger.base import Logger
     from hetexp.training.state import Parts, Progress
-
-PEER_LOST_SIGNS = (
-    "of the exchange is gone",
-    "of the exchange did not come",
-    "another rank is gone or late",
-    "gloo",
-    "nccl",
-    "Connection closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "ProcessGroup",
-)
-"""What torch's errors say when a collective inside DDP fails; they have no class of their own. Of what a hook
-raises it tells the words alone."""
+    from hetexp.training.survival import Survival
 
 
 def main() -> None:
@@ -52,14 +39,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One rank of a hetexp run; the launcher starts it.")
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--member", type=int, help="number of a process that joins a training under way")
     arguments = parser.parse_args()
     end_with_launcher(lambda: os.read(sys.stdin.fileno(), 1))
     die_with_parent(int(os.environ[LAUNCHER_PID]))
-    run_rank(arguments.plan, arguments.rank)
+    run_rank(arguments.plan, arguments.rank, arguments.member)
 
 
-def run_rank(plan_path: Path, rank: int) -> NoReturn:
-    """Run the rank and end this process; a failure is written beside the rank's log."""
+def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
+    """Run the rank and end this process; a failure is written beside the rank's log.
+
+    Args:
+        rank: in the plan.
+        member: number of a process that joins a training under way; `None` at a run's beginning.
+    """
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides, also at a shared terminal
     plan = Plan.read(plan_path)
@@ -68,7 +61,7 @@ def run_rank(plan_path: Path, rank: int) -> NoReturn:
         level=logging.INFO, format=f"[rank {rank} %(levelname)s] %(message)s", stream=sys.stdout
     )
     sys.path += [path for path in plan.import_paths if path not in sys.path]
-    job = _Rank(plan, rank) if plan.script is None else _ScriptRank(plan, rank)
+    job = _Rank(plan, rank, member) if plan.script is None else _ScriptRank(plan, rank)
     try:
         job.run()
         _end(0)
@@ -109,14 +102,6 @@ def _end(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def is_peer_lost(error: BaseException) -> bool:
-    """Tell whether a rank failed only because another one was gone or late."""
-    if isinstance(error, PeerLostError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(sign in text for sign in PEER_LOST_SIGNS)
-
-
 def num_checkpoints(config: Config, done: int, total_steps: int) -> int:
     """Return how many checkpoints a run is going to write after `done` of its steps; the last one has one."""
     every = config.trainer.checkpoint_every
@@ -143,11 +128,11 @@ def _leave(*_: object) -> None:
 class _Rank:
     """The objects of one rank, in the order in which they come to life."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, member: int | None = None) -> None:
         self.plan, self.rank = plan, rank
+        self.newcomer, self.member = member is not None, rank if member is None else member
         self.parts: Parts | None = None  # held until the process ends, see `_end`
         self.progress: Progress | None = None
-        self.loggers: tuple[Logger, ...] = ()
 
     @property
     def step(self) -> int | None:
@@ -158,16 +143,23 @@ class _Rank:
         """Meet the other ranks, agree with them, train (or only measure), report."""
         from hetexp.comm.rendezvous import connect_store
         from hetexp.training.calibrate import calibrate
-        from hetexp.training.loop import train
         from hetexp.training.rehearsal import rehearse
-        from hetexp.training.result import report
         from hetexp.training.resuming import resume
-        from hetexp.training.wiring import build_parts, start_loggers
+        from hetexp.training.state import Progress
+        from hetexp.training.survival import Survival
+        from hetexp.training.wiring import build_newcomer, build_parts, start_loggers
 
         config = read_config(self.plan.config)
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
-        store.set(f"hello/{self.rank}", platform.node())
-        self.parts = parts = build_parts(self.plan, config, self.rank, store)
+        store.set(f"hello/{self.member}", platform.node())
+        survival = Survival(store, self.member)
+        if self.newcomer:
+            parts = build_newcomer(self.plan, config, self.rank, self.member, store)
+            self.parts, self.progress = parts, Progress()
+            self._train(survival)
+            return
+        group = store if self.plan.measuring else survival.store
+        self.parts = parts = build_parts(self.plan, config, self.rank, group)
         parts.time_scale = rehearse(parts)
         if self.plan.measuring:
             if self.rank == 0:
@@ -186,13 +178,37 @@ class _Rank:
         if self.rank == 0:
             count = most_checkpoints(config, self.progress.step, parts.total_steps)
             check_checkpoint_space(parts.checkpoints, needed, count)
-            parts.loggers = self.loggers = start_loggers(parts)
+            parts.loggers = start_loggers(parts)
             store.set(READY, str(parts.total_steps))
-        started = time.perf_counter()
-        outcome = train(parts, self.progress)
-        summary = report(parts, store, outcome, time.perf_counter() - started)
+        self._train(survival)
+
+    def _train(self, survival: Survival) -> None:
+        """Train to the end, or until the others go on without this rank, and report."""
+        from hetexp.training.loop import Outcome, train
+        from hetexp.training.result import report
+        from hetexp.training.survival import DismissedError
+
+        parts, progress, started = self.parts, self.progress, time.perf_counter()
+        assert parts is not None
+        assert progress is not None
+        parts.survives = parts.config.fault.survive and self.plan.reforms and parts.strategy.reforms
+        survival.start()
+        if self.newcomer:
+            survival.prepare()
+        summary: dict[str, Any] = {}
+
+        def conclude(outcome: Outcome) -> None:
+            assert parts is not None
+            summary.update(report(parts, survival.store, outcome, time.perf_counter() - started))
+
+        try:
+            train(parts, progress, survival, not self.newcomer, conclude)
+        except DismissedError as error:
+            print(f"{error}.", flush=True)
+            self.close(0)
+            return
         self.close(0, summary)
-        if self.rank == 0:
+        if parts.rank == 0:
             write_json(Path(self.plan.run_dir) / "summary.json", summary)
         parts.communicator.close()
 
@@ -200,7 +216,9 @@ class _Rank:
         """End a save that is under way and close the loggers; safe to call at any time and twice."""
         if self.parts is not None:
             self.parts.saver.leave(self.parts.config.fault.stop_seconds)
-        loggers, self.loggers = self.loggers, ()
+        if self.parts is None:
+            return
+        loggers, self.parts.loggers = self.parts.loggers, ()
         for logger in loggers:
             # After a failure nothing may keep this rank from ending: the disk may be full.
             with contextlib.suppress(OSError) if exit_code else contextlib.nullcontext():

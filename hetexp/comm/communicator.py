@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.pulse import Pulse
+from hetexp.comm.sockets import remembered, shut_all
 from hetexp.core.errors import PeerLostError
 
 ReduceOp = Literal["sum", "max"]
@@ -63,6 +64,14 @@ class Communicator(ABC):
         """
 
     @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Return one rank's tensor on all of them, bit for bit; all have one shape and type.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+
+    @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
 
@@ -84,6 +93,12 @@ class Communicator(ABC):
     def working(self) -> AbstractContextManager[None]:
         """Give the others signs of life while the block runs."""
         return nullcontext()
+
+    def abandon(self) -> None:  # noqa: B027 - most communicators have no connections
+        """Leave the other ranks in the midst of whatever they do with this one; no collective may follow.
+
+        Those that wait for this rank are told, and so is a thread of this rank that waits for them.
+        """
 
     def close(self) -> None:  # noqa: B027 - most communicators hold nothing
         """Give up what the communicator holds; no collective may follow."""
@@ -109,6 +124,9 @@ class SoloCommunicator(Communicator):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.clone()]
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        return tensor.clone()
+
     def barrier(self) -> None:
         return None
 
@@ -133,7 +151,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def apart(self) -> Communicator:
         limit = timedelta(seconds=self._pulse.timeout_seconds)
-        group = dist.new_group(backend=dist.get_backend(), timeout=limit)
+        with remembered():
+            group = dist.new_group(backend=dist.get_backend(), timeout=limit)
         return ProcessGroupCommunicator(self._own_device, self._pulse, group)
 
     def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
@@ -173,6 +192,14 @@ class ProcessGroupCommunicator(Communicator):
             raise peer_lost(error) from error
         return [one.to(tensor.device) for one in everyone]
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        staged = stage(tensor, self.device)
+        try:
+            dist.broadcast(staged, src=source, group=self._group)
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        return staged.to(tensor.device)
+
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1))
 
@@ -185,7 +212,12 @@ class ProcessGroupCommunicator(Communicator):
     def working(self) -> AbstractContextManager[None]:
         return self._pulse.beating()
 
+    def abandon(self) -> None:
+        shut_all()
+        self.close()
+
     def close(self) -> None:
+        self._group = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -84,6 +84,9 @@ class Exchange(ABC):
         if self.rank:
             tensor.view(-1).view(torch.uint8).copy_(taken)
 
+    def abandon(self) -> None:  # noqa: B027 - most are told by their connections
+        """Tell those that wait for this rank that it takes no further part; only `close` may follow."""
+
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Give up what the exchange holds; safe to call twice, and no call may follow."""
 

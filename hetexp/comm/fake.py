@@ -32,6 +32,9 @@ class FakeCommunicator(Communicator):
         self._group.barrier.wait()  # nobody overwrites a value before everybody has read it
         return everyone
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        return self.all_gather(tensor)[source]
+
     def barrier(self) -> None:
         self._group.barrier.wait()
 

@@ -61,6 +61,10 @@ class HierarchicalExchange(Exchange):
         self._down(table)
         return list(table)
 
+    def abandon(self) -> None:
+        for exchange, _ in self._levels:
+            exchange.abandon()
+
     def close(self) -> None:
         for exchange, _ in self._levels:
             exchange.close()

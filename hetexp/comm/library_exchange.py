@@ -12,6 +12,7 @@ from torch._C import _distributed_c10d
 
 from hetexp.comm.communicator import peer_lost
 from hetexp.comm.exchange import Exchange, staged
+from hetexp.comm.sockets import remembered
 from hetexp.core.errors import SetupError
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
@@ -43,7 +44,8 @@ class LibraryExchange(Exchange):
         limit = timedelta(seconds=timeout_seconds)
         try:
             if library == "gloo":
-                self._group = made(store, rank, size, timeout=limit)
+                with remembered():
+                    self._group = made(store, rank, size, timeout=limit)
             else:  # as torch.distributed itself does it
                 options = made.Options()
                 options._timeout = limit

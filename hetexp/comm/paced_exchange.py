@@ -23,6 +23,7 @@ from hetexp.comm.codec import Wire
 from hetexp.comm.communicator import peer_lost
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import Averaging
+from hetexp.comm.sockets import remembered
 from hetexp.core.cost import Links
 from hetexp.hardware.pacing import GRAIN_SECONDS
 
@@ -66,7 +67,8 @@ class PacedExchange(Averaging):
         super().__init__(exchange, wire, links.world_size)
         self._links, self._rank, self._settle, self._done = links, rank, settle, done
         # A group of its own: its collectives come from another thread than those of the training loop.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        with remembered():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.time_scale = 0.0
         self._ratios: list[float] = []
         self.buckets: list[tuple[float, int]] = []

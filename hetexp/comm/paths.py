@@ -23,6 +23,7 @@ from hetexp.comm.exchange import Exchange, GroupExchange
 from hetexp.comm.hierarchy import HierarchicalExchange
 from hetexp.comm.library_exchange import LibraryExchange
 from hetexp.comm.rendezvous import exchange, form_group
+from hetexp.comm.watched_store import another_connection
 from hetexp.core.errors import HandshakeError, PeerLostError, SetupError
 from hetexp.core.route import Group, Route
 
@@ -100,7 +101,7 @@ def form_paths(routes: Sequence[Route], job: Job, build: Build | None = None) ->
     failed: list[tuple[Route, str]] = []
     for number, route in enumerate(routes):
         store = dist.PrefixStore(f"path{number}", job.store)
-        attempt = _Attempt(route, store, job, build)
+        attempt = _Attempt(route, store, f"path{number}", job, build)
         if communicator is None and not attempt.native:
             communicator = form_group(
                 store, job.rank, job.world_size, "gloo", job.device, job.timeout_seconds
@@ -121,14 +122,14 @@ def form_paths(routes: Sequence[Route], job: Job, build: Build | None = None) ->
 class _Attempt:
     """One route, formed and tried out in a thread that may be left behind where it hangs."""
 
-    def __init__(self, route: Route, store: dist.Store, job: Job, build: Build) -> None:
+    def __init__(self, route: Route, store: dist.Store, prefix: str, job: Job, build: Build) -> None:
         self.route = route
         self.communicator: Communicator | None = None
         self.exchange: Exchange | None = None
         self.native = route.library not in (None, "gloo", "shm")
         """Whether the default process group itself is the vendor library's."""
         self._formed: list[Exchange] = []
-        self._store, self._job, self._build = store, job, build
+        self._store, self._prefix, self._job, self._build = store, prefix, job, build
         self._own_store: dist.Store | None = None
         """The thread's: while it waits for a key that never comes, nobody else can use its connection."""
         self._problem: str | None = None
@@ -188,7 +189,8 @@ class _Attempt:
 
     def _form(self) -> Exchange:
         job, route = self._job, self.route
-        self._own_store = dist.PrefixStore("formed", _another_connection(self._store))
+        another = another_connection(job.store)
+        self._own_store = dist.PrefixStore("formed", dist.PrefixStore(self._prefix, another))
         if self.native:
             assert route.library is not None
             self.communicator = form_group(
@@ -204,12 +206,6 @@ class _Attempt:
                     levels.append(self._build(group, own, group.ranks.index(job.rank)))
                     self._formed.append(levels[-1])
         return levels[0] if route.library is not None else HierarchicalExchange(levels, route, job.rank)
-
-
-def _another_connection(store: dist.Store) -> dist.Store:
-    found: Any = store  # torch's stubs do not know of it
-    other: dist.Store = found.clone()
-    return other
 
 
 def _beside(device: torch.device) -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hetexp.comm.communicator import Communicator, ProcessGroupCommunicator
 from hetexp.comm.pulse import Pulse
+from hetexp.comm.sockets import remembered
 from hetexp.core.errors import HandshakeError, SetupError
 
 
@@ -114,13 +115,14 @@ def form_group(
         SetupError: the group did not form; carries torch's reason.
     """
     try:
-        dist.init_process_group(
-            collective_backend,
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        with remembered():
+            dist.init_process_group(
+                collective_backend,
+                store=dist.PrefixStore("group", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
         pulse = Pulse(dist.PrefixStore("life", store), rank, world_size, timeout_seconds)
         communicator = ProcessGroupCommunicator(device, pulse)
         communicator.barrier()

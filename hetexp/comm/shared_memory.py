@@ -239,6 +239,10 @@ class SharedMemoryExchange(Exchange):
                 self._walk.gather(lane, everyone, length)
         return everyone
 
+    def abandon(self) -> None:
+        if self._segment.file >= 0:
+            self._waiter.give_up()
+
     def close(self) -> None:
         if self._locked:
             self._locked = False

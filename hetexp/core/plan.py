@@ -125,6 +125,16 @@ class Plan:
         return self.route or Route.flat(self.collective_backend, self.world_size)
 
     @property
+    def reforms(self) -> bool:
+        """True if the ranks can leave all their connections and form others: none is a vendor library's.
+
+        A collective of such a library cannot be left by a rank whose peer is gone, nor its process be sure of
+        the device afterwards.
+        """
+        libraries = {group.library for level in self.way.levels for group in level}
+        return self.collective_backend == "gloo" and libraries <= {"gloo", "shm"}
+
+    @property
     def wire(self) -> str:
         """What gradients travel as between ranks that no vendor's library joins: `comm.wire`."""
         wire: str = self.config.get("comm", {}).get("wire", "float32")

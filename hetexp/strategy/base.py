@@ -38,6 +38,8 @@ class Strategy(ABC):
     """Whether each step is the one that a single device would take with the global batch."""
     one_process: ClassVar[bool] = False
     """Whether one rank drives all devices."""
+    reforms: ClassVar[bool] = False
+    """Whether ranks of a running training can form their group anew with other members."""
     compiles: ClassVar[bool] = False
     """Whether `wrap` takes a model that `torch.compile` has compiled."""
     codes_gradients: ClassVar[bool] = False
@@ -61,6 +63,18 @@ class Strategy(ABC):
         Args:
             model: on the device already; stays the one that holds the parameters.
         """
+
+    def unwrap(self, module: nn.Module, model: nn.Module) -> nn.Module:
+        """Return the bare model, once its group is left for good, and let go of all that is the group's.
+
+        Only where `reforms` says so; `wrap` and `join` follow with another group, between whose ranks the
+        weights are equal already.
+
+        Args:
+            module: what `wrap` returned.
+            model: what holds the parameters.
+        """
+        return model
 
     def join(  # noqa: B027
         self,

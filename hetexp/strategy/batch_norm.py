@@ -39,7 +39,10 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
         name: module
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm)
-        and (isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward)
+        and (
+            isinstance(module, (nn.SyncBatchNorm, SynchronisedBatchNorm))
+            or type(module).forward is _BatchNorm.forward
+        )
     }
 
 

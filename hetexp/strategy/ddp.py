@@ -41,6 +41,7 @@ class DDP(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    reforms = True
     compiles = True
     codes_gradients = True
     predicted_as = "all_reduce"
@@ -60,6 +61,8 @@ class DDP(Strategy):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.broadcast_buffers = broadcast_buffers
         self.sync_batch_norm = sync_batch_norm
+        self._equal = False
+        """Whether the ranks' weights are equal before `wrap`."""
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         problems = []
@@ -85,8 +88,22 @@ class DDP(Strategy):
             bucket_cap_mb=None if self.bucket_cap_mb == BUCKET_CAP_MB else self.bucket_cap_mb,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
+            # torch would send the whole model again.
+            init_sync=not self._equal,
             **buffers,
         )
+
+    def unwrap(self, module: nn.Module, model: nn.Module) -> nn.Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        self._equal = True
+        if isinstance(module, DistributedDataParallel):
+            # Its hooks on the parameters would go on exchanging, and the module, which refers to itself,
+            # would keep the group's connections open. By itself the reducer is safe to destroy: what is left
+            # of its collectives has failed.
+            module.reducer._remove_autograd_hooks()
+            del module.reducer, module.logger
+        return model
 
     def join(
         self,

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hetexp.balancing.estimate import DeviceEstimate
 from hetexp.balancing.scheduler import BalanceScheduler, Decision, SchedulerSettings
 from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
@@ -143,6 +144,20 @@ class Balancer:
         self._timeline = [(first, Split(tuple(counts))) for first, counts in stored["timeline"]]
         self._probe_step = stored["probe_step"]
         return True
+
+    def inherit(self, stored: dict[str, Any] | None) -> None:
+        """Take over what `to_dict` told of devices that are still there, after others have come or gone.
+
+        Their speeds are kept; what was decided for the ranks before is not.
+        """
+        if self.scheduler is None or stored is None:
+            return
+        known = {tuple(one): place for place, one in enumerate(stored["devices"])}
+        for rank, identity in enumerate(self._identities()):
+            place = known.get(tuple(identity))
+            if place is not None:
+                device = stored["scheduler"]["devices"][place]
+                self.scheduler.devices[rank] = DeviceEstimate.from_dict(device)
 
     def _identities(self) -> list[list[str | None]]:
         return [[device.id, device.uuid, device.card, device.name] for device in self._plan.devices]

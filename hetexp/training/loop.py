@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -17,6 +18,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
 from hetexp.training.evaluate import evaluate, evaluate_apart
+from hetexp.training.handover import Carried
 from hetexp.training.measure import Meter, Totals
 from hetexp.training.merging import merge_ranks
 from hetexp.training.non_finite import explain
@@ -44,72 +46,225 @@ class Outcome:
     energy: EnergyMeter | None = None
 
 
-def train(parts: Parts, progress: Progress) -> Outcome:
-    """Train from `progress` to the last step, evaluating, logging and saving on the way."""
-    trainer = parts.config.trainer
-    averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
-    normalizer = LossNormalizer(
-        parts.communicator, averaged_over, parts.config.debug.normalizer, parts.loss_scale
-    )
-    window = Window(parts)
-    outcome = Outcome(progress, window.totals, energy=window.energy)
-    evaluated_at = saved_at = -1
-    first_step = progress.step
-    replicas = ReplicaCheck(parts)
-    parts.model.train()
-    steps = parts.total_steps - progress.step
-    batches = parts.batches(progress.position, steps, progress.step, trainer.num_workers)
-    before: LocalBatch | None = None
-    window.restart()
-    for batch in window.loaded(batches):
-        good = replace(progress)
-        normalizer.tell = parts.balancer.own_seconds(window.meter)
-        result = train_step(parts, progress.step, batch, normalizer, window.meter)
-        if before is not None and normalizer.told:
-            rebalance(parts, progress.step, before, normalizer.told)
-        before = batch
+class Survivor(Protocol):
+    """What lets a training go on with other members (`hetexp.training.survival.Survival`)."""
+
+    def notices(self) -> tuple[int, int]:
+        """Return the newest epoch and the newest request, as far as this rank knows."""
+        ...
+
+    def due(self, noticed: tuple[int, int]) -> bool:
+        """Tell whether the members change at the end of this step."""
+        ...
+
+    def serve(self, training: Training, noticed: tuple[int, int]) -> None:
+        """Do what was asked for; all ranks call it at the end of the same step."""
+        ...
+
+    def form_anew(self, training: Training, error: Exception | None = None) -> None:
+        """Leave the group for that of the newest epoch.
+
+        Args:
+            error: what broke off the step; `None`: all members end one together.
+
+        Raises:
+            Exception: the error, where it has nothing to do with a lost member.
+        """
+        ...
+
+
+def train(
+    parts: Parts,
+    progress: Progress,
+    survivor: Survivor | None = None,
+    ready: bool = True,
+    conclude: Callable[[Outcome], None] | None = None,
+) -> Outcome:
+    """Train from `progress` to the last step, evaluating, logging and saving on the way.
+
+    Args:
+        survivor: goes on with other members where one is lost; `None`: that ends the run.
+        ready: whether this rank has the training's state; else it joins others that have it.
+        conclude: what the ranks do together at the end; again where one is lost meanwhile.
+    """
+    training = Training(parts, progress, survivor, ready)
+    if survivor is not None and not ready:
+        survivor.form_anew(training)
+    while True:
+        try:
+            if training.steps():
+                outcome = training.finish()
+                if conclude is not None:
+                    conclude(outcome)
+                return outcome
+            error = None
+        except Exception as raised:
+            if survivor is None:
+                raise
+            error = raised
+        assert survivor is not None
+        # Not within the handler: what the step held would live on, and with it the group's connections.
+        survivor.form_anew(training, error)
+        del error
+
+
+class Training:
+    """How far a training is, from step to step.
+
+    Attributes:
+        good: where the run stood when the last step was done; `progress` is ahead of it by what an evaluation
+            decides.
+        ready: whether this rank has the training's state; a newcomer gets it from another one.
+        carried: what is known of devices when their group changes.
+        settled: whether all that follows that step (a log line, an evaluation, a checkpoint) is done.
+    """
+
+    def __init__(
+        self, parts: Parts, progress: Progress, survivor: Survivor | None = None, ready: bool = True
+    ) -> None:
+        self.parts, self.progress, self.survivor = parts, progress, survivor
+        self.ready = ready
+        self.carried = Carried.of(parts)
+        self.window = Window(parts)
+        self.outcome = Outcome(progress, self.window.totals, energy=self.window.energy)
+        self.evaluated_at = self.saved_at = self.logged_at = -1
+        self.loss_at: tuple[int, float | None] = (-1, None)
+        """The loss of a log line, and after which step, where it was known before the weights changed."""
+        self.told: set[tuple[str, int]] = set()
+        """Lines that are in `metrics.jsonl` already, where what follows a step is done again."""
+        self.first_step = progress.step
+        self.good = replace(progress)
+        self.settled = True
+        self.stops = False
+        """Whether somebody asked for the training to end."""
+        self._replicas = ReplicaCheck(parts)
+
+    def steps(self) -> bool:
+        """Take steps up to the last one; return whether that was it, or the members change first."""
+        parts, progress, window = self.parts, self.progress, self.window
+        normalizer = self._normalizer()
+        parts.model.train()
+        window.restart()
+        if not self.settled:
+            self._end_step(True)
+        left = 0 if self.outcome.stopped_early or self.stops else parts.total_steps - progress.step
+        batches = parts.batches(progress.position, left, progress.step, parts.config.trainer.num_workers)
+        before: LocalBatch | None = None
+        for batch in window.loaded(batches):
+            normalizer.tell = parts.balancer.own_seconds(window.meter)
+            if parts.survives and self._log_due(progress.step + 1):
+                normalizer.window = window.loss
+            with window.undone_on_error():
+                result = train_step(parts, progress.step, batch, normalizer, window.meter)
+            if before is not None and normalizer.told:
+                rebalance(parts, progress.step, before, normalizer.told)
+            before = batch
+            self._advance(batch, result, normalizer)
+            if result.beyond_mending and parts.config.trainer.non_finite != "continue":
+                told = tell_non_finite(parts, progress, batch, result, window)
+                if parts.config.trainer.non_finite == "stop":
+                    good = self._before
+                    raise NonFiniteError(f"{told} {save_before(parts, good, self.first_step, self.saved_at)}")
+            self._end_step(result.synchronised)
+            if self.survivor is not None:
+                self.survivor.serve(self, normalizer.noticed)
+                if self.survivor.due(normalizer.noticed) and progress.step < parts.total_steps:
+                    window.stop()
+                    return False
+            if self.outcome.stopped_early or self.stops:
+                break
+        return True
+
+    def _normalizer(self) -> LossNormalizer:
+        parts = self.parts
+        averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
+        normalizer = LossNormalizer(
+            parts.communicator, averaged_over, parts.config.debug.normalizer, parts.loss_scale
+        )
+        if self.survivor is not None:
+            normalizer.notices = self.survivor.notices
+        return normalizer
+
+    def _advance(self, batch: LocalBatch, result: StepResult, normalizer: LossNormalizer) -> None:
+        """Count a step that is done."""
+        progress = self.progress
+        self._before = replace(progress)
         progress.step += 1
         progress.samples += batch.global_samples
         progress.position = batch.position
         progress.skipped_steps += result.skipped
-        window.add(result, batch)
-        if result.beyond_mending and trainer.non_finite != "continue":
-            told = tell_non_finite(parts, progress, batch, result, window)
-            if trainer.non_finite == "stop":
-                raise NonFiniteError(f"{told} {save_before(parts, good, first_step, saved_at)}")
-        if replicas.due(progress.step, result.synchronised):
+        self.window.add(result, batch)
+        if normalizer.window is not None:
+            self.loss_at, normalizer.window = (progress.step, normalizer.window_loss), None
+        self.good, self.settled = replace(progress), False
+
+    def _log_due(self, step: int) -> bool:
+        return step % self.parts.config.trainer.log_every == 0 or step == self.parts.total_steps
+
+    def _end_step(self, synchronised: bool) -> None:
+        """Do what follows a step: compare the replicas, write a line, evaluate, save.
+
+        Where a rank is lost meanwhile, all of it is done again by those that are left.
+        """
+        parts, progress, window, outcome = self.parts, self.progress, self.window, self.outcome
+        trainer = parts.config.trainer
+        if self._replicas.due(progress.step, synchronised):
             window.stop()
-            replicas.compare(progress.step)
+            self._replicas.compare(progress.step)
             window.restart()
         if progress.step % trainer.log_every == 0:
-            outcome.train_loss = window.log(progress)
+            self._log()
         if trainer.eval_every and progress.step % trainer.eval_every == 0:
             window.stop()
-            outcome.evaluation, evaluated_at = evaluate_and_log(parts, progress), progress.step
-            outcome.stopped_early = should_stop(parts, progress, outcome.evaluation)
+            self._evaluate()
+            outcome.stopped_early = should_stop(parts, progress, outcome.evaluation or {})
             window.restart()
         if trainer.checkpoint_every and progress.step % trainer.checkpoint_every == 0:
             window.stop()
-            scores = outcome.evaluation if evaluated_at == progress.step else None
-            last = progress.step == parts.total_steps
-            outcome.checkpoint, saved_at = save(parts, progress, scores, wait=last), progress.step
+            self.save(wait=progress.step == parts.total_steps)
             window.restart()
-        if outcome.stopped_early:
-            break
-    if window.num_steps:
-        outcome.train_loss = window.log(progress)
-    window.energy.stop()
-    if evaluated_at != progress.step:
-        outcome.evaluation = evaluate_and_log(parts, progress)
-    if saved_at != progress.step and not trainer.fast_dev_run:
-        outcome.checkpoint = save(parts, progress, outcome.evaluation, wait=True)
-    finish_saving(parts)
-    if parts.strategy.apart and not trainer.fast_dev_run:
-        outcome.checkpoint, outcome.evaluation = merge_ranks(parts, progress) or (
-            outcome.checkpoint,
-            outcome.evaluation,
-        )
-    return outcome
+        self.settled = True
+
+    def _log(self) -> None:
+        step = self.progress.step
+        known = {"loss": self.loss_at[1]} if self.loss_at[0] == step else {}
+        self.outcome.train_loss = self.window.log(self.progress, quiet=("train", step) in self.told, **known)
+        self.logged_at = step
+
+    def _evaluate(self) -> None:
+        step = self.progress.step
+        self.outcome.evaluation = evaluate_and_log(self.parts, self.progress, ("eval", step) in self.told)
+        self.evaluated_at = step
+
+    def save(self, wait: bool = False) -> str | None:
+        """Save where the run stands, unless that is done; all ranks call it. Return the path on rank 0."""
+        step, outcome = self.progress.step, self.outcome
+        if self.saved_at != step:
+            scores = outcome.evaluation if self.evaluated_at == step else None
+            outcome.checkpoint, self.saved_at = save(self.parts, self.progress, scores, wait=wait), step
+        return outcome.checkpoint
+
+    def finish(self) -> Outcome:
+        """Do what follows the last step."""
+        parts, progress, outcome = self.parts, self.progress, self.outcome
+        trainer = parts.config.trainer
+        if self.logged_at != progress.step > self.first_step:
+            self._log()
+        self.window.energy.stop()
+        if self.stops:
+            finish_saving(parts)
+            return outcome
+        if self.evaluated_at != progress.step:
+            self._evaluate()
+        if not trainer.fast_dev_run:
+            self.save(wait=True)
+        finish_saving(parts)
+        if parts.strategy.apart and not trainer.fast_dev_run:
+            outcome.checkpoint, outcome.evaluation = merge_ranks(parts, progress) or (
+                outcome.checkpoint,
+                outcome.evaluation,
+            )
+        return outcome
 
 
 def driven(parts: Parts) -> list[Backend]:
@@ -140,7 +295,7 @@ class Window:
         self.energy = EnergyMeter(driven(parts), parts.plan.all_devices)
         self._loss_sum: torch.Tensor | float = 0.0
         self.num_steps = 0
-        self._count = self._samples = 0
+        self._count = self._local_count = self._samples = 0
         self._seconds = self._resumed_at = 0.0
         self._last: StepResult | None = None
         self.warned = False
@@ -148,12 +303,14 @@ class Window:
 
     def restart(self) -> None:
         """Let the clock run: steps follow."""
+        self.parts.doing = "steps"
         self.energy.start()
         self.parts.backend.resume()
         self._resumed_at = time.perf_counter()
 
     def stop(self) -> None:
         """Stop the clock, and count no energy until `restart`: what follows is not training."""
+        self.parts.doing = "other"
         self.pause()
         self.energy.stop()
 
@@ -176,16 +333,37 @@ class Window:
                 self.totals.data_seconds += time.perf_counter() - started
                 yield batch
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Surround a step: where it breaks off, and is done again, its times are no speed of the device."""
+        bookmark = self.meter.bookmark()
+        try:
+            yield
+        except BaseException:
+            self.meter.back_to(bookmark)
+            self.energy.stop()
+            raise
+
+    @property
+    def loss(self) -> tuple[torch.Tensor | float, int]:
+        """Sum and count of the loss so far, this rank's own."""
+        return self._loss_sum, self._local_count
+
     def add(self, result: StepResult, batch: LocalBatch) -> None:
         """Take a step in."""
         self._loss_sum = self._loss_sum + result.loss_sum
         self._count += result.global_count
+        self._local_count += result.local_count
         self._samples += batch.global_samples
         self.num_steps += 1
         self._last = result
 
-    def log(self, progress: Progress) -> float | None:
+    def log(self, progress: Progress, quiet: bool = False, **known: float | None) -> float | None:
         """Exchange sums with the other ranks, write one line on rank 0 and start again.
+
+        Args:
+            quiet: write no line; it is there already.
+            known: the `loss`, where the ranks have found it before.
 
         Returns:
             The mean loss over the window, `None` where nothing counted; the same on every rank.
@@ -198,13 +376,16 @@ class Window:
         table = torch.zeros((world, 5), dtype=torch.float64)
         peak = self.parts.backend.peak_memory_bytes()
         memory = math.nan if peak is None else peak / GIB
-        mine = [float(self._loss_sum), self._count, compute, local_samples, memory]
+        local = self.parts.strategy.steps == "local"
+        counted = self._local_count if self.parts.survives else self._count
+        mine = [float(self._loss_sum), counted, compute, local_samples, memory]
         table[self.parts.rank] = torch.tensor(mine, dtype=torch.float64)
         table = self.parts.communicator.all_reduce(table)
         losses, counts, computes, samples, memories = table.T.tolist()
-        local = self.parts.strategy.steps == "local"
-        count = sum(counts) if local else self._count
-        loss = sum(losses) / count if count else None
+        # What a rank that was lost had summed up since the last line is lost with it, and its count as well:
+        # the mean is then over what the others have computed. A line a step loses nothing (`share_loss`).
+        count = sum(counts) if local or self.parts.survives else self._count
+        loss = known["loss"] if "loss" in known else sum(losses) / count if count else None
         metrics = self._line(progress, loss, computes, samples)
         if not self.parts.plan.cards:
             for device, gib in zip(self.parts.plan.devices, memories, strict=True):
@@ -213,7 +394,7 @@ class Window:
         if local:
             for device, own, number in zip(self.parts.plan.devices, losses, counts, strict=True):
                 metrics[f"device/{device.id}/train_loss"] = own / number if number else None
-        for logger in self.parts.loggers:
+        for logger in () if quiet else self.parts.loggers:
             logger.log(metrics, progress.step)
         totals = self.totals
         totals.train_seconds += self._seconds
@@ -224,26 +405,26 @@ class Window:
         totals.steps += self.num_steps
         totals.start = totals.start or replace(totals)
         self._loss_sum, self._seconds, self._count, self._samples, self.num_steps = 0.0, 0.0, 0, 0, 0
+        self._local_count = 0
         return loss
 
     def _line(
         self, progress: Progress, loss: float | None, compute: list[float], samples: list[float]
     ) -> dict[str, float | int | None]:
-        assert self._last is not None
-        line: dict[str, float | int | None] = {
-            "train/loss": loss,
-            "train/learning_rate": self._last.learning_rate,
-            "train/epoch": progress.position.epoch,
-            "train/samples": progress.samples,
-            "samples_per_second": self._samples / self._seconds,
-            "step_seconds": self._seconds / self.num_steps,
-        }
+        line: dict[str, float | int | None] = {"train/loss": loss}
+        if self._last is not None:
+            line["train/learning_rate"] = self._last.learning_rate
+        line |= {"train/epoch": progress.position.epoch, "train/samples": progress.samples}
+        if not self.num_steps:  # this rank has joined since, or done what follows the step already
+            return line
+        line["samples_per_second"] = self._samples / self._seconds
+        line["step_seconds"] = self._seconds / self.num_steps
         predicted = (self.parts.plan.calibration or {}).get("predicted_step_seconds")
         if predicted is not None:
             line["predicted_step_seconds"] = predicted * (self.parts.time_scale or 1.0)
         if len(compute) > 1:
             line["imbalance"] = imbalance(compute, [round(count) for count in samples])
-        if self._last.grad_norm is not None:
+        if self._last is not None and self._last.grad_norm is not None:
             line["train/grad_norm"] = float(self._last.grad_norm)
         plan = self.parts.plan
         weights = plan.card_shares if plan.cards else self.parts.balancer.weights
@@ -296,17 +477,20 @@ def tell_non_finite(
     return told
 
 
-def evaluate_and_log(parts: Parts, progress: Progress) -> dict[str, float]:
+def evaluate_and_log(parts: Parts, progress: Progress, quiet: bool = False) -> dict[str, float]:
     """Evaluate on all ranks and log on rank 0.
 
     Where each trains a model of its own, the loss is the mean of theirs, weighted by the shares.
+
+    Args:
+        quiet: write no line; it is there already.
     """
     if parts.strategy.apart:
         return _evaluate_apart_and_log(parts, progress)
     result = evaluate(parts)
     if parts.rank == 0 and not math.isfinite(result.get("loss", 0.0)):
         log.warning("The loss of the evaluation at step %d is %g.", progress.step, result["loss"])
-    for logger in parts.loggers:
+    for logger in () if quiet else parts.loggers:
         logger.log({f"eval/{name}": value for name, value in result.items()}, progress.step)
     return result
 

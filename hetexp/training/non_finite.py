@@ -40,6 +40,15 @@ class KeptBuffers:
             for buffer, kept in self._buffers:
                 buffer.copy_(kept)
 
+    @contextmanager
+    def put_back_on_error(self) -> Iterator[None]:
+        """Surround what may break off, as where another rank is lost; the step is then done again."""
+        try:
+            yield
+        except BaseException:
+            self.put_back()
+            raise
+
 
 def explain(
     parts: Parts,

@@ -6,7 +6,8 @@ averages over W ranks yields (Σ_r g_r) / W instead, so each local sum is multip
 known only after a small all-reduce, which travels while the forward pass runs. See pytorch/pytorch#67253.
 
 The same all-reduce carries one more number of each rank, where the loop has something to tell (the seconds
-that the step before took it: see `hetexp/training/balancer.py`).
+that the step before took it: see `hetexp/training/balancer.py`), and two of the first rank, where the run may
+change its members (`hetexp/training/survival.py`): so all ranks act on them at the end of the same step.
 
 Where a rank computes in float16, all ranks multiply by the one loss scale as well; `settle` in
 `hetexp/training/precision.py` divides the exchanged gradient by it again.
@@ -14,6 +15,7 @@ Where a rank computes in float16, all ranks multiply by the one loss scale as we
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -46,16 +48,30 @@ class LossNormalizer:
         """A number for all ranks to know, sent with the next count: of every rank or of none."""
         self.told: list[float] = []
         """What each rank told in the step of the last `factor`."""
-        self._local_count = 0
+        self.notices: Callable[[], tuple[int, int]] | None = None
+        """Asked on the first rank for the newest epoch and request, as a step begins; `None`: nobody is."""
+        self.noticed = (0, 0)
+        """What it answered in the step of the last `factor`; the same on every rank."""
+        self.window: tuple[torch.Tensor | float, int] | None = None
+        """Sum and count of the own loss since the last log line, where the step ends with one and its loss
+        is to be known before anybody's weights change; `None`: there is no hurry."""
+        self.window_loss: float | None = None
+        """The mean loss that came of it, the same on every rank; `None` where nothing counted."""
+        self.local_count = 0
+        """Of this rank, in the last step that began."""
         self._pending: Pending | None = None
 
     def start(self, local_count: int) -> None:
         """Begin a step with this rank's count; every rank must call it once a step."""
-        self._local_count = local_count
-        numbers = torch.tensor([local_count], dtype=torch.int64)
+        self.local_count = local_count
+        notices: Sequence[int] = ()
+        if self.notices is not None:
+            notices = self.notices() if self._communicator.rank == 0 else (0, 0)
+        numbers = torch.tensor([local_count, *notices], dtype=torch.int64)
         if self.tell is not None:
-            numbers = torch.zeros(1 + self._communicator.world_size, dtype=torch.float64)
-            numbers[0], numbers[1 + self._communicator.rank] = local_count, self.tell
+            told = torch.zeros(self._communicator.world_size, dtype=torch.float64)
+            told[self._communicator.rank] = self.tell
+            numbers = torch.cat([numbers.double(), told])
         self._pending = self._communicator.all_reduce_async(numbers)
 
     def factor(self) -> tuple[float, int]:
@@ -67,8 +83,24 @@ class LossNormalizer:
         """
         assert self._pending is not None, "start() comes first"
         count, *self.told = self._pending.wait().tolist()
+        if self.notices is not None:
+            epoch, request, *self.told = self.told
+            self.noticed = int(epoch), int(request)
         global_count = int(count)  # exact up to 2^53, as a float, too
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         if self._per == "per_rank":
-            return scale / max(self._local_count, 1), global_count
+            return scale / max(self.local_count, 1), global_count
         return (scale * self._averaged_over / global_count if global_count else 0.0), global_count
+
+    def share_loss(self, loss_sum: torch.Tensor) -> None:
+        """Find the mean loss since the last log line, this step's included, where `window` asks for it.
+
+        A rank may die between two steps, and its part of a sum with it. What all ranks know before any of
+        them updates its weights is known wherever the step was done.
+        """
+        if self.window is None:
+            return
+        before, count = self.window
+        mine = [float(before + loss_sum.detach()), count + self.local_count]
+        total, number = self._communicator.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        self.window_loss = total / number if number else None

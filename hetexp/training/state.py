@@ -80,6 +80,8 @@ class Parts:
     """All ranks have one where any of them computes in float16."""
     compiled: nn.Module | None = None
     """What computes the model's passes in training where torch.compile compiles it."""
+    example: Any = None
+    """Inputs of a small batch of the training data, on the device."""
     guard: EmptyShareGuard | None = None
     """Keeps the model's running out of memory; `None` where that ends the run."""
     input_bytes: int | None = None
@@ -92,6 +94,10 @@ class Parts:
     """The run that this one goes on from: its `run_id`, `group`, and the `step` of its checkpoint."""
     microbatch_limits: list[int | None] = field(default_factory=list)
     """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
+    survives: bool = False
+    """Whether the run goes on where another rank is lost: a step may break off then, and is done again."""
+    doing: str = "other"
+    """What this rank is at, for the launcher: `steps`, `waiting` (for an epoch), `forming` (a group) …"""
     saver: Saver = field(init=False)
     """Writes this rank's checkpoints."""
 

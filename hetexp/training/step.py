@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,8 @@ class StepResult:
     """What they were multiplied by before backward."""
     synchronised: bool = True
     """Whether all ranks hold the same weights after it, as after every joint step."""
+    local_count: int = 0
+    """Of `global_count`, this rank's own, where the ranks took the step together."""
 
 
 def joint_step(
@@ -50,13 +53,16 @@ def joint_step(
 
     Where memory runs out on a rank, all of them do it again (`hetexp.training.shortage`).
     """
-    buffers = KeptBuffers(parts.model) if parts.looks and parts.has_buffers else None
+    keeps = (parts.looks or parts.survives) and parts.has_buffers
+    buffers = KeptBuffers(parts.model) if keeps else None
     grad_norm = None
     while True:
         microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
         bookmark = meter.bookmark()
         num_passes = parts.num_passes(batch.counts)
-        gradient = take_gradient(parts, step, microbatches, normalizer, meter, num_passes)
+        with nullcontext() if buffers is None else buffers.put_back_on_error():
+            gradient = take_gradient(parts, step, microbatches, normalizer, meter, num_passes)
+            normalizer.share_loss(gradient.loss_sum)
         parts.backend.begin_update()
         owners = [p for p in parts.parameters if p.grad is not None]
         gradients = [p.grad for p in owners if p.grad is not None]
@@ -96,6 +102,7 @@ def joint_step(
         beyond_mending=not mendable,
         losses=gradient.losses,
         factor=gradient.factor,
+        local_count=normalizer.local_count,
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import platform
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,9 @@ from hetexp.training.state import Parts, on_device
 
 log = logging.getLogger(__name__)
 
+HANDSHAKE = "handshake"
+"""Topic in the store under which ranks tell what they are about to train."""
+
 
 def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Parts:
     """Build everything that this rank trains with.
@@ -63,6 +68,45 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         HandshakeError: the ranks differ in what they are about to train.
         ConfigError: a class refuses its arguments.
         SetupError: the device cannot be driven, or the group did not form.
+    """
+    parts, cut, run_on = _build_alone(plan, config, rank, store)
+    parts.run_on = tuple(run_on)
+    if cut is None:
+        join_group(parts, plan, rank, store)
+        return parts
+    parts.plan, parts.communicator, parts.exchange = connect(
+        plan, config, rank, store, parts.device, parts.strategy
+    )
+    parts.staging = Staging(parts, cut, store)
+    attach_pieces(parts, cut)
+    return parts
+
+
+def build_newcomer(plan: Plan, config: Config, rank: int, member: int, store: dist.Store) -> Parts:
+    """Build what a process trains with that is to join others; its group forms later.
+
+    Args:
+        plan: has its device at the place `rank`, and need not be the one that it will join.
+        member: its own number.
+
+    Raises:
+        HandshakeError: it differs from the others in what it would train.
+    """
+    parts, cut, _ = _build_alone(plan, config, rank, store, member)
+    assert cut is None, "stages do not form anew"
+    return parts
+
+
+def _build_alone(
+    plan: Plan, config: Config, rank: int, store: dist.Store, member: int | None = None
+) -> tuple[Parts, Cut | None, list[dict[str, str]]]:
+    """Build what a rank keeps for the whole run, whoever it trains with.
+
+    Args:
+        member: number of a process that is to join others; `None`: all begin together.
+
+    Returns:
+        This rank's part of a model that is cut, and what each rank runs on, too.
     """
     trainer = config.trainer
     backend, device = open_device(plan, config, rank)
@@ -78,26 +122,25 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         log.info("debug.dropout=false: %s", f"0 instead of {', '.join(told)}" if told else "there was none")
     model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
-    run_on = agree(plan, config, rank, store, facts)
+    if member is None:
+        run_on = agree(plan, config, rank, store, facts)
+    else:
+        run_on = [versions()]
+        agree_late(plan, member, store, facts)
     inputs, _ = next(iter(DataLoader(data.train, batch_size=min(2, num_samples))))
     cut = part_of(plan, config, rank, model, inputs) if plan.stages else None
     # From here on dropout differs from rank to rank, as the samples do.
-    torch.manual_seed(trainer.seed + 1 + rank)
+    torch.manual_seed(trainer.seed + 1 + (rank if member is None else member))
     model.to(device)
-    strategy.learn(plan)
-    plan, communicator, summed_by = connect(plan, config, rank, store, device, strategy)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, model if cut is None else trained_part(model, cut))
-    policy = instantiate(config.balancing)
-    # Samples that were dealt out for good cannot follow the devices' speeds, and stages neither.
-    settings = policy.settings if policy.follows and not strategy.apart and cut is None else None
     parts = Parts(
         plan=plan,
         config=config,
         rank=rank,
         device=device,
         backend=backend,
-        communicator=communicator,
+        communicator=SoloCommunicator(),
         strategy=strategy,
         model=model,
         module=model,
@@ -110,28 +153,82 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
         paced=None,
         loggers=(),
         total_steps=total_steps,
-        exchange=summed_by,
-        run_on=tuple(run_on),
-        balancer=Balancer(
-            plan, settings, read_ahead(data.train, trainer.num_workers, trainer.prefetch_factor)
-        ),
+        balancer=Balancer(plan),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
     )
-    if cut is not None:
-        parts.staging = Staging(parts, cut, store)
-        attach_pieces(parts, cut)
-        return parts
-    # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
-    backend.attach(model, optimizer, parts.to_device(inputs))
-    parts.compiled = compiled(model, config)
-    parts.module = strategy.wrap(parts.compiled if parts.compiled is not None else model, device)
-    strategy.join(parts.module, communicator, parts.to_device(inputs), backend.waiting)
+    strategy.learn(plan)
+    if cut is None:
+        parts.example = parts.to_device(inputs)
+        # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
+        backend.attach(model, optimizer, parts.example)
+        parts.compiled = compiled(model, config)
+    return parts, cut, run_on
+
+
+def join_group(
+    parts: Parts,
+    plan: Plan,
+    rank: int,
+    store: dist.Store,
+    agree_on_state: Callable[[], None] | None = None,
+) -> None:
+    """Form the group of a plan's ranks, and all that this rank has with the others; all of them call it.
+
+    Whatever it had with other ranks before is left behind (`leave_group`).
+
+    Args:
+        store: of this group alone.
+        agree_on_state: brings all ranks to one state as soon as they can talk to each other, where they do
+            not begin alike.
+
+    Raises:
+        SetupError: the group did not form, or no route carries.
+        PeerLostError: another rank is gone.
+    """
+    strategy, config = parts.strategy, parts.config
+    strategy.learn(plan)
+    parts.rank = rank
+    parts.plan, parts.communicator, parts.exchange = connect(
+        plan, config, rank, store, parts.device, strategy
+    )
+    parts.balancer = _balancer(parts)
+    if agree_on_state is not None:
+        agree_on_state()
+    inner = parts.compiled if parts.compiled is not None else parts.model
+    parts.module = strategy.wrap(inner, parts.device)
+    strategy.join(parts.module, parts.communicator, parts.example, parts.backend.waiting)
     parts.guard = recovering_guard(parts)
     pace_exchange(parts)
     hook_exchange(parts)
-    if strategy.steps == "local":
-        parts.local = LocalTraining(parts, links_of(plan) if plan.paced else None)
-    return parts
+    if strategy.steps == "local" and parts.local is None:
+        parts.local = LocalTraining(parts, links_of(parts.plan) if parts.plan.paced else None)
+
+
+def leave_group(parts: Parts) -> None:
+    """Leave the other ranks, in the midst of whatever this one does with them; safe to call twice.
+
+    Those that wait for this rank learn of it at once. Model, optimizer and device stay as they are.
+    """
+    if parts.exchange is not None:
+        parts.exchange.abandon()
+    parts.communicator.abandon()
+    for averaging in (parts.hook, parts.paced):
+        if averaging is not None:
+            averaging.close()
+    if parts.exchange is not None:
+        parts.exchange.close()
+    parts.module = parts.strategy.unwrap(parts.module, parts.model)
+    parts.optimizer.zero_grad(set_to_none=True)
+    parts.exchange, parts.hook, parts.paced, parts.guard = None, None, None, None
+    parts.communicator = SoloCommunicator()
+
+
+def _balancer(parts: Parts) -> Balancer:
+    trainer, policy = parts.config.trainer, instantiate(parts.config.balancing)
+    # Samples that were dealt out for good cannot follow the devices' speeds, and stages neither.
+    settings = policy.settings if policy.follows and not parts.strategy.apart else None
+    ahead = read_ahead(parts.train_data, trainer.num_workers, trainer.prefetch_factor)
+    return Balancer(parts.plan, settings, ahead)
 
 
 def open_device(plan: Plan, config: Config, rank: int) -> tuple[Backend, torch.device]:
@@ -267,7 +364,7 @@ def agree(
     """
     mine = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts}
     limit = config.launch.timeout_seconds
-    everyone = exchange(store, "handshake", rank, plan.world_size, mine | {"runs on": versions()}, limit)
+    everyone = exchange(store, HANDSHAKE, rank, plan.world_size, mine | {"runs on": versions()}, limit)
     run_on = [fact.pop("runs on") for fact in everyone]
     names = [f"rank {r} ({device.id})" for r, device in enumerate(plan.devices)]
     compare_facts(everyone, names)
@@ -276,6 +373,18 @@ def agree(
         told = "; ".join(f"{name}: {build}" for name, build in zip(names, builds, strict=True))
         log.info("ranks of different builds: %s; they compute in %s", told, ", ".join(plan.precisions))
     return run_on
+
+
+def agree_late(plan: Plan, member: int, store: dist.Store, facts: dict[str, Any]) -> None:
+    """Compare what a process would train that is to join others with what the run's first rank told of it.
+
+    Raises:
+        HandshakeError: names each fact that differs.
+    """
+    first = json.loads(store.get(f"{HANDSHAKE}/0"))
+    first.pop("runs on")
+    mine = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts}
+    compare_facts([first, json.loads(json.dumps(mine))], ["the first rank", f"member {member}"])
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:

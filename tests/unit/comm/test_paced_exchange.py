@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hetexp.comm.codec import Wire
 from hetexp.comm.exchange import Exchange
+from hetexp.comm.lost import is_peer_lost
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.cost import Channel, Links
 from hetexp.core.errors import PeerLostError
-from hetexp.worker import is_peer_lost
 
 PAIR = Links((Channel(1e-3, 1e6),) * 2, (Channel(2e-3, 1e6, shared=True),))
 CODED = Links(PAIR.device, PAIR.exchange, wire=0.5)

@@ -1,0 +1,28 @@
+"""Tells whether an error means that another rank is gone: torch has no class for it."""
+
+from __future__ import annotations
+
+from hetexp.core.errors import PeerLostError
+
+PEER_LOST_SIGNS = (
+    "of the exchange is gone",
+    "of the exchange did not come",
+    "another rank is gone or late",
+    "the members of this training have changed",
+    "gloo",
+    "nccl",
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "ProcessGroup",
+)
+"""What torch's errors say when a collective inside DDP fails. Of what a hook raises it tells the words
+alone."""
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Tell whether a rank failed only because another one was gone or late."""
+    if isinstance(error, PeerLostError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(sign in text for sign in PEER_LOST_SIGNS)
