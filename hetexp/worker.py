@@ -26,7 +26,7 @@ from hetexp.launch.launcher import CALIBRATION, READY
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
 from hetexp.launch.preflight import check_checkpoint_space, checkpoint_bytes
 from hetexp.launch.process import LAUNCHER_PID
-from hetexp.launch.report import RankFailure, write_failure
+from hetexp.launch.report import RankFailure, log_path, write_failure
 
 if TYPE_CHECKING:
     from hetexp.library.setup import Launched
@@ -56,7 +56,8 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides, also at a shared terminal
     plan = Plan.read(plan_path)
-    log_path = plan_path.parent / "logs" / f"rank_{rank}.log"
+    number = rank if member is None else member
+    path = log_path(Path(plan.run_dir), number)
     logging.basicConfig(
         level=logging.INFO, format=f"[rank {rank} %(levelname)s] %(message)s", stream=sys.stdout
     )
@@ -74,7 +75,7 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
             print(text, flush=True)
         foreseen = isinstance(error, HetexpError)
         failure = RankFailure(
-            rank=rank,
+            rank=number,
             kind=type(error).__name__,
             message=str(error) if foreseen else text,
             step=job.step,
@@ -82,7 +83,7 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
             time=time.time(),
         )
         with contextlib.suppress(OSError):
-            write_failure(log_path, failure)
+            write_failure(path, failure)
         job.close(1)
         _end(1)
 

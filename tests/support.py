@@ -90,12 +90,12 @@ Train = Callable[..., Run]
 def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
     """Run `train.py` with these overrides in this process; ranks are forked, threads and trackers off.
 
-    Shares are equal, and nothing is measured first, unless the overrides say otherwise.
+    Shares are equal, nothing is measured first, and a lost rank ends the run, unless the overrides say
+    otherwise.
     """
     screen = io.StringIO()
     quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none", "diagram=false"]
-    if not any(text.startswith("balancing=") for text in overrides):
-        quick.append("balancing=equal")
+    quick += _unless(overrides)
     cfg = compose_config([*quick, *overrides])
     console = Console(file=screen, width=160)
     try:
@@ -106,11 +106,18 @@ def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
     return Run(run_dir, summary, screen.getvalue())
 
 
+def _unless(overrides: Sequence[str]) -> list[str]:
+    """Return what a test's run has that does not say otherwise."""
+    options = ["balancing=equal", "fault.survive=false"]
+    groups = [option.partition("=")[0] for option in options]
+    given = [text.partition("=")[0] for text in overrides]
+    return [option for option, group in zip(options, groups, strict=True) if group not in given]
+
+
 def start_script(run_dir: Path, script: Path, overrides: tuple[str, ...], *arguments: str) -> Run:
     """Run `hetexp launch` of a script as `start_run` runs `train.py`."""
     quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none", "diagram=false"]
-    if not any(text.startswith("balancing=") for text in overrides):
-        quick.append("balancing=equal")
+    quick += _unless(overrides)
     words = [str(script), *quick, *overrides, f"hydra.run.dir={run_dir}", "--", *arguments]
     screen = io.StringIO()
     try:

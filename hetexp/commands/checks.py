@@ -29,7 +29,7 @@ from hetexp.hardware.cpu import cpu_count
 from hetexp.hardware.detection import Inventory, detect
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.probe import probe_problem
-from hetexp.launch.launcher import package_root
+from hetexp.launch.members import package_root
 from hetexp.launch.preflight import OPEN_FILES, SHARED_MEMORY, SHARED_MEMORY_A_WORKER
 from hetexp.launch.process import rank_environment
 

@@ -20,25 +20,31 @@ LEAST_FREE = 4 * 2**20
 """Bytes that a run's plan, logs and metrics may need before any checkpoint."""
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, durable: bool = True) -> None:
     """Write `text` so that a reader sees the old file or the new one, never a part."""
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(), durable)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write bytes so that a reader sees the old file or the new one, never a part."""
+def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
+    """Write bytes so that a reader sees the old file or the new one, never a part.
+
+    Args:
+        durable: whether they are on the disk when this returns, which may take long.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
-    fsync_dir(path.parent)
+    if durable:
+        fsync_dir(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: Any, durable: bool = True) -> None:
+    """Write `value` as indented JSON, whole or not at all; see `write_bytes`."""
+    write_text(path, json.dumps(value, indent=2) + "\n", durable)
 
 
 def fsync_dir(path: Path) -> None:

@@ -162,9 +162,9 @@ class Plan:
         text = json.dumps(self.config, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def write(self, path: Path) -> None:
-        """Write the plan as JSON, whole or not at all."""
-        write_json(path, asdict(self) | {"world_size": self.world_size, "emulated": self.emulated})
+    def write(self, path: Path, durable: bool = True) -> None:
+        """Write the plan as JSON, whole or not at all; see `write_bytes` in `hetexp.core.files`."""
+        write_json(path, asdict(self) | {"world_size": self.world_size, "emulated": self.emulated}, durable)
 
     @classmethod
     def read(cls, path: Path) -> Plan:

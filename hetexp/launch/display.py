@@ -25,16 +25,16 @@ class Tail:
     """Reads what is appended to a file, whole lines only."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._file: IO[str] | None = None
         self._rest = ""
 
     def lines(self) -> list[str]:
         """Return the complete lines that were added since the last call."""
         if self._file is None:
-            if not self._path.exists():
+            if not self.path.exists():
                 return []
-            self._file = self._path.open(encoding="utf-8", errors="replace")
+            self._file = self.path.open(encoding="utf-8", errors="replace")
         text = self._rest + self._file.read()
         *complete, self._rest = text.split("\n")
         return complete
@@ -85,6 +85,14 @@ class Display:
         self._bar.stop()
         self._log.close()
         self._metrics.close()
+
+    def follow(self, plan: Plan, log_path: Path) -> None:
+        """Follow another plan, and the log of another first rank, from now on."""
+        self.plan = plan
+        if log_path != self._log.path:
+            self.update()
+            self._log.close()
+            self._log = Tail(log_path)
 
     def update(self) -> None:
         """Show what has been written since the last call."""

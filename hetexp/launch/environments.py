@@ -25,7 +25,7 @@ from hetexp.core.device import GIB
 from hetexp.core.errors import SetupError
 from hetexp.core.files import folder_problem, write_json
 from hetexp.hardware.builds import TorchBuild, home, read_builds
-from hetexp.launch.launcher import package_root
+from hetexp.launch.members import package_root
 from hetexp.launch.wheels import KINDS, Wheel
 
 TAIL = 12

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,23 +14,23 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-import hetexp
 from hetexp.checkpoint.manifest import find_checkpoint
-from hetexp.core.config import Config, variables
+from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import HetexpError, RunFailedError, SetupError
-from hetexp.core.files import remove_temporary_folders, write_json
+from hetexp.core.errors import HetexpError, RunFailedError
+from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
-from hetexp.hardware.backend import backend_class, environment_together
+from hetexp.hardware.backend import backend_class
 from hetexp.hardware.detection import detect
 from hetexp.hardware.lease import Leases
 from hetexp.launch.diagrams import diagrams
 from hetexp.launch.display import Display, show_plan, show_summary
+from hetexp.launch.members import Member, end_all, environment_of, pause_for, start_member
 from hetexp.launch.preflight import check_machine
-from hetexp.launch.process import RankProcess, Start, rank_environment, signal_group, start_rank
 from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
 from hetexp.launch.store import bind, host_store
+from hetexp.launch.survival import Survival
 
 POLL_SECONDS = 0.05
 CALIBRATION = "calibration.json"
@@ -119,55 +117,60 @@ def _raise(summary: dict[str, Any], caught: list[signal.Signals], told: str, con
 
 
 class _Run:
-    """The ranks of one run."""
+    """The members of one run, from their start to their end."""
 
     def __init__(self, plan: Plan, config: Config, console: Console, store: Any) -> None:
         self.plan, self.config, self.console, self.store = plan, config, console, store
-        self.ranks: list[RankProcess] = []
+        self.started: list[Member] = []
+        self.survival = Survival(plan, config, console, store, self.started)
         self.failures: list[RankFailure] = []
+        """`rank` in them is the member's number, which at first is that of its rank."""
         self.told = ""
         self._ready = False
 
     def start(self, plan_path: Path) -> None:
         """Start every rank."""
-        for rank, device in enumerate(self.plan.devices):
-            interpreter = device.python or sys.executable
-            start = Start(
-                plan_path=plan_path,
-                rank=rank,
-                interpreter=interpreter,
-                environment=environment_of(self.plan, rank),
-                working_dir=self.plan.working_dir,
-                log_path=self.log_path(rank),
-            )
-            try:
-                self.ranks.append(start_rank(start, self.config.launch.start_method))
-            except OSError as error:
-                raise SetupError(f"Rank {rank} on {device} cannot be started: {error}.") from error
+        for rank in range(self.plan.world_size):
+            method = self.config.launch.start_method
+            self.started.append(start_member(self.plan, plan_path, rank, method))
 
     def follow(self, caught: list[signal.Signals]) -> None:
-        """Return when all ranks have ended, one has failed, the start took too long, or a signal came."""
+        """Return when the run is over: all ranks have ended, one has failed so that the others cannot go on,
+        the start took too long, or a signal came.
+        """
         deadline = time.monotonic() + self.config.launch.timeout_seconds
-        pause = threading.Event()
         with Display(self.plan, self.console) as display:
             while not caught:
-                codes = [rank.poll() for rank in self.ranks]
-                display.update()
-                if not self._ready:
-                    self._check_ready(display)
-                if any(codes) or (0 in codes and not self._ready):
+                members = self.survival.present
+                pause_for(members, POLL_SECONDS)
+                codes = {member: member.process.poll() for member in members}
+                failed = {member: code for member, code in codes.items() if code}
+                if failed and not self._goes_on_without(failed):
                     self._gather_failures()
                     return
-                if all(code == 0 for code in codes):
+                if not self._ready:
+                    self._check_ready(display)
+                if 0 in codes.values() and not self._ready:
+                    self._gather_failures()
+                    return
+                if all(code == 0 for code in codes.values()):
                     return
                 if not self._ready and time.monotonic() > deadline:
                     self.failures += self._late()
                     return
-                pause.wait(POLL_SECONDS)
+                self.survival.poll()
+                display.follow(self.survival.membership.plan, self.survival.present[0].log_path)
+                display.update()
+
+    def _goes_on_without(self, failed: dict[Member, int]) -> bool:
+        """Let the others go on, and tell whether they do."""
+        found = {member: (_failure_of(member, code), code) for member, code in failed.items()}
+        return self.survival.lose(found)
 
     def _check_ready(self, display: Display) -> None:
         if self.store.check([READY]):
             self._ready = True
+            self.survival.begin()
             display.total_steps(int(self.store.get(READY)))
 
     def _late(self) -> list[RankFailure]:
@@ -179,68 +182,66 @@ class _Run:
             "handshake": f"connected to {address} but did not build its data and model {within}.",
         }
         for topic, text in stages.items():
-            late = [r for r in range(self.plan.world_size) if not self.store.check([f"{topic}/{r}"])]
+            late = [one for one in self.started if not self.store.check([f"{topic}/{one.number}"])]
             if late:
-                return [self._stuck(rank, "StartTimeout", text) for rank in late]
+                return [self._stuck(member, "StartTimeout", text) for member in late]
         text = f"agreed with all others at {address}, but training did not start {within}."
-        return [self._stuck(0, "StartTimeout", text)]
+        return [self._stuck(self.started[0], "StartTimeout", text)]
 
     def _gather_failures(self) -> None:
         """Wait for ranks that are about to fail as well: the first to end need not be the first cause."""
+        members = self.survival.present
         deadline = time.monotonic() + self.config.launch.grace_seconds
-        for process in self.ranks:
-            process.wait(max(deadline - time.monotonic(), 0.0))
-        codes = [process.poll() for process in self.ranks]
-        self.failures += [read_failure(self.log_path(r), r, code) for r, code in enumerate(codes) if code]
+        for member in members:
+            member.process.wait(max(deadline - time.monotonic(), 0.0))
+        codes = {member: member.process.poll() for member in members}
+        self.failures += [_failure_of(member, code) for member, code in codes.items() if code]
         if all(failure.peer_lost for failure in self.failures):
             self.failures += self._silent(codes)
 
-    def _silent(self, codes: list[int | None]) -> list[RankFailure]:
+    def _silent(self, codes: dict[Member, int | None]) -> list[RankFailure]:
         """Return the ranks that told nothing: where no other one gave a reason, they are the reason."""
-        ended = [rank for rank, code in enumerate(codes) if code == 0]
+        ended = [member for member, code in codes.items() if code == 0]
         if ended:
             text = "ended as if it had finished, while the others had not."
-            return [self._stuck(rank, "EndedEarly", text) for rank in ended]
+            return [self._stuck(member, "EndedEarly", text) for member in ended]
         limit = self.config.comm.timeout_seconds
         text = f"did not answer the others within {limit:g} s (comm.timeout_seconds)."
-        return [self._stuck(rank, "NotResponding", text) for rank, code in enumerate(codes) if code is None]
+        left = [member for member, code in codes.items() if code is None]
+        return [self._stuck(member, "NotResponding", text) for member in left]
 
-    def _stuck(self, rank: int, kind: str, text: str) -> RankFailure:
-        who = f"rank {rank}, {self.plan.devices[rank]},"
-        end = tail(self.log_path(rank))
-        return RankFailure(rank, kind, f"End of its log:\n{end}\n{who} {text}", time=time.time())
+    def _stuck(self, member: Member, kind: str, text: str) -> RankFailure:
+        end = tail(member.log_path)
+        who = f"rank {member.number}, {member.device},"
+        return RankFailure(member.number, kind, f"End of its log:\n{end}\n{who} {text}", time=time.time())
 
     def end(self) -> None:
         """End every process of the run: first by request, then by force; return when none is left."""
-        running = [rank for rank in self.ranks if rank.poll() is None]
-        for rank in running:
-            signal_group(rank, signal.SIGTERM)
-        deadline = time.monotonic() + self.config.launch.grace_seconds
-        for rank in running:
-            rank.wait(max(deadline - time.monotonic(), 0.0))
-        for rank in self.ranks:
-            signal_group(rank, signal.SIGKILL)  # also what an ended rank may have left in its group
-            rank.wait(10.0)
-            remove_temporary_folders(rank.pid)
+        end_all(self.started, self.config.launch.grace_seconds)
 
     def conclude(self, caught: list[signal.Signals]) -> dict[str, Any]:
         """Return the summary that rank 0 wrote, or write one that tells what went wrong."""
         path = Path(self.plan.run_dir) / "summary.json"
+        losses = [loss.to_dict() for loss in self.survival.membership.losses]
         if not self.failures and not caught and path.exists():
             done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if losses:
+                done["failures"] = losses + done["failures"]
+                write_json(path, done)
             return done
         summary = blank_summary(self.plan, "interrupted" if caught else "failed")
         if caught:
             summary["error"] = f"stopped by {caught[0].name}"
         else:
             if not self.failures:
-                self.failures.append(self._stuck(0, "NoSummary", "ended without a summary."))
+                first = self.survival.present[0]
+                self.failures.append(self._stuck(first, "NoSummary", "ended without a summary."))
             cause = first_cause(self.failures)
             summary["error"] = self._tell(cause)
-            summary["failures"] = [
+            summary["failures"] = losses + [
                 {
                     "step": failure.step,
-                    "device": self.plan.devices[failure.rank].id,
+                    "device": self._device(failure.rank).id,
                     "kind": failure.kind,
                     "recovered_s": None,
                     "steps_lost": None,
@@ -256,7 +257,7 @@ class _Run:
 
     def _tell(self, cause: RankFailure) -> str:
         """Print the first cause with its rank and device, and return it in one line."""
-        device = self.plan.devices[cause.rank]
+        device = self._device(cause.rank)
         at = "" if cause.step is None else f" at step {cause.step}"
         self.console.rule(f"rank {cause.rank}, {device}, failed{at}", style="bold red")
         self._print(cause.message)
@@ -265,7 +266,7 @@ class _Run:
         if others:
             told = ", ".join(f"rank {f.rank} ({'lost a peer' if f.peer_lost else f.kind})" for f in others)
             self.console.print(f"Followed by: {told}.", highlight=False)
-        self._print(f"Logs of all ranks: {self.log_path(0).parent}")
+        self._print(f"Logs of all ranks: {Path(self.plan.run_dir) / 'logs'}")
         state = card_state(device)
         if state is not None:
             self._print(f"{device} is {state}. It is not chosen again while that is so.")
@@ -277,8 +278,15 @@ class _Run:
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def log_path(self, rank: int) -> Path:
-        return Path(self.plan.run_dir) / "logs" / f"rank_{rank}.log"
+    def _device(self, number: int) -> DeviceSpec:
+        """Return the device of a member."""
+        known = dict(enumerate(self.plan.devices)) | {one.number: one.device for one in self.started}
+        return known[number]
+
+
+def _failure_of(member: Member, exit_code: int) -> RankFailure:
+    """Return why a member failed."""
+    return replace(read_failure(member.log_path, member.number, exit_code), rank=member.number)
 
 
 def newest_checkpoint(run_dir: Path) -> str | None:
@@ -287,13 +295,6 @@ def newest_checkpoint(run_dir: Path) -> str | None:
         return str(find_checkpoint(run_dir))
     except HetexpError:
         return None
-
-
-def environment_of(plan: Plan, rank: int) -> dict[str, str]:
-    """Return the environment of a rank."""
-    visible = environment_together(plan.cards or [plan.devices[rank]])
-    wanted = variables(plan.config.get("comm", {}).get("env"))
-    return rank_environment(os.environ, visible, plan.threads[rank], package_root(), wanted)
 
 
 def card_state(device: DeviceSpec) -> str | None:
@@ -306,15 +307,6 @@ def card_state(device: DeviceSpec) -> str | None:
         if same_uuid or (card.spec.uuid is None and device.pci is not None and card.spec.pci == device.pci):
             return f"lost ({card.lost})" if card.lost is not None else card.undriven
     return "no longer in the machine's list of cards"
-
-
-def package_root() -> str | None:
-    """Return the folder that other interpreters import hetexp from, `None` where it is installed for good.
-
-    A site-packages folder must not be handed on: it would bring this interpreter's torch along.
-    """
-    root = Path(hetexp.__file__).resolve().parent.parent
-    return None if root.name in ("site-packages", "dist-packages") else str(root)
 
 
 @contextmanager

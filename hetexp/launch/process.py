@@ -38,6 +38,8 @@ class Start:
     environment: dict[str, str]
     working_dir: str
     log_path: Path
+    member: int | None = None
+    """Its number where it joins a training that goes on already, `None` at a run's beginning."""
 
 
 class RankProcess(Protocol):
@@ -45,6 +47,11 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int: ...
+
+    @property
+    def sentinel(self) -> int | None:
+        """What `multiprocessing.connection.wait` finds ready once it has ended; `None`: nothing here does."""
+        ...
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or `None` while it runs."""
@@ -63,6 +70,8 @@ class SubprocessRank:
 
     def __init__(self, start: Start) -> None:
         arguments = ["--plan", str(start.plan_path), "--rank", str(start.rank)]
+        if start.member is not None:
+            arguments += ["--member", str(start.member)]
         with start.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [start.interpreter, "-c", RUN_WORKER, *arguments],
@@ -73,20 +82,29 @@ class SubprocessRank:
                 cwd=start.working_dir,
                 start_new_session=True,
             )
+        self._sentinel = _sentinel(self._process.pid)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def sentinel(self) -> int | None:
+        return self._sentinel
+
     def poll(self) -> int | None:
         code = self._process.poll()
         if code is not None and self._process.stdin is not None:
             self._process.stdin.close()
+        if code is not None and self._sentinel is not None:
+            os.close(self._sentinel)
+            self._sentinel = None
         return code
 
     def wait(self, timeout_seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_seconds)
+        self.poll()
 
 
 class ForkedRank:
@@ -103,6 +121,10 @@ class ForkedRank:
         assert self._process.pid is not None
         return self._process.pid
 
+    @property
+    def sentinel(self) -> int | None:
+        return self._process.sentinel
+
     def poll(self) -> int | None:
         return self._process.exitcode
 
@@ -115,6 +137,14 @@ def start_rank(start: Start, method: str) -> RankProcess:
     if method == "forkserver" and is_own(start.interpreter):
         return ForkedRank(start)
     return SubprocessRank(start)
+
+
+def _sentinel(pid: int) -> int | None:
+    """Return a descriptor that tells of a process's end, on Linux."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def signal_group(process: RankProcess, number: signal.Signals) -> None:
@@ -169,7 +199,7 @@ def _forked(start: Start) -> None:
     multiprocessing.set_start_method(None, force=True)
     _let_fork_server_end()
     die_with_parent(os.getppid())
-    pkgutil.resolve_name(f"{WORKER}:run_rank")(start.plan_path, start.rank)
+    pkgutil.resolve_name(f"{WORKER}:run_rank")(start.plan_path, start.rank, start.member)
 
 
 def _let_fork_server_end() -> None:

@@ -27,6 +27,11 @@ class RankFailure:
     """Seconds since the epoch."""
 
 
+def log_path(run_dir: Path, member: int) -> Path:
+    """Return the log of a member; those that a run begins with are numbered as its ranks."""
+    return run_dir / "logs" / f"rank_{member}.log"
+
+
 def failure_path(log_path: Path) -> Path:
     """Return where the rank with this log writes its failure."""
     return log_path.with_suffix(".failure.json")

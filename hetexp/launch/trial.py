@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetexp.launch.launcher import package_root
+from hetexp.launch.members import package_root
 
 TRIAL_SECONDS = 180.0
 """Longest wait for an interpreter to import torch and to try each of its devices."""

@@ -33,6 +33,7 @@ from hetexp.core.plan import Plan
 from hetexp.launch import preflight
 from hetexp.launch.interpreter import check_own_interpreter
 from hetexp.launch.launcher import _Run, launch
+from hetexp.launch.members import Member
 from hetexp.launch.preflight import check_checkpoint_space, check_machine, checkpoint_bytes
 from hetexp.launch.process import Start, SubprocessRank
 from hetexp.launch.report import RankFailure
@@ -333,10 +334,11 @@ def test_temporary_files_of_an_ended_rank(tmp_path: Path, monkeypatch: pytest.Mo
     plan, config = planned(tmp_path / "run")
     start = Start(tmp_path / "plan", 0, "/bin/true", dict(os.environ), str(tmp_path), tmp_path / "log")
     run = _Run(plan, config, Console(file=io.StringIO()), store=None)
-    run.ranks = [SubprocessRank(start)]
-    for pid in (run.ranks[0].pid, os.getpid()):
+    process = SubprocessRank(start)
+    run.started.append(Member(0, plan.devices[0], process, start.log_path))
+    for pid in (process.pid, os.getpid()):
         (tmp_path / f"hetexp-{pid}-abc").mkdir()
-    run.ranks[0].wait(10)
+    process.wait(10)
     run.end()
     assert [path.name for path in tmp_path.glob("hetexp-*")] == [f"hetexp-{os.getpid()}-abc"]
 
@@ -378,7 +380,7 @@ def test_process_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.Monk
     def no_process(*_: object) -> Any:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr("hetexp.launch.launcher.start_rank", no_process)
+    monkeypatch.setattr("hetexp.launch.members.start_rank", no_process)
     with pytest.raises(SetupError, match=r"Rank 0 on cpu:0 \(.*\) cannot be started: .*temporarily unavail"):
         launch(*planned(tmp_path / "run"), Console(file=io.StringIO()))
 

@@ -27,7 +27,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("hetexp.launch.launcher.start_rank", never)
+    monkeypatch.setattr("hetexp.launch.members.start_rank", never)
 
 
 def drawn(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:

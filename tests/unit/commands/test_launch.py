@@ -98,7 +98,7 @@ def test_refusals(
     def never(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("hetexp.launch.launcher.start_rank", never)
+    monkeypatch.setattr("hetexp.launch.members.start_rank", never)
     assert main(["launch", *words]) == 2
     screen = capsys.readouterr()
     assert told in screen.err

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from hetexp.cli import main
 from hetexp.commands.certificate import Certificate, Comparison, Tolerance, compare
-from hetexp.launch import launcher
+from hetexp.launch import members
 
 FACTS: dict[str, Any] = {
     "date": "2026-01-31",
@@ -33,7 +33,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(launcher, "start_rank", never)
+    monkeypatch.setattr(members, "start_rank", never)
 
 
 def run_folder(folder: Path, factor: float = 1.0, steps: int = 2, loss: float = 2.0) -> Path:

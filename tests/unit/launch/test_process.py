@@ -8,7 +8,7 @@ import pytest
 from support import plan_on, unbuilt_config
 
 from hetexp.hardware.cpu import CpuBackend
-from hetexp.launch.launcher import environment_of
+from hetexp.launch.members import environment_of
 from hetexp.plan.exchange_checks import SET_BY_HETEXP
 
 

@@ -1,0 +1,203 @@
+"""Who trains, from epoch to epoch: the plan when a member goes or comes, and how ranks learn of it.
+
+Nothing here starts or ends a process (`hetexp.launch.survival` does).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetexp.core.device import DeviceSpec
+from hetexp.core.epoch import LATEST, Departure, Epoch, reformed_key
+from hetexp.core.plan import Plan
+from hetexp.launch.report import RankFailure
+from hetexp.plan.replan import extended, replan
+
+DEVICE_ERRORS = ("AcceleratorError", "DeviceMemoryError", "OutOfMemoryError")
+"""Classes that only a device's trouble raises."""
+_DEVICE_WORDS = re.compile(
+    r"(CUDA|HIP|XPU|MPS|SYCL|NVML|NCCL|cuDNN|cuBLAS)[\w ]* error|hipError|cudaError|UR_RESULT_ERROR"
+    r"|_STATUS_(INTERNAL|EXECUTION)|level[ _]zero|Native API failed|device[ _](is )?lost"
+    r"|fallen off the bus|uncorrectable ECC|out of memory",
+    re.IGNORECASE,
+)
+"""What runtimes and drivers say where torch has no class for it."""
+
+
+def device_trouble(failure: RankFailure, exit_code: int) -> str | None:
+    """Return what became of a rank's device, `None` where any other rank would have failed in the same way.
+
+    A signal that a rank died of, and its device's own errors, are the device's; a mistake in a
+    configuration, a model or a data set is everybody's.
+    """
+    if exit_code < 0:
+        return failure.kind
+    if exit_code == 143:
+        return "SIGTERM"
+    if failure.peer_lost:  # it waited for an epoch that did not come
+        return failure.kind
+    if failure.kind in DEVICE_ERRORS:
+        return failure.kind
+    last = failure.message.strip().splitlines()[-1] if failure.message.strip() else ""
+    if failure.kind == "RuntimeError" and _DEVICE_WORDS.search(last):
+        return "DeviceError"
+    return None
+
+
+@dataclass
+class Loss:
+    """A device that the run went on without, for a while or for good."""
+
+    device: str
+    kind: str
+    time: float
+    """Seconds since the epoch when it was noticed."""
+    step: int | None = None
+    """Steps that were done by then."""
+    recovered_seconds: float | None = None
+    """From then until the others had formed their group again."""
+    steps_lost: int | None = None
+    told: bool = False
+    """Whether the person has been told of it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its entry in `failures` of the summary."""
+        return {
+            "step": self.step,
+            "device": self.device,
+            "kind": self.kind,
+            "recovered_s": self.recovered_seconds,
+            "steps_lost": self.steps_lost,
+        }
+
+
+class Membership:
+    """The members of a run and its plan, changed one epoch at a time.
+
+    Args:
+        plan: that the run began with; its ranks are the first members.
+        store: the launcher's own end of it.
+    """
+
+    def __init__(self, plan: Plan, store: Any) -> None:
+        self.whole = self.plan = plan
+        """All devices that belong to the run, those that are lost, too; and those that train now."""
+        self._store = store
+        self._places = {rank: rank for rank in range(plan.world_size)}
+        """Member → place of its device in `whole`; of those that train now."""
+        self.number = 0
+        """Of the newest epoch."""
+        self.joined: tuple[int, ...] = ()
+        """Members that came with it."""
+        self.losses: list[Loss] = []
+        self._waits_since: float | None = None
+        self._folder = Path(plan.run_dir) / "plans"
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of those that train now, in the order of their ranks."""
+        return tuple(sorted(self._places, key=lambda member: self._places[member]))
+
+    @property
+    def forming(self) -> bool:
+        """Whether the newest epoch's group has not formed yet, as far as is known."""
+        return self._waits_since is not None
+
+    def place_of(self, device_id: str) -> int | None:
+        """Return a device's place in the whole plan, `None` where the run has no such device."""
+        places = (place for place, one in enumerate(self.whole.devices) if one.id == device_id)
+        return next(places, None)
+
+    def member_at(self, place: int) -> int | None:
+        """Return who trains on a device, `None` where nobody does."""
+        return next((member for member, own in self._places.items() if own == place), None)
+
+    def leave(self, lost: Mapping[int, Departure], steps: Mapping[int, int | None] | None = None) -> Epoch:
+        """Publish the epoch without some members.
+
+        Args:
+            lost: what became of each of them.
+            steps: how many steps each of them had done, as far as is known.
+        """
+        for member, departure in lost.items():
+            del self._places[member]
+            step = (steps or {}).get(member)
+            self.losses.append(Loss(departure.device, departure.kind, departure.time, step))
+        return self._publish(left=tuple(lost.values()), urgent=True)
+
+    def join(self, newcomers: Mapping[int, int]) -> Epoch:
+        """Publish the epoch with more members.
+
+        Args:
+            newcomers: member → place of its device in `whole`.
+        """
+        self._places |= newcomers
+        return self._publish(joined=tuple(newcomers), urgent=False)
+
+    def form_anew(self) -> Epoch:
+        """Publish an epoch of the same members, whose connections broke though none of them is gone."""
+        return self._publish(urgent=True)
+
+    def drop(self, member: int, departure: Departure) -> Epoch:
+        """Publish the epoch without a member that a person takes out."""
+        del self._places[member]
+        return self._publish(left=(departure,), urgent=False)
+
+    def extend(self, device: DeviceSpec, share: float, precision: str, threads: int) -> int:
+        """Take a device into the run that it had not, and return its place; nobody trains on it yet."""
+        self.whole = extended(self.whole, device, share, precision, threads)
+        return self.whole.world_size - 1
+
+    def plan_with(self, place: int) -> tuple[Plan, int]:
+        """Return the plan as it will be once a device is back, and its rank there."""
+        places = sorted({*self._places.values(), place})
+        return replan(self.whole, places), places.index(place)
+
+    def untold(self) -> list[Loss]:
+        """Return the losses that the others have recovered from since the last call."""
+        new = [loss for loss in self.losses if loss.recovered_seconds is not None and not loss.told]
+        for loss in new:
+            loss.told = True
+        return new
+
+    def told(self) -> dict[str, Any] | None:
+        """Return what the newest epoch's first rank told of its group once it has formed; once."""
+        key = reformed_key(self.number)
+        if not self.forming or not self._store.check([key]):
+            return None
+        since, self._waits_since = self._waits_since, None
+        told: dict[str, Any] = json.loads(self._store.get(key))
+        now = time.time()
+        for loss in self.losses:
+            if loss.recovered_seconds is None:
+                loss.recovered_seconds = now - loss.time
+                loss.step = told.get("step") if loss.step is None else loss.step
+                loss.steps_lost = told.get("steps_lost")
+        assert since is not None
+        return told | {"waited": now - since}
+
+    def _publish(
+        self, left: tuple[Departure, ...] = (), joined: tuple[int, ...] = (), urgent: bool = True
+    ) -> Epoch:
+        self.number += 1
+        places = sorted(self._places.values())
+        self.plan = replan(self.whole, places)
+        path = self._folder / f"epoch_{self.number}.json"
+        write_plan(self.plan, path)
+        epoch = Epoch(self.number, self.members, str(path), joined, left, urgent)
+        self._store.set(Epoch.key(self.number), epoch.to_json())
+        self._store.set(LATEST, str(self.number))
+        self._waits_since, self.joined = time.time(), joined
+        return epoch
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan for processes of this machine, into a folder that need not be there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plan.write(path, durable=False)
