@@ -22,6 +22,7 @@ from hetexp.core.config import Config, read_config
 from hetexp.core.errors import HetexpError, UsageError
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
+from hetexp.launch.heart import beat, show_stack_on_request
 from hetexp.launch.launcher import CALIBRATION, READY
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
 from hetexp.launch.preflight import check_checkpoint_space, checkpoint_bytes
@@ -55,6 +56,7 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
     """
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides, also at a shared terminal
+    show_stack_on_request()
     plan = Plan.read(plan_path)
     number = rank if member is None else member
     path = log_path(Path(plan.run_dir), number)
@@ -127,7 +129,11 @@ def _leave(*_: object) -> None:
 
 
 class _Rank:
-    """The objects of one rank, in the order in which they come to life."""
+    """The objects of one rank, in the order in which they come to life.
+
+    Args:
+        member: number of a process that joins a training under way; `None`: all begin together.
+    """
 
     def __init__(self, plan: Plan, rank: int, member: int | None = None) -> None:
         self.plan, self.rank = plan, rank
@@ -193,6 +199,7 @@ class _Rank:
         assert parts is not None
         assert progress is not None
         parts.survives = parts.config.fault.survive and self.plan.reforms and parts.strategy.reforms
+        self._give_signs_of_life(parts.config)
         survival.start()
         if self.newcomer:
             survival.prepare()
@@ -213,12 +220,24 @@ class _Rank:
             write_json(Path(self.plan.run_dir) / "summary.json", summary)
         parts.communicator.close()
 
+    def _give_signs_of_life(self, config: Config) -> None:
+        """Tell the launcher from now on that this rank lives, and how far it is."""
+        from hetexp.comm.rendezvous import connect_store
+
+        if not config.fault.survive:
+            return
+        own = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
+
+        def tell() -> tuple[int | None, str]:
+            return self.step, self.parts.doing if self.parts is not None else ""
+
+        beat(own, self.member, config.fault.heartbeat_seconds, tell)
+
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
         """End a save that is under way and close the loggers; safe to call at any time and twice."""
-        if self.parts is not None:
-            self.parts.saver.leave(self.parts.config.fault.stop_seconds)
         if self.parts is None:
             return
+        self.parts.saver.leave(self.parts.config.fault.stop_seconds)
         loggers, self.parts.loggers = self.parts.loggers, ()
         for logger in loggers:
             # After a failure nothing may keep this rank from ending: the disk may be full.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import threading
 import time
@@ -158,7 +159,9 @@ class _Run:
                 if not self._ready and time.monotonic() > deadline:
                     self.failures += self._late()
                     return
-                self.survival.poll()
+                if not self.survival.poll():
+                    self._gather_failures()
+                    return
                 display.follow(self.survival.membership.plan, self.survival.present[0].log_path)
                 display.update()
 
@@ -191,11 +194,17 @@ class _Run:
     def _gather_failures(self) -> None:
         """Wait for ranks that are about to fail as well: the first to end need not be the first cause."""
         members = self.survival.present
-        deadline = time.monotonic() + self.config.launch.grace_seconds
+        # Those that could go on do not fail: they wait for the launcher.
+        going_on = self.survival.begun and self.survival.reforms
+        limit = min(self.config.launch.grace_seconds, 1.0 if going_on else math.inf)
+        deadline = time.monotonic() + limit
         for member in members:
             member.process.wait(max(deadline - time.monotonic(), 0.0))
         codes = {member: member.process.poll() for member in members}
-        self.failures += [_failure_of(member, code) for member, code in codes.items() if code]
+        failures = [_failure_of(member, code) for member, code in codes.items() if code]
+        self.failures += [
+            replace(one, kind=self.survival.removed.get(one.rank, one.kind)) for one in failures
+        ]
         if all(failure.peer_lost for failure in self.failures):
             self.failures += self._silent(codes)
 

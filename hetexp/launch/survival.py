@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from hetexp.core.plan import Plan
 from hetexp.launch.members import Member, start_member
 from hetexp.launch.membership import Membership, device_trouble, write_plan
 from hetexp.launch.report import RankFailure
+from hetexp.launch.watch import Watch
 from hetexp.plan.replan import replan
 
 
@@ -46,9 +47,12 @@ class Survival:
         self._config, self._console, self._store = config, console, store
         self._started = started
         self.membership = Membership(plan, store)
+        self._watch = Watch(store, config.fault.heartbeat_seconds)
         self.begun = False
         self.refused = ""
         """Why the run could not go on without a device."""
+        self.removed: dict[int, str] = {}
+        """Member → what became of it, of those that were ended."""
         self._returns: list[_Return] = []
         self._tries: dict[int, int] = {}
 
@@ -95,8 +99,9 @@ class Survival:
             lost: what became of each of them.
             steps: that each of them had done.
         """
-        for member in lost:
+        for member, kind in lost.items():
             member.kill()  # its sockets close, its locks fall: whoever waits for it learns of it
+            self.removed[member.number] = kind
         rest = [member for member in self.present if member not in lost]
         if len(rest) < self._config.fault.min_devices or not rest:
             least = self._config.fault.min_devices
@@ -118,13 +123,26 @@ class Survival:
             self._schedule(member.device.id)
         return True
 
-    def poll(self) -> None:
-        """Look for what has happened since the last call."""
+    def poll(self) -> bool:
+        """Look for what has happened since the last call.
+
+        Returns:
+            Whether the run can go on.
+        """
+        if not self.begun or not self.reforms:
+            return True
         told = self.membership.told()
         if told is not None:
             self._tell_formed(told)
         for one in list(self._returns):
             self._bring(one)
+        frozen = self._watch.frozen(self.present)
+        return not frozen or self.remove(dict.fromkeys(frozen, "Frozen"), self._steps(frozen))
+
+    def _steps(self, members: Sequence[Member]) -> dict[int, int | None]:
+        """Return how many steps each of some members has done, as it told last."""
+        beats = {member.number: self._watch.beat_of(member.number) for member in members}
+        return {number: beat.step if beat is not None else None for number, beat in beats.items()}
 
     def _tell_formed(self, told: Mapping[str, Any]) -> None:
         plan = self.membership.plan

@@ -247,6 +247,7 @@ class Training:
     def finish(self) -> Outcome:
         """Do what follows the last step."""
         parts, progress, outcome = self.parts, self.progress, self.outcome
+        parts.doing = "ending"
         trainer = parts.config.trainer
         if self.logged_at != progress.step > self.first_step:
             self._log()
@@ -303,14 +304,14 @@ class Window:
 
     def restart(self) -> None:
         """Let the clock run: steps follow."""
-        self.parts.doing = "steps"
         self.energy.start()
+        self.parts.doing = "steps"
         self.parts.backend.resume()
         self._resumed_at = time.perf_counter()
 
     def stop(self) -> None:
         """Stop the clock, and count no energy until `restart`: what follows is not training."""
-        self.parts.doing = "other"
+        self.parts.doing = "between steps"
         self.pause()
         self.energy.stop()
 

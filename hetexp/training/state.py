@@ -92,12 +92,13 @@ class Parts:
     """This rank's stages, where the strategy cuts the model; `model` has nothing else then."""
     resumed_from: dict[str, Any] | None = None
     """The run that this one goes on from: its `run_id`, `group`, and the `step` of its checkpoint."""
+    doing: str = ""
+    """What this rank is busy with, for the launcher, which waits for a step no longer than it should take:
+    `steps`, or any other word."""
     microbatch_limits: list[int | None] = field(default_factory=list)
     """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
     survives: bool = False
     """Whether the run goes on where another rank is lost: a step may break off then, and is done again."""
-    doing: str = "other"
-    """What this rank is at, for the launcher: `steps`, `waiting` (for an epoch), `forming` (a group) …"""
     saver: Saver = field(init=False)
     """Writes this rank's checkpoints."""
 

@@ -1,0 +1,66 @@
+"""A rank's signs of life: a thread of its own counts them in the store, and tells how far the rank is."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetexp.core.epoch import beat_key
+
+BEATS = 5
+"""Signs of life within `fault.heartbeat_seconds`."""
+STEPS = "steps"
+"""What a rank does that trains: any other word is for work that takes as long as it takes."""
+WAITING = "waiting"
+"""What a rank does that has lost its group, and waits for the launcher's next epoch."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank tells with each sign of life."""
+
+    count: int
+    step: int | None = None
+    """Steps done so far, `None` before training."""
+    doing: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Beat:
+        return cls(**json.loads(text))
+
+
+def beat(
+    store: Any, member: int, heartbeat_seconds: float, tell: Callable[[], tuple[int | None, str]]
+) -> None:
+    """Let a daemon thread give signs of life until this process ends.
+
+    Args:
+        store: a connection that nobody else uses: others wait in theirs.
+    """
+    pause = threading.Event()
+
+    def run() -> None:
+        count = 0
+        with contextlib.suppress(RuntimeError):  # the launcher is gone, and the lifeline knows what to do
+            while True:
+                count += 1
+                store.set(beat_key(member), Beat(count, *tell()).to_json())
+                pause.wait(heartbeat_seconds / BEATS)
+
+    threading.Thread(target=run, name="heart", daemon=True).start()
+
+
+def show_stack_on_request() -> None:
+    """Write every thread's stack into the rank's log when the launcher asks, also in the midst of C."""
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
