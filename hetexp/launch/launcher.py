@@ -201,10 +201,9 @@ class _Run:
         for member in members:
             member.process.wait(max(deadline - time.monotonic(), 0.0))
         codes = {member: member.process.poll() for member in members}
-        failures = [_failure_of(member, code) for member, code in codes.items() if code]
-        self.failures += [
-            replace(one, kind=self.survival.removed.get(one.rank, one.kind)) for one in failures
-        ]
+        known = {failure.rank: failure for failure in self.survival.causes}
+        failed = [_failure_of(member, code) for member, code in codes.items() if code]
+        self.failures += [known.pop(failure.rank, failure) for failure in failed] + list(known.values())
         if all(failure.peer_lost for failure in self.failures):
             self.failures += self._silent(codes)
 
@@ -231,6 +230,7 @@ class _Run:
     def conclude(self, caught: list[signal.Signals]) -> dict[str, Any]:
         """Return the summary that rank 0 wrote, or write one that tells what went wrong."""
         path = Path(self.plan.run_dir) / "summary.json"
+        members = {loss.member for loss in self.survival.membership.losses}
         losses = [loss.to_dict() for loss in self.survival.membership.losses]
         if not self.failures and not caught and path.exists():
             done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -256,6 +256,7 @@ class _Run:
                     "steps_lost": None,
                 }
                 for failure in sorted(self.failures, key=lambda f: f.time)
+                if failure.rank not in members
             ]
         summary["checkpoint"] = newest_checkpoint(Path(self.plan.run_dir))
         try:

@@ -54,6 +54,7 @@ def device_trouble(failure: RankFailure, exit_code: int) -> str | None:
 class Loss:
     """A device that the run went on without, for a while or for good."""
 
+    member: int
     device: str
     kind: str
     time: float
@@ -128,7 +129,7 @@ class Membership:
         for member, departure in lost.items():
             del self._places[member]
             step = (steps or {}).get(member)
-            self.losses.append(Loss(departure.device, departure.kind, departure.time, step))
+            self.losses.append(Loss(member, departure.device, departure.kind, departure.time, step))
         return self._publish(left=tuple(lost.values()), urgent=True)
 
     def join(self, newcomers: Mapping[int, int]) -> Epoch:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ class Survival:
         self.begun = False
         self.refused = ""
         """Why the run could not go on without a device."""
-        self.removed: dict[int, str] = {}
-        """Member → what became of it, of those that were ended."""
+        self.causes: list[RankFailure] = []
+        """What became of the members that were taken out last, until the others have formed anew."""
         self._returns: list[_Return] = []
         self._tries: dict[int, int] = {}
 
@@ -89,19 +89,17 @@ class Survival:
         lost = {member: kind for member, kind in kinds.items() if kind is not None}
         if not self.begun or not self.reforms or len(lost) < len(kinds):
             return False
-        steps = {member.number: failure.step for member, (failure, _) in found.items()}
-        return self.remove(lost, steps)
+        return self.remove({member: replace(found[member][0], kind=kind) for member, kind in lost.items()})
 
-    def remove(self, lost: Mapping[Member, str], steps: Mapping[int, int | None]) -> bool:
+    def remove(self, lost: Mapping[Member, RankFailure]) -> bool:
         """Kill some members, and let the others go on; tell whether that can be.
 
         Args:
-            lost: what became of each of them.
-            steps: that each of them had done.
+            lost: what became of each of them; `kind` is what the summary says.
         """
-        for member, kind in lost.items():
+        self.causes += lost.values()
+        for member in lost:
             member.kill()  # its sockets close, its locks fall: whoever waits for it learns of it
-            self.removed[member.number] = kind
         rest = [member for member in self.present if member not in lost]
         if len(rest) < self._config.fault.min_devices or not rest:
             least = self._config.fault.min_devices
@@ -115,10 +113,10 @@ class Survival:
             return False  # the others have finished, or fail as well
         now = time.time()
         departures = {
-            member.number: Departure(member.number, member.device.id, kind, now)
-            for member, kind in lost.items()
+            member.number: Departure(member.number, member.device.id, failure.kind, now)
+            for member, failure in lost.items()
         }
-        self.membership.leave(departures, steps)
+        self.membership.leave(departures, {failure.rank: failure.step for failure in lost.values()})
         for member in lost:
             self._schedule(member.device.id)
         return True
@@ -137,14 +135,17 @@ class Survival:
         for one in list(self._returns):
             self._bring(one)
         frozen = self._watch.frozen(self.present)
-        return not frozen or self.remove(dict.fromkeys(frozen, "Frozen"), self._steps(frozen))
+        return not frozen or self.remove({member: self._frozen(member) for member in frozen})
 
-    def _steps(self, members: Sequence[Member]) -> dict[int, int | None]:
-        """Return how many steps each of some members has done, as it told last."""
-        beats = {member.number: self._watch.beat_of(member.number) for member in members}
-        return {number: beat.step if beat is not None else None for number, beat in beats.items()}
+    def _frozen(self, member: Member) -> RankFailure:
+        beat = self._watch.beat_of(member.number)
+        limit = self._config.fault.heartbeat_seconds
+        text = f"It gave no sign of life, and did no work, for {limit:g} s (fault.heartbeat_seconds)."
+        step = beat.step if beat is not None else None
+        return RankFailure(member.number, "Frozen", text, step, time=time.time())
 
     def _tell_formed(self, told: Mapping[str, Any]) -> None:
+        self.causes.clear()
         plan = self.membership.plan
         many = "device goes" if plan.world_size == 1 else "devices go"
         for loss in self.membership.untold():
