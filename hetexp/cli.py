@@ -71,6 +71,30 @@ def launch(arguments: list[str]) -> int:
 
 
 @command
+def add(arguments: list[str]) -> int:
+    """Let one more device take part in a training under way (hetexp add --help)."""
+    from hetexp.commands.control import main_add
+
+    return main_add(arguments)
+
+
+@command
+def drop(arguments: list[str]) -> int:
+    """Take a device out of a training under way (hetexp drop --help)."""
+    from hetexp.commands.control import main_drop
+
+    return main_drop(arguments)
+
+
+@command
+def control(arguments: list[str]) -> int:
+    """Ask a training under way for a checkpoint, its end, or what you registered (hetexp control --help)."""
+    from hetexp.commands.control import main_control
+
+    return main_control(arguments)
+
+
+@command
 def gpus(arguments: list[str]) -> int:
     """List every card of this machine, usable or not, and why not (hetexp gpus --help)."""
     from hetexp.commands.gpus import main as gpus_main

@@ -104,3 +104,8 @@ def prepared_key(member: int) -> str:
 def reformed_key(number: int) -> str:
     """Return the store key under which the first rank of an epoch tells how its group formed (JSON)."""
     return f"reformed/{number}"
+
+
+def answer_key(number: int) -> str:
+    """Return the store key under which the first rank answers a request (JSON; `error`: it was not done)."""
+    return f"answer/{number}"

@@ -80,9 +80,26 @@ class Leases:
         for lock in locks:
             if self._reserve:
                 _reserved.discard(Path(lock.lock_file))
-            with contextlib.suppress(OSError):
-                _note(Path(lock.lock_file)).unlink()
-            lock.release()
+            _let_go(lock)
+
+    def take(self, device: DeviceSpec) -> None:
+        """Take the lease of one more device, which ends with the others.
+
+        Raises:
+            SetupError: another run holds it.
+        """
+        path = _file(device)
+        if device.backend in _UNLEASED or any(Path(lock.lock_file) == path for lock in self._locks):
+            return
+        more = Leases([device], self._owner).__enter__()
+        self._locks += more._locks
+
+    def release(self, device: DeviceSpec) -> None:
+        """Give the lease of a device back before the others."""
+        path = _file(device)
+        for lock in [one for one in self._locks if Path(one.lock_file) == path]:
+            self._locks.remove(lock)
+            _let_go(lock)
 
     def holders(self) -> list[str]:
         """Return who holds each device that somebody else holds, in words."""
@@ -132,6 +149,12 @@ def folder() -> Path:
 def _file(device: DeviceSpec) -> Path:
     key = device.uuid or device.pci or device.id.partition(".")[0]
     return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '-', key)}.lock"
+
+
+def _let_go(lock: FileLock) -> None:
+    with contextlib.suppress(OSError):
+        _note(Path(lock.lock_file)).unlink()
+    lock.release()
 
 
 def _note(path: Path) -> Path:

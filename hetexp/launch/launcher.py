@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,11 +25,14 @@ from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.detection import detect
 from hetexp.hardware.lease import Leases
+from hetexp.launch.control import Desk
 from hetexp.launch.diagrams import diagrams
 from hetexp.launch.display import Display, show_plan, show_summary
 from hetexp.launch.members import Member, end_all, environment_of, pause_for, start_member
+from hetexp.launch.orders import Orders
 from hetexp.launch.preflight import check_machine
 from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
+from hetexp.launch.requests import Requests
 from hetexp.launch.store import bind, host_store
 from hetexp.launch.survival import Survival
 
@@ -98,8 +101,9 @@ def _run_ranks(
     store = host_store(listener)
     run = _Run(plan, config, console, store)
     # A shared card is nobody's own.
-    leases = nullcontext() if config.hardware.share_devices else Leases(plan.all_devices, plan.run_dir)
-    with leases, _signals() as caught, diagrams(plan, config, console):
+    leases = Leases([] if config.hardware.share_devices else plan.all_devices, plan.run_dir)
+    with leases, Desk(run_dir) as desk, _signals() as caught, diagrams(plan, config, console):
+        run.take_orders(desk, leases)
         try:
             run.start(plan_path)
             run.follow(caught)
@@ -111,6 +115,9 @@ def _run_ranks(
 
 
 def _raise(summary: dict[str, Any], caught: list[signal.Signals], told: str, console: Console) -> NoReturn:
+    if summary["status"] == "interrupted" and summary["checkpoint"] is not None:
+        text = f"Its newest checkpoint, to go on from with resume=: {summary['checkpoint']}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     if caught:
         console.print(f"Stopped by {caught[0].name}; every rank has ended.", style="bold yellow")
         raise RunFailedError(f"stopped by {caught[0].name}", exit_code=128 + caught[0])
@@ -128,6 +135,15 @@ class _Run:
         """`rank` in them is the member's number, which at first is that of its rank."""
         self.told = ""
         self._ready = False
+        self._requests = Requests(store)
+        self._orders: Orders | None = None
+        self._stop_by: float | None = None
+        """When the ranks must have ended after a signal, by the monotonic clock."""
+
+    def take_orders(self, desk: Desk, leases: Leases) -> None:
+        """Let people ask the run for things while it trains."""
+        shared = self.config.hardware.share_devices
+        self._orders = Orders(desk, self.survival, self._requests, self.config, None if shared else leases)
 
     def start(self, plan_path: Path) -> None:
         """Start every rank."""
@@ -141,7 +157,7 @@ class _Run:
         """
         deadline = time.monotonic() + self.config.launch.timeout_seconds
         with Display(self.plan, self.console) as display:
-            while not caught:
+            while not caught or self._stops(caught):
                 members = self.survival.present
                 pause_for(members, POLL_SECONDS)
                 codes = {member: member.process.poll() for member in members}
@@ -162,8 +178,29 @@ class _Run:
                 if not self.survival.poll():
                     self._gather_failures()
                     return
+                if self._orders is not None:
+                    self._orders.poll()
                 display.follow(self.survival.membership.plan, self.survival.present[0].log_path)
                 display.update()
+
+    def _stops(self, caught: list[signal.Signals]) -> bool:
+        """Let the ranks save a last checkpoint and end, and tell whether they still may.
+
+        Args:
+            caught: the signals that came; the second one ends all at once.
+        """
+        if len(caught) > 1 or not self.survival.begun or not self.survival.listens:
+            return False
+        if self._stop_by is None:
+            limit = self.config.fault.stop_seconds
+            self._stop_by = time.monotonic() + limit
+            self._requests.send("checkpoint")
+            self._requests.send("stop")
+            self._print(
+                f"{caught[0].name}: the run saves a checkpoint and ends, within {limit:g} s "
+                "(fault.stop_seconds); a second signal ends it at once."
+            )
+        return time.monotonic() < self._stop_by
 
     def _goes_on_without(self, failed: dict[Member, int]) -> bool:
         """Let the others go on, and tell whether they do."""
@@ -226,21 +263,33 @@ class _Run:
     def end(self) -> None:
         """End every process of the run: first by request, then by force; return when none is left."""
         end_all(self.started, self.config.launch.grace_seconds)
+        if self._orders is not None:
+            self._orders.close()
+
+    @property
+    def _stopped_by_order(self) -> str:
+        """What the summary says of a run that a person has stopped; empty where nobody has."""
+        stopped = self._orders is not None and self._orders.stopped
+        return "stopped by hetexp control" if stopped else ""
 
     def conclude(self, caught: list[signal.Signals]) -> dict[str, Any]:
         """Return the summary that rank 0 wrote, or write one that tells what went wrong."""
         path = Path(self.plan.run_dir) / "summary.json"
         members = {loss.member for loss in self.survival.membership.losses}
         losses = [loss.to_dict() for loss in self.survival.membership.losses]
-        if not self.failures and not caught and path.exists():
+        stopped = f"stopped by {caught[0].name}" if caught else self._stopped_by_order
+        if not self.failures and path.exists():
             done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if losses:
-                done["failures"] = losses + done["failures"]
+            done["failures"] = losses + done["failures"]
+            if stopped:
+                done |= {"status": "interrupted", "error": stopped}
+            if losses or stopped:
                 write_json(path, done)
             return done
-        summary = blank_summary(self.plan, "interrupted" if caught else "failed")
-        if caught:
-            summary["error"] = f"stopped by {caught[0].name}"
+        summary = blank_summary(self.plan, "interrupted" if stopped else "failed")
+        summary["failures"] = losses
+        if stopped:
+            summary["error"] = stopped
         else:
             if not self.failures:
                 first = self.survival.present[0]
@@ -321,7 +370,7 @@ def card_state(device: DeviceSpec) -> str | None:
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them; the second one counts no more.
+    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them.
 
     A signal that was ignored before (as SIGHUP is under nohup) stays ignored.
     """

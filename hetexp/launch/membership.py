@@ -167,6 +167,14 @@ class Membership:
             loss.told = True
         return new
 
+    def plan_with_new(
+        self, device: DeviceSpec, share: float, precision: str, threads: int
+    ) -> tuple[Plan, int]:
+        """Return the plan as it will be with a device that the run has not had, and its rank there."""
+        more = extended(self.whole, device, share, precision, threads)
+        places = [*sorted(self._places.values()), more.world_size - 1]
+        return replan(more, places), len(places) - 1
+
     def told(self) -> dict[str, Any] | None:
         """Return what the newest epoch's first rank told of its group once it has formed; once."""
         key = reformed_key(self.number)

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from hetexp.core.config import Config
-from hetexp.core.epoch import Departure, prepared_key
-from hetexp.core.errors import SetupError
+from hetexp.core.epoch import Departure
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
-from hetexp.launch.members import Member, start_member
-from hetexp.launch.membership import Membership, device_trouble, write_plan
+from hetexp.launch.members import Member
+from hetexp.launch.membership import Membership, device_trouble
 from hetexp.launch.report import RankFailure
+from hetexp.launch.returns import Returns
 from hetexp.launch.watch import Watch
 from hetexp.plan.replan import replan
-
-
-@dataclass
-class _Return:
-    """A device on its way back."""
-
-    place: int
-    due: float
-    """When its process is to be started, by the monotonic clock."""
-    member: Member | None = None
 
 
 class Survival:
@@ -53,25 +42,37 @@ class Survival:
         """Why the run could not go on without a device."""
         self.causes: list[RankFailure] = []
         """What became of the members that were taken out last, until the others have formed anew."""
-        self._returns: list[_Return] = []
-        self._tries: dict[int, int] = {}
+        self.returns = Returns(self.membership, config, store, started, self._say)
 
-    @cached_property
+    @property
     def reforms(self) -> bool:
         """Whether ranks form their group anew when a member goes."""
-        wanted = self._config.fault.survive and self.membership.whole.script is None
-        return wanted and bool(instantiate(self._config.strategy).reforms)
+        return self._config.fault.survive and not self.deaf
+
+    @property
+    def listens(self) -> bool:
+        """Whether ranks do what they are asked for while they train."""
+        return not self.deaf
+
+    @cached_property
+    def deaf(self) -> str:
+        """Why ranks neither form their group anew nor listen to requests; empty where they do."""
+        strategy = instantiate(self._config.strategy)
+        if self.membership.whole.measuring:
+            return "Devices that are measured have nothing to lose."
+        if self.membership.whole.script is not None:
+            return "A script of one's own (hetexp launch) has a loop that nobody else can change."
+        return (
+            ""
+            if strategy.reforms
+            else f"Devices of strategy={strategy.name} cannot be asked while they train."
+        )
 
     @property
     def present(self) -> list[Member]:
         """Those that train now, in the order of their ranks."""
         by_number = {member.number: member for member in self._started}
         return [by_number[number] for number in self.membership.members]
-
-    @property
-    def coming(self) -> list[Member]:
-        """Those that are about to join."""
-        return [one.member for one in self._returns if one.member is not None]
 
     def begin(self) -> None:
         """Be ready for the first loss: the training has begun."""
@@ -118,7 +119,8 @@ class Survival:
         }
         self.membership.leave(departures, {failure.rank: failure.step for failure in lost.values()})
         for member in lost:
-            self._schedule(member.device.id)
+            self.returns.lost(member.number)
+            self.returns.after_loss(member.device)
         return True
 
     def poll(self) -> bool:
@@ -132,8 +134,7 @@ class Survival:
         told = self.membership.told()
         if told is not None:
             self._tell_formed(told)
-        for one in list(self._returns):
-            self._bring(one)
+        self.returns.poll()
         frozen = self._watch.frozen(self.present)
         return not frozen or self.remove({member: self._frozen(member) for member in frozen})
 
@@ -153,48 +154,7 @@ class Survival:
                 f"{loss.device} was lost at step {loss.step} ({loss.kind}); {plan.world_size} {many} on, "
                 f"{loss.recovered_seconds:.2f} s"
             )
-        for number in self.membership.joined:
-            device = next(member.device for member in self._started if member.number == number)
-            self._say(f"{device} is back from step {told.get('step')} on; {told['waited']:.2f} s")
-
-    def _schedule(self, device_id: str) -> None:
-        """Plan the return of a device that was lost."""
-        fault = self._config.fault
-        place = self.membership.place_of(device_id)
-        assert place is not None
-        tries = self._tries.get(place, 0)
-        if tries < fault.respawn:
-            self._tries[place] = tries + 1
-            due = time.monotonic() + fault.respawn_seconds * 2**tries
-            self._returns.append(_Return(place, due))
-
-    def _bring(self, one: _Return) -> None:
-        """Do the next thing on a device's way back, if its time has come."""
-        if one.member is None:
-            if time.monotonic() >= one.due:
-                one.member = self._start(one)
-            return
-        if one.member.process.poll() is not None:
-            self._returns.remove(one)
-            self._say(f"{one.member.device} did not come back; its log: {one.member.log_path}")
-            self._schedule(one.member.device.id)
-        elif not self.membership.forming and self._store.check([prepared_key(one.member.number)]):
-            self._returns.remove(one)
-            self.membership.join({one.member.number: one.place})
-
-    def _start(self, one: _Return) -> Member | None:
-        plan, rank = self.membership.plan_with(one.place)
-        number = 1 + max(member.number for member in self._started)
-        path = Path(plan.run_dir) / "plans" / f"member_{number}.json"
-        write_plan(plan, path)
-        try:
-            member = start_member(plan, path, rank, self._config.launch.start_method, number, begins=True)
-        except SetupError as error:
-            self._returns.remove(one)
-            self._say(str(error))
-            return None
-        self._started.append(member)
-        return member
+        self.returns.formed(told.get("step"))
 
     def _say(self, text: str) -> None:
         self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,201 @@
+"""What a person asks of a running training: a file in its run folder, and an answer beside it.
+
+No port is opened for it. Whoever may write into the run folder may ask; the folder is its owner's alone, what
+is in it is JSON of limited size, and only files of the same user count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from filelock import FileLock, Timeout
+
+from hetexp.core.errors import SetupError, UsageError, must_be
+from hetexp.core.files import write_json
+
+FOLDER = "control"
+LARGEST_BYTES = 16 * 1024
+"""Of an order's file: what is larger is not read."""
+POLL_SECONDS = 0.05
+_LOCK = ".running"
+_ID = re.compile(r"[0-9a-f]{8,64}")
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+_ANSWER = ".answer.json"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One thing that a person asks for."""
+
+    id: str
+    command: str
+    """`add`, `drop`, or the name of a `hetexp.core.epoch.Request`."""
+    argument: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of it."""
+
+    done: bool
+    text: str
+    """For people: what was done, or why not."""
+
+
+class Desk:
+    """The launcher's side: takes orders, and answers them. The run is under way as long as it is open."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self._lock = FileLock(self._folder / _LOCK)
+
+    def __enter__(self) -> Desk:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            self._folder.chmod(0o700)
+        self._lock.acquire(timeout=0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for order in self.orders():
+            self.answer(order, Answer(False, "The run has ended."))
+        self._lock.release()
+        with contextlib.suppress(OSError):
+            (self._folder / _LOCK).unlink()
+
+    def orders(self) -> list[Order]:
+        """Return the orders that have come since the last call, the first one first."""
+        found = []
+        for path in sorted(self._folder.glob("*.json"), key=_written_at):
+            if path.name.endswith(_ANSWER):
+                continue
+            name = path.name.removesuffix(".json")
+            if _ID.fullmatch(name):
+                order = _read(path, name)
+                if isinstance(order, Order):
+                    found.append(order)
+                else:
+                    self.answer(Order(name, ""), Answer(False, order))
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return found
+
+    def answer(self, order: Order, answer: Answer) -> None:
+        """Tell what became of an order; a full disk keeps nobody from training on."""
+        with contextlib.suppress(OSError):
+            write_json(self._folder / f"{order.id}{_ANSWER}", asdict(answer), durable=False)
+
+
+def _written_at(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:  # an answer that was fetched meanwhile
+        return 0
+
+
+def _read(path: Path, name: str) -> Order | str:
+    """Return the order in a file, or what is wrong with it."""
+    try:
+        # Neither a link to somebody else's file nor a pipe that nobody writes into.
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        with os.fdopen(os.open(path, flags), "rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode) or (hasattr(os, "getuid") and facts.st_uid != os.getuid()):
+                return "An order must be a plain file of the run's own user."
+            content = file.read(LARGEST_BYTES + 1)
+    except OSError as error:
+        return f"The order cannot be read: {error.strerror}."
+    if len(content) > LARGEST_BYTES:
+        return f"An order must have at most {LARGEST_BYTES} bytes."
+    try:
+        raw = json.loads(content)
+    except (ValueError, RecursionError):
+        return "An order must be JSON."
+    raw = raw if isinstance(raw, dict) else {}
+    command, argument = raw.get("command"), raw.get("argument", "")
+    if not isinstance(command, str) or not _NAME.fullmatch(command) or not isinstance(argument, str):
+        return (
+            "An order must have a `command` of small letters, digits, - and _, and maybe a text `argument`."
+        )
+    return Order(name, command, argument)
+
+
+def ask(run_dir: Path, command: str, argument: str = "") -> Answer:
+    """Ask a running training for something, and wait for its answer as long as it runs.
+
+    Raises:
+        UsageError: the name of the command is none.
+        SetupError: the folder is no run, its run is over, or it belongs to somebody else.
+    """
+    if not _NAME.fullmatch(command):
+        raise UsageError(must_be("NAME", "of small letters, digits, - and _", command))
+    if not (run_dir / "plan.json").exists():
+        raise SetupError(must_be("RUN", "the folder of a run (it has a plan.json)", str(run_dir)))
+    folder, name = run_dir / FOLDER, secrets.token_hex(8)
+    _check_runs(run_dir)
+    try:
+        write_json(folder / f"{name}.json", {"command": command, "argument": argument}, durable=False)
+    except OSError as error:
+        raise SetupError(
+            f"The run {run_dir} cannot be asked: {folder} {error.strerror}. Only its user may."
+        ) from error
+    path, pause = folder / f"{name}{_ANSWER}", threading.Event()
+    while not path.exists():
+        if not _runs(run_dir) and not path.exists():
+            (folder / f"{name}.json").unlink(missing_ok=True)
+            raise SetupError(f"The run {run_dir} has ended before it answered.")
+        pause.wait(POLL_SECONDS)
+    answer = Answer(**json.loads(path.read_text(encoding="utf-8")))
+    path.unlink()
+    return answer
+
+
+def _check_runs(run_dir: Path) -> None:
+    if _runs(run_dir):
+        return
+    ended = (run_dir / "summary.json").exists()
+    told = "is over" if ended else "is not running: nobody answers there, and it has no summary"
+    raise SetupError(f"The run {run_dir} {told}.")
+
+
+def _runs(run_dir: Path) -> bool:
+    path = run_dir / FOLDER / _LOCK
+    if not path.exists():
+        return False
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except OSError:  # another user's
+        return True
+    lock.release()
+    return False
+
+
+def find_run(text: str, here: Path) -> Path:
+    """Return the folder of a run that a person names by its path, or by its folder's name below `outputs`.
+
+    Raises:
+        SetupError: there is none, or there are several.
+    """
+    given = here / text
+    if given.is_dir() or len(Path(text).parts) > 1:
+        return given
+    found = [path.parent for path in (here / "outputs").glob(f"**/{text}/plan.json")]
+    if len(found) == 1:
+        return found[0]
+    several = f" It is the name of {len(found)} runs: name its path." if found else ""
+    accepted = "the folder of a run, or its name below outputs"
+    raise SetupError(must_be("RUN", accepted, text, several.strip()))

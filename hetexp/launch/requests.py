@@ -1,0 +1,57 @@
+"""What the launcher asks of the ranks of a running training, and what they answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hetexp.core.epoch import LATEST_REQUEST, Request, answer_key
+from hetexp.launch.control import Answer
+
+
+class Requests:
+    """Numbers requests, and hands each answer on once.
+
+    Args:
+        store: the launcher's own end of it.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._number = 0
+        self._open: dict[int, Callable[[Answer], None]] = {}
+
+    def send(self, name: str, argument: str = "", told: Callable[[Answer], None] = lambda _: None) -> None:
+        """Ask all ranks for something; they act together at a step's end.
+
+        Args:
+            told: gets the answer of the first rank.
+        """
+        self._number += 1
+        self._open[self._number] = told
+        self._store.set(Request.key(self._number), Request(self._number, name, argument).to_json())
+        self._store.set(LATEST_REQUEST, str(self._number))
+
+    def poll(self) -> None:
+        """Hand on what has been answered."""
+        for number in list(self._open):
+            key = answer_key(number)
+            if self._store.check([key]):
+                self._open.pop(number)(_answer(json.loads(self._store.get(key))))
+
+    def close(self) -> None:
+        """Tell all that wait that no answer comes any more."""
+        for told in self._open.values():
+            told(Answer(False, "The run has ended."))
+        self._open.clear()
+
+
+def _answer(told: dict[str, Any]) -> Answer:
+    """Return the first rank's answer in words."""
+    if told.get("error"):
+        return Answer(False, str(told["error"]))
+    if told.get("answer") is not None:
+        return Answer(True, str(told["answer"]))
+    parts = [f"{name} {value}" for name, value in told.items() if name != "done" and value is not None]
+    return Answer(True, ", ".join(parts) or "done")
