@@ -47,7 +47,7 @@ class Survival:
     @property
     def reforms(self) -> bool:
         """Whether ranks form their group anew when a member goes."""
-        return self._config.fault.survive and not self.deaf
+        return self._config.fault.survive and self.membership.whole.reforms and not self.deaf
 
     @property
     def listens(self) -> bool:
