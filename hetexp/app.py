@@ -235,6 +235,7 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     from rich.console import Console
 
     from hetexp.launch.reserve import Checked, reserved
+    from hetexp.launch.resume import Job, find, going_on, held
 
     def checked(leases: bool) -> Checked:
         return Checked(*check(cfg, request.working_dir, leases))
@@ -242,14 +243,24 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     console = console or Console()
     with reserved(checked, request, console) as found:
         problems = list(found.problems)
-        if (request.run_dir / "plan.json").exists():
-            problems.append(
-                f"`hydra.run.dir` must be a new folder, but {request.run_dir} holds a run already, whose "
-                "results would be lost."
+        origin = None
+        if found.config is not None:
+            job = Job(
+                found.config, found.raw, request.run_dir, request.working_dir, trains_apart(found.config)
             )
+            try:
+                origin = find(job)
+            except ConfigError as error:
+                problems += [problem for problem in error.problems if problem not in problems]
+            except HetexpError as error:
+                problems += [str(error)] if str(error) not in problems else []
         if problems:
             raise ConfigError(problems)
-        return _go(found, request, console)
+        assert origin is not None
+        for sentence in origin.told:
+            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        with held(origin, request.run_dir):
+            return _go(going_on(found, origin), request, console)
 
 
 def _go(found: Checked, request: Request, console: Console) -> dict[str, Any]:
@@ -395,17 +406,19 @@ def _missing(node: Any, key: str = "") -> Iterator[str]:
 
 def _check_run(config: Config, working_dir: Path) -> list[str]:
     """Check what names something outside the configuration: a loss to import, a checkpoint to read."""
-    from hetexp.checkpoint.manifest import find_checkpoint, rank_folders, search_rank_checkpoints
+    from hetexp.checkpoint.choose import Wish, choose
+    from hetexp.checkpoint.manifest import rank_folders, search_rank_checkpoints
     from hetexp.training.loss import check_loss
 
     problems = check_loss(config.trainer.loss)
-    if config.resume is not None:
-        path = working_dir / config.resume
+    wish = Wish.read(config.resume, working_dir) if config.resume is not None else None
+    if wish is not None and wish.path is not None:  # else the run folder must be known (`find`)
+        path = working_dir / wish.path
         try:
-            if _trains_apart(config) and rank_folders(path):
+            if trains_apart(config) and rank_folders(path):
                 search_rank_checkpoints(path)
             else:
-                find_checkpoint(path)
+                choose(path, wish.which, config.trainer.early_stopping.metric, contents=False)
         except ConfigError as error:
             problems += error.problems
         except HetexpError as error:
@@ -413,7 +426,7 @@ def _check_run(config: Config, working_dir: Path) -> list[str]:
     return problems
 
 
-def _trains_apart(config: Config) -> bool:
+def trains_apart(config: Config) -> bool:
     """Return whether each device trains a model of its own, as far as that can be told by now."""
     from hetexp.core.instantiate import locate
 

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def delete_folder(folder: Path) -> bool:
 
 def complete_checkpoints(parent: Path) -> list[Path]:
     """Return the complete checkpoints of a folder, by step; judged by names and sizes."""
-    return [folder for folder in reversed(_newest_first(parent)) if _incompleteness(folder) is None]
+    return [folder for folder in reversed(newest_first(parent)) if incompleteness(folder) is None]
 
 
 def evaluation_of(folder: Path) -> dict[str, float]:
@@ -119,30 +119,54 @@ def find_checkpoint(path: Path) -> Path:
     return search_checkpoint(path)[0]
 
 
-def search_checkpoint(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """Like `find_checkpoint`, with a sentence for each newer folder that was passed over as incomplete."""
-    _refuse_other_paths(path)
-    if _is_checkpoint_folder(path):
-        if problem := _incompleteness(path):
+def search_checkpoint(path: Path, contents: bool = False) -> tuple[Path, tuple[str, ...]]:
+    """Like `find_checkpoint`, with a sentence for each newer folder that was passed over.
+
+    Args:
+        contents: whether files are read and their checksums compared, or names and sizes only.
+    """
+    accepted_path(path)
+    if is_checkpoint_folder(path):
+        if contents:
+            verify(path)
+        elif problem := incompleteness(path):
             raise CheckpointError(must_be("resume", "a complete checkpoint", str(path), f"It {problem}."))
         return path, ()
-    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    skipped: list[str] = []
-    for candidate in _newest_first(parent):
-        problem = _incompleteness(candidate)
-        if problem is None:
-            return candidate, tuple(skipped)
-        skipped.append(f"'{candidate}' was skipped: it {problem}.")
+    folder, skipped = first_whole(newest_first(checkpoints_of(path)), contents)
+    if folder is not None:
+        return folder, skipped
     if rank_folders(path):
-        skipped.append("Its devices trained apart: hetexp merge makes one model of theirs.")
+        skipped = (*skipped, "Its devices trained apart: hetexp merge makes one model of theirs.")
     raise CheckpointError(
         " ".join([must_be("resume", "a folder with a complete checkpoint", str(path)), *skipped])
     )
 
 
+def first_whole(folders: Iterable[Path], contents: bool) -> tuple[Path | None, tuple[str, ...]]:
+    """Return the first complete checkpoint, and a sentence for each before it that is none.
+
+    Args:
+        contents: as for `search_checkpoint`.
+    """
+    skipped: list[str] = []
+    for folder in folders:
+        problem = incompleteness(folder)
+        if problem is None and contents and (damaged := damage(folder)):
+            problem = f"is damaged, {damaged}"
+        if problem is None:
+            return folder, tuple(skipped)
+        skipped.append(f"'{folder}' was skipped: it {problem}.")
+    return None, tuple(skipped)
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Return the folder of a run's checkpoints, which may be given itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
 def rank_folders(path: Path) -> list[Path]:
     """Return the folders, in rank order, that the ranks of a run have each saved a model of its own into."""
-    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    parent = checkpoints_of(path)
     found = [(_RANK_FOLDER.fullmatch(one.name), one) for one in parent.iterdir()] if parent.is_dir() else []
     return [one for _, one in sorted((int(m[1]), one) for m, one in found if m is not None and one.is_dir())]
 
@@ -157,7 +181,7 @@ def search_rank_checkpoints(path: Path) -> list[Path]:
         CheckpointError: there is no such step.
     """
     folders = rank_folders(path)
-    complete = [{one.name for one in _newest_first(f) if _incompleteness(one) is None} for f in folders]
+    complete = [{one.name for one in newest_first(f) if incompleteness(one) is None} for f in folders]
     common = sorted(set.intersection(*complete)) if complete else []
     common = [name for name in common if not name.startswith(".")]
     if not common:
@@ -174,14 +198,23 @@ def verify(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise CheckpointError(must_be("resume", "a checkpoint folder", str(folder)))
-    if problem := _incompleteness(folder):
+    if problem := incompleteness(folder):
         raise CheckpointError(must_be("resume", "a complete checkpoint", str(folder), f"It {problem}."))
+    if damaged := damage(folder):
+        raise CheckpointError(
+            f"`resume` must name an undamaged checkpoint, but {damaged}. Resume from another checkpoint."
+        )
+
+
+def damage(folder: Path) -> str | None:
+    """Return which file of a complete checkpoint has another checksum than its manifest; reads all files."""
     for name, entry in _read_manifest(folder)["files"].items():
         if _sha256(folder / name) != entry["sha256"]:
-            raise CheckpointError(
-                f"`resume` must name an undamaged checkpoint, but the checksum of '{folder / name}' differs "
-                "from its manifest: the file was changed after it was saved. Resume from another checkpoint."
+            return (
+                f"the checksum of '{folder / name}' differs from its manifest: the file was changed after it "
+                "was saved"
             )
+    return None
 
 
 def _seal(
@@ -224,7 +257,7 @@ def _tidy(parent: Path) -> None:
         with lock_folder(hidden, wait=False) as left:
             if not left:
                 continue
-            if _incompleteness(hidden) is None and not final.exists():
+            if incompleteness(hidden) is None and not final.exists():
                 os.replace(hidden, final)
             else:
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -238,24 +271,30 @@ def _hidden(parent: Path) -> list[Path]:
     return sorted(path for path in parent.iterdir() if _HIDDEN_FOLDER.fullmatch(path.name) and path.is_dir())
 
 
-def _newest_first(parent: Path) -> list[Path]:
+def newest_first(parent: Path) -> list[Path]:
     """Folders by falling step. A hidden one stands in where a kill came between the two renames of a save."""
     folders = [path for path in parent.iterdir() if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     names = {path.name for path in folders}
     for hidden in _hidden(parent):
-        if hidden.name.split(".")[1] not in names and _incompleteness(hidden) is None:
+        if hidden.name.split(".")[1] not in names and incompleteness(hidden) is None:
             folders.append(hidden)
             names.add(hidden.name.split(".")[1])
     return sorted(folders, key=step_of, reverse=True)
 
 
-def _is_checkpoint_folder(path: Path) -> bool:
+def is_checkpoint_folder(path: Path) -> bool:
+    """Return whether a path is meant as one checkpoint, not as a run's folder."""
     return (path / MANIFEST).is_file() or _STEP_FOLDER.fullmatch(path.name) is not None
 
 
-def _refuse_other_paths(path: Path) -> None:
+def accepted_path(path: Path) -> None:
+    """Check that a path is of a checkpoint, or of a folder that has some.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     if path.is_dir():
-        if _is_checkpoint_folder(path) or (path / "checkpoints").is_dir() or _newest_first(path):
+        if is_checkpoint_folder(path) or (path / "checkpoints").is_dir() or newest_first(path):
             return
         raise ConfigError(must_be("resume", ACCEPTED, str(path), "This folder holds no checkpoints."))
     if not path.exists():
@@ -264,7 +303,7 @@ def _refuse_other_paths(path: Path) -> None:
     raise ConfigError(must_be("resume", ACCEPTED, str(path), fix))
 
 
-def _incompleteness(folder: Path) -> str | None:
+def incompleteness(folder: Path) -> str | None:
     """Return what makes a folder no complete checkpoint, by names and sizes only; None if it is one."""
     if not (folder / MANIFEST).is_file():
         return f"has no {MANIFEST}: its save did not end"

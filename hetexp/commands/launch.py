@@ -89,10 +89,11 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
 
     from hetexp.app import register_resolvers
     from hetexp.core.conf_folders import name_own_conf_dir
-    from hetexp.core.errors import ConfigError
+    from hetexp.core.errors import ConfigError, HetexpError
     from hetexp.core.files import write_text
     from hetexp.core.overrides import compose_typed
     from hetexp.core.words import written_out
+    from hetexp.launch.resume import Job, clear, find
     from hetexp.plan.planner import Request, make_plan
 
     register_resolvers()
@@ -103,8 +104,6 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     typed = written_out([word for word in options.overrides if word not in folders])
     problems = [*_check_script(script), *_of_the_script(typed)]
     folder = here / (folders[-1].removeprefix(RUN_DIR) if folders else _new_folder())
-    if (folder / "plan.json").exists():
-        problems.append(f"`hydra.run.dir` must be a new folder, but {folder} holds a run already.")
     composed, wrong = compose_typed(
         [word for word in typed if _section(word) not in OF_THE_SCRIPT or _is_precision(word)],
         config_dir=options.config_dir,
@@ -114,10 +113,25 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
         raise ConfigError(problems)
     raw, config, selection, wrong = check(composed, here)
     problems += wrong
+    origin = None
+    if config is not None:
+        words = (str(script.absolute()), *script_arguments)
+        try:
+            origin = find(Job(config, raw, folder, here, apart=False, script=words))
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+        except HetexpError as error:
+            problems += [str(error)] if str(error) not in problems else []
     if problems:
         raise ConfigError(problems)
     assert config is not None
     assert selection is not None
+    assert origin is not None
+    for sentence in origin.told:
+        print(sentence)
+    clear(origin, folder)
+    path = str(origin.path) if origin.path is not None else None
+    raw, config = {**raw, "resume": path}, config.model_copy(update={"resume": path})
     request = Request(
         run_dir=folder,
         working_dir=here,
@@ -140,7 +154,7 @@ def check(
     What belongs to the script is left out of the configuration, and nothing of it is built.
     """
     from hetexp.app import detect_for, plain
-    from hetexp.checkpoint.manifest import find_checkpoint
+    from hetexp.checkpoint.choose import Wish, choose
     from hetexp.core.config import check_config
     from hetexp.core.errors import ConfigError, HetexpError
     from hetexp.core.instantiate import check_component
@@ -162,9 +176,10 @@ def check(
             config, raw, selection = fall_back(config, raw, selection)
             found += _unsupported(config, selection)
         found += check_plan(config, selection, usable)
-        if config.resume is not None:
+        wish = Wish.read(config.resume, working_dir) if config.resume is not None else None
+        if wish is not None and wish.path is not None:  # else the run folder must be known
             try:
-                find_checkpoint(working_dir / config.resume)
+                choose(working_dir / wish.path, wish.which, contents=False)
             except ConfigError as error:
                 found += error.problems
             except HetexpError as error:

@@ -371,7 +371,8 @@ class Config(Section):
     diagram: bool = True
     """Whether the plan is drawn into the run folder (`hetexp.report.diagram`)."""
     resume: str | None = None
-    """Checkpoint folder, or run folder whose newest checkpoint is meant."""
+    """A checkpoint's folder, a run's (`RUN`, `RUN/best`, `RUN/step:100`), or `auto`, `last`, `best`,
+    `step:100` of a run of the same job (`hetexp.launch.resume`)."""
     name: str | None = None
     """Name of the run for people; by default made from the overrides."""
 

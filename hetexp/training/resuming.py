@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from hetexp.checkpoint.choose import Wish, choose
 from hetexp.checkpoint.folder import load_checkpoint
-from hetexp.checkpoint.manifest import rank_folders, search_checkpoint, search_rank_checkpoints
+from hetexp.checkpoint.manifest import rank_folders, search_rank_checkpoints
 from hetexp.core.errors import CheckpointError, must_be
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.precision import LossScale
@@ -62,10 +63,11 @@ def _checkpoint_of(parts: Parts, path: Path) -> Path:
         accepted = f"a run of as many devices as this one has ({parts.plan.world_size})"
         fix = f"It is of {len(folders)}: hetexp merge makes one model of theirs, which any run goes on from."
         raise CheckpointError(must_be("resume", accepted, str(path), fix))
-    folder, skipped = search_checkpoint(path)
-    for name in skipped:
-        log.warning("resume: %s is not complete and was skipped", name)
-    return folder
+    wish = Wish.read(str(path), Path())  # of a script's own `run.resume`; else the launcher has chosen
+    chosen = choose(Path(wish.path or path), wish.which, contents=False)
+    for sentence in chosen.skipped:
+        log.warning("resume: %s", sentence)
+    return chosen.folder
 
 
 def _limits_before(parts: Parts, devices: list[dict[str, Any]]) -> list[int | None]:

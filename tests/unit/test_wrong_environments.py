@@ -292,7 +292,7 @@ def test_disk_that_fills_up(train: Train, mount: Mount) -> None:
     folder = mount("size=12m")
     options = ("model.hidden_sizes=[500,500]", "trainer.checkpoint_every=1", "trainer.max_steps=20")
     with pytest.raises(RunFailedError) as caught:
-        train(*RUN, *options, folder=folder / "run")
+        train(*RUN, *options, "trainer.on_save_error=stop", folder=folder / "run")
     checkpoints = folder / "run" / "checkpoints"
     newest = find_checkpoint(folder / "run")
     failed = checkpoints / f"step_{int(newest.name[5:]) + 1:08d}"
@@ -301,6 +301,11 @@ def test_disk_that_fills_up(train: Train, mount: Mount) -> None:
     assert "No space left on device" in told and "The ones before it are as they were." in told
     assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")]
     assert "room for " in (folder / "run" / "logs" / "rank_0.log").read_text()
+    shutil.rmtree(folder / "run")
+    run = train(*RUN, *options, "trainer.keep_last=1", "trainer.keep_best=0", folder=folder / "run")
+    assert [path.name for path in checkpoints.iterdir()] == ["step_00000020"]
+    assert run.summary["checkpoint"] == str(checkpoints / "step_00000020")
+    assert "room for " not in (folder / "run" / "logs" / "rank_0.log").read_text()
 
 
 def test_a_checkpoint_that_cannot_be_written_keeps_the_old_one(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""Which run `resume=auto`, `last`, `best` and `step:N` go on from, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import unbuilt_config
+
+from hetexp.checkpoint.manifest import write_folder
+from hetexp.core.config import read_config
+from hetexp.core.errors import CheckpointError, ConfigError
+from hetexp.core.files import lock_folder
+from hetexp.launch.resume import Found, Job, find, held
+
+NEW = "outputs/2026-02-02/08-00-00-aaaaaa"
+
+
+def job(folder: Path, resume: str | None, run_dir: str = NEW, **trainer: Any) -> Job:
+    raw = unbuilt_config(trainer=trainer, resume=None) | {"resume": resume, "name": None}
+    return Job(read_config(raw), raw, folder / run_dir, folder, apart=False)
+
+
+def ran(
+    folder: Path, place: str, steps: tuple[int, ...], age: float, status: str | None = None, **changes: Any
+) -> Path:
+    """Leave a run behind, which began `age` seconds ago."""
+    run = folder / place
+    run.mkdir(parents=True)
+    trainer = changes.pop("trainer", {})
+    raw = unbuilt_config(trainer=trainer) | {"resume": None, "name": None, **changes}
+    plan = run / "plan.json"
+    plan.write_text(json.dumps({"config": raw, "script": None, "script_arguments": []}))
+    os.utime(plan, (1e9 - age, 1e9 - age))
+    for step in steps:
+        with write_folder(run / "checkpoints", step, evaluation={"loss": float(step)}) as one:
+            (one / "part").write_text("")
+    if status:
+        (run / "summary.json").write_text(json.dumps({"status": status}))
+    return run
+
+
+def test_auto_goes_on_from_the_newest_run_of_the_same_job(tmp_path: Path) -> None:
+    ran(tmp_path, "outputs/2026-01-31/12-00-00-a", (1, 2), 30.0)
+    mine = ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (3, 4), 20.0, "failed")
+    ran(tmp_path, "outputs/2026-02-01/13-00-00-c", (), 10.0)
+    ran(tmp_path, "outputs/2026-02-01/14-00-00-d", (9,), 5.0, trainer={"seed": 7})
+    ran(tmp_path, "outputs/2026-02-01/15-00-00-e", (9,), 5.0, name="another")
+    ran(tmp_path, "outputs/2026-02-01/16-00-00-f", (9,), 5.0, model={"_target_": "another"})
+    (tmp_path / "outputs/2026-02-01/17-00-00-g").mkdir()
+    (tmp_path / "outputs/2026-02-01/17-00-00-g/plan.json").write_text("{")
+    found = find(job(tmp_path, "auto"))
+    assert found.path == mine / "checkpoints" / "step_00000004" and not found.in_place
+    assert "13-00-00-c' was passed over: it has no complete checkpoint." in found.told[0]
+    assert "resume: goes on from" in found.told[1] and len(found.told) == 2
+    assert find(job(tmp_path, "best")).path == mine / "checkpoints" / "step_00000003"
+    assert find(job(tmp_path, "step:3")).path == mine / "checkpoints" / "step_00000003"
+    with pytest.raises(CheckpointError, match=r"step of a checkpoint in .* \(3, 4\)"):
+        find(job(tmp_path, "step:1"))
+    other_devices = job(tmp_path, "last")
+    other_devices.raw["hardware"]["devices"] = ["cpu", "cpu"]
+    assert find(other_devices).path == mine / "checkpoints" / "step_00000004"
+
+
+def test_auto_begins_anew_where_nothing_is_to_be_gone_on_from(tmp_path: Path) -> None:
+    assert find(job(tmp_path, None)) == Found(None)
+    anew = find(job(tmp_path, "auto"))
+    assert anew.path is None and "there is no run of the same job in" in anew.told[0]
+    assert "The training begins anew." in anew.told[0]
+    run = ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (1,), 20.0, "completed")
+    done = find(job(tmp_path, "auto"))
+    assert done.path is None and "is complete, and no more steps are asked for" in done.told[0]
+    more = find(job(tmp_path, "auto", max_steps=5))
+    assert more.path == run / "checkpoints" / "step_00000001"
+    assert find(job(tmp_path, "last")).path == more.path  # whoever names it gets it
+    (run / "checkpoints" / "step_00000001" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="`resume` must be of a run of the same job, but is 'last'"):
+        find(job(tmp_path, "last"))
+
+
+def test_a_run_that_still_runs_is_not_taken(tmp_path: Path) -> None:
+    run = ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (1,), 20.0)
+    with held(Found(None), run), pytest.raises(ConfigError, match="of a run that has ended"):
+        find(job(tmp_path, "auto"))
+    assert find(job(tmp_path, "auto")).path is not None
+
+
+def test_a_fixed_run_folder_goes_on_in_its_place(tmp_path: Path) -> None:
+    ran(tmp_path, "runs/other", (9,), 1.0)
+    mine = ran(tmp_path, "runs/mine", (1, 2), 20.0, "interrupted")
+    (mine / "logs").mkdir()
+    found = find(job(tmp_path, "auto", "runs/mine"))
+    assert found.path == mine / "checkpoints" / "step_00000002" and found.in_place
+    with held(found, mine):
+        assert not (mine / "summary.json").exists() and not (mine / "logs").exists()
+        assert found.path is not None
+        with lock_folder(found.path, wait=False) as free:
+            assert not free  # rotation would not delete it
+    for resume in (None, "best", "step:1", "runs/other"):
+        with pytest.raises(ConfigError, match=r"holds a run already.*With resume=auto it goes on there"):
+            find(job(tmp_path, resume, "runs/mine"))
+    (mine / "summary.json").write_text(json.dumps({"status": "completed"}))
+    with pytest.raises(ConfigError, match="must not hold a finished run"):
+        find(job(tmp_path, "auto", "runs/mine"))
+    empty = ran(tmp_path, "runs/empty", (), 0.0)
+    begun = find(job(tmp_path, "auto", "runs/empty"))
+    assert begun.path is None and begun.in_place and f"'{empty}' has no complete" in begun.told[0]
+
+
+def test_scripts_are_told_apart(tmp_path: Path) -> None:
+    ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (1,), 20.0)
+    of_a_script = replace(job(tmp_path, "auto"), script=("/a/train.py", "--epochs", "3"))
+    assert find(of_a_script).path is None
