@@ -127,6 +127,14 @@ def merge(arguments: list[str]) -> int:
 
 
 @command
+def export(arguments: list[str]) -> int:
+    """Write a checkpoint's weights for any other program (hetexp export --help)."""
+    from hetexp.commands.export import main as export_main
+
+    return export_main(arguments)
+
+
+@command
 def report(arguments: list[str]) -> int:
     """Compare runs and sweeps: one page, text and tables (hetexp report --help)."""
     from hetexp.commands.report import main as report_main

@@ -1,0 +1,61 @@
+"""`hetexp export`: a checkpoint's weights for any other program."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetexp.commands.ending import exit_code
+
+_EPILOG = """\
+DIR gets model.safetensors, every tensor by the name that the model has for it, and config.json.
+
+examples
+  hetexp export outputs/2026-01-31/12-00-00-0a1b2c --output weights           the run's newest checkpoint
+  hetexp export outputs/2026-01-31/12-00-00-0a1b2c/best --output weights      its best one
+  hetexp export outputs/2026-01-31/12-00-00-0a1b2c/step:100 --output weights --dtype bfloat16"""
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Export one checkpoint; return 2 for a wrong command, 1 where it cannot be read or written."""
+    options = _parser().parse_args(arguments)
+    return exit_code(lambda: _run(options), drives_torch=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hetexp export",
+        description="Write a checkpoint's weights as model.safetensors and config.json.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run or checkpoint folder, RUN/best or RUN/step:100")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the two files")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; by default as they are")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    import torch
+
+    from hetexp.checkpoint.choose import Wish, choose
+    from hetexp.checkpoint.export import CONFIG, WEIGHTS, export
+    from hetexp.core.errors import ConfigError, must_be
+
+    wish = Wish.read(options.run, Path.cwd())
+    if wish.path is None:
+        raise ConfigError(must_be("RUN", "the folder of a run or of a checkpoint", options.run))
+    there = [name for name in (WEIGHTS, CONFIG) if (options.output / name).exists()]
+    if there and not options.force:
+        fix = f"It holds {' and '.join(there)}; --force replaces them."
+        raise ConfigError(must_be("--output", "a new folder", str(options.output), fix))
+    chosen = choose(Path(wish.path), wish.which, contents=False)
+    for sentence in chosen.skipped:
+        print(sentence)
+    about = export(chosen.folder, options.output, getattr(torch, options.dtype) if options.dtype else None)
+    print(f"Weights of step {about['step']} ({chosen.folder}): {options.output / WEIGHTS}")
+    return 0
