@@ -313,9 +313,22 @@ class DebugConfig(Section):
 class FaultEvent(Section):
     """One thing that is made to happen to one device."""
 
-    kind: Literal["slow", "thermal", "jitter", "stall", "death", "oom"]
+    kind: Literal[
+        "slow",
+        "thermal",
+        "jitter",
+        "stall",
+        "death",
+        "segfault",
+        "freeze",
+        "hang",
+        "comms",
+        "device_error",
+        "oom",
+    ]
     """Slower by `factor`; slower bit by bit; each step by chance up to `factor` times slower; silent for
-    `seconds`; killed; out of memory."""
+    `seconds`; killed; killed by a wrong address; stopped as by SIGSTOP; in a step that never ends; without
+    its connections to other ranks; an error of the device as its driver reports it; out of memory."""
     device: str
     """Id of the device in the plan: `emulated:0`, `cuda:1`."""
     at_step: NonNegativeInt | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,12 +29,20 @@ class FaultSchedule:
     Args:
         events: of the whole run; those of other devices are left out.
         device_id: `emulated:0`, `cuda:1` …
+        first: whether nobody has asked before for the event at this position, so that one that ended the
+            device's process does not happen again to the process that comes in its place.
     """
 
-    def __init__(self, events: Sequence[FaultEvent], device_id: str) -> None:
-        mine = [event for event in events if event.device == device_id]
-        self.lasting = [event for event in mine if event.kind in LASTING]
-        self._sudden = [event for event in mine if event.kind not in LASTING]
+    def __init__(
+        self,
+        events: Sequence[FaultEvent],
+        device_id: str,
+        first: Callable[[int], bool] = lambda position: True,
+    ) -> None:
+        mine = [(place, event) for place, event in enumerate(events) if event.device == device_id]
+        self.lasting = [event for _, event in mine if event.kind in LASTING]
+        self._sudden = [(place, event) for place, event in mine if event.kind not in LASTING]
+        self._first = first
         self._begun = False
 
     def factor(self, step: int, elapsed_seconds: float) -> float:
@@ -61,10 +69,10 @@ class FaultSchedule:
         """
         if not self._begun:
             self._begun = True
-            self._sudden = [e for e in self._sudden if e.at_step is None or e.at_step >= step]
-        now = [event for event in self._sudden if _since(event, step, elapsed_seconds) >= 0]
-        self._sudden = [event for event in self._sudden if event not in now]
-        return [Due(event.kind, event.seconds) for event in now]
+            self._sudden = [one for one in self._sudden if one[1].at_step is None or one[1].at_step >= step]
+        now = [one for one in self._sudden if _since(one[1], step, elapsed_seconds) >= 0]
+        self._sudden = [one for one in self._sudden if one not in now]
+        return [Due(event.kind, event.seconds) for place, event in now if self._first(place)]
 
 
 def _since(event: FaultEvent, step: int, elapsed_seconds: float) -> float:

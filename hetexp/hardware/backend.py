@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.cost import Work
 from hetexp.core.device import DeviceSpec
-from hetexp.core.fault import Due, FaultSchedule
+from hetexp.core.fault import FaultSchedule
 from hetexp.core.precision import AUTOCAST
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.found import Found
 from hetexp.hardware.machine import Machine
+from hetexp.hardware.ordered_faults import suffer
 from hetexp.hardware.pci import PciCard
 
 if TYPE_CHECKING:
@@ -113,6 +112,8 @@ class Backend(ABC):
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
         self.faults = FaultSchedule([], spec.id)
+        self.spared_port: int | None = None
+        """Of the launcher's store: connections to it survive a fault of the network."""
         self.deviation_seed: int | None = None
         self.precision: str | None = None
         """What the rank's model computes in; `None`: in the type of its parameters."""
@@ -297,6 +298,7 @@ class Backend(ABC):
 
         Raises:
             torch.OutOfMemoryError: one of them is an out-of-memory.
+            torch.AcceleratorError: one of them is an error of the device.
         """
         if step < 0:  # a rehearsal
             return
@@ -305,17 +307,7 @@ class Backend(ABC):
         elapsed = now - self._first_step_at
         self.slower = self.spec.slow * self.faults.factor(step, elapsed)
         for due in self.faults.due(step, elapsed):
-            self._suffer(due)
-
-    def _suffer(self, due: Due) -> None:
-        if due.kind == "stall":
-            time.sleep(due.seconds)
-        elif due.kind == "death":
-            os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            import torch
-
-            raise torch.OutOfMemoryError(f"Out of memory on {self.spec}, as `fault.events` orders.")
+            suffer(due, str(self.spec), self.spared_port)
 
     def begin_update(self) -> None:  # noqa: B027 - only a paced device has to know
         """Gradients are exchanged; the optimizer follows."""

@@ -194,7 +194,7 @@ def _parts(
         backend: Backend = backend_class(plan.devices[0].backend)(plan.devices[0])
         device = torch_device_alone(plan.devices[0])
     else:
-        backend, device = open_device(plan, config, rank)
+        backend, device = open_device(plan, config, rank, store)
         facts = {
             "setup": given.trainer,
             "data": data_facts(given, sampler),

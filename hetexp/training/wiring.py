@@ -109,7 +109,7 @@ def _build_alone(
         This rank's part of a model that is cut, and what each rank runs on, too.
     """
     trainer = config.trainer
-    backend, device = open_device(plan, config, rank)
+    backend, device = open_device(plan, config, rank, store)
     data = build_data(config.data)
     num_samples = len(data.train)  # type: ignore[arg-type]  # map-style, as build_data checked
     strategy = instantiate(config.strategy)
@@ -231,7 +231,7 @@ def _balancer(parts: Parts) -> Balancer:
     return Balancer(parts.plan, settings, ahead)
 
 
-def open_device(plan: Plan, config: Config, rank: int) -> tuple[Backend, torch.device]:
+def open_device(plan: Plan, config: Config, rank: int, store: dist.Store) -> tuple[Backend, torch.device]:
     """Return what drives this rank's device, and the device for tensors, made current.
 
     Raises:
@@ -241,7 +241,10 @@ def open_device(plan: Plan, config: Config, rank: int) -> tuple[Backend, torch.d
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     spec = plan.devices[rank]
     backend = backend_class(spec.backend)(spec)
-    backend.faults = FaultSchedule(config.fault.events, spec.id)
+    backend.faults = FaultSchedule(
+        config.fault.events, spec.id, lambda position: store.add(f"fault/{position}", 1) == 1
+    )
+    backend.spared_port = plan.store_port
     backend.deviation_seed = config.hardware.deviation_seed
     backend.precision = plan.precisions[rank]
     backend.num_visible = len(set(visible_places(plan.cards))) if plan.cards else 1

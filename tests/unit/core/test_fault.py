@@ -79,7 +79,10 @@ def test_heat_ends_with_its_last_step() -> None:
 # ---------------------------------------------------------------- sudden
 
 
-@pytest.mark.parametrize("kind", ["stall", "death", "oom"])
+SUDDEN = ("stall", "death", "segfault", "freeze", "hang", "comms", "device_error", "oom")
+
+
+@pytest.mark.parametrize("kind", SUDDEN)
 def test_a_sudden_event_happens_once(kind: str) -> None:
     schedule = FaultSchedule([event(kind, at_step=3, seconds=1.5)], HERE)
     assert [schedule.due(step, 0.0) for step in (0, 2)] == [[], []]
@@ -107,6 +110,26 @@ def test_the_same_event_twice_happens_twice() -> None:
     assert len(schedule.due(2, 0.0)) == 2
 
 
+def test_what_ended_a_process_does_not_happen_to_the_next_one() -> None:
+    """Both ask the launcher's store, which outlives them."""
+    events = [
+        event("death", "emulated:1", at_step=3),
+        event("death", at_step=3),
+        event("oom", at_seconds=1.0),
+    ]
+    asked: list[int] = []
+
+    def first(position: int) -> bool:
+        asked.append(position)
+        return asked.count(position) == 1
+
+    before, after = (FaultSchedule(events, HERE, first) for _ in range(2))
+    assert before.due(3, 0.0) == [Due("death", 5.0)]
+    assert after.due(3, 2.0) == [Due("oom", 5.0)]
+    assert before.due(4, 2.0) == []
+    assert asked == [1, 1, 2, 2]
+
+
 def test_slow_downs_are_not_sudden() -> None:
     schedule = FaultSchedule([event("slow", at_step=0), event("thermal", at_step=0)], HERE)
     assert schedule.due(5, 5.0) == []
@@ -114,7 +137,7 @@ def test_slow_downs_are_not_sudden() -> None:
 
 
 def test_events_of_other_devices_are_left_out() -> None:
-    others = [event(kind, "emulated:1", at_step=0) for kind in ("slow", "thermal", "stall", "death", "oom")]
+    others = [event(kind, "emulated:1", at_step=0) for kind in ("slow", "thermal", *SUDDEN)]
     schedule = FaultSchedule(others, HERE)
     assert schedule.factor(10, 10.0) == 1.0
     assert schedule.due(10, 10.0) == []

@@ -17,7 +17,7 @@ from torch import nn
 from hetexp.core.config import FaultEvent
 from hetexp.core.fault import FaultSchedule
 from hetexp.hardware import backend as backend_module
-from hetexp.hardware import pacing
+from hetexp.hardware import ordered_faults, pacing
 from hetexp.hardware.cpu import CpuBackend
 
 
@@ -25,6 +25,7 @@ from hetexp.hardware.cpu import CpuBackend
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
     monkeypatch.setattr(backend_module, "time", fake)
+    monkeypatch.setattr(ordered_faults, "time", fake)
     monkeypatch.setattr("hetexp.hardware.cpu.time", fake)  # which marks are read from
     monkeypatch.setattr(pacing, "time", fake)
     return fake

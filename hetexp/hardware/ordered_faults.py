@@ -1,0 +1,76 @@
+"""What happens to a device that a sudden fault is ordered for (`fault.events`)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hetexp.core.fault import Due
+
+OPEN_FILES = Path("/dev/fd")
+ORDERED = "as `fault.events` orders"
+
+
+def suffer(due: Due, device: str, spared_port: int | None = None) -> None:
+    """Let a sudden fault happen to this process, which drives the device.
+
+    Args:
+        device: its name in errors.
+        spared_port: connections to it survive a `comms` fault.
+
+    Raises:
+        torch.OutOfMemoryError: the fault is an out-of-memory.
+        torch.AcceleratorError: it is an error of the device.
+    """
+    import torch
+
+    def fail(error: type[Exception], text: str) -> Callable[[], None]:
+        def raise_it() -> None:
+            raise error(f"{text} on {device}, {ORDERED}.")
+
+        return raise_it
+
+    happen: dict[str, Callable[[], object]] = {
+        "stall": lambda: time.sleep(due.seconds),
+        "death": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "segfault": lambda: ctypes.string_at(0),
+        "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "hang": lambda: threading.Event().wait(),
+        "comms": lambda: break_connections(spared_port),
+        "device_error": fail(torch.AcceleratorError, "Device error: unspecified launch failure"),
+        "oom": fail(torch.OutOfMemoryError, "Out of memory"),
+    }
+    happen[due.kind]()
+
+
+def break_connections(spared_port: int | None = None) -> int:
+    """Shut down every TCP connection of this process, as a network that fails would.
+
+    Args:
+        spared_port: connections to this port of another process live on.
+
+    Returns:
+        How many connections broke.
+    """
+    broken = 0
+    for entry in list(OPEN_FILES.iterdir()):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            number = int(entry.name)
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and connection.getpeername()[1] != spared_port:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    broken += 1
+    return broken
