@@ -1,0 +1,92 @@
+"""One long run with faults of all kinds, and torchft under the same kills beside it.
+
+    python scripts/soak.py --faults 30 --gap 15 --seed 0 [--torchft VENV/bin/python]
+
+Three emulated devices train for about faults × gap seconds, while ranks are killed (SIGKILL, SIGSEGV), frozen
+(SIGSTOP), lose their connections, slow down and run out of memory; what is lost is started again. Afterwards
+every loss, the last parameters and the evaluation are those of a run without faults. torchft gets the kills
+(SIGKILL, SIGSEGV) of the same schedule, on three replicas of the same model at the same pace, each started
+again after as long. A pause is the longest time without a finished step around a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from chaos_lab.jobs import adopt_orphans
+from chaos_lab.long_run import Account, hurt, orphans
+from chaos_lab.rival import Settings, rival
+from chaos_lab.schedule import KINDS, schedule
+
+
+def main(given: list[str] | None = None) -> None:
+    arguments = arguments_of(given)
+    adopt_orphans()
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    os.environ["HETEXP_HOME"] = str(folder / "home")
+    faults = schedule(arguments.seed, arguments.faults, arguments.gap)
+    print(f"{len(faults)} faults in {faults[-1].seconds:.0f} s; folders in {folder}", flush=True)
+    accounts = []
+    if "hetexp" in arguments.only:
+        ours, done = hurt(folder, faults, arguments.step_seconds, arguments.start_method)
+        accounts.append(ours)
+        for fault, _, whom in done:
+            print(f"{fault.seconds:6.1f} s {fault.kind}: {whom}", flush=True)
+        if left := orphans():
+            ours.problems.append(f"processes left behind: {left}")
+    if arguments.torchft is not None:
+        settings = Settings(arguments.heartbeat_timeout, arguments.join_timeout)
+        pace = accounts[0].step_seconds if accounts else arguments.step_seconds
+        accounts.append(rival(folder, arguments.torchft, faults, pace, settings))
+    print(f"\n{table(accounts)}\n")
+    for one in accounts:
+        print(f"{one.name}, pause after each kill: {', '.join(f'{p:.2f}' for p in one.pauses.values())} s")
+        for problem in one.problems:
+            print(f"WRONG: {one.name}: {problem}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(one) for one in accounts], indent=1) + "\n")
+    if any(one.problems for one in accounts):
+        sys.exit(f"something went wrong; see {folder}")
+
+
+def table(accounts: list[Account]) -> str:
+    """Return a Markdown table, one line a system."""
+    lines = [
+        "| | steps | time s | median step s | effective training time | kills | pause s: median | longest |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for one in accounts:
+        pauses = list(one.pauses.values())
+        told = (f"{statistics.median(pauses):.2f}", f"{max(pauses):.2f}") if pauses else ("–", "–")
+        lines.append(
+            f"| {one.name} | {one.steps} | {one.wall_seconds:.0f} | {one.step_seconds:.3f} "
+            f"| {one.effective:.1%} | {len(pauses)} | {told[0]} | {told[1]} |"
+        )
+    return "\n".join(lines)
+
+
+def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--faults", type=int, default=5 * len(KINDS))
+    parser.add_argument("--gap", type=float, default=15.0, help="mean seconds between two faults")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--step-seconds", type=float, default=0.1, help="what a step is modelled as")
+    parser.add_argument("--start-method", default="subprocess", choices=("subprocess", "forkserver"))
+    parser.add_argument("--torchft", type=Path, help="an interpreter that has torchft 0.2.0")
+    parser.add_argument("--heartbeat-timeout", type=int, default=Settings.heartbeat_timeout, help="ms")
+    parser.add_argument("--join-timeout", type=int, default=Settings.join_timeout, help="torchft's, ms")
+    parser.add_argument("--only", nargs="+", default=["hetexp", "torchft"], choices=("hetexp", "torchft"))
+    parser.add_argument("--json", type=Path, help="file for the accounts")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    main()
