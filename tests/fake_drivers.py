@@ -265,6 +265,7 @@ class FakeAmdSmi:
     ) -> None:
         self.fails = set(fails)
         self.energy: dict[str, object] = {"energy_accumulator": 0, "counter_resolution": 15.3}
+        self.throttling: int | str = "N/A"
         self.opened = 0
         self._cards = list(cards)
         self._market_name = market_name
@@ -308,6 +309,10 @@ class FakeAmdSmi:
         self._checked("amdsmi_get_power_info", handle)
         return {"current_socket_power": "N/A", "average_socket_power": 88, "power_limit": 0}
 
+    def amdsmi_get_gpu_metrics_info(self, handle: FakeCard) -> dict[str, object]:
+        self._checked("amdsmi_get_gpu_metrics_info", handle)
+        return {"indep_throttle_status": self.throttling}
+
     def amdsmi_get_energy_count(self, handle: FakeCard) -> dict[str, object]:
         self._checked("amdsmi_get_energy_count", handle)
         return self.energy | {"timestamp": 1}
@@ -343,6 +348,10 @@ class ZesCard:
     location: int = 1
     """1: on the card."""
     degrees: float = 44.0
+    engines: tuple[int, ...] = (0, 1)
+    """Groups of engines that it counts, 0 being all of them."""
+    active: tuple[int, int] = (0, 0)
+    """Microseconds at work, and all of them."""
 
 
 class FakeZes:
@@ -355,7 +364,15 @@ class FakeZes:
     ZES_STRUCTURE_TYPE_MEM_PROPERTIES = 0xB
     ZES_STRUCTURE_TYPE_MEM_STATE = 0x1E
     ZES_STRUCTURE_TYPE_TEMP_PROPERTIES = 0x14
+    ZES_STRUCTURE_TYPE_ENGINE_PROPERTIES = 0x5
     zes_driver_handle_t = zes_device_handle_t = zes_mem_handle_t = zes_temp_handle_t = _Handle
+    zes_engine_handle_t = _Handle
+    zes_engine_properties_t = _structure("zes_engine_properties_t", [("type", ctypes.c_uint32)])
+    zes_engine_stats_t = type(
+        "zes_engine_stats_t",
+        (ctypes.Structure,),
+        {"_fields_": [("activeTime", ctypes.c_uint64), ("timestamp", ctypes.c_uint64)]},
+    )
     zes_pci_properties_t = _structure("zes_pci_properties_t", [("address", _Address)])
     zes_device_properties_t = _structure(
         "zes_device_properties_t", [("core", _Core), ("driverVersion", ctypes.c_char * 64)]
@@ -385,8 +402,11 @@ class FakeZes:
         "zesTemperatureGetState",
     )
 
+    ENGINE_FUNCTIONS = ("zesDeviceEnumEngineGroups", "zesEngineGetProperties", "zesEngineGetActivity")
+    """Asked by gauges alone."""
+
     def __getattr__(self, name: str) -> Any:
-        if name not in self.FUNCTIONS:
+        if name not in (*self.FUNCTIONS, *self.ENGINE_FUNCTIONS):
             raise AttributeError(name)
         if name in self.raises:
 
@@ -443,6 +463,19 @@ class FakeZes:
 
     def _zesTemperatureGetState(self, sensor: Any, degrees: Any) -> int:
         degrees._obj.value = self.cards[sensor.value // 10 - 100].degrees
+        return 0
+
+    def _zesDeviceEnumEngineGroups(self, device: Any, count: Any, handles: Any) -> int:
+        engines = range(len(self._card(device).engines))
+        return self._list([device.value * 10 + place for place in engines], count, handles)
+
+    def _zesEngineGetProperties(self, engine: Any, facts: Any) -> int:
+        facts._obj.type = self.cards[engine.value // 10 - 100].engines[engine.value % 10]
+        return 0
+
+    def _zesEngineGetActivity(self, engine: Any, stats: Any) -> int:
+        assert engine.value % 10 == 0, "only that of all engines is asked"
+        stats._obj.activeTime, stats._obj.timestamp = self.cards[engine.value // 10 - 100].active
         return 0
 
     def _card(self, device: Any) -> ZesCard:

@@ -76,6 +76,10 @@ class FakeCard:
     power_limit: int = 350_000
     energy: int | None = None
     """Millijoules since the driver was loaded; `None`: older than Volta."""
+    clocks: Mapping[int, int] = field(default_factory=lambda: {1: 1980, 2: 9501})
+    """NVML's number of a clock → MHz."""
+    fan: int | None = 43
+    """Percent; `None`: it has none."""
     reasons: int = 0
     """Bits of why its clocks are low."""
     compute: Sequence[tuple[int, int | None]] = ()
@@ -201,6 +205,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetPowerUsage": lambda h: _only_cards(h, "power"),
     "nvmlDeviceGetTotalEnergyConsumption": lambda h: _only_cards(h, "energy"),
     "nvmlDeviceGetEnforcedPowerLimit": lambda h: _only_cards(h, "power_limit"),
+    "nvmlDeviceGetClockInfo": lambda h, clock: _told(_only_cards(h, "clocks").get(clock)),
+    "nvmlDeviceGetFanSpeed": lambda h: _only_cards(h, "fan"),
     "nvmlDeviceGetCurrentClocksEventReasons": lambda h: _only_cards(h, "reasons"),
     "nvmlDeviceGetComputeRunningProcesses": lambda h: _processes(h.compute),
     "nvmlDeviceGetGraphicsRunningProcesses": lambda h: _processes(_only_cards(h, "graphics")),

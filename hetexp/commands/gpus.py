@@ -99,7 +99,7 @@ def as_dict(card: Found) -> dict[str, Any]:
         "temperature_celsius": reading.temperature_celsius,
         "power_watts": reading.power_watts,
         "power_limit_watts": reading.power_limit_watts,
-        "throttled": list(reading.throttled),
+        "throttled": list(reading.throttled) if reading.throttled is not None else None,
         "processes": [asdict(p) for p in reading.processes] if reading.processes is not None else None,
         "python": used if card.lost is None else None,
         "state": card.state,

@@ -18,6 +18,10 @@ _SENSORS = ("EDGE", "HOTSPOT", "JUNCTION")
 _POWERS = ("current_socket_power", "average_socket_power", "socket_power")
 """What a card draws: newer ones tell the first, older ones the second."""
 
+_HELD_BACK = ((0xFF, "power cap"), (0xFF << 16, "current limit"), (0xFFEF << 32, "too hot"))
+"""Bits of `indep_throttle_status`, as `SMU_THROTTLER_…_BIT` in Linux's amdgpu_smu.h counts them. That of the
+hot spot (36) is left out: cards at their highest clock set it, too."""
+
 
 @contextmanager
 def opened(machine: Machine) -> Iterator[dict[str, Smi]]:
@@ -77,6 +81,13 @@ class Smi:
         size = answer.get("counter_resolution")
         known = isinstance(count, (int, float)) and isinstance(size, (int, float)) and count * size > 0
         return count * size / 1e6 if known else None
+
+    def throttled(self) -> tuple[str, ...] | None:
+        """Return why the card's clocks are held back, in words."""
+        bits = self._field("amdsmi_get_gpu_metrics_info", "indep_throttle_status")
+        if not isinstance(bits, int):
+            return None
+        return tuple(words for mask, words in _HELD_BACK if bits & mask)
 
     def _field(self, function: str, name: str) -> Any:
         answer = self._ask(function)

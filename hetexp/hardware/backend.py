@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetexp.hardware.energy import Counter
+    from hetexp.hardware.gauges import Gauge
     from hetexp.hardware.memory_model import ModelledAllocator
     from hetexp.hardware.pacing import Slowdown
 
@@ -140,6 +141,16 @@ class Backend(ABC):
             on_bus: the cards of this vendor that the kernel sees.
         """
         return []
+
+    @classmethod
+    @contextmanager
+    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+        """Open what tells the state of these cards, each of which is read again and again.
+
+        Yields:
+            For each card what returns its state or raises `CardLostError`; `None` where nobody tells it.
+        """
+        yield [None for _ in cards]
 
     @classmethod
     def hide(cls, found: Sequence[Found], machine: Machine) -> tuple[list[Found], list[str]]:

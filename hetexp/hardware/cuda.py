@@ -15,7 +15,8 @@ from hetexp.hardware.accelerator import CudaNamespaceBackend
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.cuda_mask import MASK, Mask
 from hetexp.hardware.energy import Counter
-from hetexp.hardware.found import Found, Seen
+from hetexp.hardware.found import Found, Reading, Seen
+from hetexp.hardware.gauges import CardLostError, Gauge
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
 from hetexp.hardware.pci_names import chip, unnamed
@@ -79,6 +80,18 @@ class CudaBackend(CudaNamespaceBackend):
             except nvml.NotAnsweringError:
                 card = None
             yield partial(nvml.energy_joules, card) if card is not None else None
+
+    @classmethod
+    @contextmanager
+    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+        with ExitStack() as stack:
+            try:
+                library = stack.enter_context(nvml.opened(machine))
+                known = [part for card in nvml.cards(library) for part in (*card.instances, card)]
+            except nvml.NotAnsweringError:
+                known = []
+            told = [next((one for one in known if _is(one, card.spec)), None) for card in cards]
+            yield [partial(_gauged, one, machine) if one is not None else None for one in told]
 
     def _seen_uuid(self, module: Any) -> str | None:
         # CUDA runtimes differ in whether they tell an instance's own UUID or its card's.
@@ -160,6 +173,22 @@ def _found(card: nvml.Card, driver: str | None, machine: Machine, on_bus: Sequen
     elif spec.mask is None:
         undriven = "NVML does not tell the instance's UUID, by which alone a process can be given it"
     return Found(spec, reading, lost=card.lost, undriven=undriven)
+
+
+def _is(card: nvml.Card, spec: DeviceSpec) -> bool:
+    """Return whether a card or an instance is the listed one; one that is lost may tell no UUID."""
+    if spec.uuid is not None:
+        return card.uuid == spec.uuid
+    return card.parent is None and spec.pci is not None and card.pci == spec.pci
+
+
+def _gauged(card: nvml.Card, machine: Machine) -> Reading:
+    _, free = nvml.memory(card, machine)
+    told = nvml.reading(card, free, processes=False)
+    lost = card.lost or (card.parent.lost if card.parent is not None else None)
+    if lost is not None:
+        raise CardLostError(lost)
+    return told
 
 
 def _without_number(card: Found) -> Found:

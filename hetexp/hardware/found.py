@@ -28,8 +28,15 @@ class Reading:
     temperature_celsius: float | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    throttled: tuple[str, ...] = ()
-    """Why its clocks are held back, in words; empty where they are not or nobody tells."""
+    clock_mhz: float | None = None
+    """Of its cores."""
+    memory_clock_mhz: float | None = None
+    fan: float | None = None
+    """Speed of its fan as a fraction of the highest, 0 to 1."""
+    fan_rpm: float | None = None
+    """The same in turns a minute, where only that is told."""
+    throttled: tuple[str, ...] | None = None
+    """Why its clocks are held back, in words; empty where they are not."""
     processes: tuple[Process, ...] | None = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.device import GIB, DeviceSpec
@@ -18,6 +19,7 @@ from hetexp.hardware.accelerator import CudaNamespaceBackend, bare_uuid, seen_uu
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.energy import Counter
 from hetexp.hardware.found import Found, Process, Reading
+from hetexp.hardware.gauges import CardLostError, Gauge
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard, pci_cards
 from hetexp.hardware.pci_names import WORDS, chip, unnamed
@@ -88,6 +90,18 @@ class HipBackend(CudaNamespaceBackend):
             if self._module().is_available():
                 raise
             raise SetupError(f"{error}{_foreign_chip(self.spec.architecture)}") from error
+
+    @classmethod
+    @contextmanager
+    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+        on_bus = {card.address: card for card in pci_cards(machine)}
+        with amd_smi.opened(machine) as told:
+            yield [
+                partial(_gauged, _Facts(pci, on_bus.get(pci), None, told.get(pci)), card.spec, machine)
+                if (pci := card.spec.pci) is not None
+                else None
+                for card in cards
+            ]
 
     @contextmanager
     def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
@@ -238,7 +252,27 @@ def _reading(
         utilisation = smi.utilisation() if utilisation is None else utilisation
         heat = smi.temperature() if heat is None else heat
         power = smi.power() if power is None else power
-    return Reading(free, utilisation, heat, power, limit, processes=processes)
+    return Reading(
+        free,
+        utilisation,
+        heat,
+        power,
+        limit,
+        clock_mhz=sysfs.scaled(machine, sensors / "freq1_input", 1e6) if sensors is not None else None,
+        memory_clock_mhz=sysfs.scaled(machine, sensors / "freq2_input", 1e6) if sensors is not None else None,
+        fan=sysfs.fan(machine, sensors),
+        throttled=smi.throttled() if smi is not None else None,
+        processes=processes,
+    )
+
+
+def _gauged(card: _Facts, spec: DeviceSpec, machine: Machine) -> Reading:
+    gone = not sysfs.device_folder(machine, card.address).exists()
+    lost = "it is no longer on the PCI bus" if gone else _lost(card, machine)
+    if lost is not None:
+        raise CardLostError(lost)
+    _, free = _memory(card.address, spec.unified_memory, machine)
+    return _reading(card, free, None, machine)
 
 
 def _lost(card: _Facts, machine: Machine) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.device import DeviceSpec
@@ -12,6 +13,7 @@ from hetexp.core.errors import SetupError
 from hetexp.hardware.accelerator import AcceleratorBackend
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.found import Found, Reading
+from hetexp.hardware.gauges import Gauge
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
 from hetexp.hardware.sysfs import positive
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 FACTS = ("machdep.cpu.brand_string", "hw.memsize", "kern.osproductversion", "hw.optional.arm64")
 """What `sysctl` is asked: chip, memory in bytes, version of macOS, and whether the chip is Apple's."""
+STATISTICS = ("ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator")
+"""Prints `"PerformanceStatistics" = {"Device Utilization %"=12,…}` of the GPU."""
 _LENT = 0.65
 """Part of the memory that Metal lends the GPU at least: `recommendedMaxWorkingSetSize` is 65 % to 75 % of it
 (sgl-project/sglang#21443). In the rank, torch.mps.recommended_max_memory tells the figure."""
@@ -69,6 +73,11 @@ class MpsBackend(AcceleratorBackend):
                 f"torch needs macOS {_OLDEST_MACOS[0]} or newer for it, and this is {this}; update macOS"
             )
         return [Found(spec, Reading(memory_free_bytes=_free(machine, total)), undriven=undriven)]
+
+    @classmethod
+    @contextmanager
+    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+        yield [partial(_gauged, card.spec, machine) for card in cards]
 
     @classmethod
     def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
@@ -161,6 +170,15 @@ def _free(machine: Machine, total: int | None) -> int | None:
     if size is None or not pages or total is None:
         return None
     return min(int(total * _LENT), int(size[1]) * sum(int(count) for count in pages))
+
+
+def _gauged(spec: DeviceSpec, machine: Machine) -> Reading:
+    """Return what macOS tells every user; temperature, power and clocks are told root only (powermetrics)."""
+    told = re.search(r'"Device Utilization %" *= *([0-9]+)', machine.run(STATISTICS) or "")
+    return Reading(
+        memory_free_bytes=_free(machine, spec.memory_bytes),
+        utilisation=min(1.0, int(told[1]) / 100) if told is not None else None,
+    )
 
 
 def _version(text: str | None) -> tuple[int, int] | None:

@@ -33,6 +33,9 @@ of the power supply. An idle card's low clocks, or clocks that a person has set,
 _SLOWDOWN = (0x08, "hardware slowdown")
 """Comes with each of the hardware's reasons; old cards tell no other."""
 
+_SM_CLOCK, _MEMORY_CLOCK = 1, 2
+"""`NVML_CLOCK_SM` and `NVML_CLOCK_MEM`."""
+
 _FIXES = {
     DRIVER_NOT_LOADED: "load it (sudo modprobe nvidia), or install it again if the kernel is newer than it",
     LIBRARY_NOT_FOUND: "install the driver's own libraries (libnvidia-ml.so.1); a container gets them with "
@@ -256,16 +259,20 @@ def pcie_link(card: Card) -> tuple[int | None, int | None]:
     return generation, _positive(whole.ask("nvmlDeviceGetMaxPcieLinkWidth"))
 
 
-def reading(card: Card, memory_free_bytes: int | None) -> Reading:
+def reading(card: Card, memory_free_bytes: int | None, processes: bool = True) -> Reading:
     """Return what the driver says of a card now.
 
-    Temperature and clocks of an instance are those of its card. The card's power is not the instance's, which
-    nobody tells.
+    Temperature, clocks and fan of an instance are those of its card. The card's power is not the instance's,
+    which nobody tells.
+
+    Args:
+        processes: whether to ask who holds the card, which takes longer than all the rest.
     """
     whole = card.parent or card
     busy = getattr(card.ask("nvmlDeviceGetUtilizationRates"), "gpu", None)
     heat = whole.ask("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", args=(0,))
     power = _positive(card.ask("nvmlDeviceGetPowerUsage")) if card.parent is None else None
+    fan = whole.ask("nvmlDeviceGetFanSpeed")
     limit = None
     if card.parent is None:
         limit = _positive(card.ask("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementLimit"))
@@ -275,15 +282,18 @@ def reading(card: Card, memory_free_bytes: int | None) -> Reading:
         temperature_celsius=float(heat) if heat is not None else None,
         power_watts=power / 1000 if power is not None else None,
         power_limit_watts=limit / 1000 if limit is not None else None,
+        clock_mhz=_positive(whole.ask("nvmlDeviceGetClockInfo", args=(_SM_CLOCK,))),
+        memory_clock_mhz=_positive(whole.ask("nvmlDeviceGetClockInfo", args=(_MEMORY_CLOCK,))),
+        fan=fan / 100 if fan is not None and 0 <= fan <= 100 else None,
         throttled=_throttled(whole),
-        processes=_processes(card),
+        processes=_processes(card) if processes else None,
     )
 
 
-def _throttled(card: Card) -> tuple[str, ...]:
-    bits = (
-        card.ask("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons") or 0
-    )
+def _throttled(card: Card) -> tuple[str, ...] | None:
+    bits = card.ask("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+    if bits is None:
+        return None
     reasons = tuple(words for bit, words in _HELD_BACK if bits & bit)
     hardware = bits & (0x40 | 0x80)
     return reasons if hardware or not bits & _SLOWDOWN[0] else (*reasons, _SLOWDOWN[1])

@@ -57,6 +57,17 @@ def scaled(machine: Machine, file: Path | None, divisor: float) -> float | None:
     return number / divisor if number is not None and number > 0 else None
 
 
+def fan(machine: Machine, folder: Path | None) -> float | None:
+    """Return the speed of a card's fan as a fraction of the highest, from its folder of sensors."""
+    if folder is None:
+        return None
+    pairs = (("fan1_input", "fan1_max"), ("pwm1", "pwm1_max"))
+    for speed, most in ((machine.number(folder / one), machine.number(folder / top)) for one, top in pairs):
+        if speed is not None and most is not None and 0 <= speed <= most and most > 0:
+            return speed / most
+    return None
+
+
 def energy_joules(machine: Machine, address: str) -> float | None:
     """Return what a card of Intel's has drawn since its driver was loaded; else what its package has.
 

@@ -17,6 +17,8 @@ from hetexp.hardware.sysfs import positive
 
 _OK = 0
 """`ZE_RESULT_SUCCESS`."""
+_ALL_ENGINES = 0
+"""`ZES_ENGINE_GROUP_ALL`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,71 @@ def cards(machine: Machine) -> dict[str, Card]:
     return {}
 
 
+class Watch:
+    """What Sysman tells of one card again and again.
+
+    Args:
+        library: pyzes.
+        device: its handle of the card.
+    """
+
+    def __init__(self, library: Any, device: Any) -> None:
+        self._library, self._device = library, device
+        self._engine = _whole_engine(library, device)
+
+    def temperature(self) -> float | None:
+        """Return degrees Celsius."""
+        return _temperature(self._library, self._device)
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """Return the total and free bytes."""
+        return _memory(self._library, self._device)
+
+    def active(self) -> tuple[float, float] | None:
+        """Return two counters, of the time in which any engine worked and of all time, in microseconds."""
+        if self._engine is None:
+            return None
+        with suppress(Exception):
+            stats = self._library.zes_engine_stats_t()
+            if self._library.zesEngineGetActivity(self._engine, ctypes.byref(stats)) == _OK:
+                return float(stats.activeTime), float(stats.timestamp)
+        return None
+
+
+def watches(machine: Machine) -> dict[str, Watch]:
+    """Return what tells Intel's cards' state, by address; none where the library or its driver is absent."""
+    library = machine.library("pyzes")
+    found: dict[str, Watch] = {}
+    with suppress(Exception):
+        if library is not None and library.zesInit(0) == _OK:
+            for device in _devices(library):
+                address = _address(library, device)
+                if address is not None:
+                    found[address] = Watch(library, device)
+    return found
+
+
+def _whole_engine(library: Any, device: Any) -> Any | None:
+    """Return the handle that counts all engines of a card; `None`: it has none, or several tiles have one."""
+    found = []
+    with suppress(Exception):
+        for engine in _listed(library.zesDeviceEnumEngineGroups, (device,), library.zes_engine_handle_t):
+            facts = _filled(
+                library, "zesEngineGetProperties", engine, "zes_engine_properties_t", "ENGINE_PROPERTIES"
+            )
+            if facts is not None and facts.type == _ALL_ENGINES:
+                found.append(engine)
+    return found[0] if len(found) == 1 else None
+
+
+def _address(library: Any, device: Any) -> str | None:
+    pci = _filled(library, "zesDevicePciGetProperties", device, "zes_pci_properties_t", "PCI_PROPERTIES")
+    if pci is None:
+        return None
+    where = pci.address
+    return f"{where.domain:04x}:{where.bus:02x}:{where.device:02x}.{where.function:x}"
+
+
 def _devices(library: Any) -> list[Any]:
     drivers = _listed(library.zesDriverGet, (), library.zes_driver_handle_t)
     return [
@@ -55,11 +122,9 @@ def _devices(library: Any) -> list[Any]:
 
 
 def _card(library: Any, device: Any) -> Card | None:
-    pci = _filled(library, "zesDevicePciGetProperties", device, "zes_pci_properties_t", "PCI_PROPERTIES")
-    if pci is None:
+    address = _address(library, device)
+    if address is None:
         return None
-    where = pci.address
-    address = f"{where.domain:04x}:{where.bus:02x}:{where.device:02x}.{where.function:x}"
     facts = _filled(library, "zesDeviceGetProperties", device, "zes_device_properties_t", "DEVICE_PROPERTIES")
     total, free = _memory(library, device)
     return Card(

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from hetexp.hardware.backend import Backend
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.energy import Counter
 from hetexp.hardware.found import Found, Process, Reading
+from hetexp.hardware.gauges import CardLostError, Gauge
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
 from hetexp.hardware.pci_names import chip, unnamed
@@ -130,6 +132,15 @@ class XpuBackend(AcceleratorBackend):
                 f"{self.spec} was chosen, but torch sees another card ({known.name}). Remove variables that "
                 f"a start-up file of the interpreter sets ({xpu_mask.MASK}, {xpu_mask.BUS_ORDER})."
             )
+
+    @classmethod
+    @contextmanager
+    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+        told = sysman.watches(machine)
+        yield [
+            _Gauge(card.spec, told.get(card.spec.pci), machine) if card.spec.pci is not None else None
+            for card in cards
+        ]
 
     @contextmanager
     def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
@@ -361,8 +372,9 @@ def _tiles(spec: DeviceSpec) -> int:
 def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | None) -> Reading:
     """Return what is told of a card now; power and use are told as sums, which one reading cannot divide."""
     sensors = sysfs.sensors(card.machine, card.address)
-    heat = limit = None
+    heat = limit = turns = None
     if sensors is not None:
+        turns = card.machine.number(sensors / "fan1_input")
         for name in ("temp2_input", "temp1_input"):  # xe's package, i915's
             heat = heat or sysfs.scaled(card.machine, sensors / name, 1000)
         for name in ("power1_max", "power2_max"):  # the card's, the package's
@@ -373,16 +385,83 @@ def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | No
         memory_free_bytes=free,
         temperature_celsius=heat,
         power_limit_watts=limit,
+        clock_mhz=_clock(card),
+        fan=sysfs.fan(card.machine, sensors),
+        fan_rpm=float(turns) if turns is not None else None,
         throttled=_throttled(card),
         processes=processes,
     )
 
 
-def _throttled(card: _Facts) -> tuple[str, ...]:
+class _Gauge:
+    """One card; its power and use are told as sums, so that they are known from the second reading on."""
+
+    def __init__(self, spec: DeviceSpec, watch: sysman.Watch | None, machine: Machine) -> None:
+        assert spec.pci is not None
+        self._spec, self._pci, self._watch, self._machine = spec, spec.pci, watch, machine
+        self._card = _Facts(spec.pci, None, None, machine)
+        self._before = self._sums()
+
+    def __call__(self) -> Reading:
+        lost = sysfs.off_the_bus(self._machine, self._pci)
+        if lost is None and self._machine.platform == "linux" and not self._card.folder.exists():
+            lost = "it is no longer on the PCI bus"
+        if lost is not None:
+            raise CardLostError(lost)
+        told = _reading(self._card, self._free(), None)
+        before, self._before = self._before, self._sums()
+        heat = told.temperature_celsius
+        if heat is None and self._watch is not None:
+            heat = self._watch.temperature()
+        return replace(
+            told,
+            temperature_celsius=heat,
+            utilisation=_ratio(before[0], self._before[0], most=1.0),
+            power_watts=_ratio(before[1], self._before[1]),
+        )
+
+    def _free(self) -> int | None:
+        if self._spec.integrated:
+            free, total = sysfs.host_memory(self._machine)[1], self._spec.memory_bytes
+            return min(free, total) if free is not None and total is not None else None
+        node = sysfs.drm_node(self._machine, self._pci, "card")
+        told = self._machine.number(node / "lmem_avail_bytes") if node is not None else None
+        return self._watch.memory()[1] if told is None and self._watch is not None else told
+
+    def _sums(self) -> tuple[_Sum, _Sum]:
+        """Return time at work beside all time, and joules beside seconds."""
+        joules = sysfs.energy_joules(self._machine, self._pci)
+        drawn = (joules, time.monotonic()) if joules is not None else None
+        return self._watch.active() if self._watch is not None else None, drawn
+
+
+_Sum = tuple[float, float] | None
+"""Two counters that are read together."""
+
+
+def _ratio(before: _Sum, now: _Sum, most: float = math.inf) -> float | None:
+    """Return how much the first counter grew a unit of the second; `None` where one fell or stood still."""
+    if before is None or now is None or now[1] <= before[1] or now[0] < before[0]:
+        return None
+    return min(most, (now[0] - before[0]) / (now[1] - before[1]))
+
+
+def _clock(card: _Facts) -> float | None:
+    """Return the clock of a card's first group of cores, as xe or i915 tells it."""
+    node = sysfs.drm_node(card.machine, card.address, "card")
+    files = [card.folder / "tile0" / "gt0" / "freq0" / "act_freq"]
+    if node is not None:
+        files.append(node / "gt" / "gt0" / "rps_act_freq_mhz")
+    return next((told for file in files if (told := sysfs.scaled(card.machine, file, 1)) is not None), None)
+
+
+def _throttled(card: _Facts) -> tuple[str, ...] | None:
     node = sysfs.drm_node(card.machine, card.address, "card")
     files = [*card.folder.glob("tile*/gt*/freq0/throttle/reason_*")]
     if node is not None:
         files += node.glob("gt/gt*/throttle_reason_*")
+    if not files:
+        return None
     named = {path.name.rpartition("reason_")[2] for path in files if card.machine.number(path) == 1}
     return tuple(dict.fromkeys(words for reason, words in _HELD_BACK if reason in named))
 

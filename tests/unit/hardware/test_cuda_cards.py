@@ -92,6 +92,9 @@ def test_everything_that_nvml_tells(tmp_path: Path) -> None:
             temperature_celsius=61.0,
             power_watts=215.5,
             power_limit_watts=350.0,
+            clock_mhz=1980,
+            memory_clock_mhz=9501,
+            fan=0.43,
             throttled=("power cap",),
             processes=(Process(7, 50 * 2**20, False), Process(100, 3 * GIB), Process(101, None)),
         ),
@@ -131,12 +134,14 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "nvmlDeviceGetTemperature": ("temperature_celsius",),
     "nvmlDeviceGetPowerUsage": ("power_watts",),
     "nvmlDeviceGetEnforcedPowerLimit": ("power_limit_watts",),
+    "nvmlDeviceGetClockInfo": ("clock_mhz", "memory_clock_mhz"),
+    "nvmlDeviceGetFanSpeed": ("fan",),
     "nvmlDeviceGetCurrentClocksEventReasons": ("throttled",),
     "nvmlDeviceGetComputeRunningProcesses": ("processes",),
     "nvmlDeviceGetGraphicsRunningProcesses": ("processes",),
     "nvmlDeviceGetMigMode": (),
 }
-INSTEAD = {"name": "NVIDIA GPU", "mask": "0", "throttled": ()}
+INSTEAD = {"name": "NVIDIA GPU", "mask": "0"}
 FULL = replace(CARD, reasons=0x20, compute=[(5, GIB)], graphics=[(6, GIB)])
 
 
