@@ -114,13 +114,16 @@ def _children() -> set[psutil.Process]:
     found = set()
     for process in psutil.Process().children(recursive=True):
         try:
-            command = " ".join(process.cmdline())
+            command, database = " ".join(process.cmdline()), process.name() == "postgres"
+            ended = process.status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
+            continue
+        if database:  # the session's own server, which starts a process a connection (`postgres.server`)
             continue
         # A fork of the server has the server's own command line, and the server as its parent.
         if any(server in command for server in SERVERS) and process.ppid() == os.getpid():
             continue
-        if process.status() != psutil.STATUS_ZOMBIE:
+        if not ended:
             found.add(process)
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -361,6 +362,50 @@ class FaultConfig(Section):
     """Longest that the last checkpoint may take once the run is told to end."""
 
 
+class RetentionConfig(Section):
+    """How long samples are kept; the older, the coarser."""
+
+    raw_hours: PositiveFloat = 1.0
+    """As they were taken; then as means of 10 seconds."""
+    ten_seconds_days: PositiveFloat = 1.0
+    """Since they were taken; then as means of a minute."""
+    minutes_days: PositiveFloat = 30.0
+    """Likewise; then they are gone."""
+
+
+class MonitorConfig(Section):
+    """Samples of what the devices do (`hetexp.monitor`)."""
+
+    enabled: bool = True
+    """Whether a run is followed, where the extra `monitor` is installed."""
+    interval_seconds: Annotated[float, Field(ge=0.1, le=10)] = 1.0
+    view: Literal["aggregated", "per_gpu"] = "aggregated"
+    """What `hetexp top` begins with: all devices together, or each of them."""
+    url: str | None = None
+    """Of the database; `None`: a file of SQLite in `$HETEXP_HOME`."""
+    retention: RetentionConfig = RetentionConfig()
+
+    @field_validator("url")
+    @classmethod
+    def _known_without_password(cls, value: str | None) -> str | None:
+        problem = _url_problem(value) if value is not None else None
+        if problem is not None:
+            raise PydanticCustomError("monitor_url", "{problem}", {"problem": problem})
+        return value
+
+
+def _url_problem(url: str) -> str | None:
+    """Return what a database's URL must be instead, `None` where it can be used."""
+    parts = urlsplit(url)
+    if parts.scheme == "sqlite" and parts.netloc == "" and len(parts.path) > 1:
+        return None
+    if parts.scheme not in ("postgresql", "postgresql+psycopg") or len(parts.path) < 2:
+        return "sqlite:///FILE (four slashes before an absolute path) or postgresql://USER@HOST/DATABASE"
+    if parts.password is not None or "password=" in parts.query:
+        return "without a password, as every run keeps its configuration (~/.pgpass and PGPASSWORD give it)"
+    return None
+
+
 class Config(Section):
     """A whole run, as `conf/config.yaml` composes it."""
 
@@ -377,6 +422,7 @@ class Config(Section):
     sweep: SweepConfig = SweepConfig()
     debug: DebugConfig = DebugConfig()
     fault: FaultConfig = FaultConfig()
+    monitor: MonitorConfig = MonitorConfig()
     fallback: Literal["single"] | None = None
     """What to do where the strategy cannot run, written `strategy.fallback`; `None`: say why, and end."""
     plan_only: bool = False

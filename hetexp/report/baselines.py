@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hetexp.report.figures import throughput
 from hetexp.report.runs import RunRecord
 
-HOW = ("strategy", "balancing", "hardware", "comm", "logger", "launch")
+HOW = ("strategy", "balancing", "hardware", "comm", "logger", "launch", "monitor")
 """Groups that say how the same work is done, not what work."""
 CALIBRATED, OWN = "calibrated before the runs", "its own work during the runs"
 

@@ -247,6 +247,21 @@ WRONG = {
         ["`hydra.run.dir` must be a folder that can be written", "/etc/hostname is a file"],
     ),
     # Sweeps.
+    "a database that is none": (
+        ["monitor.url=mysql://host/db"],
+        [
+            "`monitor.url` must be sqlite:///FILE",
+            "or postgresql://USER@HOST/DATABASE, but is 'mysql://host/db'",
+        ],
+    ),
+    "a password where every run keeps it": (
+        ["monitor.url=postgresql://me:secret@host/db"],
+        ["`monitor.url` must be without a password", "PGPASSWORD"],
+    ),
+    "samples too seldom": (
+        ["monitor.interval_seconds=60"],
+        ["`monitor.interval_seconds`", "less than or equal to 10"],
+    ),
     "sweep over a wrong option": (["-m", "strategy=ddp,dpp"], ["`strategy` must be one of", "'dpp'"]),
     "sweep over a wrong key": (["-m", "trainer.sed=0,1"], ["`trainer.sed`", "Did you mean `seed`?"]),
     "sweep over a wrong value": (

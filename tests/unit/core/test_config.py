@@ -23,6 +23,8 @@ from hetexp.core.config import (
     EarlyStoppingConfig,
     HardwareConfig,
     LaunchConfig,
+    MonitorConfig,
+    RetentionConfig,
     Section,
     SweepConfig,
     TrainerConfig,
@@ -44,10 +46,12 @@ SECTIONS: dict[str, type[Section]] = {
     "launch": LaunchConfig,
     "sweep": SweepConfig,
     "debug": DebugConfig,
+    "monitor": MonitorConfig,
+    "monitor.retention": RetentionConfig,
 }
 OPTIONS = [
     f"{group}={file.stem}"
-    for group in ("hardware", "trainer", "comm", "debug", "experiment")
+    for group in ("hardware", "trainer", "comm", "debug", "monitor", "experiment")
     for file in sorted((CONF / group).glob("*.yaml"))
 ]
 COMPONENT_FILES = [
@@ -107,13 +111,17 @@ def test_yaml_and_schema_have_the_same_keys(key: str, default: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    "key", ["comm", "launch", "sweep", "debug", "trainer", "trainer.early_stopping", "hardware"]
+    "key",
+    [
+        *("comm", "launch", "sweep", "debug", "trainer", "trainer.early_stopping", "hardware"),
+        *("monitor", "monitor.retention"),
+    ],
 )
 def test_yaml_and_schema_have_the_same_defaults(key: str, default: dict[str, Any]) -> None:
     node = default
     for part in key.split("."):
         node = node[part]
-    decided_by_conf = {"global_batch_size", "max_epochs", "devices", "early_stopping"}
+    decided_by_conf = {"global_batch_size", "max_epochs", "devices", "early_stopping", "retention"}
     for name, field in SECTIONS[key].model_fields.items():
         if name not in decided_by_conf:
             assert node[name] == field.get_default(), name

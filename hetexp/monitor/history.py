@@ -1,0 +1,134 @@
+"""Samples over time: means of so many points at most, of each device or of all together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import BigInteger, ColumnElement, Connection, Select, case, cast, func, select
+
+from hetexp.monitor.tables import device_metrics, devices
+
+View = Literal["aggregated", "per_gpu"]
+MOST_POINTS = 1000
+"""No screen shows more."""
+SHOWN = (
+    "utilisation",
+    "memory_used_bytes",
+    "memory_total_bytes",
+    "temperature_celsius",
+    "power_watts",
+    "clock_mhz",
+    "fan",
+)
+"""Values of a history."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over time of one device, or of all together."""
+
+    key: str | None
+    """Of the device; `None`: all together."""
+    device: str | None
+    times: list[float]
+    """Seconds since the epoch at which each point begins."""
+    values: dict[str, list[float | None]]
+    """`None` where nobody told the value. Of all together: means of use, clock and fan over the devices that
+    tell them, the highest temperature, sums of power and memory."""
+
+
+def read_history(
+    connection: Connection,
+    since: float,
+    until: float,
+    view: View,
+    max_points: int,
+    keys: Sequence[str] | None = None,
+) -> list[Series]:
+    """Return what was sampled from one moment until before another.
+
+    Args:
+        since, until: seconds since the epoch.
+        max_points: most points of a series, and never more than `MOST_POINTS`. Points are means of equal
+            stretches, in which each sample counts alike.
+        keys: of the devices; all of them by default. Together, those of a processor are left out where there
+            is any other device.
+    """
+    chosen = _chosen(connection, keys, together=view == "aggregated")
+    if not chosen or until <= since:
+        return []
+    stretch = max(1, math.ceil((until - since) * 1000 / max(1, min(max_points, MOST_POINTS))))
+    # Stretches begin at multiples of their length: the same ones for whoever asks a moment later.
+    begin = cast(device_metrics.c.time_ms, BigInteger) // stretch * stretch
+    own = (
+        select(device_metrics.c.device_id, begin.label("begin"), *_means())
+        .where(
+            device_metrics.c.device_id.in_([number for number, *_ in chosen]),
+            device_metrics.c.time_ms >= math.floor(since * 1000) // stretch * stretch,
+            device_metrics.c.time_ms < math.floor(until * 1000),
+        )
+        .group_by(device_metrics.c.device_id, "begin")
+    )
+    if view == "per_gpu":
+        rows = connection.execute(own.order_by(device_metrics.c.device_id, "begin")).all()
+        return _per_device(rows, chosen)
+    return [_series(None, None, connection.execute(_together(own)).all())]
+
+
+def _chosen(connection: Connection, keys: Sequence[str] | None, together: bool) -> list[tuple[int, str, str]]:
+    """Return number, key and name of the devices that are asked for."""
+    order = (devices.c.host, devices.c.number.is_(None), devices.c.number, devices.c.key)
+    query = select(devices.c.id, devices.c.key, devices.c.device, devices.c.backend).order_by(*order)
+    if keys is not None:
+        query = query.where(devices.c.key.in_(list(keys)))
+    rows = connection.execute(query).all()
+    others = [row for row in rows if row.backend != "cpu"]
+    kept = others if together and keys is None and others else rows
+    return [(row.id, row.key, row.device) for row in kept]
+
+
+def _means() -> list[ColumnElement[Any]]:
+    columns = device_metrics.c
+    return [
+        (func.max if name == "memory_total_bytes" else func.avg)(columns[name]).label(name) for name in SHOWN
+    ]
+
+
+def _together(own: Select[Any]) -> Select[Any]:
+    """Return the query that puts the devices' means together."""
+    part = own.subquery()
+    columns = part.c
+    known_total = case((columns.memory_used_bytes.is_not(None), columns.memory_total_bytes))
+    combined = {
+        "utilisation": func.avg(columns.utilisation),
+        "memory_used_bytes": func.sum(columns.memory_used_bytes),
+        "memory_total_bytes": func.sum(known_total),
+        "temperature_celsius": func.max(columns.temperature_celsius),
+        "power_watts": func.sum(columns.power_watts),
+        "clock_mhz": func.avg(columns.clock_mhz),
+        "fan": func.avg(columns.fan),
+    }
+    return (
+        select(func.min(columns.device_id), columns.begin, *(combined[name].label(name) for name in SHOWN))
+        .group_by(columns.begin)
+        .order_by(columns.begin)
+    )
+
+
+def _per_device(rows: Sequence[Any], chosen: Sequence[tuple[int, str, str]]) -> list[Series]:
+    own: dict[int, list[Any]] = {}
+    for row in rows:
+        own.setdefault(row[0], []).append(row)
+    return [_series(key, device, own[number]) for number, key, device in chosen if number in own]
+
+
+def _series(key: str | None, device: str | None, rows: Sequence[Any]) -> Series:
+    columns = list(zip(*rows, strict=True)) or [()] * (2 + len(SHOWN))
+    values = {
+        name: [float(value) if value is not None else None for value in column]
+        for name, column in zip(SHOWN, columns[2:], strict=True)
+    }
+    return Series(key, device, [begin / 1000 for begin in columns[1]], values)

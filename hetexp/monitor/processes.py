@@ -1,0 +1,37 @@
+"""Whether a process that somebody noted is still that process: numbers are given again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def started_at(pid: int) -> str | None:
+    """Return what tells a process from a later one of its number; `None`: it is gone, or nobody tells.
+
+    On Linux it is when it was started, in clock ticks since the machine was.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    words = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return words[19] if len(words) > 19 and words[0] != "Z" else None
+
+
+def lives(pid: int, mark: str | None = None) -> bool:
+    """Return whether a process of this machine runs.
+
+    Args:
+        mark: what `started_at` said of it; another process of the same number does not count.
+    """
+    if Path("/proc/self/stat").exists():
+        now = started_at(pid)
+        return now is not None and mark in (None, now)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

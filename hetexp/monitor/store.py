@@ -1,0 +1,189 @@
+"""The database of samples and trainings: what is written, and what is asked.
+
+Any number of processes may write; each call is one transaction. A sample that another process has written
+for the same device and moment stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, fields
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+
+from hetexp.core.config import RetentionConfig
+from hetexp.monitor.history import Series, View, read_history
+from hetexp.monitor.processes import lives
+from hetexp.monitor.retention import roll_up
+from hetexp.monitor.sample import Device, Sample, host_name
+from hetexp.monitor.tables import (
+    RAW,
+    VALUES,
+    WRITES,
+    device_metrics,
+    devices,
+    insert_into,
+    open_engine,
+    trainings,
+)
+
+ACTIVE = ("pending", "running")
+"""States of trainings that have not ended."""
+STATES = (*ACTIVE, "completed", "failed", "stopped")
+ABANDONED = "its launcher was killed, and told nothing"
+
+
+class Store:
+    """The monitor's database.
+
+    Args:
+        url: as `monitor.url`; `None`: SQLite's file in `$HETEXP_HOME`.
+
+    Raises:
+        SetupError: as `hetexp.monitor.tables.open_engine`.
+        sqlalchemy.exc.SQLAlchemyError: the database cannot be reached; any method may raise it.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        self.url = url
+        self.engine = open_engine(url)
+        self._ids: dict[str, tuple[int, Device]] = {}
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+    def write(self, samples: Sequence[Sample], seconds: float) -> None:
+        """Add samples of one moment.
+
+        Args:
+            seconds: since the epoch, to the millisecond.
+        """
+        if not samples:
+            return
+        with self._writing() as connection:
+            self._know(connection, [sample.device for sample in samples])
+            rows = [self._row(sample, round(seconds * 1000)) for sample in samples]
+            connection.execute(insert_into(connection, device_metrics).on_conflict_do_nothing(), rows)
+
+    def latest(self, seconds: float | None = None) -> list[dict[str, Any]]:
+        """Return each device's facts and newest sample, in the order of hosts and numbers.
+
+        Args:
+            seconds: since the epoch; only devices that were sampled since then.
+        """
+        inner = device_metrics.alias()
+        newest = select(func.max(inner.c.time_ms)).where(inner.c.device_id == devices.c.id).scalar_subquery()
+        each = select(devices.c.id, newest.label("time_ms")).subquery()  # one look at the key a device
+        same = (device_metrics.c.device_id == each.c.id) & (device_metrics.c.time_ms == each.c.time_ms)
+        query = (
+            select(devices, device_metrics)
+            .select_from(each)
+            .join(devices, devices.c.id == each.c.id)
+            .join(device_metrics, same)
+            .order_by(devices.c.host, devices.c.number.is_(None), devices.c.number, devices.c.key)
+        )
+        if seconds is not None:
+            query = query.where(device_metrics.c.time_ms >= round(seconds * 1000))
+        with self.engine.connect() as connection:
+            rows = [dict(row) for row in connection.execute(query).mappings()]
+        for row in rows:
+            row["time"] = row.pop("time_ms") / 1000
+            del row["device_id"], row["level"]
+        return rows
+
+    def history(
+        self,
+        since: float,
+        until: float | None = None,
+        view: View = "aggregated",
+        max_points: int = 600,
+        keys: Sequence[str] | None = None,
+    ) -> list[Series]:
+        """Return what was sampled between two moments, as `hetexp.monitor.history.read_history`."""
+        with self.engine.connect() as connection:
+            return read_history(connection, since, until or time.time(), view, max_points, keys)
+
+    def roll_up(self, retention: RetentionConfig, now: float | None = None) -> int:
+        """Replace old samples of this host's devices by means, and drop the oldest; return how many went."""
+        with self._writing() as connection:
+            return roll_up(connection, retention, host_name(), now or time.time())
+
+    def begin(self, training: dict[str, Any]) -> None:
+        """Add a training, or begin one anew that has run before; what is not given is null."""
+        row = {column.name: training.get(column.name) for column in trainings.columns}
+        with self._writing() as connection:
+            insert = insert_into(connection, trainings)
+            rest = {name: insert.excluded[name] for name in row if name not in ("id", "created")}
+            connection.execute(insert.on_conflict_do_update(index_elements=["id"], set_=rest), [row])
+
+    def update(self, training_id: str, **values: Any) -> None:
+        """Change what is known of a training."""
+        with self._writing() as connection:
+            connection.execute(update(trainings).where(trainings.c.id == training_id), values)
+
+    def trainings(
+        self, states: Iterable[str] | None = None, host: str | None = None, limit: int = 100
+    ) -> list[dict[str, Any]]:
+        """Return trainings, the newest first."""
+        query = select(trainings).order_by(trainings.c.created.desc()).limit(limit)
+        if states is not None:
+            query = query.where(trainings.c.state.in_(list(states)))
+        if host is not None:
+            query = query.where(trainings.c.host == host)
+        with self.engine.connect() as connection:
+            return [dict(row) for row in connection.execute(query).mappings()]
+
+    def training(self, training_id: str) -> dict[str, Any] | None:
+        """Return one training."""
+        with self.engine.connect() as connection:
+            found = connection.execute(select(trainings).where(trainings.c.id == training_id))
+            row = found.mappings().first()
+        return dict(row) if row is not None else None
+
+    def bury(self, now: float | None = None) -> list[str]:
+        """Mark trainings of this host as failed whose launcher is gone; return their ids."""
+        gone = [
+            one["id"]
+            for one in self.trainings(ACTIVE, host_name())
+            if one["pid"] is not None and not lives(one["pid"], one["process_mark"])
+        ]
+        if not gone:
+            return []
+        ended = {"state": "failed", "error": ABANDONED, "ended": now or time.time()}
+        with self._writing() as connection:
+            # It may have told its end in the meantime.
+            still = trainings.c.id.in_(gone) & trainings.c.state.in_(ACTIVE)
+            connection.execute(update(trainings).where(still), ended)
+        return gone
+
+    def _writing(self) -> AbstractContextManager[Connection]:
+        return self.engine.execution_options(**{WRITES: True}).begin()
+
+    def _know(self, connection: Connection, wanted: Sequence[Device]) -> None:
+        """Learn the numbers of devices; new ones, and those of which something changed, are written."""
+        new = [one for one in wanted if one.key not in self._ids or self._ids[one.key][1] != one]
+        if not new:
+            return
+        insert = insert_into(connection, devices)
+        rest = {field.name: insert.excluded[field.name] for field in fields(Device) if field.name != "key"}
+        upsert = insert.on_conflict_do_update(index_elements=["key"], set_=rest)
+        connection.execute(upsert, [asdict(one) for one in new])
+        by_key = {one.key: one for one in new}
+        query = select(devices.c.key, devices.c.id).where(devices.c.key.in_(list(by_key)))
+        self._ids |= {key: (number, by_key[key]) for key, number in connection.execute(query)}
+
+    def _row(self, sample: Sample, time_ms: int) -> dict[str, Any]:
+        return {
+            "device_id": self._ids[sample.device.key][0],
+            "time_ms": time_ms,
+            "level": RAW,
+            "state": sample.state,
+            "reason": sample.reason,
+            **{name: getattr(sample, name) for name in VALUES},
+            "throttled": list(sample.throttled) if sample.throttled is not None else None,
+            "users": [{"run": user.run, "rank": user.rank} for user in sample.users],
+        }
