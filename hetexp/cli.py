@@ -103,6 +103,22 @@ def gpus(arguments: list[str]) -> int:
 
 
 @command
+def monitor(arguments: list[str]) -> int:
+    """Sample what all devices do, into a small database (hetexp monitor --help)."""
+    from hetexp.commands.monitor import main as monitor_main
+
+    return monitor_main(arguments)
+
+
+@command
+def top(arguments: list[str]) -> int:
+    """Show what devices and runs do, live in the terminal (hetexp top --help)."""
+    from hetexp.commands.top import main as top_main
+
+    return top_main(arguments)
+
+
+@command
 def env(arguments: list[str]) -> int:
     """List, create and check the interpreters that drive other vendors' cards (hetexp env --help)."""
     from hetexp.commands.env import main as env_main

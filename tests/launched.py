@@ -31,6 +31,7 @@ TINY = (
     "data.num_test_samples=8",
     "logger=none",
     "diagram=false",
+    "monitor=none",
     "sweep.report=false",
     "hardware.devices=[cpu,cpu]",
     "hardware.threads_per_rank=1",

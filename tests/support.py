@@ -94,7 +94,13 @@ def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
     otherwise.
     """
     screen = io.StringIO()
-    quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none", "diagram=false"]
+    quick = [
+        "launch.start_method=forkserver",
+        "hardware.threads_per_rank=1",
+        "logger=none",
+        "diagram=false",
+        "monitor=none",
+    ]
     quick += _unless(overrides)
     cfg = compose_config([*quick, *overrides])
     console = Console(file=screen, width=160)
@@ -116,7 +122,13 @@ def _unless(overrides: Sequence[str]) -> list[str]:
 
 def start_script(run_dir: Path, script: Path, overrides: tuple[str, ...], *arguments: str) -> Run:
     """Run `hetexp launch` of a script as `start_run` runs `train.py`."""
-    quick = ["launch.start_method=forkserver", "hardware.threads_per_rank=1", "logger=none", "diagram=false"]
+    quick = [
+        "launch.start_method=forkserver",
+        "hardware.threads_per_rank=1",
+        "logger=none",
+        "diagram=false",
+        "monitor=none",
+    ]
     quick += _unless(overrides)
     words = [str(script), *quick, *overrides, f"hydra.run.dir={run_dir}", "--", *arguments]
     screen = io.StringIO()

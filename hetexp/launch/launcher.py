@@ -35,6 +35,7 @@ from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
 from hetexp.launch.requests import Requests
 from hetexp.launch.store import bind, host_store
 from hetexp.launch.survival import Survival
+from hetexp.monitor.follow import Follower, followed
 
 POLL_SECONDS = 0.05
 CALIBRATION = "calibration.json"
@@ -102,7 +103,13 @@ def _run_ranks(
     run = _Run(plan, config, console, store)
     # A shared card is nobody's own.
     leases = Leases([] if config.hardware.share_devices else plan.all_devices, plan.run_dir)
-    with leases, Desk(run_dir) as desk, _signals() as caught, diagrams(plan, config, console):
+    with (
+        leases,
+        Desk(run_dir) as desk,
+        _signals() as caught,
+        diagrams(plan, config, console),
+        followed(plan, config) as run.follower,
+    ):
         run.take_orders(desk, leases)
         try:
             run.start(plan_path)
@@ -134,6 +141,7 @@ class _Run:
         self.failures: list[RankFailure] = []
         """`rank` in them is the member's number, which at first is that of its rank."""
         self.told = ""
+        self.follower = Follower()
         self._ready = False
         self._requests = Requests(store)
         self._orders: Orders | None = None
@@ -211,7 +219,9 @@ class _Run:
         if self.store.check([READY]):
             self._ready = True
             self.survival.begin()
-            display.total_steps(int(self.store.get(READY)))
+            steps = int(self.store.get(READY))
+            display.total_steps(steps)
+            self.follower.ready(steps)
 
     def _late(self) -> list[RankFailure]:
         """Return the ranks that kept the others from training, by how far each of them came."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hetexp.core.device import DeviceSpec
 from hetexp.hardware.found import Reading
@@ -117,6 +118,14 @@ def of_reading(device: Device, reading: Reading, total: int | None, users: tuple
         throttled=reading.throttled,
         users=users,
     )
+
+
+def as_dict(sample: Sample) -> dict[str, Any]:
+    """Return a sample and its device's facts as plain types, as `Store.latest` does."""
+    told = asdict(sample)
+    throttled = list(sample.throttled) if sample.throttled is not None else None
+    users = [asdict(user) for user in sample.users]
+    return {**told.pop("device"), **told, "throttled": throttled, "users": users}
 
 
 def host_name() -> str:

@@ -1,0 +1,124 @@
+"""The launcher's side of the monitor: a process beside it, which costs it a start and a few lines.
+
+It is a process, not a thread: a driver's library can hang or crash, and importing and asking take the
+interpreter lock, which the launcher needs when a rank dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import hetexp
+from hetexp.core.config import Config, MonitorConfig
+from hetexp.core.errors import SetupError
+from hetexp.core.plan import Plan
+
+END_SECONDS = 5.0
+"""Longest wait for the process to tell how the run ended."""
+LOG = "monitor.log"
+"""In the run's folder of logs, where something went wrong."""
+_RUN = "import sys; sys.path = [p for p in sys.path if p]; from hetexp.monitor.main import main; main()"
+
+
+class Follower:
+    """What the launcher tells the process beside it; nothing where there is none."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._process = process
+
+    def ready(self, steps: int) -> None:
+        """Say that all ranks train, and how many steps there are; 0: only a person's script knows."""
+        self._tell({"steps": steps})
+
+    def end(self, error: BaseException | None) -> None:
+        """Say that the run is over, and let the process write down how it ended."""
+        self._tell({"end": True, "error": str(error) or type(error).__name__ if error is not None else None})
+        if self._process is None or self._process.stdin is None:
+            return
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError, ValueError):  # it is gone: the run goes on
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+                self._process.stdin.flush()
+
+
+@contextmanager
+def followed(plan: Plan, config: Config) -> Iterator[Follower]:
+    """Let a process beside this one sample the devices and tell of the run, for as long as the context lasts.
+
+    Raises:
+        SetupError: `monitor.url` names a database whose driver is not installed.
+    """
+    if plan.measuring or not config.monitor.enabled or not can_follow(config.monitor):
+        yield Follower()
+        return
+    follower = Follower(_start(plan, config.monitor))
+    try:
+        yield follower
+    except BaseException as error:
+        follower.end(error)
+        raise
+    follower.end(None)
+
+
+def can_follow(config: MonitorConfig) -> bool:
+    """Return whether what the monitor needs is installed.
+
+    Raises:
+        SetupError: it is not, and a person has named a database.
+    """
+    missing = "SQLAlchemy" if find_spec("sqlalchemy") is None else None
+    extra = "monitor"
+    if missing is None and (config.url or "").startswith("postgresql") and find_spec("psycopg") is None:
+        missing, extra = "psycopg", "postgres"
+    if missing is not None and config.url is not None:
+        raise SetupError(
+            f"`monitor.url` names a database, but {missing}, which reaches it, is not installed; run: "
+            f"pip install 'hetexp[{extra}]', or do without (monitor=none)."
+        )
+    return missing is None
+
+
+def _start(plan: Plan, config: MonitorConfig) -> subprocess.Popen[bytes] | None:
+    order = {
+        "monitor": config.model_dump(mode="json"),
+        "plan": str(Path(plan.run_dir) / "plan.json"),
+        "log": str(Path(plan.run_dir) / "logs" / LOG),
+        "pid": os.getpid(),
+        "created": time.time(),
+    }
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _RUN, json.dumps(order)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_paths())},
+            start_new_session=True,  # Ctrl-C is the launcher's: the end is told after it
+        )
+    except OSError:  # no process to be had: the run is worth more
+        return None
+
+
+def _import_paths() -> list[str]:
+    """Return where the process imports from: hetexp itself where it is not installed, what the person set."""
+    root = Path(hetexp.__file__).resolve().parent.parent
+    own = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
+    return [*own, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,0 +1,60 @@
+"""The process beside a launcher: it ends with it, whatever that one ends of."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetexp.core.config import MonitorConfig
+from hetexp.core.plan import Plan
+
+if TYPE_CHECKING:
+    from hetexp.monitor.training import Training
+
+NICE = 10
+"""How far the ranks come before it, where both want a core."""
+_LOG = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Sample until the standard input ends, which only the launcher holds open."""
+    order = json.loads(sys.argv[1])
+    handler = logging.FileHandler(order["log"], encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    if hasattr(os, "nice"):
+        with suppress(OSError):
+            os.nice(NICE)
+    for name in ("SIGINT", "SIGHUP", "SIGTERM"):  # a service manager's stop reaches all processes of a run
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    try:
+        from hetexp.monitor.service import Service
+        from hetexp.monitor.training import Training
+
+        training = Training(Plan.read(Path(order["plan"])), order["pid"], order["created"])
+        ending = threading.Event()
+        threading.Thread(target=_listen, args=(training, ending), name="pipe", daemon=True).start()
+        Service(MonitorConfig.model_validate(order["monitor"]), training).run(ending)
+    except Exception:
+        _LOG.exception("The monitor has ended; the run has not.")
+
+
+def _listen(training: Training, ending: threading.Event) -> None:
+    """Take what the launcher says until it says no more."""
+    with suppress(OSError, ValueError):
+        for line in sys.stdin:
+            message = json.loads(line)
+            if "steps" in message:
+                training.ready(message["steps"])
+            if "end" in message:
+                training.said_goodbye, training.error = True, message["error"]
+                break
+    ending.set()

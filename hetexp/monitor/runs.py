@@ -1,0 +1,145 @@
+"""A run as its folder tells it while it goes on: devices, steps, what emulated devices do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetexp.core.device import GIB, DeviceSpec
+from hetexp.core.plan import Plan
+from hetexp.hardware.lease import owners
+from hetexp.monitor.processes import lives
+
+SILENT_SECONDS = 10.0
+"""A run that logs no line for this long, and for three times its usual pause, is not said to compute."""
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """What an emulated device does by its model."""
+
+    utilisation: float | None
+    """Fraction of the time in which it computes."""
+    memory_bytes: int | None
+    """The most that its rank needed so far."""
+
+
+class RunWatch:
+    """Follows one run folder.
+
+    Args:
+        folder: the run's.
+        clock: seconds; for tests.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self._clock = folder, clock
+        self.plan: Plan | None = None
+        """The one that holds now; `None` as long as there is none."""
+        self.line: dict[str, Any] = {}
+        """The newest line of its metrics that tells of a training step."""
+        self._plan_path: Path | None = None
+        self._metrics = _Lines(folder / "metrics.jsonl")
+        self._line_at: float | None = None
+        self._pause = 0.0
+
+    @property
+    def name(self) -> str:
+        """The run's id, or as long as there is no plan its folder's name."""
+        return self.plan.run_id if self.plan is not None else self.folder.name
+
+    @property
+    def devices(self) -> list[tuple[DeviceSpec, int]]:
+        """Its devices, each with the rank that drives it."""
+        if self.plan is None:
+            return []
+        single = bool(self.plan.cards)
+        return [(spec, 0 if single else rank) for rank, spec in enumerate(self.plan.all_devices)]
+
+    def look(self) -> None:
+        """Read what is new."""
+        self._read_plan()
+        for text in reversed(self._metrics.read()):
+            with suppress(ValueError):
+                line = json.loads(text)
+                if "train/loss" in line:
+                    before, self._line_at = self._line_at, self._clock()
+                    self._pause = self._line_at - before if before is not None else 0.0
+                    self.line = line
+                    break
+
+    def modelled(self, spec: DeviceSpec) -> Modelled:
+        """Return what an emulated device does, as the run's last line tells."""
+        own = {name: self.line.get(f"device/{spec.id}/{name}") for name in _OWN}
+        gib, speed = own["peak_memory_gib"], own["samples_per_second"]
+        memory = round(gib * GIB) if gib is not None else None
+        if self.plan is None or self._silent() or len(self.plan.replica_batch_sizes) > 1:
+            return Modelled(None, memory)
+        # Each stage of a pipeline computes all samples; elsewhere a device has a share of them.
+        share = 1.0 if self.plan.stages else own["share"]
+        if share == 0:
+            return Modelled(0.0, memory)
+        if share is None or not speed:
+            return Modelled(None, memory)
+        return Modelled(min(1.0, share * self.line["samples_per_second"] / speed), memory)
+
+    def close(self) -> None:
+        """Close its files."""
+        self._metrics.close()
+
+    def _silent(self) -> bool:
+        if self._line_at is None:
+            return True
+        return self._clock() - self._line_at > max(SILENT_SECONDS, 3 * self._pause)
+
+    def _read_plan(self) -> None:
+        """Read the newest epoch's plan where membership has changed, else that which the run began with."""
+        changed = sorted((self.folder / "plans").glob("epoch_*.json"), key=_epoch)
+        path = changed[-1] if changed else self.folder / "plan.json"
+        if path != self._plan_path:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or another version's
+                self.plan, self._plan_path = Plan.read(path), path
+
+
+def leased() -> list[Path]:
+    """Return the folders of runs that hold cards of this machine, whether or not they tell the monitor."""
+    return [Path(folder) for folder, pid in owners() if lives(pid)]
+
+
+_OWN = ("share", "samples_per_second", "peak_memory_gib")
+
+
+def _epoch(path: Path) -> int:
+    number = path.stem.partition("_")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+class _Lines:
+    """Whole lines as they are appended to a file, which may be written anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._rest = path, b""
+        self._file: Any = None
+
+    def read(self) -> list[bytes]:
+        try:
+            if self._file is None:
+                self._file = self._path.open("rb")
+            elif self._path.stat().st_size < self._file.tell():
+                self.close()
+                self._file = self._path.open("rb")
+            added: bytes = self._file.read()
+        except OSError:
+            return []
+        *complete, self._rest = (self._rest + added).split(b"\n")
+        return complete
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file, self._rest = None, b""

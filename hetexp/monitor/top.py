@@ -1,0 +1,141 @@
+"""`hetexp top` as a program: what is on the screen now, and what each key does to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from hetexp.core.config import MonitorConfig
+from hetexp.monitor.history import View
+from hetexp.monitor.processes import lives
+from hetexp.monitor.sample import host_name
+from hetexp.monitor.screen import Shown
+from hetexp.monitor.store import ACTIVE, Store
+
+SPAN_SECONDS = 300.0
+"""What sparklines show."""
+POINTS = 60
+ENDED_SHOWN = 4
+"""Runs that have ended and are still shown."""
+
+
+class Top:
+    """The state of the screen.
+
+    Args:
+        store: what is shown.
+        config: its first view, and how often samples come.
+        send: sends a signal to a process; for tests.
+    """
+
+    def __init__(
+        self, store: Store, config: MonitorConfig, send: Callable[[int, int], None] = os.kill
+    ) -> None:
+        self._store, self._send = store, send
+        self._fresh = max(5.0, 3 * config.interval_seconds)
+        self.mode: View = config.view
+        self.chosen: str | None = None
+        self._asked: str | None = None
+        """Id of the run about which the screen asks."""
+        self._note: tuple[str, float] | None = None
+        """A sentence and the moment until which it stays."""
+        self._trainings: list[dict[str, Any]] = []
+        self.done = False
+
+    def look(self, now: float | None = None) -> Shown:
+        """Return what is to be shown now; a database that does not answer is told on the screen."""
+        now = now or time.time()
+        shown = Shown(host_name(), now, self.mode, message=self._message(now))
+        try:
+            shown.devices = self._store.latest(now - self._fresh)
+            self._trainings = self._listed()
+            keys = [one["key"] for one in shown.devices]
+            if keys:
+                views: tuple[View, ...] = ("aggregated",) if self.mode == "aggregated" else ("per_gpu",)
+                cards = [one["key"] for one in shown.devices if one["backend"] != "cpu"] or keys
+                for view in views:
+                    wanted = cards if view == "aggregated" else keys
+                    series = self._store.history(now - SPAN_SECONDS, now, view, POINTS, wanted)
+                    shown.history |= {one.key: one for one in series}
+        except SQLAlchemyError as error:
+            shown.message = f"The database does not answer: {str(error).splitlines()[0]}"
+        shown.trainings = self._trainings
+        self._choose()
+        shown.chosen = self.chosen
+        return shown
+
+    def press(self, key: str) -> None:
+        """Do what a key means."""
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            if key in ("y", "Y"):
+                self._stop(asked)
+            else:
+                self._say("Nothing was stopped.")
+        elif key in ("q", "Q"):
+            self.done = True
+        elif key in ("a", "A"):
+            self.mode = "per_gpu" if self.mode == "aggregated" else "aggregated"
+        elif key in ("up", "k", "down", "j"):
+            self._move(-1 if key in ("up", "k") else 1)
+        elif key in ("s", "S", "x", "X"):
+            self._ask()
+
+    def _listed(self) -> list[dict[str, Any]]:
+        rows = self._store.trainings(limit=50)
+        active = [one for one in rows if one["state"] in ACTIVE]
+        return active + [one for one in rows if one["state"] not in ACTIVE][:ENDED_SHOWN]
+
+    def _choose(self) -> None:
+        """Keep what was chosen; else take the first one that goes on."""
+        ids = [one["id"] for one in self._trainings]
+        if self.chosen not in ids:
+            self.chosen = ids[0] if ids else None
+
+    def _move(self, by: int) -> None:
+        ids = [one["id"] for one in self._trainings]
+        if self.chosen in ids:
+            self.chosen = ids[max(0, min(len(ids) - 1, ids.index(self.chosen) + by))]
+
+    def _ask(self) -> None:
+        one = self._of(self.chosen)
+        if one is None:
+            self._say("No run is chosen.")
+        elif one["state"] not in ACTIVE:
+            self._say(f"This run has ended already ({one['state']}).")
+        elif one["host"] != host_name():
+            self._say(f"This run is on {one['host']}: stop it there.")
+        else:
+            self._asked = one["id"]
+
+    def _stop(self, training_id: str) -> None:
+        """End a run as SIGTERM ends it: all ranks, in order, with what `fault.stop_seconds` allows."""
+        one = self._of(training_id)
+        if one is None or one["pid"] is None or not lives(one["pid"], one["process_mark"]):
+            self._say("This run's launcher is gone already.")
+            return
+        try:
+            self._send(one["pid"], signal.SIGTERM)
+        except OSError as error:
+            self._say(f"It cannot be stopped: {error.strerror or error}.")
+        else:
+            self._say("It was told to stop.")
+
+    def _of(self, training_id: str | None) -> dict[str, Any] | None:
+        return next((one for one in self._trainings if one["id"] == training_id), None)
+
+    def _say(self, text: str) -> None:
+        self._note = (text, time.time() + 5.0)
+
+    def _message(self, now: float) -> str | None:
+        one = self._of(self._asked)
+        if one is not None:
+            return f"Stop {one['name'][:50]} (process {one['pid']})?   y yes   any other key no"
+        if self._note is not None and now < self._note[1]:
+            return self._note[0]
+        return None
