@@ -87,7 +87,7 @@ class WatchedStore(dist.Store):
     def num_keys(self) -> int:
         return int(self._store.num_keys())
 
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - what torch's C++ looks for here
+    deleteKey, getNumKeys = delete_key, num_keys
 
     def has_extended_api(self) -> bool:
         return True

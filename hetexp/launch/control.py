@@ -73,6 +73,7 @@ class Desk:
         self._lock.release()
         with contextlib.suppress(OSError):
             (self._folder / _LOCK).unlink()
+            self._folder.rmdir()  # unless an answer waits there to be read
 
     def orders(self) -> list[Order]:
         """Return the orders that have come since the last call, the first one first."""

@@ -3,7 +3,7 @@
     TORCHFT_LIGHTHOUSE=http://localhost:29510 python torchft_replica.py --number 0 --records FOLDER …
 
 A replica group of one process with torchft's `Manager` and `Optimizer`, gloo between replicas. The gradient
-is given to `Manager.allreduce` in one piece: torchft's own DistributedDataParallel (0.2.0) ends the survivors by
+is given to `Manager.allreduce` in one piece: torchft's own DistributedDataParallel (0.2.0) ends survivors by
 `assert fut._fut` where gloo's all-reduce fails. This needs nothing of hetexp: torchft may have its own torch.
 """
 

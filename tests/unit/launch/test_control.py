@@ -55,7 +55,7 @@ def test_an_order_and_its_answer(
             ("tell", "me"),
             ("add", "cuda:7"),
         ]
-    assert list((run / "control").iterdir()) == []
+    assert not (run / "control").exists()
     told = capsys.readouterr()
     assert told.out == "said\n"
     assert told.err == "`DEVICE` must be …\n"
