@@ -259,6 +259,9 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
         assert origin is not None
         for sentence in origin.told:
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        if origin.finished:
+            done: dict[str, Any] = json.loads((request.run_dir / "summary.json").read_text(encoding="utf-8"))
+            return done
         with held(origin, request.run_dir):
             return _go(going_on(found, origin), request, console)
 

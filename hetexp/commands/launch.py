@@ -89,7 +89,7 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
 
     from hetexp.app import register_resolvers
     from hetexp.core.conf_folders import name_own_conf_dir
-    from hetexp.core.errors import ConfigError, HetexpError
+    from hetexp.core.errors import ConfigError, HetexpError, must_be
     from hetexp.core.files import write_text
     from hetexp.core.overrides import compose_typed
     from hetexp.core.words import written_out
@@ -122,6 +122,8 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
             problems += [problem for problem in error.problems if problem not in problems]
         except HetexpError as error:
             problems += [str(error)] if str(error) not in problems else []
+    if origin is not None and origin.finished:
+        problems.append(must_be("hydra.run.dir", "a folder whose run has not ended", str(folder)))
     if problems:
         raise ConfigError(problems)
     assert config is not None

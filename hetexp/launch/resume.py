@@ -61,6 +61,8 @@ class Found:
     """Sentences for the screen."""
     in_place: bool = False
     """Whether the run folder's own run goes on in it."""
+    finished: bool = False
+    """Whether that run has done all that is asked for: its summary stands."""
 
 
 def find(job: Job) -> Found:
@@ -103,7 +105,7 @@ def _of_this_job(job: Job, which: str, there: bool) -> Found:
         if which == "auto" and _is_done(run, job):
             told = f"'{run}' is complete, and no more steps are asked for"
             if there:
-                raise ConfigError(f"`hydra.run.dir` must not hold a finished run, but {told}.")
+                return Found(None, (f"resume=auto: {told}. Nothing is done.",), finished=True)
             return Found(None, (*passed, f"resume=auto: {told}. The training begins anew."))
         with lock_folder(run, wait=False) as idle:
             if not idle:

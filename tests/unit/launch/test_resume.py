@@ -104,8 +104,8 @@ def test_a_fixed_run_folder_goes_on_in_its_place(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"holds a run already.*With resume=auto it goes on there"):
             find(job(tmp_path, resume, "runs/mine"))
     (mine / "summary.json").write_text(json.dumps({"status": "completed"}))
-    with pytest.raises(ConfigError, match="must not hold a finished run"):
-        find(job(tmp_path, "auto", "runs/mine"))
+    finished = find(job(tmp_path, "auto", "runs/mine"))
+    assert finished.finished and "Nothing is done." in finished.told[0]
     empty = ran(tmp_path, "runs/empty", (), 0.0)
     begun = find(job(tmp_path, "auto", "runs/empty"))
     assert begun.path is None and begun.in_place and f"'{empty}' has no complete" in begun.told[0]
