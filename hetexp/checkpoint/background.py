@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable
 
 from hetexp.core.errors import CheckpointError
+
+NICE = 10
+"""Niceness of the thread."""
 
 
 class BackgroundWriter:
@@ -28,6 +34,7 @@ class BackgroundWriter:
         assert self._thread is None
 
         def run() -> None:
+            _yield_to_others()
             try:
                 write()
             except BaseException as error:  # told to whoever waits
@@ -58,3 +65,10 @@ class BackgroundWriter:
                 f"A checkpoint could not be written: {type(error).__name__}: {error}."
             ) from error
         return True
+
+
+def _yield_to_others() -> None:
+    """Let the training's threads go first where all cores are busy; Linux alone has a priority a thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

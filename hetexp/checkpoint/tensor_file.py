@@ -1,4 +1,4 @@
-"""Tensors written as a safetensors file: straight from their memory, hashed on the way.
+"""Tensors written as a safetensors file: straight from their memory, hashed meanwhile.
 
 The library copies every tensor once more before it writes, and a checksum would then read the file again.
 Reading is left to the library. The format: https://huggingface.co/docs/safetensors (8 bytes of length, little
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from hetexp.core.errors import CheckpointError
 
 PIECE_BYTES = 1 << 22
-"""Written and hashed at a time; both let other threads run meanwhile."""
+"""Written or hashed at a time; both let other threads run meanwhile."""
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -78,13 +79,29 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     # Wide types first, so that every tensor begins at a multiple of its type's size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     digest, total = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
-        for piece in _pieces(tensors, order, metadata):
-            digest.update(piece)
-            total += len(piece)
-            while piece:
-                piece = piece[file.write(piece) :]
-        os.fsync(file.fileno())
+
+    failed: list[BaseException] = []
+
+    def hash_all() -> None:
+        try:
+            for piece in _pieces(tensors, order, metadata):
+                digest.update(piece)
+        except BaseException as error:  # raised where the file is written
+            failed.append(error)
+
+    hashing = threading.Thread(target=hash_all, name="hetexp-checksum", daemon=True)
+    hashing.start()
+    try:
+        with path.open("wb", buffering=0) as file:
+            for piece in _pieces(tensors, order, metadata):
+                total += len(piece)
+                while piece:
+                    piece = piece[file.write(piece) :]
+            os.fsync(file.fileno())
+    finally:
+        hashing.join()
+    if failed:
+        raise failed[0]
     return Written(total, digest.hexdigest())
 
 
