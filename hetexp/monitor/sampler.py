@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from hetexp.core.device import DeviceSpec
@@ -82,7 +83,7 @@ class Sampler:
         if any(reader.hangs for reader in self._readers):  # listing asks the same driver, and would wait, too
             return
         self._listed_at = self._clock()
-        cards = detect(self._machine, builds=[]).cards
+        cards = [self._as_known(card) for card in detect(self._machine, builds=[]).cards]
         known = {one.spec.id: (one.spec.uuid, one.spec.pci, one.lost) for one in self._cards}
         if (
             self._cards
@@ -94,6 +95,13 @@ class Sampler:
         self._cards = cards
         opened = self._open.enter_context(gauges(cards, self._machine))
         self._readers = [_Reader(card, gauge, self._clock) for card, gauge in zip(cards, opened, strict=True)]
+
+    def _as_known(self, card: Found) -> Found:
+        """Return a lost card, whose driver tells next to nothing, with the facts that it had."""
+        before = [one.spec for one in self._cards if one.spec.pci == card.spec.pci]
+        if card.lost is None or card.spec.uuid is not None or card.spec.pci is None or len(before) != 1:
+            return card
+        return replace(card, spec=before[0])
 
     def _close(self) -> None:
         readers, self._readers = self._readers, []

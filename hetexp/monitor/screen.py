@@ -18,7 +18,7 @@ UNKNOWN = "n/a"
 LEVELS = "▁▂▃▄▅▆▇█"
 TROUBLES = 3
 """Most lines about what is wrong with devices."""
-WIDE = 110
+WIDE = 116
 """Columns from which on a device's clocks, fan and reasons fit as well."""
 STATE_STYLES = {
     "pending": "yellow",
@@ -225,18 +225,18 @@ def _each(shown: Shown, width: int, room: int) -> tuple[int, Table]:
     wide = width >= WIDE
     hosts = len({one["host"] for one in shown.devices}) > 1
     table = Table(box=None, padding=(0, 1), expand=True, show_edge=False, pad_edge=False)
-    bar, spark = (14, 24) if wide else (6, 10)
+    bar, spark = (10, min(40, 14 + max(0, width - 120) // 2)) if wide else (6, 10)
     table.add_column(" device", no_wrap=True)
     table.add_column("name", no_wrap=True, ratio=1, overflow="ellipsis", min_width=8)
     table.add_column("utilisation" if wide else "use", no_wrap=True, width=bar + 5)
     table.add_column("5 minutes", no_wrap=True, width=spark)
-    table.add_column("memory", justify="right", no_wrap=True, width=15 if wide else 10)
+    table.add_column("memory", justify="right", no_wrap=True, width=12 if wide else 10)
     table.add_column("heat", justify="right", no_wrap=True)
     table.add_column("power", justify="right", no_wrap=True)
     if wide:
         table.add_column("clock", justify="right", no_wrap=True)
         table.add_column("fan", justify="right", no_wrap=True)
-        table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=24)
+        table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=16)
     kept = shown.devices[: max(1, room - 2)]
     for one in kept:
         label = f" {one['host']}/{one['device']}" if hosts else f" {one['device']}"
@@ -273,9 +273,14 @@ def _cells(
     ]
     if wide:
         clock = Text(_number(one["clock_mhz"], ".0f"), style=held)
-        users = ", ".join(f"{user['run']}{_rank(user)}" for user in one["users"])
+        users = ", ".join(f"{short_id(user['run'])}{_rank(user)}" for user in one["users"])
         cells += [clock, Text(_fan(one)), Text(users or "–", style="dim" if not users else "")]
     return cells
+
+
+def short_id(run: str) -> str:
+    """Return the end of a run's id, which tells it from others of its folder."""
+    return run.rpartition("-")[2][-8:]
 
 
 def _rank(user: dict[str, Any]) -> str:
@@ -300,6 +305,7 @@ def _trainings(shown: Shown, width: int, room: int) -> list[RenderableType]:
     table.add_column("samples/s", no_wrap=True, justify="right", width=9)
     table.add_column("loss", no_wrap=True, justify="right", width=7)
     if width >= WIDE:
+        table.add_column("id", no_wrap=True)
         table.add_column("devices", no_wrap=True, overflow="ellipsis", max_width=28)
     chosen = next((one for one in shown.trainings if one["id"] == shown.chosen), None)
     error = chosen["error"] if chosen is not None else None
@@ -313,7 +319,7 @@ def _trainings(shown: Shown, width: int, room: int) -> list[RenderableType]:
         speed, loss = _number(one["samples_per_second"], ",.0f"), _number(one["loss"], ".4f")
         cells = [Text(mark + one["name"]), state, bar, Text(steps), Text(speed), Text(loss)]
         if width >= WIDE:
-            cells.append(Text(",".join(one["gpu_ids"])))
+            cells += [Text(short_id(one["id"])), Text(",".join(one["gpu_ids"]))]
         table.add_row(*cells, style="bold" if one is chosen else "")
     told = Text(f"   {error}"[:width], style="red") if error else Text("")
     return [table, told]

@@ -40,6 +40,7 @@ class Top:
         self._fresh = max(5.0, 3 * config.interval_seconds)
         self.mode: View = config.view
         self.chosen: str | None = None
+        self._by_hand = False
         self._asked: str | None = None
         """Id of the run about which the screen asks."""
         self._note: tuple[str, float] | None = None
@@ -92,14 +93,16 @@ class Top:
         return active + [one for one in rows if one["state"] not in ACTIVE][:ENDED_SHOWN]
 
     def _choose(self) -> None:
-        """Keep what was chosen; else take the first one that goes on."""
+        """Keep what a person has chosen; else take the first one, of those that go on where there are any."""
         ids = [one["id"] for one in self._trainings]
-        if self.chosen not in ids:
+        if not self._by_hand or self.chosen not in ids:
+            self._by_hand = False
             self.chosen = ids[0] if ids else None
 
     def _move(self, by: int) -> None:
         ids = [one["id"] for one in self._trainings]
         if self.chosen in ids:
+            self._by_hand = True
             self.chosen = ids[max(0, min(len(ids) - 1, ids.index(self.chosen) + by))]
 
     def _ask(self) -> None:
@@ -135,7 +138,8 @@ class Top:
     def _message(self, now: float) -> str | None:
         one = self._of(self._asked)
         if one is not None:
-            return f"Stop {one['name'][:50]} (process {one['pid']})?   y yes   any other key no"
+            name = one["name"] if len(one["name"]) <= 24 else f"{one['name'][:23]}…"
+            return f"Stop {name} (process {one['pid']})?   y yes   any other key no"
         if self._note is not None and now < self._note[1]:
             return self._note[0]
         return None

@@ -29,7 +29,9 @@ for name in ("known", "measured", "predict", "scale", "what_if", "as_json", "sta
     load(f"hetexp.plan.{name}")
 for name in ("hetexp.launch.planning", "hetexp.launch.prediction_display"):
     load(name)
-for name in ("plan", "launch"):
+for name in ("follow", "sampler", "service", "training", "top", "screen", "main"):
+    load(f"hetexp.monitor.{name}")
+for name in ("plan", "launch", "monitor", "top"):
     load(f"hetexp.commands.{name}")
 """
 
