@@ -84,9 +84,10 @@ class RunWatch:
         share = 1.0 if self.plan.stages else own["share"]
         if share == 0:
             return Modelled(0.0, memory)
-        if share is None or not speed:
+        total = self.line.get("samples_per_second")
+        if share is None or not speed or total is None:
             return Modelled(None, memory)
-        return Modelled(min(1.0, share * self.line["samples_per_second"] / speed), memory)
+        return Modelled(min(1.0, share * total / speed), memory)
 
     def close(self) -> None:
         """Close its files."""

@@ -86,7 +86,7 @@ class Training:
             "step": step,
             "progress": min(1.0, step / self._steps) if self._steps else None,
             "loss": _finite(line["train/loss"]),
-            "samples_per_second": line["samples_per_second"],
+            "samples_per_second": line.get("samples_per_second"),
         }
         if self._watch.plan is not None:
             self._now["gpu_ids"] = [spec.id for spec in self._watch.plan.all_devices]
