@@ -119,8 +119,6 @@ def test_a_loss_that_is_no_number_is_null(store: Store, folder: Path, loss: str)
 
 
 class TestService:
-    CONFIG = {"interval_seconds": 0.1}
-
     def config(self, url: str) -> MonitorConfig:
         return MonitorConfig(interval_seconds=0.1, url=url)
 
