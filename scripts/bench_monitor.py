@@ -1,4 +1,4 @@
-"""What the monitor costs: a core's share for 8 devices, the launcher's start and end, queries of an hour's rows.
+"""What the monitor costs: a core's share for 8 devices, the launcher's time, queries of an hour's rows.
 
     python scripts/bench_monitor.py
     python scripts/bench_monitor.py --seconds 60 --url postgresql://me@/database
@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hetexp.core.config import Config, MonitorConfig
+from hetexp.core.config import COMPONENTS, Config, MonitorConfig
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.monitor.follow import followed
@@ -44,9 +44,7 @@ def main() -> None:
         url = options.url or f"sqlite:///{folder / 'monitor.sqlite'}"
         told: dict[str, Any] = {"sampling": sampling(folder, url, options.devices, options.seconds)}
         told["launcher"] = launcher(folder, url)
-        told["queries_ms"] = queries(
-            url if options.url else f"sqlite:///{folder / 'hour.sqlite'}", options.devices
-        )
+        told["queries_ms"] = queries(options.url or f"sqlite:///{folder / 'hour.sqlite'}", options.devices)
     print(json.dumps(told, indent=2))
 
 
@@ -112,9 +110,7 @@ def launcher(folder: Path, url: str) -> dict[str, float]:
     """Time what the launcher waits for: the start of the process beside it, a word to it, and its end."""
     plan = plan_of(folder, 2)
     (folder / "logs").mkdir(exist_ok=True)
-    raw: dict[str, Any] = {
-        name: {} for name in ("strategy", "balancing", "model", "data", "optimizer", "logger")
-    }
+    raw: dict[str, Any] = {name: {} for name in COMPONENTS}
     config = Config(
         **raw,
         hardware={"devices": [{"device": "cpu"}]},  # type: ignore[arg-type]
