@@ -109,6 +109,7 @@ def sampling(folder: Path, url: str, devices: int, seconds: int) -> dict[str, An
 def launcher(folder: Path, url: str) -> dict[str, float]:
     """Time what the launcher waits for: the start of the process beside it, a word to it, and its end."""
     plan = plan_of(folder, 2)
+    plan.write(folder / "plan.json")
     (folder / "logs").mkdir(exist_ok=True)
     raw: dict[str, Any] = {name: {} for name in COMPONENTS}
     config = Config(
@@ -122,7 +123,7 @@ def launcher(folder: Path, url: str) -> dict[str, float]:
         started = time.perf_counter()
         follower.ready(10)
         told = time.perf_counter()
-        time.sleep(5.0)
+        time.sleep(10.0)
         ending = time.perf_counter()
     ended = time.perf_counter()
     return {

@@ -45,6 +45,9 @@ def main() -> None:
         Service(MonitorConfig.model_validate(order["monitor"]), training).run(ending)
     except Exception:
         _LOG.exception("The monitor has ended; the run has not.")
+    # All is written and closed. The launcher waits, and taking the interpreter down would take longer.
+    logging.shutdown()
+    os._exit(0)
 
 
 def _listen(training: Training, ending: threading.Event) -> None:
