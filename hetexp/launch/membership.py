@@ -186,7 +186,7 @@ class Membership:
         for loss in self.losses:
             if loss.recovered_seconds is None:
                 loss.recovered_seconds = now - loss.time
-                loss.step = told.get("step") if loss.step is None else loss.step
+                loss.step = told.get("step", loss.step)  # a lost member told its last step some time before
                 loss.steps_lost = told.get("steps_lost")
         assert since is not None
         return told | {"waited": now - since}
