@@ -22,10 +22,14 @@ LINE_EVERY_SECONDS = 5.0
 
 
 class Tail:
-    """Reads what is appended to a file, whole lines only."""
+    """Reads what is appended to a file, whole lines only.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        old: of what is there already, the bytes that are not read.
+    """
+
+    def __init__(self, path: Path, old: int = 0) -> None:
+        self.path, self._old = path, old
         self._file: IO[str] | None = None
         self._rest = ""
 
@@ -35,6 +39,7 @@ class Tail:
             if not self.path.exists():
                 return []
             self._file = self.path.open(encoding="utf-8", errors="replace")
+            self._file.seek(self._old)
         text = self._rest + self._file.read()
         *complete, self._rest = text.split("\n")
         return complete
@@ -43,6 +48,10 @@ class Tail:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 class _Bar(Progress):
@@ -57,13 +66,17 @@ class _Bar(Progress):
 
 
 class Display:
-    """Follows rank 0's log and the metrics of a run, and draws a bar where a terminal can show one."""
+    """Follows rank 0's log and the metrics of a run, and draws a bar where a terminal can show one.
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    Args:
+        again: whether the run has been followed before, so that what is there by now is known.
+    """
+
+    def __init__(self, plan: Plan, console: Console, again: bool = False) -> None:
         self.plan, self.console = plan, console
-        run_dir = Path(plan.run_dir)
-        self._log = Tail(run_dir / "logs" / "rank_0.log")
-        self._metrics = Tail(run_dir / "metrics.jsonl")
+        log, metrics = (Path(plan.run_dir) / name for name in ("logs/rank_0.log", "metrics.jsonl"))
+        self._log = Tail(log, _size(log) if again else 0)
+        self._metrics = Tail(metrics, _size(metrics) if again else 0)
         self._bar = _Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),

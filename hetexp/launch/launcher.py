@@ -33,6 +33,7 @@ from hetexp.launch.orders import Orders
 from hetexp.launch.preflight import check_machine
 from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
 from hetexp.launch.requests import Requests
+from hetexp.launch.restart import Again, Restarts, keep_faults
 from hetexp.launch.store import bind, host_store
 from hetexp.launch.survival import Survival
 from hetexp.monitor.follow import Follower, followed
@@ -87,38 +88,42 @@ def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
 def _run_ranks(
     plan: Plan, config: Config, console: Console
 ) -> tuple[dict[str, Any], list[signal.Signals], str]:
-    """Start one rank a device and follow them to their end.
+    """Start one rank a device and follow them to their end; again where devices were lost on the way.
 
     Returns:
         The summary, the signals that came, and what was told of a failure's first cause.
     """
     check_machine(plan, config, [environment_of(plan, rank) for rank in range(plan.world_size)])
     listener = bind(plan.store_host, config.launch.port)
-    plan = replace(plan, store_port=listener.getsockname()[1])
     run_dir = Path(plan.run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    plan_path = run_dir / "plan.json"
-    plan.write(plan_path)
-    store = host_store(listener)
-    run = _Run(plan, config, console, store)
     # A shared card is nobody's own.
     leases = Leases([] if config.hardware.share_devices else plan.all_devices, plan.run_dir)
+    restarts, before = Restarts(plan, config, console), None
     with (
         leases,
         Desk(run_dir) as desk,
         _signals() as caught,
         diagrams(plan, config, console),
-        followed(plan, config) as run.follower,
+        followed(plan, config) as follower,
     ):
-        run.take_orders(desk, leases)
-        try:
-            run.start(plan_path)
-            run.follow(caught)
-        finally:
-            run.end()
-        if plan.measuring and not run.failures and not caught and (run_dir / CALIBRATION).exists():
-            return blank_summary(plan, "completed"), caught, ""
-        return run.conclude(caught), caught, run.told
+        while True:
+            plan = replace(plan, store_port=listener.getsockname()[1])
+            run = _Run(plan, config, console, host_store(listener), before)
+            run.take_orders(desk, leases)
+            run.follower = follower
+            try:
+                run.start()
+                run.follow(caught)
+            finally:
+                run.end()
+            if plan.measuring and not run.failures and not caught and (run_dir / CALIBRATION).exists():
+                return blank_summary(plan, "completed"), caught, ""
+            again = run.again(restarts) if not caught else None
+            if again is None:
+                return run.conclude(caught), caught, run.told
+            before, plan, config = run, again.plan, again.config
+            listener = bind(plan.store_host, config.launch.port)
 
 
 def _raise(summary: dict[str, Any], caught: list[signal.Signals], told: str, console: Console) -> NoReturn:
@@ -134,10 +139,16 @@ def _raise(summary: dict[str, Any], caught: list[signal.Signals], told: str, con
 class _Run:
     """The members of one run, from their start to their end."""
 
-    def __init__(self, plan: Plan, config: Config, console: Console, store: Any) -> None:
+    def __init__(
+        self, plan: Plan, config: Config, console: Console, store: Any, before: _Run | None = None
+    ) -> None:
         self.plan, self.config, self.console, self.store = plan, config, console, store
         self.started: list[Member] = []
         self.survival = Survival(plan, config, console, store, self.started)
+        self._starts_again = before is not None
+        if before is not None:
+            self.survival.membership.take_over(before.survival.membership)
+            keep_faults(len(config.fault.events), before.store, store)
         self.failures: list[RankFailure] = []
         """`rank` in them is the member's number, which at first is that of its rank."""
         self.told = ""
@@ -153,8 +164,10 @@ class _Run:
         shared = self.config.hardware.share_devices
         self._orders = Orders(desk, self.survival, self._requests, self.config, None if shared else leases)
 
-    def start(self, plan_path: Path) -> None:
+    def start(self) -> None:
         """Start every rank."""
+        plan_path = Path(self.plan.run_dir) / "plan.json"
+        self.plan.write(plan_path)
         for rank in range(self.plan.world_size):
             method = self.config.launch.start_method
             self.started.append(start_member(self.plan, plan_path, rank, method))
@@ -164,7 +177,7 @@ class _Run:
         the start took too long, or a signal came.
         """
         deadline = time.monotonic() + self.config.launch.timeout_seconds
-        with Display(self.plan, self.console) as display:
+        with Display(self.plan, self.console, self._starts_again) as display:
             while not caught or self._stops(caught):
                 members = self.survival.present
                 pause_for(members, POLL_SECONDS)
@@ -219,6 +232,7 @@ class _Run:
         if self.store.check([READY]):
             self._ready = True
             self.survival.begin()
+            self.survival.membership.recovered()
             steps = int(self.store.get(READY))
             display.total_steps(steps)
             self.follower.ready(steps)
@@ -241,10 +255,7 @@ class _Run:
     def _gather_failures(self) -> None:
         """Wait for ranks that are about to fail as well: the first to end need not be the first cause."""
         members = self.survival.present
-        # Those that could go on do not fail: they wait for the launcher.
-        going_on = self.survival.begun and self.survival.reforms
-        limit = min(self.config.launch.grace_seconds, 1.0 if going_on else math.inf)
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + self._grace
         for member in members:
             member.process.wait(max(deadline - time.monotonic(), 0.0))
         codes = {member: member.process.poll() for member in members}
@@ -270,11 +281,39 @@ class _Run:
         who = f"rank {member.number}, {member.device},"
         return RankFailure(member.number, kind, f"End of its log:\n{end}\n{who} {text}", time=time.time())
 
+    @property
+    def _grace(self) -> float:
+        """Seconds that ranks get to end by themselves: few where a lost device is the cause of it already."""
+        return min(self.config.launch.grace_seconds, 1.0 if self.survival.troubled else math.inf)
+
     def end(self) -> None:
         """End every process of the run: first by request, then by force; return when none is left."""
-        end_all(self.started, self.config.launch.grace_seconds)
+        end_all(self.started, self._grace)
         if self._orders is not None:
             self._orders.close()
+
+    def again(self, restarts: Restarts) -> Again | None:
+        """Return how the run starts again, where it ended for devices that were lost; `None`: it is over."""
+        survival = self.survival
+        own = [failure for failure in self.failures if not failure.peer_lost]
+        silent = {failure.rank for failure in own if failure.kind == "NotResponding"}
+        lost = {failure.rank: failure for failure in own if failure.rank in survival.troubled | silent}
+        if not own or len(lost) < len(own) or not survival.may_start_again or self._stop_by is not None:
+            return None
+        again = restarts.after(survival.membership.whole, [self._device(number) for number in lost])
+        if isinstance(again, str):
+            self._print(f"The run does not start again: {again}")
+            return None
+        step = survival.newest_step
+        told = ", ".join(f"{self._device(number).id} ({one.kind})" for number, one in lost.items())
+        rest = ", ".join(device.id for device in again.plan.all_devices)
+        start = "starts" if len(again.plan.all_devices) == 1 else "start"
+        self._print(f"{told} was lost at step {step}; {rest} {start} again from step {again.step}.")
+        survival.membership.ended(
+            [(number, self._device(number).id, one) for number, one in lost.items()], step, again.step
+        )
+        threading.Event().wait(again.pause_seconds)
+        return again
 
     @property
     def _stopped_by_order(self) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,32 @@ class Membership:
         """Return the plan as it will be once a device is back, and its rank there."""
         places = sorted({*self._places.values(), place})
         return replan(self.whole, places), places.index(place)
+
+    def take_over(self, before: Membership) -> None:
+        """Keep what was lost before the run started again; its members are none of the present ones."""
+        self.losses = [replace(loss, member=-1) for loss in before.losses]
+
+    def ended(self, lost: Sequence[tuple[int, str, RankFailure]], step: int | None, restart: int) -> None:
+        """Note losses after which the whole run starts again.
+
+        Args:
+            lost: member, device and what became of it.
+            step: that was done by then.
+            restart: where the run goes on.
+        """
+        known = {loss.member for loss in self.losses}
+        for member, device, failure in lost:
+            if member not in known:
+                self.losses.append(Loss(member, device, failure.kind, failure.time, step))
+        for loss in self.losses:
+            if loss.recovered_seconds is None:
+                loss.steps_lost = max(0, (step or 0) - restart)
+
+    def recovered(self) -> None:
+        """Note that all train again, where the run has started again after a loss."""
+        for loss in self.losses:
+            if loss.recovered_seconds is None:
+                loss.recovered_seconds, loss.told = time.time() - loss.time, True
 
     def untold(self) -> list[Loss]:
         """Return the losses that the others have recovered from since the last call."""

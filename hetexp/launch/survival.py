@@ -69,6 +69,24 @@ class Survival:
         )
 
     @property
+    def may_start_again(self) -> bool:
+        """Whether the run has begun to train, and is to outlive its devices."""
+        return self.begun and self._config.fault.survive and not self.membership.whole.measuring
+
+    @property
+    def newest_step(self) -> int | None:
+        """Steps that were done, as far as any member has told."""
+        beats = [self._watch.beat_of(member.number) for member in self._started]
+        steps = [beat.step for beat in beats if beat is not None and beat.step is not None]
+        steps += [failure.step for failure in self.causes if failure.step is not None]
+        return max(steps, default=None)
+
+    @property
+    def troubled(self) -> set[int]:
+        """Members that were lost for what happened to their devices, since all have trained together."""
+        return {failure.rank for failure in self.causes}
+
+    @property
     def present(self) -> list[Member]:
         """Those that train now, in the order of their ranks."""
         by_number = {member.number: member for member in self._started}
@@ -88,7 +106,7 @@ class Survival:
         """
         kinds = {member: device_trouble(failure, code) for member, (failure, code) in found.items()}
         lost = {member: kind for member, kind in kinds.items() if kind is not None}
-        if not self.begun or not self.reforms or len(lost) < len(kinds):
+        if not self.begun or len(lost) < len(kinds):
             return False
         return self.remove({member: replace(found[member][0], kind=kind) for member, kind in lost.items()})
 
@@ -98,9 +116,11 @@ class Survival:
         Args:
             lost: what became of each of them; `kind` is what the summary says.
         """
-        self.causes += lost.values()
+        self.causes += [failure for failure in lost.values() if not failure.peer_lost]
         for member in lost:
             member.kill()  # its sockets close, its locks fall: whoever waits for it learns of it
+        if not self.reforms:
+            return False
         rest = [member for member in self.present if member not in lost]
         if len(rest) < self._config.fault.min_devices or not rest:
             least = self._config.fault.min_devices
@@ -129,7 +149,7 @@ class Survival:
         Returns:
             Whether the run can go on.
         """
-        if not self.begun or not self.reforms:
+        if not self.begun or not self._config.fault.survive or self.membership.whole.measuring:
             return True
         told = self.membership.told()
         if told is not None:
