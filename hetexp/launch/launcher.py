@@ -210,7 +210,7 @@ class _Run:
         Args:
             caught: the signals that came; the second one ends all at once.
         """
-        if len(caught) > 1 or not self.survival.begun or not self.survival.listens:
+        if len(caught) > 1 or not self.survival.begun or self.survival.deaf:
             return False
         if self._stop_by is None:
             limit = self.config.fault.stop_seconds

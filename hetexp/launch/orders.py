@@ -85,7 +85,7 @@ class Orders:
     def _take(self, order: Order) -> None:
         if not self._survival.begun:
             self._refuse(order, "The training has not begun yet: ask again in a moment.")
-        elif not self._survival.listens:
+        elif self._survival.deaf:
             self._refuse(order, self._survival.deaf)
         elif order.command in ("add", "drop"):
             carry_out: Callable[[Order], None] = self._add if order.command == "add" else self._drop
@@ -102,7 +102,7 @@ class Orders:
     def _add(self, order: Order) -> None:
         membership, name = self._survival.membership, order.argument
         if not self._survival.reforms:
-            self._refuse(order, "`fault.survive` must be true for devices to come and go.")
+            self._refuse(order, self._fixed())
             return
         place = membership.place_of(name)
         self._waiting[order.id] = order
@@ -145,7 +145,7 @@ class Orders:
             known = ", ".join(device.id for device in membership.whole.devices)
             self._refuse(order, f"`DEVICE` must be one of {known}, but is '{name}' instead.")
         elif not self._survival.reforms:
-            self._refuse(order, "`fault.survive` must be true for devices to come and go.")
+            self._refuse(order, self._fixed())
         elif number is None:
             coming = self._survival.returns.forget(name)
             told = f"{name} does not come back." if coming else f"{name} takes no part already."
@@ -174,6 +174,15 @@ class Orders:
                 self._leases.release(one.member.device)
             left = ", ".join(device.id for device in membership.plan.devices)
             self._desk.answer(one.order, Answer(True, f"{one.member.device} is out; {left} go on."))
+
+    def _fixed(self) -> str:
+        """Say why the run's devices stay as they are."""
+        if not self._config.fault.survive:
+            return "`fault.survive` must be true for devices to come and go, but is False instead."
+        whole = self._survival.membership.whole
+        if not whole.reforms:
+            return f"Devices cannot come and go where {whole.way.name} carries their sums (comm.backend=shm)."
+        return f"Devices cannot come and go under strategy={whole.strategy}."
 
     def _told(self, order: Order, done: bool, text: str) -> None:
         """Answer an order to add a device."""

@@ -20,6 +20,7 @@ from hetexp.launch.report import RankFailure
 from hetexp.launch.returns import Returns
 from hetexp.launch.watch import Watch
 from hetexp.plan.replan import replan
+from hetexp.strategy.base import Strategy
 
 
 class Survival:
@@ -47,26 +48,24 @@ class Survival:
     @property
     def reforms(self) -> bool:
         """Whether ranks form their group anew when a member goes."""
-        return self._config.fault.survive and self.membership.whole.reforms and not self.deaf
-
-    @property
-    def listens(self) -> bool:
-        """Whether ranks do what they are asked for while they train."""
-        return not self.deaf
+        able = self.membership.whole.reforms and self._strategy.reforms and not self.deaf
+        return self._config.fault.survive and able
 
     @cached_property
     def deaf(self) -> str:
-        """Why ranks neither form their group anew nor listen to requests; empty where they do."""
-        strategy = instantiate(self._config.strategy)
+        """Why ranks do not listen to requests while they train; empty where they do."""
         if self.membership.whole.measuring:
             return "Devices that are measured have nothing to lose."
         if self.membership.whole.script is not None:
             return "A script of one's own (hetexp launch) has a loop that nobody else can change."
-        return (
-            ""
-            if strategy.reforms
-            else f"Devices of strategy={strategy.name} cannot be asked while they train."
-        )
+        if self._strategy.steps == "local":
+            return f"strategy={self._strategy.name} has no step at whose end all its devices meet."
+        return ""
+
+    @cached_property
+    def _strategy(self) -> Strategy:
+        strategy: Strategy = instantiate(self._config.strategy)
+        return strategy
 
     @property
     def may_start_again(self) -> bool:
