@@ -27,7 +27,7 @@ from hetexp.launch.launcher import CALIBRATION, READY
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
 from hetexp.launch.preflight import check_checkpoint_space, checkpoint_bytes
 from hetexp.launch.process import LAUNCHER_PID
-from hetexp.launch.report import RankFailure, log_path, write_failure
+from hetexp.launch.report import RankFailure, log_path, stack_path, write_failure
 
 if TYPE_CHECKING:
     from hetexp.library.setup import Launched
@@ -56,10 +56,10 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
     """
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides, also at a shared terminal
-    show_stack_on_request()
     plan = Plan.read(plan_path)
     number = rank if member is None else member
     path = log_path(Path(plan.run_dir), number)
+    show_stack_on_request(stack_path(path))
     logging.basicConfig(
         level=logging.INFO, format=f"[rank {rank} %(levelname)s] %(message)s", stream=sys.stdout
     )

@@ -6,10 +6,10 @@ import contextlib
 import faulthandler
 import json
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from hetexp.core.epoch import beat_key
@@ -60,7 +60,9 @@ def beat(
     threading.Thread(target=run, name="heart", daemon=True).start()
 
 
-def show_stack_on_request() -> None:
-    """Write every thread's stack into the rank's log when the launcher asks, also in the midst of C."""
+def show_stack_on_request(path: Path) -> None:
+    """Write every thread's stack into a file when the launcher asks, also in the midst of C."""
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+        # It stays open until the process ends, and has no buffer: a signal's handler writes into it.
+        file = path.open("ab", buffering=0)
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

@@ -95,8 +95,11 @@ def _run_ranks(
     """
     check_machine(plan, config, [environment_of(plan, rank) for rank in range(plan.world_size)])
     listener = bind(plan.store_host, config.launch.port)
+    plan = replace(plan, store_port=listener.getsockname()[1])
     run_dir = Path(plan.run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    plan_path = run_dir / "plan.json"
+    plan.write(plan_path)
     # A shared card is nobody's own.
     leases = Leases([] if config.hardware.share_devices else plan.all_devices, plan.run_dir)
     restarts, before = Restarts(plan, config, console), None
@@ -108,12 +111,11 @@ def _run_ranks(
         followed(plan, config) as follower,
     ):
         while True:
-            plan = replace(plan, store_port=listener.getsockname()[1])
             run = _Run(plan, config, console, host_store(listener), before)
             run.take_orders(desk, leases)
             run.follower = follower
             try:
-                run.start()
+                run.start(plan_path)
                 run.follow(caught)
             finally:
                 run.end()
@@ -123,7 +125,9 @@ def _run_ranks(
             if again is None:
                 return run.conclude(caught), caught, run.told
             before, plan, config = run, again.plan, again.config
-            listener = bind(plan.store_host, config.launch.port)
+            listener = bind(plan.store_host, 0)  # the store before still has the port that was wanted
+            plan = replace(plan, store_port=listener.getsockname()[1])
+            plan.write(plan_path)
 
 
 def _raise(summary: dict[str, Any], caught: list[signal.Signals], told: str, console: Console) -> NoReturn:
@@ -164,10 +168,8 @@ class _Run:
         shared = self.config.hardware.share_devices
         self._orders = Orders(desk, self.survival, self._requests, self.config, None if shared else leases)
 
-    def start(self) -> None:
+    def start(self, plan_path: Path) -> None:
         """Start every rank."""
-        plan_path = Path(self.plan.run_dir) / "plan.json"
-        self.plan.write(plan_path)
         for rank in range(self.plan.world_size):
             method = self.config.launch.start_method
             self.started.append(start_member(self.plan, plan_path, rank, method))

@@ -110,6 +110,11 @@ class Membership:
         """Whether the newest epoch's group has not formed yet, as far as is known."""
         return self._waits_since is not None
 
+    @property
+    def forming_seconds(self) -> float:
+        """How long its members have been at it."""
+        return time.time() - self._waits_since if self._waits_since is not None else 0.0
+
     def place_of(self, device_id: str) -> int | None:
         """Return a device's place in the whole plan, `None` where the run has no such device."""
         places = (place for place, one in enumerate(self.whole.devices) if one.id == device_id)

@@ -32,6 +32,11 @@ def log_path(run_dir: Path, member: int) -> Path:
     return run_dir / "logs" / f"rank_{member}.log"
 
 
+def stack_path(log_path: Path) -> Path:
+    """Return where the rank with this log writes its stack when it is asked for it."""
+    return log_path.with_suffix(".stack")
+
+
 def failure_path(log_path: Path) -> Path:
     """Return where the rank with this log writes its failure."""
     return log_path.with_suffix(".failure.json")

@@ -14,6 +14,8 @@ from hetexp.core.config import Config
 from hetexp.core.epoch import Departure
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
+from hetexp.launch.hang import HangWatch, Hung
+from hetexp.launch.heart import WAITING
 from hetexp.launch.members import Member
 from hetexp.launch.membership import Membership, device_trouble
 from hetexp.launch.report import RankFailure
@@ -38,6 +40,9 @@ class Survival:
         self._started = started
         self.membership = Membership(plan, store)
         self._watch = Watch(store, config.fault.heartbeat_seconds)
+        self._hang_watch = HangWatch(self._watch, _predicted_seconds(plan))
+        self._waiting_since: float | None = None
+        """Since when a member has waited for an epoch that nobody had a reason to publish."""
         self.begun = False
         self.refused = ""
         """Why the run could not go on without a device."""
@@ -154,8 +159,40 @@ class Survival:
         if told is not None:
             self._tell_formed(told)
         self.returns.poll()
-        frozen = self._watch.frozen(self.present)
-        return not frozen or self.remove({member: self._frozen(member) for member in frozen})
+        lost = {member: self._frozen(member) for member in self._watch.frozen(self.present)}
+        if not lost and not self.membership.forming:
+            lost = {one.member: self._hung(one) for one in self._hang_watch.look(self.present)}
+            self._reconnect()
+        if not lost and self.membership.forming_seconds > self._hang_watch.bound_seconds:
+            lost = {member: self._stays(member) for member in self._hang_watch.in_steps(self.present)}
+        return not lost or self.remove(lost)
+
+    def _reconnect(self) -> None:
+        """Let members form anew whose connections broke though none of them is gone."""
+        beats = [self._watch.beat_of(number) for number in self.membership.members]
+        waiting = any(beat is not None and beat.doing == WAITING for beat in beats)
+        if self.reforms and self._hang_watch.all_wait:
+            self.membership.form_anew()
+        elif not self.reforms or not waiting:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        elif time.monotonic() - self._waiting_since > self._config.fault.heartbeat_seconds:
+            self._waiting_since = None
+            self.membership.form_anew()
+
+    def _stays(self, member: Member) -> RankFailure:
+        text = f"{member.device} does not leave its step, while the others wait for it to form a group."
+        beat = self._watch.beat_of(member.number)
+        return RankFailure(member.number, "Hung", text, beat.step if beat else None, time=time.time())
+
+    def _hung(self, one: Hung) -> RankFailure:
+        text = (
+            f"{one.stack.rstrip()}\n{one.member.device} hangs at step {one.step}, for {one.seconds:.1f} s by "
+            f"now, in {one.place}"
+        )
+        self._say(text.splitlines()[-1])
+        return RankFailure(one.member.number, "Hung", text, one.step, time=time.time())
 
     def _frozen(self, member: Member) -> RankFailure:
         beat = self._watch.beat_of(member.number)
@@ -177,3 +214,9 @@ class Survival:
 
     def _say(self, text: str) -> None:
         self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _predicted_seconds(plan: Plan) -> float | None:
+    """Return what a step is predicted to take, of devices that are not slower on purpose."""
+    calibrated: float | None = (plan.calibration or {}).get("predicted_step_seconds")
+    return None if plan.emulated else calibrated or plan.predicted_step_seconds
