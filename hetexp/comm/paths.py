@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 SIZES = (5, 2**21 + 3)
 """Numbers of a test message: fewer than there are in a block, and more than one chunk of any path."""
+SIZES_AGAIN = (5, 2**19 + 3)
+"""The same where such a path has carried before and the ranks wait for it: the second is a few chunks."""
 _PERIOD = 251
 """Test values repeat after so many numbers: a prime, so that no chunk begins where another one did."""
 _REPORT_SECONDS = 20.0
@@ -69,6 +71,8 @@ class Job:
     """Longest that a path may take to form and to sum known values."""
     apart: bool = False
     """Whether another thread than the training's sums, which may not share the default group with it."""
+    again: bool = False
+    """Whether the run has trained before, with other members."""
 
 
 @dataclass
@@ -181,7 +185,8 @@ class _Attempt:
         try:
             with _beside(self._job.device):
                 formed = self._form()
-                problem = self_test(formed, self._job.device)
+                sizes = SIZES_AGAIN if self._job.again else SIZES
+                problem = self_test(formed, self._job.device, sizes)
         except Exception as error:  # whatever it is, the other ranks must learn of it
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
         if not self._left:
@@ -216,17 +221,20 @@ def _beside(device: torch.device) -> AbstractContextManager[Any]:
     return context
 
 
-def self_test(exchange: Exchange, device: torch.device) -> str | None:
+def self_test(exchange: Exchange, device: torch.device, sizes: Sequence[int] = SIZES) -> str | None:
     """Sum and gather known values over a group, and return what came back wrong.
 
     Every rank gives other values, small whole numbers whose sum is exact, so that each way between two ranks
     has to carry what the other one does not know.
 
+    Args:
+        sizes: numbers of each test message.
+
     Raises:
         PeerLostError: another rank is gone, or did not come in time.
     """
     size, problems = exchange.size, []
-    for length in SIZES:  # all of them, whatever comes back: the other ranks take part, too
+    for length in sizes:  # all of them, whatever comes back: the other ranks take part, too
         places = torch.arange(length, device=device)
         pattern = (places % _PERIOD + 1).float()
         tensor = pattern * (exchange.rank + 1)

@@ -188,8 +188,9 @@ def join_group(
     strategy, config = parts.strategy, parts.config
     strategy.learn(plan)
     parts.rank = rank
+    again = agree_on_state is not None
     parts.plan, parts.communicator, parts.exchange = connect(
-        plan, config, rank, store, parts.device, strategy
+        plan, config, rank, store, parts.device, strategy, again
     )
     parts.balancer = _balancer(parts)
     if agree_on_state is not None:
@@ -324,9 +325,18 @@ def attach_pieces(parts: Parts, cut: Cut) -> None:
 
 
 def connect(
-    plan: Plan, config: Config, rank: int, store: dist.Store, device: torch.device, strategy: Strategy
+    plan: Plan,
+    config: Config,
+    rank: int,
+    store: dist.Store,
+    device: torch.device,
+    strategy: Strategy,
+    again: bool = False,
 ) -> tuple[Plan, Communicator, Exchange | None]:
     """Return what this rank talks to the others through, and what sums large tensors over all of them.
+
+    Args:
+        again: whether the run has trained before, with other members.
 
     Returns:
         The plan too: with another route where the self-test found that the planned one does not carry.
@@ -342,7 +352,8 @@ def connect(
         limit = comm.timeout_seconds
         return plan, form_group(store, rank, 1, plan.collective_backend, device, limit), None
     apart = strategy.steps == "joint" and (plan.paced or comm.wire != "float32")
-    job = Job(store, rank, plan.world_size, device, comm.timeout_seconds, comm.self_test_seconds, apart)
+    limits = comm.timeout_seconds, comm.self_test_seconds
+    job = Job(store, rank, plan.world_size, device, *limits, apart, again)
     paths = form_paths(routes_to_try(plan), job)
     if paths.fallback is not None:
         route = paths.route if plan.route is not None else None
