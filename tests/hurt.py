@@ -1,0 +1,81 @@
+"""A model and an optimizer that end their own process at a chosen moment of a chosen step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from faulty import my_rank
+from torch import nn
+
+from hetexp.core.errors import PeerLostError
+
+
+class Net(nn.Module):
+    """A small network with running statistics, which tell how many steps are done.
+
+    Args:
+        kills: moment (`forward`, `backward`, `evaluation`, `save`) → [member, steps done].
+        slow_until: file that ends the pauses of `pause` seconds in each pass in training.
+    """
+
+    def __init__(
+        self,
+        kills: Mapping[str, tuple[int, int]] | None = None,
+        slow_until: str | None = None,
+        pause: float = 0.02,
+    ) -> None:
+        super().__init__()
+        # No bias before the norm: its gradient is rounding alone, by which Adam would move it all the same.
+        self.hidden, self.norm = nn.Linear(16, 12, bias=False), nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, 10)
+        self.kills, self.slow_until, self.pause = dict(kills or {}), slow_until, pause
+        self.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            lambda *_: self._maybe("save")
+        )
+
+    def _maybe(self, moment: str) -> None:
+        if self.kills.get(moment) is not None:
+            member, step = self.kills[moment]
+            if my_rank() == member and int(self.norm.num_batches_tracked or 0) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self._maybe("forward" if self.training else "evaluation")
+        if self.training and self.slow_until is not None and not Path(self.slow_until).exists():
+            time.sleep(self.pause)
+        hidden: torch.Tensor = torch.relu(self.norm(self.hidden(inputs)))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._maybe("backward"))
+        output: torch.Tensor = self.head(hidden)
+        return output
+
+
+class Parting(torch.optim.AdamW):
+    """In one step a member dies before its update, another one has lost it by then, and the rest goes on.
+
+    So those that are left differ by a step, as where a rank dies while it sends the last of a gradient.
+
+    Args:
+        dies, loses: the members.
+        at: steps done.
+    """
+
+    def __init__(self, params: Any, dies: int = -1, loses: int = -1, at: int = -1, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.dies, self.loses, self.at = dies, loses, at
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        state: dict[str, Any] = next(iter(self.state.values()), {})
+        if int(state.get("step", 0)) == self.at:
+            if my_rank() == self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if my_rank() == self.loses:
+                self.at = -1
+                raise PeerLostError(f"rank {self.dies} of the exchange is gone")
+        super().step()
