@@ -68,8 +68,8 @@ def trained(make_parts: MakeParts, communicator: Communicator, steps: int) -> Pa
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.1 + step)
         parts.optimizer.step()
-        model.count += 1
-        model.hidden += step
+        model.get_buffer("count").add_(1)
+        model.get_buffer("hidden").add_(step)
     return parts
 
 
