@@ -121,10 +121,18 @@ class GradientHook(Averaging):
         self._buckets.put(_Bucket(tensor, list(bucket.parameters()), future, ready))
         return future
 
-    def close(self) -> None:
-        """End the thread; buckets that are under way are exchanged first."""
+    def close(self, seconds: float | None = None) -> bool:
+        """End the thread; buckets that are under way are exchanged first, or fail.
+
+        Args:
+            seconds: longest wait for that.
+
+        Returns:
+            Whether it has ended.
+        """
         self._buckets.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (bucket := self._buckets.get()) is not None:

@@ -96,11 +96,19 @@ class PacedExchange(Averaging):
         self.time_scale = time_scale
         self.forget()
 
-    def close(self) -> None:
-        """End the threads; buckets that are under way are exchanged first."""
+    def close(self, seconds: float | None = None) -> bool:
+        """End the threads; buckets that are under way are exchanged first, or fail.
+
+        Args:
+            seconds: longest wait for each of them.
+
+        Returns:
+            Whether they have ended.
+        """
         self._sending.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def begin_step(self) -> None:
         """Forget the buckets of the step before."""

@@ -1,22 +1,28 @@
-"""What the launcher has decided, and what people ask of the training, known as soon as it is said."""
+"""What the launcher has decided, and what people ask of the training, known as soon as it is said.
+
+A thread asks the store again and again. It does not wait there for a key: the store tells those that wait one
+by one, and a client of them that has just died can be in the way.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from hetexp.comm.watched_store import another_connection
 from hetexp.core.epoch import LATEST, LATEST_REQUEST, Epoch, Request
 
-_FOR_EVER = timedelta(days=3650)
+LOOK_SECONDS = 0.1
+"""Pause between two looks; it is what a rank that has lost nobody learns too late of another's loss."""
+HURRIED_SECONDS = 0.005
+"""The same where this rank waits for an epoch."""
 
 
 class Watch:
-    """Knows the newest epoch and the newest request; threads with connections of their own wait for them.
+    """Knows the newest epoch and the newest request; a thread with a connection of its own looks for them.
 
     Args:
         store: the launcher's.
@@ -31,14 +37,11 @@ class Watch:
         self._urgent = 0
         """Number of the newest epoch that broke a group."""
         self._request = 0
-        self._threads: list[threading.Thread] = []
+        self._hurry = threading.Event()
 
     def start(self) -> None:
-        """Begin to watch: epochs from the present one on, and requests from the first."""
-        for follow in (self._follow_epochs, self._follow_requests):
-            thread = threading.Thread(target=follow, name="watch", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        """Begin to watch: epochs and requests from the present ones on."""
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     @property
     def epoch(self) -> int:
@@ -57,44 +60,45 @@ class Watch:
     def newest_after(self, number: int, seconds: float) -> Epoch | None:
         """Return the newest epoch once there is one beyond this number; `None`: none came in time."""
         deadline = time.monotonic() + seconds
-        with self._changed:
-            while self._epoch.number <= number:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return None
-                self._changed.wait(min(left, 1.0))  # a signal's handler runs in between
-            return self._epoch
-
-    def read_request(self, number: int) -> Request:
-        """Return a request that has been told of."""
-        return Request.from_json(self._store.get(Request.key(number)))
+        self._hurry.set()
+        try:
+            with self._changed:
+                while self._epoch.number <= number:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return None
+                    self._changed.wait(min(left, 1.0))  # a signal's handler runs in between
+                return self._epoch
+        finally:
+            self._hurry.clear()
 
     def _latest(self, key: str) -> int:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
-    def _follow_epochs(self) -> None:
-        store, number = another_connection(self._store), self._epoch.number
+    def _look(self) -> None:
+        store, request = another_connection(self._store), self._latest(LATEST_REQUEST)
+        pause = threading.Event()
         while True:
-            number += 1
             try:
-                store.wait([Epoch.key(number)], _FOR_EVER)
-                epoch = Epoch.from_json(store.get(Epoch.key(number)))
+                number = self._epoch.number + 1
+                if store.check([Epoch.key(number)]):
+                    self._take(Epoch.from_json(store.get(Epoch.key(number))))
+                    continue
+                while store.check([Request.key(request + 1)]):
+                    request += 1
+                self._request = request
             except RuntimeError:  # the launcher is gone, and this process about to follow it
                 return
-            if epoch.urgent:
-                self._broken()
-            with self._changed:
-                self._epoch = epoch
-                if epoch.urgent:
-                    self._urgent = number
-                self._changed.notify_all()
+            if self._hurry.is_set():
+                pause.wait(HURRIED_SECONDS)
+            else:
+                self._hurry.wait(LOOK_SECONDS)
 
-    def _follow_requests(self) -> None:
-        store, number = another_connection(self._store), self._latest(LATEST_REQUEST)
-        while True:
-            self._request = number
-            number += 1
-            try:
-                store.wait([Request.key(number)], _FOR_EVER)
-            except RuntimeError:
-                return
+    def _take(self, epoch: Epoch) -> None:
+        if epoch.urgent:
+            self._broken()
+        with self._changed:
+            self._epoch = epoch
+            if epoch.urgent:
+                self._urgent = epoch.number
+            self._changed.notify_all()

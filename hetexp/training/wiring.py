@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE = "handshake"
 """Topic in the store under which ranks tell what they are about to train."""
+LEAVE_SECONDS = 5.0
+"""Longest wait for a thread that exchanges gradients to find out that its peers are gone."""
 
 
 def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Parts:
@@ -213,11 +215,11 @@ def leave_group(parts: Parts) -> None:
     if parts.exchange is not None:
         parts.exchange.abandon()
     parts.communicator.abandon()
-    for averaging in (parts.hook, parts.paced):
-        if averaging is not None:
-            averaging.close()
-    if parts.exchange is not None:
+    ended = all(one.close(LEAVE_SECONDS) for one in (parts.hook, parts.paced) if one is not None)
+    if parts.exchange is not None and ended:
         parts.exchange.close()
+    elif not ended:  # it still reads the exchange's memory
+        log.warning("the thread that exchanges gradients did not end within %g s, and is left", LEAVE_SECONDS)
     parts.module = parts.strategy.unwrap(parts.module, parts.model)
     parts.optimizer.zero_grad(set_to_none=True)
     parts.exchange, parts.hook, parts.paced, parts.guard = None, None, None, None
