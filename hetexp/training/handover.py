@@ -124,8 +124,10 @@ def take(training: Training, store: dist.Store, donor: int, behind: bool, tensor
     for key in ("evaluated_at", "saved_at", "logged_at", "stops"):
         setattr(training, key, told[key])
     training.loss_at = (told["loss_at"][0], told["loss_at"][1])
-    if told["loss_scale"] is not None:
-        parts.loss_scale = LossScale.from_dict(told["loss_scale"])
+    if "float16" in parts.plan.precisions:
+        parts.loss_scale = LossScale.from_dict(told["loss_scale"]) if told["loss_scale"] else LossScale()
+    else:
+        parts.loss_scale = None
     if told["time_scale"] is not None and parts.time_scale is None:
         parts.time_scale = told["time_scale"]
         parts.backend.start_pacing(told["time_scale"])

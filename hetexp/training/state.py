@@ -97,6 +97,8 @@ class Parts:
     `steps`, or any other word."""
     microbatch_limits: list[int | None] = field(default_factory=list)
     """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
+    exchanged_before: tuple[int, float] = (0, 0.0)
+    """Bytes that this rank's hook handed over, and the seconds that it took, with other members before."""
     survives: bool = False
     """Whether the run goes on where another rank is lost: a step may break off then, and is done again."""
     saver: Saver = field(init=False)

@@ -28,7 +28,7 @@ from hetexp.core.plan import Plan
 from hetexp.training.handover import Carried, give, take
 from hetexp.training.requests import Requests
 from hetexp.training.watch import Watch
-from hetexp.training.wiring import join_group, leave_group, start_loggers
+from hetexp.training.wiring import join_group, leave_group, start_loggers, versions
 
 if TYPE_CHECKING:
     from hetexp.training.loop import Training
@@ -162,6 +162,7 @@ class Survival:
             "settled": training.settled,
             "evaluated": training.evaluated_at == training.progress.step,
             "saved": training.saved_at == training.progress.step,
+            "runs on": versions(),
         }
         everyone = exchange(store, "state", parts.rank, parts.plan.world_size, mine, limit)
         newest = max(one["step"] for one in everyone)
@@ -174,6 +175,7 @@ class Survival:
         if parts.rank == donor:
             give(training, store, settled, behind, self.requests.handled)
         self.requests.handled = take(training, store, donor, mine["step"] < newest, behind)
+        parts.run_on = tuple(one["runs on"] for one in everyone)
         training.settled = settled
         if not all(everyone[rank]["evaluated"] for rank in have):
             training.evaluated_at = -1

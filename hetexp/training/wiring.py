@@ -220,6 +220,8 @@ def leave_group(parts: Parts) -> None:
         parts.exchange.close()
     elif not ended:  # it still reads the exchange's memory
         log.warning("the thread that exchanges gradients did not end within %g s, and is left", LEAVE_SECONDS)
+    if parts.hook is not None:
+        parts.exchanged_before = parts.hook.sent_bytes, parts.hook.exchange_seconds
     parts.module = parts.strategy.unwrap(parts.module, parts.model)
     parts.optimizer.zero_grad(set_to_none=True)
     parts.exchange, parts.hook, parts.paced, parts.guard = None, None, None, None
@@ -266,6 +268,8 @@ def pace_exchange(parts: Parts) -> None:
     parts.paced = PacedExchange(
         exchange, links, parts.rank, backend.synchronize, backend.backward_done, limit, parts.config.comm.wire
     )
+    if parts.time_scale is not None:  # found before, with other members
+        parts.paced.start(parts.time_scale)
     parts.strategy.exchange_through(parts.module, parts.paced.hook)
 
 
@@ -276,6 +280,7 @@ def hook_exchange(parts: Parts) -> None:
     if parts.exchange is None or parts.paced is not None or plain or parts.strategy.steps != "joint":
         return
     parts.hook = GradientHook(parts.exchange, parts.config.comm.wire, plan.world_size)
+    parts.hook.sent_bytes, parts.hook.exchange_seconds = parts.exchanged_before
     parts.strategy.exchange_through(parts.module, parts.hook.hook)
 
 
