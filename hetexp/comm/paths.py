@@ -23,6 +23,7 @@ from hetexp.comm.exchange import Exchange, GroupExchange
 from hetexp.comm.hierarchy import HierarchicalExchange
 from hetexp.comm.library_exchange import LibraryExchange
 from hetexp.comm.rendezvous import exchange, form_group
+from hetexp.comm.sockets import shut_all
 from hetexp.comm.watched_store import another_connection
 from hetexp.core.errors import HandshakeError, PeerLostError, SetupError
 from hetexp.core.route import Group, Route
@@ -99,13 +100,26 @@ def form_paths(routes: Sequence[Route], job: Job, build: Build | None = None) ->
         HandshakeError: a rank did not come.
         PeerLostError: a rank did not say what it found: it is gone.
     """
-    build = build or _builder(job)
     exchange(job.store, "paths", job.rank, job.world_size, {}, job.timeout_seconds)  # all begin together
+    attempts: list[_Attempt] = []
+    try:
+        return _first_that_carries(routes, job, build or _builder(job), attempts)
+    except Exception:  # a member may be gone meanwhile: the others form another group
+        shut_all()
+        for attempt in attempts:
+            attempt.give_up()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+def _first_that_carries(routes: Sequence[Route], job: Job, build: Build, attempts: list[_Attempt]) -> Paths:
     communicator: Communicator | None = None
     failed: list[tuple[Route, str]] = []
     for number, route in enumerate(routes):
         store = dist.PrefixStore(f"path{number}", job.store)
         attempt = _Attempt(route, store, f"path{number}", job, build)
+        attempts.append(attempt)
         if communicator is None and not attempt.native:
             communicator = form_group(
                 store, job.rank, job.world_size, "gloo", job.device, job.timeout_seconds

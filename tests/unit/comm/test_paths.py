@@ -166,6 +166,25 @@ def test_a_rank_that_is_gone_is_no_reason_for_another_route(monkeypatch: pytest.
         list(pool.map(rank, range(3)))
 
 
+def test_what_was_formed_is_ended_where_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others form another group at once: torch has one default group at a time."""
+
+    def form_alone(*_: Any) -> SoloCommunicator:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return SoloCommunicator()
+
+    def is_gone(attempt: Any, job: Job) -> str | None:
+        assert dist.is_initialized()
+        raise PeerLostError("another rank is gone")
+
+    monkeypatch.setattr(module, "form_group", form_alone)
+    monkeypatch.setattr(module, "_agreed", is_gone)
+    for _ in range(2):
+        with pytest.raises(PeerLostError):
+            form_paths([SHM], Job(dist.HashStore(), 0, 1, CPU, 30.0, 30.0))
+        assert not dist.is_initialized()
+
+
 def test_a_native_group_that_fails_gives_way_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, so that the one default group of this process can be the rank's."""
     asked: list[str] = []
