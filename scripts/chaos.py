@@ -1,6 +1,6 @@
 """Many small runs that are killed at random moments, and what must hold after each.
 
-    python scripts/chaos.py --kills 300 --seed-start 0 --out chaos.jsonl [--resume]
+    python scripts/chaos.py --kills 300 --seed-start 0 --out chaos.jsonl [--resume] [--write PAGE]
     python scripts/chaos.py --table chaos.jsonl
 
 Each seed is one run of three emulated devices in float64, to which one thing is done: SIGKILL of a rank, of
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from chaos_lab.jobs import adopt_orphans
 from chaos_lab.orders import KINDS, drawn
-from chaos_lab.page import table
+from chaos_lab.page import table, write
 from chaos_lab.runs import temporary_lab
 
 
@@ -31,6 +31,8 @@ def main(given: list[str] | None = None) -> None:
     arguments = arguments_of(given)
     if arguments.table is not None:
         print(table(read(arguments.table)))
+        if arguments.write is not None:
+            write(arguments.write, "chaos", table(read(arguments.table)))
         return
     adopt_orphans()
     done = read(arguments.out) if arguments.resume and arguments.out is not None else []
@@ -58,6 +60,8 @@ def main(given: list[str] | None = None) -> None:
             print(f"    WRONG: {problem}")
         sys.stdout.flush()
     print(f"\n{table(found)}")
+    if arguments.write is not None:
+        write(arguments.write, "chaos", table(found))
     wrong = [row["seed"] for row in found if row["problems"]]
     if wrong:
         sys.exit(f"seeds {', '.join(map(str, wrong))} went wrong; their folders are in {lab.folder}")
@@ -85,6 +89,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="JSON lines, one a kill")
     parser.add_argument("--resume", action="store_true", help="leave out seeds that --out has, and add to it")
+    parser.add_argument("--write", type=Path, help="the page whose table is replaced")
     parser.add_argument("--table", type=Path, help="print the table of such a file, and do nothing else")
     return parser.parse_args(given)
 

@@ -18,10 +18,13 @@ import statistics
 import sys
 import tempfile
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 
+import torch
 from chaos_lab.jobs import adopt_orphans
 from chaos_lab.long_run import Account, hurt, orphans
+from chaos_lab.page import write
 from chaos_lab.rival import Settings, rival
 from chaos_lab.schedule import KINDS, schedule
 
@@ -46,6 +49,8 @@ def main(given: list[str] | None = None) -> None:
         pace = accounts[0].step_seconds if accounts else arguments.step_seconds
         accounts.append(rival(folder, arguments.torchft, faults, pace, settings))
     print(f"\n{table(accounts)}\n")
+    if arguments.write is not None:
+        write(arguments.write, "soak", f"{table(accounts)}\n\n{told(accounts, arguments)}")
     for one in accounts:
         print(f"{one.name}, pause after each kill: {', '.join(f'{p:.2f}' for p in one.pauses.values())} s")
         for problem in one.problems:
@@ -54,6 +59,16 @@ def main(given: list[str] | None = None) -> None:
         arguments.json.write_text(json.dumps([asdict(one) for one in accounts], indent=1) + "\n")
     if any(one.problems for one in accounts):
         sys.exit(f"something went wrong; see {folder}")
+
+
+def told(accounts: list[Account], arguments: argparse.Namespace) -> str:
+    """Say what was compared, and whether all was as it must be."""
+    wrong = [problem for one in accounts for problem in one.problems]
+    return (
+        f"{date.today()}, seed {arguments.seed}, {arguments.faults} faults, mean gap {arguments.gap:g} s, "
+        f"{os.cpu_count()} cores, torch {torch.__version__}. "
+        + ("; ".join(wrong) if wrong else "Losses, parameters and evaluation are the undisturbed run's.")
+    )
 
 
 def table(accounts: list[Account]) -> str:
@@ -84,6 +99,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heartbeat-timeout", type=int, default=Settings.heartbeat_timeout, help="ms")
     parser.add_argument("--join-timeout", type=int, default=Settings.join_timeout, help="torchft's, ms")
     parser.add_argument("--only", nargs="+", default=["hetexp", "torchft"], choices=("hetexp", "torchft"))
+    parser.add_argument("--write", type=Path, help="the page whose table is replaced")
     parser.add_argument("--json", type=Path, help="file for the accounts")
     return parser.parse_args(given)
 

@@ -67,6 +67,20 @@ class Reference:
     def steps(self) -> int:
         return max(self.trajectory.losses)
 
+    def until(self, steps: int) -> Reference:
+        """Return what a run of so many steps would have done: nothing depends on how many follow."""
+        told = self.trajectory
+        return Reference(
+            self.seconds,
+            Trajectory(
+                {step: loss for step, loss in told.losses.items() if step <= steps},
+                told.repeated,
+                {step: values for step, values in told.evaluations.items() if step <= steps},
+            ),
+            {step: tensors for step, tensors in self.parameters.items() if step <= steps},
+            {step: drawn for step, drawn in self.samples.items() if step <= steps},
+        )
+
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Return a run's checkpoints by step, by their names alone."""

@@ -69,6 +69,7 @@ class Job:
 
     Args:
         folder: of the run, new.
+        beside: folder for its screen and records; by default the one that `folder` is in.
         overrides: of the configuration; composed once for each set of them.
         order: what the model's marks are told (`parts.Watch`).
         environment: variables to set.
@@ -80,13 +81,15 @@ class Job:
         overrides: Sequence[str],
         order: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        beside: Path | None = None,
     ) -> None:
         self.folder = folder
-        self.records = folder.with_name(f"{folder.name}.records")
+        beside = beside or folder.parent
+        self.records = beside / f"{folder.name}.records"
         self.records.mkdir(parents=True)
-        self.screen_path = folder.with_name(f"{folder.name}.screen.txt")
+        self.screen_path = beside / f"{folder.name}.screen.txt"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        address = str(folder.with_name(f"{folder.name}.s"))
+        address = str(beside / f"{folder.name}.s")
         self._socket.bind(address)
         variables = {
             RECORDS: str(self.records),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -17,11 +16,12 @@ from safetensors.numpy import load_file
 from chaos_lab import checks
 from chaos_lab.checks import EXACT, Trajectory
 from chaos_lab.jobs import Job, kill, until
-from chaos_lab.orders import RANKS
 from chaos_lab.runs import overrides
 from chaos_lab.schedule import SIGNALS, Fault, events
 
 SAVED_EVERY = 200
+PACE_STEPS = 30
+SETTINGS = (f"trainer.checkpoint_every={SAVED_EVERY}", "trainer.eval_every=0")
 STALL = 3.0
 """A step that took so many times longer than the median is one with a pause in it."""
 SLACK_SECONDS = 120.0
@@ -81,12 +81,12 @@ def hurt(
         The account, and of each fault that came from outside: what was done, when, to whom.
     """
     steps = round((faults[-1].seconds + 15.0) / step_seconds)
-    fast, reference = _undisturbed(folder, steps)
+    reference, scale = _undisturbed(folder, steps), _scale(folder, step_seconds)
     more = (
         f"launch.start_method={start_method}",
-        f"hardware.time_scale={step_seconds / fast:.6g}",
-        f"trainer.checkpoint_every={SAVED_EVERY}",
-        "trainer.eval_every=0",
+        f"hardware.time_scale={scale:.6g}",
+        *SETTINGS,
+        "launch.timeout_seconds=120",
         "++fault.respawn=1000",
         "++fault.respawn_seconds=0.5",
         events(faults, step_seconds),
@@ -94,7 +94,11 @@ def hurt(
     job = Job(folder / "run", (*overrides(steps), *more))
     done: list[tuple[Fault, float, str]] = []
     try:
-        until(lambda: job.training() or job.poll() is not None, SLACK_SECONDS)
+        if (
+            not until(lambda: job.training() or job.poll() is not None, SLACK_SECONDS)
+            or job.poll() is not None
+        ):
+            raise RuntimeError(f"the run did not begin to train:\n{job.screen}")
         begun = time.monotonic()
         for fault in faults:
             if fault.kind not in SIGNALS:
@@ -118,21 +122,29 @@ def hurt(
     return account("hetexp", job.records, kills, problems), done
 
 
-def _undisturbed(folder: Path, steps: int) -> tuple[float, Job]:
-    """Do the same steps without faults and as fast as they go, and return what a step is modelled as."""
-    more = (
-        "hardware.time_scale=1",
-        f"trainer.checkpoint_every={SAVED_EVERY}",
-        "trainer.eval_every=0",
-    )
-    job = Job(folder / "undisturbed", (*overrides(steps, RANKS, *more),))
+def _undisturbed(folder: Path, steps: int) -> Job:
+    """Do the same steps without faults and as fast as they go."""
+    return _done(Job(folder / "undisturbed", (*overrides(steps), *SETTINGS, "hardware.time_scale=1")))
+
+
+def _scale(folder: Path, step_seconds: float) -> float:
+    """Return the time scale at which a step takes so long."""
+    fast = 100.0
+    for turn in range(2):
+        more = (*SETTINGS, f"hardware.time_scale={fast:.6g}")
+        job = _done(Job(folder / f"pace_{turn}", (*overrides(PACE_STEPS), *more)))
+        times = [row["time"] for rows in checks.records(job.records).values() for row in rows]
+        fast *= step_seconds / ((max(times) - min(times)) / PACE_STEPS)
+    return fast
+
+
+def _done(job: Job) -> Job:
     try:
         if not job.wait(3600.0) or job.code != 0:
-            raise RuntimeError(f"the undisturbed run failed:\n{job.screen}")
+            raise RuntimeError(f"a run without faults failed:\n{job.screen}")
     finally:
         job.close()
-    summary = json.loads((job.folder / "summary.json").read_text(encoding="utf-8"))
-    return float(summary["predicted_step_s"]), job
+    return job
 
 
 def _compare(job: Job, reference: Job, steps: int) -> list[str]:

@@ -57,6 +57,8 @@ class Order:
     byte: float
     """Which one is changed, as a fraction of all of the newest checkpoint's."""
     fault: str
+    kept: int
+    """Newest checkpoints that stay beside the best; 0: all."""
     layout: int
     """Ranks of the run that goes on."""
 
@@ -85,5 +87,6 @@ def drawn(seed: int) -> Order:
         wake_seconds=draw.choice((0.05, 0.3, 0.6, 2.5)),
         byte=draw.random(),
         fault=draw.choice(FAULTS),
+        kept=draw.choice((0, 2)),
         layout=draw.choice((RANKS, RANKS, 2, 1)),
     )

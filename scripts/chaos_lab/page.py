@@ -5,9 +5,20 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from chaos_lab.orders import KINDS
+
+
+def write(page: Path, name: str, text: str) -> None:
+    """Put a text in the place of the one between a page's marks of this name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    if not after:
+        raise ValueError(f"{page} has no place for {name}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

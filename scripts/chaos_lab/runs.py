@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -24,12 +25,14 @@ from chaos_lab.jobs import CRASHED, NO_CONFIG, Job, descendants, kill, until
 from chaos_lab.orders import ENDS, RANKS, SAVED_EVERY, STEPS, Order
 
 CARDS = ("rtx_3090", "t4", "mi250")
-LONG_STEPS = 200
+LONG_STEPS = 120
 """Of runs in which a rank comes back."""
 END_SECONDS = 60.0
 """Within which every run must have ended: one that has not hangs."""
 GONE_SECONDS = 5.0
 """Within which no process of a run is left, once its launcher has ended."""
+KEPT = ("hetexp-leases",)
+"""What stays among temporary files: the locks of devices, empty."""
 DISK_BYTES = 24 * 2**20
 OVERRIDES = (
     "launch.start_method=forkserver",
@@ -97,30 +100,33 @@ class Lab:
 
     def __init__(self, folder: Path, survive: bool) -> None:
         self.folder, self.survive = folder, survive
-        self._references: dict[int, Reference] = {}
+        self._whole: Reference | None = None
         self._segments = {path.name for path in checks.SHARED_MEMORY.iterdir()}
         os.environ["HETEXP_HOME"] = str(folder / "home")
 
     def reference(self, steps: int) -> Reference:
-        """Return an undisturbed run of so many steps, done when it is first asked for."""
-        if steps not in self._references:
-            folder = self.folder / f"reference_{steps}"
-            job = Job(folder / "run", overrides(steps))
-            try:
-                if not job.wait(10 * END_SECONDS) or job.code != 0:
-                    raise RuntimeError(f"the undisturbed run failed:\n{job.screen}")
-            finally:
-                job.close()
-            self._references[steps] = Reference(
-                job.ended - job.started,
+        """Return what an undisturbed run of so many steps does; it is done when it is first asked for."""
+        if self._whole is None:
+            usual = self._undisturbed("usual", overrides())
+            # A signal may have any step saved.
+            job = self._undisturbed("reference", overrides(LONG_STEPS, RANKS, "trainer.checkpoint_every=1"))
+            saved = checks.checkpoints(job.folder).items()
+            self._whole = Reference(
+                usual.ended - usual.started,
                 Trajectory.read(job.folder),
-                {
-                    step: load_file(path / "model.safetensors")
-                    for step, path in checks.checkpoints(job.folder).items()
-                },
+                {step: load_file(path / "model.safetensors") for step, path in saved},
                 checks.samples(job.records),
             )
-        return self._references[steps]
+        return self._whole.until(steps)
+
+    def _undisturbed(self, name: str, settings: tuple[str, ...]) -> Job:
+        job = Job(self.folder / name / "run", settings)
+        try:
+            if not job.wait(10 * END_SECONDS) or job.code != 0:
+                raise RuntimeError(f"the undisturbed run failed:\n{job.screen}")
+        finally:
+            job.close()
+        return job
 
     def try_out(self, order: Order) -> Outcome:
         """Do to a run what is ordered, and return what came of it; its folder stays where it went wrong."""
@@ -148,7 +154,10 @@ class Trial:
         self.reference = lab.reference(self.steps)
         self.found = Outcome(order.seed, order.kind, order.to_dict())
         self.moment = 0.0
+        self.mounted = False
         self.dead: list[int] = []
+        self.hit = False
+        """Whether a rank was frozen."""
         self.began = False
         """Whether a step was done before the kill."""
 
@@ -162,15 +171,25 @@ class Trial:
         if self.order.kind != "fill the disk":
             yield
             return
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", place], check=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(place)]
+        self.mounted = subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode == 0
+        if not self.mounted:  # not root: files may not grow any more
+            yield
+            return
         try:
             yield
         finally:
+            if self.found.problems:
+                shutil.copytree(self.run_dir, self.folder / "run", dirs_exist_ok=True)
             subprocess.run(["umount", "-l", place], check=True)
 
     def outcome(self) -> Outcome:
         order = self.order
-        more = [f"++fault.survive={str(self.lab.survive).lower()}", "++fault.respawn_seconds=0.1"]
+        more = [
+            f"++trainer.keep_last={order.kept}",
+            f"++fault.survive={str(self.lab.survive).lower()}",
+            "++fault.respawn_seconds=0.1",
+        ]
         if order.kind == "fault within a rank":
             event = f"{{kind: {order.fault}, device: 'emulated:{order.rank}', at_step: {order.number}}}"
             more.append(f"fault.events=[{event}]")
@@ -178,7 +197,7 @@ class Trial:
         if order.kind not in ("kill the launcher", "kill everything", "SIGTERM"):
             told["rank"] = order.rank
         told["hold"] = order.hold and order.kind not in ("SIGTERM", "freeze and wake a rank", "fill the disk")
-        job = Job(self.run_dir, overrides(self.steps, RANKS, *more), told, self._environment())
+        job = Job(self.run_dir, overrides(self.steps, RANKS, *more), told, self._environment(), self.folder)
         try:
             self._act(job)
             self._end(job)
@@ -273,6 +292,7 @@ class Trial:
         self.moment = time.monotonic()
         if pid is None or not kill(pid, signal.SIGSTOP):
             return "nobody was there"
+        self.hit = True
         if self.order.kind == "freeze a rank":
             self.dead.append(pid)
             return f"rank {self.order.rank} frozen"
@@ -298,6 +318,11 @@ class Trial:
         return "launcher told to end"
 
     def _fill(self, job: Job) -> str:
+        if not self.mounted:
+            for pid in [job.pid, *descendants(job.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
+            return "no file may grow"
         ballast = self.run_dir.parent / "ballast"
         with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
             while True:
@@ -311,6 +336,9 @@ class Trial:
         if not job.wait(END_SECONDS):
             living = [f"{pid} ({_command(pid)})" for pid in [job.pid, *descendants(job.pid)]]
             self.found.problems.append(f"hung: not over {END_SECONDS:g} s later; {', '.join(living)}")
+            for pid in job.ranks().values():  # their stacks, into their logs
+                kill(pid, signal.SIGUSR1)
+            time.sleep(1.0)
             return
         self.found.code = job.code
         gone = until(lambda: job.poll() is not None and not descendants(os.getpid()), GONE_SECONDS)
@@ -347,9 +375,10 @@ class Trial:
         found.problems += _left_over(self.folder / "tmp")
         summary = json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8"))
         lost = bool(summary["failures"])
-        if self.dead and not lost and self.order.wake_seconds == 0:
+        if self.dead and not lost and self.order.kind == "kill a rank that joins":
             found.problems.append("the summary tells of no lost device")
-        found.result = "survived" if lost or self.order.kind == "freeze and wake a rank" else "too late"
+        woke = self.order.kind == "freeze and wake a rank" and self.hit
+        found.result = "survived" if lost or woke else "too late"
         if found.result == "survived":
             found.pause_seconds = checks.pause(job.records, self.moment)
         found.end_seconds = None
@@ -414,7 +443,7 @@ def _change_byte(folder: Path, fraction: float) -> str:
 
 
 def _left_over(folder: Path) -> list[str]:
-    return [f"temporary files left behind: {path.name}" for path in folder.iterdir()]
+    return [f"temporary files left behind: {path.name}" for path in folder.iterdir() if path.name not in KEPT]
 
 
 def _command(pid: int) -> str:
