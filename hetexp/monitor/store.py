@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, delete, func, select, update
 
 from hetexp.core.config import RetentionConfig
 from hetexp.monitor.history import Series, View, read_history
@@ -126,10 +126,15 @@ class Store:
             connection.execute(update(trainings).where(trainings.c.id == training_id), values)
 
     def trainings(
-        self, states: Iterable[str] | None = None, host: str | None = None, limit: int = 100
+        self,
+        states: Iterable[str] | None = None,
+        host: str | None = None,
+        limit: int = 100,
+        offset: int = 0,
     ) -> list[dict[str, Any]]:
         """Return trainings, the newest first."""
-        query = select(trainings).order_by(trainings.c.created.desc()).limit(limit)
+        newest_first = (trainings.c.created.desc(), trainings.c.id)
+        query = select(trainings).order_by(*newest_first).limit(limit).offset(offset)
         if states is not None:
             query = query.where(trainings.c.state.in_(list(states)))
         if host is not None:
@@ -143,6 +148,11 @@ class Store:
             found = connection.execute(select(trainings).where(trainings.c.id == training_id))
             row = found.mappings().first()
         return dict(row) if row is not None else None
+
+    def forget(self, training_id: str) -> None:
+        """Remove a training."""
+        with self._writing() as connection:
+            connection.execute(delete(trainings).where(trainings.c.id == training_id))
 
     def bury(self, now: float | None = None) -> list[str]:
         """Mark trainings of this host as failed whose launcher is gone; return their ids."""
