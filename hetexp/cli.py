@@ -119,6 +119,14 @@ def top(arguments: list[str]) -> int:
 
 
 @command
+def dashboard(arguments: list[str]) -> int:
+    """Show devices and trainings in a browser, and start and stop them there (hetexp dashboard --help)."""
+    from hetexp.web.main import main as dashboard_main
+
+    return dashboard_main(arguments)
+
+
+@command
 def env(arguments: list[str]) -> int:
     """List, create and check the interpreters that drive other vendors' cards (hetexp env --help)."""
     from hetexp.commands.env import main as env_main

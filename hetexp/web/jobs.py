@@ -1,0 +1,296 @@
+"""The trainings of this machine: those that the server starts, in order as devices get free, and others.
+
+A thread looks every moment at what changed. What is known of a training is in the monitor's table; whoever
+follows a run (`hetexp.monitor.follow`) writes its progress there, this thread what nobody else can tell: that
+a launcher was started, or ended before it had a plan.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from typing import Any
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from hetexp.core.files import write_text
+from hetexp.monitor.processes import lives, started_at
+from hetexp.monitor.sample import host_name
+from hetexp.monitor.store import ABANDONED, ACTIVE, Store
+from hetexp.web.job import Job, alive, has_begun, launch, log_tail, read_job, signalled
+from hetexp.web.refused import RefusedError
+
+POLL_SECONDS = 0.25
+TELL_SECONDS = 6.0
+"""Longest that the process beside a launcher takes to tell the end (`hetexp.monitor.follow.END_SECONDS`)."""
+STOP_SECONDS = 45.0
+"""After which a launcher that was asked to end is killed: a last checkpoint may take a while."""
+MOST_PENDING = 100
+_STATES = {"completed": "completed", "failed": "failed", "interrupted": "stopped"}
+_LOG = logging.getLogger(__name__)
+Row = dict[str, Any]
+
+
+class Jobs:
+    """The trainings of this machine.
+
+    Args:
+        store: the monitor's.
+        changed: gets the row of each training that changed, called from the thread.
+        stop_seconds: after which a launcher that was asked to end is killed.
+    """
+
+    def __init__(
+        self, store: Store, changed: Callable[[Row], None], stop_seconds: float = STOP_SECONDS
+    ) -> None:
+        self._store, self._changed, self._stop_seconds = store, changed, stop_seconds
+        self._lock = threading.RLock()
+        self._wake, self._ending = threading.Event(), False
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._gone_since: dict[str, float] = {}
+        self._seen: dict[str, Row] = {}
+        self._waits: dict[str, list[str]] = {}
+        self._asked: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
+
+    def start(self) -> None:
+        """Find the trainings of an earlier server again, and begin to follow all."""
+        for row in self._store.trainings(("failed",), host_name()):
+            self._mended(row)
+        self.look()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Follow no more; trainings go on."""
+        self._ending = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def add(self, job: Job, strategy: str, emulated: bool) -> Row:
+        """Take a job into the queue.
+
+        Raises:
+            RefusedError: too many wait already.
+        """
+        with self._lock:
+            waiting = self._store.trainings(("pending",), host_name(), MOST_PENDING)
+            if len(waiting) >= MOST_PENDING:
+                raise RefusedError(
+                    409, [(None, f"{MOST_PENDING} trainings wait already; stop some of them.")]
+                )
+            job.write()
+            row: Row = {
+                "id": job.id,
+                "name": job.name,
+                "state": "pending",
+                "gpu_ids": list(job.gpu_ids),
+                "distributed": len(job.gpu_ids) > 1,
+                "emulated": emulated,
+                "strategy": strategy,
+                "run_dir": str(job.run_dir),
+                "host": host_name(),
+                "created": time.time(),
+            }
+            self._store.begin(row)
+        self._wake.set()
+        return self._store.training(job.id) or row
+
+    def stop(self, row: Row) -> None:
+        """Ask a training to end, as Ctrl-C would: it writes a last checkpoint; one that waits never starts.
+
+        Raises:
+            RefusedError: it has ended, or runs on another machine or as another user.
+        """
+        with self._lock:
+            row = self._store.training(row["id"]) or row
+            if row["state"] not in ACTIVE:
+                raise RefusedError(409, [("id", f"Training {row['id']} has ended already ({row['state']}).")])
+            if row["host"] != host_name():
+                raise RefusedError(
+                    409, [("id", f"Training {row['id']} runs on {row['host']}: stop it there.")]
+                )
+            run_dir = Path(row["run_dir"])
+            job = read_job(run_dir)
+            if job is not None:
+                job.stopping(time.time())
+                if row["pid"] is None and not alive(run_dir):
+                    self._end(row, "stopped", None)
+            elif row["pid"] is not None and lives(row["pid"], row["process_mark"]):
+                try:
+                    signalled(row["pid"], SIGTERM)
+                except PermissionError:
+                    told = f"Training {row['id']} is another user's."
+                    raise RefusedError(409, [("id", told)]) from None
+        self._wake.set()
+
+    def delete(self, row: Row) -> None:
+        """Forget a training that has ended; its folder stays.
+
+        Raises:
+            RefusedError: it has not.
+        """
+        with self._lock:
+            row = self._store.training(row["id"]) or row
+            if row["state"] in ACTIVE:
+                raise RefusedError(409, [("id", f"Training {row['id']} has not ended; stop it first.")])
+            self._store.forget(row["id"])
+            self._seen.pop(row["id"], None)
+
+    def waits_for(self, training_id: str) -> list[str]:
+        """Return what keeps a pending training from starting, in words."""
+        return self._waits.get(training_id, [])
+
+    def look(self) -> None:
+        """Do once what the thread does again and again."""
+        with self._lock:
+            rows = self._store.trainings(ACTIVE, host_name(), 1000)
+            jobs = {row["id"]: read_job(Path(row["run_dir"])) for row in rows}
+            self._begin([row for row in rows if self._goes_on(row, jobs[row["id"]])], jobs)
+        self._tell()
+
+    def _run(self) -> None:
+        while not self._ending:
+            self._wake.wait(POLL_SECONDS)
+            self._wake.clear()
+            try:
+                self.look()
+            except SQLAlchemyError as error:  # a database may be away for a moment
+                _LOG.warning("%s", error)
+
+    def _goes_on(self, row: Row, job: Job | None) -> bool:
+        """Return whether a training has not ended, and note an end that nobody else told."""
+        if job is None:
+            return True  # a command line's: whoever samples the machine notes when it is gone (`Store.bury`)
+        run_dir, process = Path(row["run_dir"]), self._processes.get(row["id"])
+        if process.poll() is None if process is not None else alive(run_dir):
+            self._gone_since.pop(row["id"], None)
+            self._see_to_its_end(row, job)
+            return True
+        if row["pid"] is None and process is None and not has_begun(run_dir):
+            return True  # it has not been started
+        gone = self._gone_since.setdefault(row["id"], time.monotonic())
+        followed = (run_dir / "plan.json").exists()
+        if not followed or time.monotonic() - gone > TELL_SECONDS:
+            self._conclude(row, job)
+        return False
+
+    def _see_to_its_end(self, row: Row, job: Job) -> None:
+        """End a training that was asked to end: by request once its process is known, by force in the end."""
+        if job.stop_asked is None or row["pid"] is None or not lives(row["pid"], row["process_mark"]):
+            return
+        if time.time() - job.stop_asked > self._stop_seconds:
+            signalled(row["pid"], SIGKILL, group=True)  # its ranks end with it (`hetexp.launch.lifeline`)
+        elif row["id"] not in self._asked:
+            self._asked.add(row["id"])
+            signalled(row["pid"], SIGTERM)
+
+    def _begin(self, rows: list[Row], jobs: dict[str, Job | None]) -> None:
+        """Start what waits and whose devices nobody uses, or waits for longer."""
+        taken: dict[str, str] = {}
+        waiting = []
+        for row in sorted(rows, key=lambda row: row["created"]):
+            job = jobs[row["id"]]
+            if job is None:
+                continue
+            if row["pid"] is not None or row["id"] in self._processes or alive(Path(row["run_dir"])):
+                taken |= dict.fromkeys(job.takes, str(row["name"]))
+            else:
+                waiting.append((row, job))
+        self._waits = {}
+        for row, job in waiting:
+            told = [f"{one}, which {taken[one]} uses" for one in sorted(job.takes & taken.keys())]
+            told = told or job.held()
+            taken |= dict.fromkeys(job.takes - taken.keys(), str(row["name"]))
+            if told:
+                self._waits[row["id"]] = told
+            elif job.stop_asked is None:
+                self._launch(row, job)
+
+    def _launch(self, row: Row, job: Job) -> None:
+        try:
+            process = launch(job)
+        except OSError as error:
+            self._end(row, "failed", f"its launcher could not be started: {error}")
+            return
+        if process is not None:
+            self._processes[job.id] = process
+            self._store.update(job.id, pid=process.pid, process_mark=started_at(process.pid))
+
+    def _conclude(self, row: Row, job: Job) -> None:
+        """Note how a training ended whose launcher told nobody."""
+        run_dir = Path(row["run_dir"])
+        with suppress(OSError, ValueError, KeyError):
+            summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+            self._end(row, _STATES.get(summary["status"], "failed"), summary["error"])
+            return
+        if job.stop_asked is not None:
+            self._end(row, "stopped", None)
+            return
+        said = [line for line in log_tail(run_dir, 40) if line.strip()]
+        self._end(row, "failed", "\n".join(said[-12:]) or ABANDONED)
+
+    def _end(self, row: Row, state: str, error: str | None) -> None:
+        ended = {"state": state, "error": error, "ended": time.time()}
+        self._store.update(row["id"], **ended | ({"progress": 1.0} if state == "completed" else {}))
+        self._forget(row["id"])
+
+    def _forget(self, training_id: str) -> None:
+        self._gone_since.pop(training_id, None)
+        self._asked.discard(training_id)
+        process = self._processes.pop(training_id, None)
+        if process is not None:
+            process.poll()
+
+    def _tell(self) -> None:
+        """Tell what changed since the last look: trainings that go on, and those that have just ended."""
+        now = {row["id"]: row for row in self._store.trainings(ACTIVE, limit=1000)}
+        for key in self._seen.keys() - now.keys():
+            row = self._store.training(key)
+            if row is not None:
+                self._changed(self._mended(row))
+        for key, row in now.items():
+            if self._seen.get(key) != row:
+                self._changed(row)
+        self._seen = now
+
+    def _mended(self, row: Row) -> Row:
+        """Return the row of a training that has ended, with what only the server knows of its end."""
+        job = read_job(Path(row["run_dir"])) if row["host"] == host_name() else None
+        with self._lock:
+            self._forget(row["id"])
+            if job is not None and row["state"] == "failed" and row["error"] == ABANDONED:
+                self._conclude(row, job)
+                row = self._store.training(row["id"]) or row
+        return row
+
+
+def report_of(row: Row) -> str:
+    """Return the report of a training that has ended, as a page; it is made once.
+
+    Raises:
+        RefusedError: it has not ended, or left nothing to report.
+    """
+    from hetexp.core.errors import ConfigError
+    from hetexp.report.comparison import compare
+    from hetexp.report.page import render
+    from hetexp.report.runs import read_runs
+
+    run_dir = Path(row["run_dir"])
+    if row["state"] in ACTIVE or row["host"] != host_name() or not (run_dir / "summary.json").exists():
+        raise RefusedError(404, [("id", f"Training {row['id']} has no report.")])
+    page = run_dir / "report.html"
+    if not page.exists():
+        try:
+            text = render(compare(read_runs([run_dir]), row["name"]))
+        except ConfigError as error:
+            raise RefusedError(404, [("id", problem) for problem in error.problems]) from None
+        write_text(page, text)
+    return page.read_text(encoding="utf-8")

@@ -1,0 +1,128 @@
+"""What happens, told to all open WebSockets: every sample, every change of a training.
+
+Each client has a queue of its own. One that does not take what it is sent is dropped when its queue is full;
+nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from hetexp.web.access import Access
+
+MOST_CLIENTS = 500
+MOST_BEHIND = 120
+"""Messages that a client may be behind: about a minute of samples."""
+TOKEN_SECONDS = 5.0
+WRONG_TOKEN, TOO_SLOW = 4401, 1013
+
+
+class Hub:
+    """All open WebSockets."""
+
+    def __init__(self) -> None:
+        self._clients: set[_Client] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.closing = False
+
+    def bind(self) -> None:
+        """Note the loop in which the WebSockets live; messages of other threads come in through it."""
+        self._loop = asyncio.get_running_loop()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message to all, from any thread."""
+        if self._loop is None or self.closing:
+            return
+        text = json.dumps(message, allow_nan=False)
+        with contextlib.suppress(RuntimeError):  # the loop has just ended
+            self._loop.call_soon_threadsafe(self._put, text)
+
+    def close(self) -> None:
+        """Let every WebSocket end."""
+        self.closing = True
+        for client in self._clients:
+            client.drop()
+
+    def _put(self, text: str) -> None:
+        for client in self._clients:
+            client.put(text)
+
+    async def serve(
+        self, socket: WebSocket, access: Access, first: Callable[[], list[dict[str, Any]]]
+    ) -> None:
+        """Serve one client until it is gone, or too slow.
+
+        Args:
+            first: what it gets to begin with.
+        """
+        await socket.accept()
+        if not await _knows_token(socket, access):
+            await socket.close(WRONG_TOKEN)
+            return
+        if self.closing or len(self._clients) >= MOST_CLIENTS:
+            await socket.close(TOO_SLOW)
+            return
+        client = _Client()
+        self._clients.add(client)
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            for message in await asyncio.to_thread(first):
+                client.put(json.dumps(message, allow_nan=False))
+            tasks = [
+                asyncio.create_task(one) for one in (client.send(socket), _until_gone(socket), client.late())
+            ]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._clients.discard(client)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(Exception):  # gone already
+                await asyncio.wait_for(socket.close(TOO_SLOW), 1.0)
+
+
+class _Client:
+    """What one client has not got yet."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[str] = asyncio.Queue(MOST_BEHIND)
+        self._late = asyncio.Event()
+
+    def put(self, text: str) -> None:
+        try:
+            self._queue.put_nowait(text)
+        except asyncio.QueueFull:
+            self._late.set()
+
+    def drop(self) -> None:
+        self._late.set()
+
+    async def send(self, socket: WebSocket) -> None:
+        while True:
+            await socket.send_text(await self._queue.get())
+
+    async def late(self) -> None:
+        await self._late.wait()
+
+
+async def _until_gone(socket: WebSocket) -> None:
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+        while True:
+            await socket.receive_text()
+
+
+async def _knows_token(socket: WebSocket, access: Access) -> bool:
+    """Read the token, which is a client's first message: in the address it would end in logs."""
+    if access.token is None:
+        return True
+    try:
+        message = json.loads(await asyncio.wait_for(socket.receive_text(), TOKEN_SECONDS))
+    except (ValueError, KeyError, WebSocketDisconnect, asyncio.TimeoutError):
+        return False
+    return isinstance(message, dict) and access.knows(message.get("token"))

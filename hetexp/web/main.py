@@ -1,0 +1,123 @@
+"""`hetexp dashboard`: the web page and the API of this machine's devices and trainings."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetexp.commands.ending import exit_code
+
+if TYPE_CHECKING:
+    from hetexp.core.config import MonitorConfig
+    from hetexp.web.access import Access
+
+TOKEN_VARIABLE = "HETEXP_DASHBOARD_TOKEN"
+PORT = 8765
+BACKLOG = 1024
+NEEDS = ("fastapi", "uvicorn", "websockets", "sqlalchemy")
+_EPILOG = """\
+examples
+  hetexp dashboard                                      http://127.0.0.1:8765, for this machine only
+  ssh -L 8765:127.0.0.1:8765 lab                        the same from elsewhere: open it in your own browser
+  HETEXP_DASHBOARD_TOKEN=… hetexp dashboard --host 0.0.0.0 --name lab.example.org"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until Ctrl-C; return 2 where something that was typed cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="hetexp dashboard",
+        description="Show what devices and trainings of this machine do in a browser, and start, watch and "
+        "stop trainings there. They go on when the server ends, and are found again by the next one.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", help="monitor.key=value, as for hetexp train")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others need a token")
+    parser.add_argument("--port", type=int, default=PORT, help=f"by default {PORT}; 0: a free one")
+    parser.add_argument(
+        "--token", help=f"what a browser must know; better by {TOKEN_VARIABLE}, which ps does not show"
+    )
+    parser.add_argument(
+        "--name", action="append", default=[], help="another name of this machine, such as a proxy's"
+    )
+    options = parser.parse_intermixed_args(list(arguments))
+    return exit_code(lambda: _run(options), drives_torch=False)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from hetexp.commands.monitor import read_config
+    from hetexp.core.errors import ConfigError, SetupError, must_be
+
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    if missing:
+        raise SetupError(
+            f"The dashboard needs {', '.join(missing)}, which this interpreter lacks; run: "
+            "pip install 'hetexp[dashboard]'."
+        )
+    if not 0 <= options.port < 65536:
+        raise ConfigError(must_be("--port", "from 0 to 65535", options.port))
+    from hetexp.web.access import Access
+
+    token = options.token or os.environ.get(TOKEN_VARIABLE) or None
+    access = Access(options.host, token, tuple(options.name))
+    return _serve(access, options.port, read_config(options.overrides))
+
+
+def _serve(access: Access, port: int, config: MonitorConfig) -> int:
+    """Listen, say where, and serve."""
+    import uvicorn
+
+    from hetexp.core.errors import SetupError
+    from hetexp.web.server import Dashboard, make_app
+
+    listener = _listener(access.host, port)
+    try:
+        app = make_app(Dashboard(config, access, Path.cwd()))
+    except Exception as error:
+        listener.close()
+        if type(error).__module__.startswith("sqlalchemy"):
+            raise SetupError(f"The monitor's database cannot be used: {error}") from error
+        raise
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ws_max_size=64 * 1024,
+        ws_per_message_deflate=False,
+        timeout_graceful_shutdown=5,
+        limit_concurrency=1200,
+    )
+    shown = f"[{access.host}]" if ":" in access.host else access.host
+    print(f"http://{shown}:{listener.getsockname()[1]}", flush=True)
+    print("Ctrl-C ends the server; trainings go on.", file=sys.stderr, flush=True)
+    uvicorn.Server(settings).run(sockets=[listener])
+    return 0
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        SetupError: the port is taken, or the address is none of this machine's.
+    """
+    from hetexp.core.errors import SetupError
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)  # whoever reads the address may connect at once
+    except OSError as error:
+        listener.close()
+        fix = "Choose another one with --port."
+        raise SetupError(f"{host}:{port} cannot be listened on: {error.strerror}. {fix}") from error
+    return listener

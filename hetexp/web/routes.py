@@ -1,0 +1,268 @@
+"""The addresses of the API. `docs/guide/dashboard.md` shows them with examples."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response, WebSocket
+from fastapi.responses import HTMLResponse
+from starlette.requests import HTTPConnection
+
+from hetexp.core.errors import must_be
+from hetexp.core.sweep import new_name
+from hetexp.monitor.history import MOST_POINTS
+from hetexp.plan.planner import run_id
+from hetexp.web import allowed, schemas, views
+from hetexp.web.access import COOKIE, REPORT_POLICY
+from hetexp.web.devices import emulated_cards
+from hetexp.web.job import Job
+from hetexp.web.jobs import report_of
+from hetexp.web.refused import RefusedError
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": schemas.Problems}
+    for status in (400, 401, 403, 404, 405, 409, 413, 415, 421, 422, 429, 503)
+}
+router = APIRouter(prefix="/api/v1", responses=_REFUSALS)
+TrainingId = Annotated[str, Path(max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+LONGEST_HISTORY = 31 * 86400.0
+"""Seconds: what is kept at all."""
+
+
+def _dashboard(connection: HTTPConnection) -> Any:
+    return connection.app.state.dashboard
+
+
+Behind = Annotated[Any, Depends(_dashboard)]
+"""`hetexp.web.server.Dashboard`."""
+
+
+@router.get("/session")
+def session(behind: Behind) -> schemas.Session:
+    """Tell whether a token is needed; this alone needs none."""
+    return schemas.Session(token_required=behind.access.token is not None)
+
+
+@router.post("/session")
+def open_reports(behind: Behind, request: Request, response: Response) -> schemas.Session:
+    """Set a cookie that opens reports, which are links and carry no header; nothing else takes it."""
+    response.set_cookie(
+        COOKIE,
+        behind.access.cookie,
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+        path="/api/v1/trainings",
+    )
+    return schemas.Session(token_required=behind.access.token is not None)
+
+
+@router.get("/system/gpus")
+def gpus(behind: Behind) -> schemas.Devices:
+    """List all devices of this machine with their newest samples."""
+    return schemas.Devices.model_validate({"devices": behind.devices()})
+
+
+@router.get("/system/gpus/{device_id:path}")
+def gpu(behind: Behind, device_id: Annotated[str, Path(max_length=200)]) -> schemas.Device:
+    """Show one device, by its id or, where several runs have devices of that id, by its key."""
+    found = [one for one in behind.devices() if device_id in (one["id"], one["key"])]
+    if not found:
+        raise RefusedError(404, [("device_id", must_be("device_id", "a device of this machine", device_id))])
+    return schemas.Device.model_validate(found[0])
+
+
+@router.get("/system/metrics")
+def metrics(
+    behind: Behind,
+    view: Literal["aggregated", "per_gpu"] = "aggregated",
+    since: Annotated[str, Query(max_length=40, description="seconds ago, or ISO 8601")] = "600",
+    points: Annotated[int, Query(ge=1, le=MOST_POINTS)] = 300,
+) -> schemas.History:
+    """Show samples over time: means of all devices together, or of each."""
+    now = time.time()
+    begin = _moment(since, now)
+    facts = {row["key"]: row for row in behind.store.latest()}
+    found = behind.store.history(begin, now, view, points)
+    series = [views.series(one, facts) for one in found]
+    return schemas.History.model_validate({"view": view, "since": begin, "series": series})
+
+
+@router.get("/options")
+def options(behind: Behind) -> schemas.Options:
+    """List what can be chosen: options, cards to emulate, the keys that a request may set."""
+    chosen = allowed.options()
+    keys = [
+        {
+            "key": one.key,
+            "kind": one.kind,
+            "description": one.description,
+            "minimum": one.minimum,
+            "maximum": one.maximum,
+            "choices": list(one.choices) if one.choices is not None else None,
+            "nullable": one.nullable,
+        }
+        for one in allowed.allowed().values()
+    ]
+    return schemas.Options.model_validate(
+        {
+            "experiments": list(chosen["experiment"]),
+            "models": list(chosen["model"]),
+            "strategies": list(chosen["strategy"]),
+            "policies": list(chosen["balancing"]),
+            "data": list(chosen["data"]),
+            "emulated_cards": emulated_cards(),
+            "allowed_overrides": keys,
+            "defaults": _defaults(),
+            "token_required": behind.access.token is not None,
+        }
+    )
+
+
+@router.post("/estimate")
+async def estimate(behind: Behind, asked: schemas.Question) -> schemas.Estimate:
+    """Predict a step on some devices: batch, memory, time, and which of them serve it best."""
+    own = {"model": asked.model, "data": asked.data}
+    overrides = {name: value for name, value in own.items() if value is not None} | asked.overrides
+    words = _words(behind, overrides, asked.experiment, asked.gpu_ids)
+    answer = await behind.checker.ask("estimate", words, asked.gpu_ids)
+    return schemas.Estimate.model_validate(answer)
+
+
+@router.post("/trainings", status_code=201)
+async def start(behind: Behind, asked: schemas.NewTraining) -> schemas.Training:
+    """Start a training, or let it wait for its devices."""
+    from asyncio import to_thread
+
+    words = _words(behind, asked.overrides, asked.experiment, asked.gpu_ids)
+    told = await behind.checker.ask("check", words, asked.gpu_ids)
+    folder = f"outputs/{datetime.now():%Y-%m-%d}/{new_name()}"
+    job = Job(
+        id=run_id(behind.root / folder),
+        root=str(behind.root),
+        folder=folder,
+        words=tuple(words),
+        name=told["name"] or allowed.named(asked.overrides, asked.experiment),
+        monitor_url=behind.config.url,
+        gpu_ids=tuple(asked.gpu_ids),
+        cards=behind.machine.real(asked.gpu_ids),
+        overrides=dict(asked.overrides),
+        experiment=asked.experiment,
+        balancing=told["balancing"],
+    )
+    row = await to_thread(behind.jobs.add, job, told["strategy"], told["emulated"])
+    return schemas.Training.model_validate(behind.training(row))
+
+
+@router.get("/trainings")
+def trainings(
+    behind: Behind,
+    state: Annotated[list[schemas.State] | None, Query()] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    offset: Annotated[int, Query(ge=0, le=1_000_000)] = 0,
+) -> schemas.Trainings:
+    """List trainings, the newest first, those of the command line as well."""
+    rows = behind.store.trainings(state, limit=limit, offset=offset)
+    return schemas.Trainings.model_validate({"trainings": [behind.training(row) for row in rows]})
+
+
+@router.get("/trainings/{training_id}")
+def training(behind: Behind, training_id: TrainingId) -> schemas.TrainingWithLog:
+    """Show one training, with the end of its log."""
+    return schemas.TrainingWithLog.model_validate(behind.training(_row(behind, training_id), with_log=True))
+
+
+@router.get("/trainings/{training_id}/metrics")
+def training_metrics(
+    behind: Behind,
+    training_id: TrainingId,
+    since_step: Annotated[int, Query(ge=-1, le=2**31)] = -1,
+    limit: Annotated[int, Query(ge=1, le=5000)] = 2000,
+) -> schemas.Rows:
+    """Show the lines of a training's log after a step."""
+    return schemas.Rows(rows=views.metrics(_row(behind, training_id), since_step, limit))
+
+
+@router.get("/trainings/{training_id}/report", response_class=HTMLResponse)
+def report(behind: Behind, training_id: TrainingId) -> HTMLResponse:
+    """Show the report of a training that has ended, as a page."""
+    text = report_of(_row(behind, training_id))
+    return HTMLResponse(text, headers={"content-security-policy": REPORT_POLICY})
+
+
+@router.post("/trainings/{training_id}/stop")
+def stop(behind: Behind, training_id: TrainingId) -> schemas.Training:
+    """Ask a training to end, as Ctrl-C would; one that waits never starts."""
+    behind.jobs.stop(_row(behind, training_id))
+    return schemas.Training.model_validate(behind.training(_row(behind, training_id)))
+
+
+@router.delete("/trainings/{training_id}", status_code=204)
+def delete(behind: Behind, training_id: TrainingId) -> None:
+    """Forget a training that has ended; its folder stays."""
+    behind.jobs.delete(_row(behind, training_id))
+    behind.hub.tell({"kind": "deleted", "id": training_id})
+
+
+@router.websocket("/live")
+async def live(socket: WebSocket, behind: Behind) -> None:
+    """Tell every sample, and every change of a training."""
+    await behind.hub.serve(socket, behind.access, behind.first)
+
+
+def _row(behind: Any, training_id: str) -> dict[str, Any]:
+    row: dict[str, Any] | None = behind.store.training(training_id)
+    if row is None:
+        told = must_be("training_id", "one that GET /api/v1/trainings lists", training_id)
+        raise RefusedError(404, [("training_id", told)])
+    return row
+
+
+def _words(behind: Any, overrides: dict[str, Any], experiment: str | None, gpu_ids: list[str]) -> list[str]:
+    problems = allowed.problems_of(overrides, experiment) + behind.machine.problems(gpu_ids)
+    if problems:
+        raise RefusedError(422, problems)
+    return allowed.words(overrides, experiment, gpu_ids)
+
+
+def _moment(since: str, now: float) -> float:
+    """Return the moment that a request means by so many seconds ago, or by ISO 8601."""
+    try:
+        ago = float(since)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(since.replace("Z", "+00:00"))
+            ago = now - (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+        except (ValueError, OverflowError):
+            ago = -1.0
+    if not 0 < ago <= LONGEST_HISTORY:
+        accepted = f"seconds ago from 0 to {LONGEST_HISTORY:g}, or a moment as 2026-01-31T12:00:00Z"
+        raise RefusedError(422, [("since", must_be("since", accepted, since))])
+    return now - ago
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Return the value of each allowed key in the plain configuration, where it is there."""
+    from omegaconf import OmegaConf
+
+    from hetexp.core.overrides import compose_typed
+
+    composed, _ = compose_typed([])
+    assert composed is not None
+    groups = {
+        "model": "convnet",
+        "data": "digits",
+        "strategy": "ddp",
+        "balancing": "auto",
+        "optimizer": "adamw",
+    }
+    found: dict[str, Any] = {key: value for key, value in groups.items() if key in allowed.allowed()}
+    for key in allowed.allowed():
+        value = OmegaConf.select(composed, key) if key not in allowed.GROUPS else None
+        if value is not None:
+            found[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return found
