@@ -132,7 +132,7 @@ def _of_another_process(name: str) -> bool:
     """Whether a segment carries the id of a process that lives and is none of ours."""
     numbers = [int(number) for number in re.findall(r"\d+", name)]
     ours = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
-    return any(number not in ours and psutil.pid_exists(number) for number in numbers if number > 1)
+    return any(number not in ours and psutil.pid_exists(number) for number in numbers if 1 < number < 2**31)
 
 
 def _shared_memory() -> set[str]:

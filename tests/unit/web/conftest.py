@@ -20,6 +20,8 @@ class Answers:
     def __init__(self) -> None:
         self.asked: list[tuple[str, list[str]]] = []
         self.answer: dict[str, Any] = {"strategy": "ddp", "balancing": "auto", "name": None, "emulated": True}
+        self.answer |= {"effective_batch_size": 8, "per_device": [], "recommended": [], "notes": []}
+        self.answer |= {"predicted_step_seconds": None, "problem": None}
 
     async def ask(self, kind: str, words: Sequence[str], gpu_ids: Sequence[str]) -> dict[str, Any]:
         self.asked.append((kind, list(words)))

@@ -1,0 +1,224 @@
+"""What the addresses answer; the process that checks configurations is another test's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `dashboard` is not installed")
+
+from hetexp.core.device import GIB
+from hetexp.monitor.sample import Device, Sample, User, host_name
+from hetexp.web.access import Access
+from hetexp.web.devices import Machine
+from hetexp.web.live import TOO_SLOW, WRONG_TOKEN, Hub
+
+HERE = host_name()
+EMULATED = Device(
+    f"{HERE}/r/emulated:0", HERE, "emulated:0", None, "T4", "nvidia", "emulated", emulated=True, run_id="r"
+)
+CPU = Device(f"{HERE}/cpu", HERE, "cpu", None, "Xeon", "cpu", "cpu")
+
+
+@pytest.fixture
+def sampled(dashboard: Any) -> Any:
+    busy = Sample(
+        EMULATED, utilisation=0.5, memory_used_bytes=GIB, memory_total_bytes=16 * GIB, users=(User("r", 0),)
+    )
+    now = time.time()
+    for second in range(5):
+        dashboard.store.write([busy, Sample(CPU, utilisation=0.25)], now - second)
+    return dashboard
+
+
+def test_devices_have_what_is_known_and_null(sampled: Any, ask: Any) -> None:
+    found = ask("GET", "/api/v1/system/gpus").json()["devices"]
+    emulated, cpu = sorted(found, key=lambda one: one["backend"] == "cpu")
+    assert emulated["memory_free_bytes"] == 15 * GIB and emulated["busy_by"] == {"run": "r", "rank": 0}
+    assert emulated["busy"] and not emulated["selectable"] and emulated["temperature_c"] is None
+    assert cpu["selectable"] and not cpu["busy"] and cpu["memory_free_bytes"] is None
+    assert ask("GET", "/api/v1/system/gpus/cpu").json()["id"] == "cpu"
+    assert ask("GET", f"/api/v1/system/gpus/{EMULATED.key}").json()["run"] == "r"
+    missing = ask("GET", "/api/v1/system/gpus/cuda:9")
+    assert missing.status_code == 404
+    assert (
+        "`device_id` must be a device of this machine, but is 'cuda:9'"
+        in missing.json()["detail"][0]["message"]
+    )
+
+
+@pytest.mark.parametrize("since", ["60", "2020-01-01T00:00:00Z"])
+def test_histories_have_both_views(sampled: Any, ask: Any, since: str) -> None:
+    if since != "60":
+        assert ask("GET", f"/api/v1/system/metrics?since={since}").status_code == 422
+        return
+    (both,) = ask("GET", f"/api/v1/system/metrics?since={since}&points=60").json()["series"]
+    assert both["device"] is None and both["utilisation"] == [0.5] * len(both["time"])
+    each = ask("GET", "/api/v1/system/metrics?view=per_gpu").json()["series"]
+    assert {one["device"]: (one["run"], one["name"]) for one in each} == {
+        "emulated:0": ("r", "T4"),
+        "cpu": (None, "Xeon"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ("since=yesterday", "since"),
+        ("since=-1", "since"),
+        ("since=nan", "since"),
+        ("view=all", "view"),
+        ("points=0", "points"),
+    ],
+)
+def test_wrong_questions_are_told(ask: Any, query: str, key: str) -> None:
+    answer = ask("GET", f"/api/v1/system/metrics?{query}")
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["key"] == key
+
+
+def test_options_list_what_requests_may_set(ask: Any) -> None:
+    found = ask("GET", "/api/v1/options").json()
+    assert "custom" not in found["models"] and "gpt_text" in found["experiments"]
+    assert found["defaults"]["trainer.global_batch_size"] == 64
+    assert {one["id"] for one in found["emulated_cards"]} >= {"emulated:rtx_3090", "emulated:arc_a770"}
+
+
+def test_trainings_are_queued_as_data(dashboard: Any, ask: Any, answers: Any, tmp_path: Path) -> None:
+    asked = {
+        "overrides": {"trainer.max_steps": 3, "name": "a (b)"},
+        "gpu_ids": ["emulated:t4", "emulated:t4", "cpu"],
+    }
+    answers.answer["name"] = "a (b)"
+    started = ask("POST", "/api/v1/trainings", json=asked)
+    assert started.status_code == 201, started.text
+    found = started.json()
+    assert (found["state"], found["name"], found["balancing"]) == ("pending", "a (b)", "auto")
+    kind, words = answers.asked[0]
+    assert kind == "check"
+    assert words == [
+        "trainer.max_steps=3",
+        "name='a (b)'",
+        "hardware.devices=[emulated:t4,emulated:t4,cpu]",
+        "hardware.cards=null",
+    ]
+    folder = Path(found["run_dir"])
+    assert folder.is_relative_to(tmp_path / "outputs")
+    assert json.loads((folder / "job.json").read_text())["overrides"] == asked["overrides"]
+    assert [one["id"] for one in ask("GET", "/api/v1/trainings?state=pending").json()["trainings"]] == [
+        found["id"]
+    ]
+    assert ask("GET", "/api/v1/trainings?offset=1").json() == {"trainings": []}
+    shown = ask("GET", f"/api/v1/trainings/{found['id']}").json()
+    assert shown["log_tail"] == [] and shown["overrides"] == asked["overrides"]
+    assert ask("GET", f"/api/v1/trainings/{found['id']}/metrics").json() == {"rows": []}
+    assert ask("GET", f"/api/v1/trainings/{found['id']}/report").status_code == 404
+    assert ask("POST", f"/api/v1/trainings/{found['id']}/stop", json={}).json()["state"] == "stopped"
+    assert ask("DELETE", f"/api/v1/trainings/{found['id']}").status_code == 204
+    assert ask("GET", f"/api/v1/trainings/{found['id']}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ({"gpu_ids": []}, "gpu_ids"),
+        ({}, "gpu_ids"),
+        ({"gpu_ids": ["cpu"], "run_dir": "/etc"}, "run_dir"),
+        ({"gpu_ids": ["cuda:77"]}, "gpu_ids[0]"),
+        ({"gpu_ids": ["emulated:t4]"]}, "gpu_ids.0"),
+        ({"gpu_ids": ["cpu"], "overrides": {"resume": "/etc/passwd"}}, "resume"),
+        ({"gpu_ids": ["cpu"], "overrides": {"trainer.loss": "os.system"}}, "trainer.loss"),
+        ({"gpu_ids": ["cpu"], "experiment": "../x"}, "experiment"),
+        ({"gpu_ids": ["cpu"], "experiment": "scaling"}, "experiment"),
+        ([], "body"),
+    ],
+)
+def test_wrong_requests_start_nothing(dashboard: Any, ask: Any, answers: Any, body: Any, key: str) -> None:
+    for path in ("trainings", "estimate"):
+        answer = ask("POST", f"/api/v1/{path}", json=body)
+        assert answer.status_code == 422
+        assert answer.json()["detail"][0]["key"] == key
+    assert not answers.asked and not dashboard.store.trainings()
+
+
+def test_what_is_not_json_is_told(ask: Any) -> None:
+    answer = ask("POST", "/api/v1/trainings", content=b"{", headers={"content-type": "application/json"})
+    assert answer.status_code == 422 and answer.json()["detail"][0]["key"] == "body"
+    assert ask("GET", "/api/v1/nothing").json()["detail"][0]["message"] == "GET /api/v1/nothing: Not Found."
+    assert ask("PUT", "/api/v1/trainings", json={}).status_code == 405
+
+
+@pytest.mark.parametrize("name", ["..%2f..%2fetc%2fpasswd", "%00", "a" * 200, ".."])
+def test_no_path_gets_through(ask: Any, name: str) -> None:
+    assert ask("GET", f"/api/v1/trainings/{name}/report").status_code in (404, 422)
+    assert ask("GET", f"/static/{name}").status_code in (404, 405)
+
+
+def test_a_card_twice_is_refused() -> None:
+    machine = Machine()
+    machine.cards = lambda: {"cuda:0": None}  # type: ignore[method-assign, dict-item, return-value]
+    assert machine.problems(["cuda:0", "cpu", "cpu"]) == []
+    ((key, message),) = machine.problems(["cuda:0", "cuda:0"])
+    assert key == "gpu_ids[1]" and "another card" in message
+
+
+class Socket:
+    """A WebSocket whose client takes what it is sent only when it is told to."""
+
+    def __init__(self, says: str = "", takes: bool = True) -> None:
+        self.got: list[Any] = []
+        self.closed: int | None = None
+        self._says, self._takes = says, takes
+
+    async def accept(self) -> None: ...
+
+    async def receive_text(self) -> str:
+        if self._says:
+            says, self._says = self._says, ""
+            return says
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send_text(self, text: str) -> None:
+        if not self._takes:
+            await asyncio.Event().wait()
+        self.got.append(json.loads(text))
+
+    async def close(self, code: int) -> None:
+        self.closed = code
+
+
+def test_a_slow_client_is_dropped_and_no_other_loses_a_sample() -> None:
+    async def scene() -> tuple[Socket, Socket]:
+        hub, quick, slow = Hub(), Socket(), Socket(takes=False)
+        hub.bind()
+        serving = [asyncio.create_task(hub.serve(one, Access(), list)) for one in (quick, slow)]  # type: ignore[arg-type]
+        while len(hub._clients) < 2:
+            await asyncio.sleep(0)
+        for number in range(300):
+            hub.tell({"number": number})
+            while len(quick.got) <= number:
+                await asyncio.sleep(0)
+        await serving[1]
+        hub.close()
+        await serving[0]
+        return quick, slow
+
+    quick, slow = asyncio.run(asyncio.wait_for(scene(), 20))
+    assert [one["number"] for one in quick.got] == list(range(300))
+    assert slow.got == [] and slow.closed == TOO_SLOW
+
+
+@pytest.mark.parametrize(
+    ("says", "code"), [('{"token": "wrong"}', WRONG_TOKEN), ("[]", WRONG_TOKEN), ("x", WRONG_TOKEN)]
+)
+def test_a_wrong_first_message_ends_a_websocket(says: str, code: int) -> None:
+    socket = Socket(says)
+    access = Access(token="correct-horse-battery")
+    asyncio.run(asyncio.wait_for(Hub().serve(socket, access, list), 20))  # type: ignore[arg-type]
+    assert socket.closed == code and socket.got == []
