@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = os.environ.get("HETEXP_CHROMIUM") or shutil.which("chromium")
 """The browser; `None` where there is none."""
-TIMEOUT_MS = 15_000
+TIMEOUT_MS = 60_000
 expect.set_options(timeout=TIMEOUT_MS)
 EXPECTED = r"status of (404|422)"
 """What Chromium itself logs for answers that the page shows to the person."""
@@ -34,6 +34,19 @@ class Watched:
     def complaints(self) -> list[str]:
         """Return what keeps someone from using what is shown now."""
         return list(self.page.evaluate(COMPLAINTS))
+
+
+@contextlib.contextmanager
+def started_browser() -> Iterator[Browser]:
+    """Start the browser; the processes that it keeps are there before a test looks for those it leaves."""
+    flags = ["--no-sandbox", "--disable-dev-shm-usage"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        try:
+            browser.new_page().close()
+            yield browser
+        finally:
+            browser.close()
 
 
 @contextlib.contextmanager

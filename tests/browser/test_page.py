@@ -11,8 +11,8 @@ from fake_dashboard import FakeDashboard, fake_dashboard
 
 pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[browser]'")
 
-from browser_page import CHROMIUM, watched_page
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from browser_page import CHROMIUM, started_browser, watched_page
+from playwright.sync_api import Browser, Page, expect
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 VIEWS = ("system", "new", "trainings", "trainings/run-1", "trainings/run-0")
@@ -20,13 +20,8 @@ VIEWS = ("system", "new", "trainings", "trainings/run-1", "trainings/run-0")
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
-        started.new_page().close()  # its lasting processes are there before a test looks
+    with started_browser() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture

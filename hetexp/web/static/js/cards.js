@@ -36,7 +36,9 @@ export function deviceSelector(draft, changed) {
     for (const item of all) {
       const part = parts.get(item.number === undefined ? item.id : `emulated ${item.number}`);
       const counted = isChosen(item) || estimate?.all;
-      part.choice(isChosen(item), (estimate?.recommended ?? []).includes(item.id), counted ? told.get(item.id)?.shift() : null, Boolean(estimate?.all));
+      const need = counted ? told.get(item.id)?.shift() : null;
+      const left = Boolean(estimate) && !estimate.all && isChosen(item) && !need;
+      part.choice(isChosen(item), (estimate?.recommended ?? []).includes(item.id), need, left);
     }
     const wanted = recommended();
     say(recommend, `Take the recommended: ${wanted.join(", ")}`);
@@ -124,23 +126,22 @@ function chooser(item, { choose, remove }) {
       if (!added) meters.update(now);
       tell();
     },
-    choice(on, recommended, need, all) {
+    choice(on, recommended, need, left) {
       box.checked = on;
       marked = recommended;
       node.classList.toggle("chosen", on);
       tell();
       node.classList.toggle("short", need?.fits === false);
-      say(needs, selectable(device) ? needText(need, all) : device.reason ?? "It cannot be chosen.");
+      say(needs, selectable(device) ? left ? "Left out: the job is quicker without it" : needText(need) : device.reason ?? "It cannot be chosen.");
     },
   };
 }
 
-function needText(need, all) {
+function needText(need) {
   if (!need) return "";
   const passes = need.local_batch_size && need.micro_batch_size < need.local_batch_size ? `, ${whole(need.micro_batch_size)} at a time` : "";
   const work = need.local_batch_size === 0 ? "No sample a step" : `${whole(need.local_batch_size)} samples a step${passes}`;
   const memory = need.memory_bytes === null || need.memory_bytes === undefined ? "" : `, needs ${bytes(need.memory_bytes)}`;
   const fits = need.fits === true ? " – fits" : need.fits === false ? " – does not fit" : "";
-  const text = `${work}${memory}${fits}`;
-  return all ? `With all devices: ${text}` : text;
+  return `${work}${memory}${fits}`;
 }

@@ -24,7 +24,7 @@ function sample(place) {
  *
  * @param about {title, format(value), across: "time" | "step", top: highest value or null, zero: whether the axis
  *   begins at 0, unit: what ticks are round numbers of, 1 where it is
- *   left out, heading: its tag, h3 where it is left out}
+ *   left out, heading: its tag, h3 where it is left out, none: what is said without values}
  * @returns {node, update({series: [{name, place, x: [], y: []}], low, high}), close()}. Times are in ms; null is a gap;
  *   `place` says the line's colour and dashes; `low` and `high` bound the x axis where given.
  */
@@ -48,7 +48,7 @@ export function lineChart(about) {
     cancelAnimationFrame(frame);
     frame = requestAnimationFrame(() => {
       const width = Math.floor(drawn.clientWidth);
-      if (width > 80) place(drawn, picture(about, data, width));
+      if (width > 80 && data.series.length) place(drawn, picture(about, data, width));
     });
   }
   return {
@@ -62,6 +62,7 @@ export function lineChart(about) {
         place(legend, many ? data.series.map((one) => h("li", {}, sample(one.place), one.name)) : []);
       }
       say(caption, sentence(about, data));
+      drawn.hidden = details.hidden = data.series.length === 0;
       draw();
       fillTable();
     },
@@ -83,7 +84,7 @@ function sentence(about, { series }) {
     const name = series.length > 1 ? `${one.name}: ` : "";
     return [`${name}${about.format(values.at(-1))} ${about.across === "time" ? "now" : "last"}, ${about.format(least)} to ${about.format(most)}`];
   });
-  return parts.length ? `${parts.join("; ")}.` : "Nothing told yet.";
+  return parts.length ? `${parts.join("; ")}.` : (about.none ?? "Nothing is told yet.");
 }
 
 /** The values in a table of at most `MOST_ROWS` rows, the newest first. */
@@ -105,10 +106,6 @@ function picture(about, { series, low = null, high = null }, width) {
   const across = series.flatMap((one) => one.x);
   const values = series.flatMap(told);
   const svg = s("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${about.title}: ${sentence(about, { series })}` });
-  if (!values.length) {
-    svg.append(s("text", { class: "tick", x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing told yet"));
-    return svg;
-  }
   const [least, most] = values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
   const unit = about.unit ?? 1;
   const up = niceScale((about.zero ? Math.min(0, least) : least) / unit, (about.top ?? most) / unit, 4);

@@ -5,6 +5,7 @@ import { attribute, h, newId, place, say } from "./dom.js";
 /** A field with its label and a place for what is wrong with it. `read()` returns undefined where nothing was typed. */
 function field(key, label, input, read, help) {
   const id = newId("field");
+  const first = input.tagName === "SELECT" ? input.options[0].text : input.placeholder;
   const wrong = h("p", { class: "field-error", id: `${id}-wrong` });
   attribute(input, "id", id);
   attribute(input, "data-key", key);
@@ -15,6 +16,11 @@ function field(key, label, input, read, help) {
     node,
     input,
     read,
+    /** Say what holds where nothing is typed; null brings back what was said first. */
+    unset(text) {
+      if (input.tagName === "SELECT") say(input.options[0], text ?? first);
+      else input.placeholder = text ?? first;
+    },
     refuse(message) {
       say(wrong, message ?? "");
       attribute(input, "aria-invalid", message ? "true" : null);
@@ -30,6 +36,10 @@ export function choiceField(key, label, choices, none, help = null) {
 
 const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
 
+/** What a field says where nothing is chosen; an experiment has values of its own. */
+export const usualText = (usual) => usual === undefined ? "default" : `default: ${usual ?? "none"}`;
+export const OF_EXPERIMENT = "as in the experiment";
+
 const asNumber = (typed) => NUMBER.test(typed) ? Number(typed) : typed;
 
 /**
@@ -38,7 +48,7 @@ const asNumber = (typed) => NUMBER.test(typed) ? Number(typed) : typed;
  */
 export function settingField({ key, kind, choices, description, nullable }, usual) {
   const label = h("code", {}, key);
-  const none = usual === undefined ? "as configured" : `as configured: ${usual === null ? "none" : usual}`;
+  const none = usualText(usual);
   if (choices?.length) return choiceField(key, label, choices, none, description);
   if (kind === "bool") {
     const one = choiceField(key, label, ["true", "false"], none, description);
@@ -62,6 +72,7 @@ export function settingField({ key, kind, choices, description, nullable }, usua
  */
 export function settings(allowed, usual, common, changed) {
   const fields = new Map();
+  let unset = null;
   const box = h("div", { class: "fields" });
   const select = h("select", { id: "more-settings" });
   const row = h("div", { class: "line adding" }, h("label", { for: "more-settings" }, "Another setting"), select,
@@ -71,6 +82,7 @@ export function settings(allowed, usual, common, changed) {
     if (!known || fields.has(key)) return fields.get(key) ?? null;
     const one = settingField(known, usual[key]);
     fields.set(key, one);
+    one.unset(unset);
     box.append(one.node);
     one.input.addEventListener("change", changed);
     one.input.addEventListener("input", changed);
@@ -86,6 +98,7 @@ export function settings(allowed, usual, common, changed) {
   return {
     node: h("div", {}, box, row),
     fields: () => [...fields.values()],
+    unset(text) { unset = text; for (const one of fields.values()) one.unset(text); },
     /** Return the field of a key, added where the person has not added it. */
     find(key) { const one = add(key); offer(); return one; },
     set(values) { for (const [key, value] of Object.entries(values)) { const one = add(key); if (one) one.input.value = value; } offer(); },

@@ -3,13 +3,14 @@
 import { api, ApiError } from "./api.js";
 import { deviceSelector } from "./cards.js";
 import { announce, h, place, say } from "./dom.js";
-import { choiceField, settings } from "./fields.js";
+import { choiceField, OF_EXPERIMENT, settings, usualText } from "./fields.js";
 import { plural, seconds, whole } from "./format.js";
 import { live } from "./live.js";
 
 const GROUPS = ["model", "data", "strategy", "balancing"];
 const COMMON = ["trainer.global_batch_size", "trainer.max_steps", "trainer.max_epochs", "trainer.precision"];
 const WAIT_MS = 350;
+const SLOW_MS = 700; // an estimate that takes longer says so
 const draft = { devices: new Set(), added: [], values: {} }; // kept while the person looks at other views
 
 /** The view. */
@@ -22,7 +23,9 @@ export function newView({ go }) {
   const button = h("button", { type: "submit", class: "button" }, "Start training");
   let fields = [];
   let more = null;
+  const notes = h("p", { class: "small soft" });
   let timer = 0;
+  let slow = 0;
   let asked = 0;
   let closed = false;
 
@@ -43,8 +46,8 @@ export function newView({ go }) {
   }
   function build(options) {
     const usual = options.defaults ?? {};
-    const none = (key) => usual[key] ? `as configured: ${usual[key]}` : "as configured";
-    const experiments = options.experiments ?? [];
+    const none = (key) => usualText(usual[key]);
+    const experiments = (options.experiments ?? []).filter((one) => one !== "none"); // what the empty choice says
     fields = [
       ...(experiments.length ? [choiceField("experiment", "Experiment", experiments, "none", "A file of settings; what is chosen below comes on top.")] : []),
       choiceField("model", "Model", options.models ?? [], none("model")),
@@ -63,7 +66,7 @@ export function newView({ go }) {
     place(form, h("h2", { id: "what" }, "What to train"), wrong,
       h("div", { class: "fields" }, fields.map((one) => one.node)),
       h("h3", {}, "Settings"), more.node,
-      h("div", { class: "start" }, told, button));
+      h("div", { class: "start" }, told, notes, button));
     ask();
   }
 
@@ -83,18 +86,24 @@ export function newView({ go }) {
   }
 
   function ask() {
+    const text = fields.find((one) => one.key === "experiment")?.read() ? OF_EXPERIMENT : null;
+    for (const one of fields) if (one.key !== "experiment") one.unset(text);
+    more?.unset(text);
     clearTimeout(timer);
     timer = setTimeout(estimate, WAIT_MS);
   }
   async function estimate() {
+    clearTimeout(slow);
     const { experiment, overrides, gpu_ids: chosen } = wish();
     const candidates = chosen.length ? chosen : selector.usable().filter((one) => !one.busy).map((one) => one.id);
     asked += 1;
     const mine = asked;
+    say(notes, "");
     if (!candidates.length) {
       selector.estimate(null);
       return say(told, "No device is chosen.");
     }
+    slow = setTimeout(() => say(told, "Estimating …"), SLOW_MS);
     const { model = null, data = null, ...rest } = overrides;
     try {
       const answer = await api.estimate({ model, data, overrides: experiment ? { ...rest, experiment } : rest, gpu_ids: candidates });
@@ -102,11 +111,16 @@ export function newView({ go }) {
       refuse([]);
       selector.estimate({ ...answer, all: !chosen.length });
       say(told, chosen.length ? summary(chosen.length, answer) : "No device is chosen. The cards say what each would do if all were.");
+      say(notes, [answer.problem, ...(answer.notes ?? [])].filter(Boolean).join(" "));
     } catch (error) {
       if (mine !== asked || closed) return;
+      if (!(error instanceof ApiError)) throw error;
       selector.estimate(null);
-      refuse(error.problems ?? []);
-      say(told, `${plural(chosen.length, "device")} chosen. No estimate: ${error.message}`);
+      const left = refuse(error.problems);
+      const why = error.problems.length && !left.length ? "a value was refused." : error.problems.length ? left.map((one) => one.message).join(" ") : error.message;
+      say(told, `${plural(chosen.length, "device")} chosen. No estimate: ${why}`);
+    } finally {
+      if (mine === asked) clearTimeout(slow);
     }
   }
   function summary(count, answer) {
@@ -136,6 +150,7 @@ export function newView({ go }) {
       return;
     }
     clearTimeout(timer);
+    clearTimeout(slow);
     asked += 1;
     button.disabled = true;
     wrong.hidden = true;
@@ -164,5 +179,5 @@ export function newView({ go }) {
       h("section", { "aria-labelledby": "which" }, h("div", { class: "top" }, h("h2", { id: "which" }, "Devices"), selector.recommend), devicesError, selector.node),
       h("section", {}, form)));
   open();
-  return { node, title: "New training", close() { closed = true; clearTimeout(timer); selector.close(); } };
+  return { node, title: "New training", close() { closed = true; clearTimeout(timer); clearTimeout(slow); selector.close(); } };
 }

@@ -117,8 +117,8 @@ export function splitBar() {
 }
 
 /** Facts under their names. `update([[name, value or node]])`. */
-export function facts() {
-  const node = h("dl", { class: "facts" });
+export function facts(kind = "") {
+  const node = h("dl", { class: `facts ${kind}` });
   let shown = null;
   return {
     node,

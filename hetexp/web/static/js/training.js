@@ -10,7 +10,7 @@ import { ended, facts, splitBar, stateBadge, tile } from "./parts.js";
 import { reportLink } from "./report.js";
 
 const EVERY_MS = 2000;
-const NAMES = { pending: "waits for its devices", running: "is running", completed: "is completed", failed: "failed", stopped: "is stopped" };
+const NAMES = { pending: "is pending", running: "is running", completed: "is completed", failed: "failed", stopped: "is stopped" };
 
 /** The view. */
 export function trainingView({ go, id }) {
@@ -25,7 +25,7 @@ export function trainingView({ go, id }) {
   const speed = lineChart({ title: "Samples a second", heading: "h2", format: number, across: "step", top: null, zero: true });
   const split = splitBar();
   const none = h("p", { class: "soft small" }, "Not known yet.");
-  const about = facts();
+  const about = facts("wide");
   const log = h("pre", { class: "log", tabindex: "0", role: "region", "aria-label": "Last lines of the log" });
   const whenKnown = h("div", { hidden: true },
     failed, emulated, h("div", { class: "far" }, bar, far), h("dl", { class: "tiles" }, Object.values(tiles).map((one) => one.node)),
@@ -77,7 +77,7 @@ export function trainingView({ go, id }) {
   }
   function duration() {
     const [from, to] = [moment(now.started), moment(now.ended)];
-    if (from === null) return ["–", now.state === "pending" ? `waits for ${now.waits_for?.length ? now.waits_for.join(", ") : "its devices"}` : ""];
+    if (from === null) return ["–", now.state === "pending" ? now.waits_for?.length ? `waits for ${now.waits_for.join(", ")}` : "is being started" : ""];
     const took = ((to ?? Date.now()) - from) / 1000;
     const left = now.state === "running" && now.progress > 0.02 ? `about ${seconds(took / now.progress - took)} left` : "";
     return [seconds(Math.max(0, took)), left];
