@@ -38,12 +38,11 @@ class Watched:
 
 @contextlib.contextmanager
 def started_browser() -> Iterator[Browser]:
-    """Start the browser; the processes that it keeps are there before a test looks for those it leaves."""
+    """Start a browser for one test: it starts processes whenever it likes, and ends them when it ends."""
     flags = ["--no-sandbox", "--disable-dev-shm-usage"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         try:
-            browser.new_page().close()
             yield browser
         finally:
             browser.close()

@@ -95,7 +95,7 @@ class FakeDashboard:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._ready = threading.Event()
         self._end: asyncio.Event | None = None
-        self._add("run-1", "running", ["cuda:0", "xpu:0"], step=5)
+        self._add("run-1", "running", ["cuda:0", "xpu:0"], step=60, steps=600)
         self._add("run-0", "failed", ["cuda:1"], step=7, error=(
             "RuntimeError: CUDA error: an illegal memory access was encountered\n"
             "rank 0 on cuda:1 (RTX 4090) ended at step 7."))  # fmt: skip
@@ -122,7 +122,9 @@ class FakeDashboard:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/"
 
-    def _add(self, name: str, state: str, ids: list[str], step: int = 0, **more: Any) -> Row:
+    def _add(
+        self, name: str, state: str, ids: list[str], step: int = 0, steps: int = STEPS, **more: Any
+    ) -> Row:
         now = time.time()
         self.rows[name] = [_row(i, ids) for i in range(1, step + 1)]
         over = state in ("failed", "completed", "stopped")
@@ -131,7 +133,7 @@ class FakeDashboard:
             "distributed": len(ids) > 1,
             "strategy": "ddp", "balancing": "profiled",
             "emulated": any(one.startswith("emulated") for one in ids),
-            "progress": step / STEPS, "step": step, "steps": STEPS, "loss": None, "samples_per_second": None,
+            "progress": step / steps, "step": step, "steps": steps, "loss": None, "samples_per_second": None,
             "efficiency": 0.873 if state == "completed" else None, "split": _split(ids), "error": None,
             "run_dir": f"outputs/{name}", "report_url": None, "created": now - 90 + len(self.trainings),
             "started": None if state == "pending" else now - 80, "ended": now - 20 if over else None,

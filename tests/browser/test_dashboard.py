@@ -22,12 +22,20 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
     pytest.mark.timeout(400),
 ]
-SETTINGS = {"Model": "mlp", "Data": "synthetic", "Balancing policy": "equal"}
+GROUPS = {"Model": "mlp", "Data": "synthetic", "Balancing policy": "equal"}
+SMALL = {
+    "logger": "none",
+    "trainer.log_every": "2",
+    "data.num_samples": "256",
+    "data.num_test_samples": "8",
+    "hardware.threads_per_rank": "1",
+    "hardware.efficiency": "0.000001",
+}
 SLOW_MS = 180_000
 """Longest wait for a real training on a machine that other tests use, too."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def browser() -> Iterator[Browser]:
     with started_browser() as started:
         yield started
@@ -57,22 +65,28 @@ def url(tmp_path: Path, hetexp_home: Path) -> Iterator[str]:
 
 
 def _choose(page: Page, **settings: str) -> None:
-    """Fill in the form: two emulated cards, a small model, and `settings` by their keys."""
+    """Fill in the form: two emulated cards, a small model, and `settings` by their keys.
+
+    The page keeps what was chosen before.
+    """
     page.get_by_role("link", name="New training").click()
-    chosen = page.get_by_role("button", name="Remove")
     expect(page.get_by_label("Model")).to_be_visible()
-    if not chosen.count():
+    if not page.get_by_role("button", name="Remove").count():
         for card in ("RTX 3090", "Arc A770"):
             page.get_by_label("Not in this machine").select_option(label=card)
             page.get_by_role("button", name="Add").first.click()
-    for label, option in SETTINGS.items():
-        page.get_by_label(label, exact=True).select_option(option)
+        for label, option in GROUPS.items():
+            page.get_by_label(label, exact=True).select_option(option)
+        settings = SMALL | settings
     for key, value in settings.items():
         field = page.get_by_label(key, exact=True)
         if not field.count():
             page.get_by_label("Another setting").select_option(key)
             page.get_by_role("button", name="Add").last.click()
-        field.fill(value)
+        if field.evaluate("(node) => node.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
 
 
 def _start(page: Page) -> None:
@@ -92,7 +106,7 @@ def test_real_trainings(browser: Browser, url: str) -> None:
 
         _choose(page, **{"trainer.max_steps": "none"})
         _expect_refused(page)
-        _choose(page, **{"trainer.max_steps": "20", "trainer.log_every": "2"})
+        _choose(page, **{"trainer.max_steps": "20"})
         expect(page.get_by_text("2 devices chosen, effective batch 64")).to_be_visible()
         expect(page.get_by_text(re.compile("^32 samples a step.* – fits$"))).to_have_count(2)
         _start(page)

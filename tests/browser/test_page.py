@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-ge
 VIEWS = ("system", "new", "trainings", "trainings/run-1", "trainings/run-0")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def browser() -> Iterator[Browser]:
     with started_browser() as started:
         yield started

@@ -54,7 +54,7 @@ export function trainingView({ go, id }) {
     if (isEmulated && !emulated.hasChildNodes()) place(emulated, h("p", { class: "banner" }, "Emulated devices: arithmetic is real, speed is modelled. No number here is hardware's."));
     bar.value = now.progress ?? 0;
     say(far, now.steps ? `step ${whole(now.step ?? 0)} of ${whole(now.steps)}, ${percent(now.progress)}` : percent(now.progress));
-    tiles.loss.update(number(now.loss), rows.size ? `at step ${whole(Math.max(...rows.keys()))}` : "");
+    tiles.loss.update(number(now.loss));
     tiles.speed.update(number(now.samples_per_second));
     tiles.efficiency.update(exactPercent(now.efficiency), "of the devices' own speeds");
     tiles.left.update(...duration());
