@@ -271,6 +271,7 @@ class _Runs:
             "hardware": raw["hardware"] | {"time_scale": TIME_SCALE},
             "fault": {"events": []},
             "logger": {"_target_": "hetexp.logger.base.NoLogger"},
+            "monitor": {"enabled": False},  # what it starts is no training
         }
 
     def _launch(self, name: str, raw: dict[str, Any], plan: Plan) -> Plan:
