@@ -246,7 +246,12 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
         origin = None
         if found.config is not None:
             job = Job(
-                found.config, found.raw, request.run_dir, request.working_dir, trains_apart(found.config)
+                config=found.config,
+                raw=found.raw,
+                run_dir=request.run_dir,
+                working_dir=request.working_dir,
+                apart=trains_apart(found.config),
+                overrides=tuple(request.overrides) if request.sweep is not None else None,
             )
             try:
                 origin = find(job)

@@ -70,7 +70,7 @@ def check_checkpoint_space(folder: Path, needed: int, count: int) -> None:
     Args:
         folder: that checkpoints go to, or will once it is made.
         needed: bytes of a checkpoint (`checkpoint_bytes`).
-        count: checkpoints that the run is going to write.
+        count: most checkpoints of the run that there will be at one time.
 
     Raises:
         SetupError: names the folder, what is free and what is needed.
@@ -86,8 +86,8 @@ def check_checkpoint_space(folder: Path, needed: int, count: int) -> None:
         )
     if free < needed * count:
         _LOG.warning(
-            "%s has %s free: room for %d of the %d checkpoints of %s each that this run is going to write. "
-            "A larger trainer.checkpoint_every writes fewer.",
+            "%s has %s free: room for %d of the %d checkpoints of %s each that there will be at one time. "
+            "A larger trainer.checkpoint_every writes fewer, trainer.keep_last keeps fewer.",
             folder,
             _size(free),
             free // needed,

@@ -25,6 +25,7 @@ from hetexp.checkpoint.manifest import (
 from hetexp.core.config import Config
 from hetexp.core.errors import CheckpointError, ConfigError, must_be
 from hetexp.core.files import lock_folder
+from hetexp.core.sweep import key_of
 from hetexp.launch.reserve import Checked
 
 PLAN, SUMMARY = "plan.json", "summary.json"
@@ -49,6 +50,8 @@ class Job:
     """Whether each device trains a model of its own."""
     script: tuple[str, ...] = ()
     """A person's own script and its arguments."""
+    overrides: tuple[str, ...] | None = None
+    """Of a job of a sweep, whose jobs may differ in strategies alone: it goes on from the same one."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +144,14 @@ def _choose(job: Job, path: Path, which: str) -> Found:
 def _same_job(job: Job) -> Iterator[Path]:
     """Yield the runs of the same job beside the run folder, the newest first."""
     mine = _identity(job.raw, job.script)
+    key = key_of(job.overrides) if job.overrides is not None else None
     found = []
     for plan in _plans(job.run_dir):
         try:
             raw = json.loads(plan.read_text(encoding="utf-8"))
             script = tuple(map(str, (raw["script"], *raw["script_arguments"]) if raw.get("script") else ()))
-            if _identity(raw["config"], script) == mine:
+            same = key is None or key_of(raw["overrides"]) == key
+            if same and _identity(raw["config"], script) == mine:
                 found.append((plan.stat().st_mtime, plan.parent))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # of another version, or half gone

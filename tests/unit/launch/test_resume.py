@@ -111,6 +111,18 @@ def test_a_fixed_run_folder_goes_on_in_its_place(tmp_path: Path) -> None:
     assert begun.path is None and begun.in_place and f"'{empty}' has no complete" in begun.told[0]
 
 
+def test_jobs_of_a_sweep_go_on_from_themselves(tmp_path: Path) -> None:
+    for place, strategy, age in (("sweeps/a/0", "single", 20.0), ("sweeps/a/1", "ddp", 10.0)):
+        run = ran(tmp_path, place, (1,), age)
+        plan = json.loads((run / "plan.json").read_text())
+        overrides = ["resume=auto", f"strategy={strategy}", "sweep.name=a"]
+        (run / "plan.json").write_text(json.dumps(plan | {"overrides": overrides}))
+    again = replace(
+        job(tmp_path, "auto", "sweeps/a/0-2"), overrides=("strategy=single", "resume=auto", "sweep.name=a")
+    )
+    assert find(again).path == tmp_path / "sweeps/a/0/checkpoints/step_00000001"
+
+
 def test_scripts_are_told_apart(tmp_path: Path) -> None:
     ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (1,), 20.0)
     of_a_script = replace(job(tmp_path, "auto"), script=("/a/train.py", "--epochs", "3"))
