@@ -135,6 +135,10 @@ class Launched:
         loaded: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return loaded
 
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
     def processes(self) -> list[psutil.Process]:
         """Return every living process of the run, however it was started."""
         found = []
