@@ -5,10 +5,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetexp.library.run import Run
     from hetexp.library.setup import setup
+    from hetexp.training.requests import on_request
 
-__all__ = ["Run", "__version__", "setup"]
+__all__ = ["Run", "__version__", "on_request", "setup"]
 __version__ = "0.1.0"
-_LIBRARY = {"Run": "hetexp.library.run", "setup": "hetexp.library.setup"}
+_LIBRARY = {
+    "Run": "hetexp.library.run",
+    "on_request": "hetexp.training.requests",
+    "setup": "hetexp.library.setup",
+}
 """What a script uses, and where it is: imported when it is used, because torch comes with it."""
 
 
