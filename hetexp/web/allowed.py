@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,8 @@ from hetexp.core.errors import did_you_mean, must_be
 Kind = Literal["int", "float", "bool", "choice", "text", "ints", "floats"]
 GROUPS = ("model", "data", "strategy", "balancing", "optimizer", "logger")
 """Groups of which an option may be chosen; `experiment` has a field of its own."""
+_READING = threading.RLock()
+"""Hydra reads configuration in one thread at a time."""
 MOST_ENTRIES = 64
 """Of a list."""
 _OPTION = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -133,12 +136,29 @@ _PARTS = (
 )
 
 
-@cache
 def options() -> dict[str, tuple[str, ...]]:
     """Return the options of each group that may be chosen, and of `experiment` those that are no sweep.
 
     A person's own folder of configuration counts; it is read once.
     """
+    with _READING:
+        return _options()
+
+
+def allowed() -> dict[str, Allowed]:
+    """Return all keys that a request may set."""
+    with _READING:
+        return _allowed()
+
+
+def defaults() -> dict[str, Any]:
+    """Return the value of each allowed key in the plain configuration, where it is there."""
+    with _READING:
+        return _defaults()
+
+
+@cache
+def _options() -> dict[str, tuple[str, ...]]:
     from hetexp.app import register_resolvers
     from hetexp.core.grid import asks_to_sweep
     from hetexp.core.overrides import config_loader
@@ -154,11 +174,33 @@ def options() -> dict[str, tuple[str, ...]]:
 
 
 @cache
-def allowed() -> dict[str, Allowed]:
-    """Return all keys that a request may set."""
-    chosen = options()
+def _allowed() -> dict[str, Allowed]:
+    chosen = _options()
     groups = [Allowed(group, "choice", f"option of {group}", choices=chosen[group]) for group in GROUPS]
     return {one.key: one for one in (*groups, *_TRAINER, *_PARTS)}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    from hetexp.core.overrides import compose_typed
+
+    composed, _ = compose_typed([])
+    assert composed is not None
+    groups = {
+        "model": "convnet",
+        "data": "digits",
+        "strategy": "ddp",
+        "balancing": "auto",
+        "optimizer": "adamw",
+    }
+    found: dict[str, Any] = {key: value for key, value in groups.items() if key in allowed()}
+    for key in allowed():
+        value = OmegaConf.select(composed, key) if key not in GROUPS else None
+        if value is not None:
+            found[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return found
 
 
 def problems_of(overrides: Mapping[str, Any], experiment: str | None) -> list[tuple[str | None, str]]:

@@ -24,7 +24,7 @@ from hetexp.core.errors import HetexpError
 from hetexp.monitor.sample import Sample, as_dict
 from hetexp.monitor.service import Service
 from hetexp.monitor.store import ACTIVE, Store
-from hetexp.web import views
+from hetexp.web import allowed, views
 from hetexp.web.access import Access, Guard
 from hetexp.web.checker import Checker
 from hetexp.web.devices import Machine
@@ -65,6 +65,7 @@ class Dashboard:
         self._threads = [
             threading.Thread(target=self._sample, name="sampler", daemon=True),
             threading.Thread(target=self._poll, name="samples", daemon=True),
+            threading.Thread(target=allowed.defaults, name="options", daemon=True),  # takes seconds once
         ]
 
     async def start(self) -> None:

@@ -53,7 +53,7 @@ def test_no_request_makes_the_server_fail(dashboard: Any, described: Any) -> Non
             def ask(case: Any) -> None:
                 nonlocal asked
                 asked += 1
-                case.call_and_validate(checks=checks, headers=LOCAL)
+                case.call_and_validate(checks=checks, headers=LOCAL, timeout=60)
 
             with suppress(Unsatisfiable):  # what takes nothing can be asked nothing wrong
                 ask()

@@ -161,7 +161,7 @@ def test_no_path_gets_through(ask: Any, name: str) -> None:
 
 def test_a_card_twice_is_refused() -> None:
     machine = Machine()
-    machine.cards = lambda: {"cuda:0": None}  # type: ignore[method-assign, dict-item, return-value]
+    machine.cards = lambda: {"cuda:0": None}  # type: ignore
     assert machine.problems(["cuda:0", "cpu", "cpu"]) == []
     ((key, message),) = machine.problems(["cuda:0", "cuda:0"])
     assert key == "gpu_ids[1]" and "another card" in message
