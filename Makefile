@@ -7,7 +7,7 @@ JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers check second-venv clean
+.PHONY: help setup demo test lint types layers check browser second-venv clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ types: $(INSTALLED) ## mypy, strict
 
 layers: $(INSTALLED) ## imports go down only
 	$(BIN)/lint-imports
+
+browser: $(INSTALLED) ## Playwright, for the tests of the dashboard's page; your system has the browser (apt-get install chromium)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
 
 second-venv: $(INSTALLED) ## a second interpreter with another torch, for the tests of two interpreters (1.4 GB)
 	$(BIN)/python tests/integration/make_second_venv.py .venv-second

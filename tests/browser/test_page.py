@@ -53,7 +53,7 @@ def test_devices_together_and_each(page: Page) -> None:
     full = page.get_by_role("listitem").filter(has_text="RTX 4090").first
     expect(full).to_contain_text("low memory")
     expect(full).to_contain_text("throttled: thermal")
-    expect(page.get_by_text("busy: run-1 rank 0")).to_be_visible()
+    expect(page.get_by_text("busy: convnet run-1, rank 0")).to_be_visible()
     little = page.get_by_role("listitem").filter(has_text="Arc A770").first
     expect(little.locator("dd").first).to_have_text("–")  # unknown is never 0
     lost = page.get_by_role("listitem").filter(has_text="RTX 2080 Ti").first

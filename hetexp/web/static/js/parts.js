@@ -3,6 +3,7 @@
 import { h, say, attribute, newId, place } from "./dom.js";
 import { bytes, exactPercent, percent, UNKNOWN } from "./format.js";
 import { colourOf } from "./chart.js";
+import { live } from "./live.js";
 
 export const badge = (text, kind = "", about = null) => h("span", { class: `badge ${kind}`, title: about }, text);
 
@@ -64,13 +65,16 @@ export function lowMemory(device) {
   return free !== null && free < total / 10;
 }
 
+/** A run's name where it is one of the trainings. */
+const nameOf = (run) => live.trainings.get(run)?.name || run;
+
 /** What a device is and how it is, as badges. */
 export function deviceBadges(device) {
   const by = device.busy_by;
   return [
     device.lost && badge("lost", "bad", "The machine no longer finds it"),
     !device.lost && device.state === "unusable" && badge("unusable", "bad"),
-    device.busy && badge(by?.run ? `busy: ${by.run}${by.rank === null || by.rank === undefined ? "" : ` rank ${by.rank}`}` : "busy", "warn"),
+    device.busy && badge(by?.run ? `busy: ${nameOf(by.run)}${by.rank === null || by.rank === undefined ? "" : `, rank ${by.rank}`}` : "busy", "warn"),
     lowMemory(device) && badge("low memory", "warn", "Less than a tenth is free"),
     ...(device.throttle ?? []).map((reason) => badge(`throttled: ${reason}`, "warn")),
     device.emulated && badge("emulated", "model", "Arithmetic is real, speed is modelled"),

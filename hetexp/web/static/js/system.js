@@ -59,8 +59,9 @@ export function systemView() {
   }
   function draw(series) {
     const high = Date.now();
+    const telling = series.filter((one) => CHARTS.some(({ key }) => one[key]?.some((value) => value !== null)));
     for (const { about, chart } of charts) {
-      const lines = series.map((one, place) => ({
+      const lines = telling.map((one, place) => ({
         place,
         name: one.device === null ? "all devices" : `${one.device} ${one.name ?? ""}`.trim(),
         x: one.time.map(moment),
