@@ -107,7 +107,7 @@ def test_real_trainings(browser: Browser, url: str) -> None:
         _choose(page, **{"trainer.max_steps": "none"})
         _expect_refused(page)
         _choose(page, **{"trainer.max_steps": "20"})
-        expect(page.get_by_text("2 devices chosen, effective batch 64")).to_be_visible()
+        expect(page.get_by_text("2 devices chosen, effective batch 64")).to_be_visible(timeout=SLOW_MS)
         expect(page.get_by_text(re.compile("^32 samples a step.* – fits$"))).to_have_count(2)
         _start(page)
         expect(state).to_have_text("completed", timeout=SLOW_MS)

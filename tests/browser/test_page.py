@@ -154,8 +154,9 @@ def test_a_lost_connection_is_told_and_found_again(browser: Browser) -> None:
         expect(page.locator("#connection")).to_have_text("live")
     expect(page.locator("#connection")).to_have_text("connection lost")
     expect(page.get_by_role("alert").filter(has_text="Connection lost, trying again")).to_be_visible()
+    page.get_by_role("button", name="Try now").click()
+    expect(page.locator("#connection")).to_have_text("connection lost")
     with fake_dashboard(port):
-        page.get_by_role("button", name="Try now").click()
         expect(page.locator("#connection")).to_have_text("live")
         expect(page.locator("#lost")).to_be_hidden()
         entered.__exit__(None, None, None)

@@ -9,7 +9,12 @@ function field(key, label, input, read, help) {
   const wrong = h("p", { class: "field-error", id: `${id}-wrong` });
   attribute(input, "id", id);
   attribute(input, "data-key", key);
+  const refuse = (message) => {
+    say(wrong, message ?? "");
+    attribute(input, "aria-invalid", message ? "true" : null);
+  };
   const node = h("div", { class: "field" }, h("label", { for: id }, label), input, help && h("p", { class: "small soft", id: `${id}-help` }, help), wrong);
+  input.addEventListener("input", () => refuse(null)); // what is typed now is judged anew
   attribute(input, "aria-describedby", help ? `${id}-help ${id}-wrong` : `${id}-wrong`);
   return {
     key,
@@ -21,10 +26,7 @@ function field(key, label, input, read, help) {
       if (input.tagName === "SELECT") say(input.options[0], text ?? first);
       else input.placeholder = text ?? first;
     },
-    refuse(message) {
-      say(wrong, message ?? "");
-      attribute(input, "aria-invalid", message ? "true" : null);
-    },
+    refuse,
   };
 }
 

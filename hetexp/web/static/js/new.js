@@ -27,6 +27,8 @@ export function newView({ go }) {
   let timer = 0;
   let slow = 0;
   let asked = 0;
+  let asking = false;
+  let again = false; // what is wished for has changed meanwhile
   let closed = false;
 
   const devicesWrong = (message) => say(devicesError, message ?? "");
@@ -89,20 +91,24 @@ export function newView({ go }) {
     const text = fields.find((one) => one.key === "experiment")?.read() ? OF_EXPERIMENT : null;
     for (const one of fields) if (one.key !== "experiment") one.unset(text);
     more?.unset(text);
+    asked += 1;
     clearTimeout(timer);
     timer = setTimeout(estimate, WAIT_MS);
   }
+  /** Ask for an estimate of what is wished for; one at a time, since each costs the server seconds. */
   async function estimate() {
+    again = asking;
+    if (asking) return;
     clearTimeout(slow);
     const { experiment, overrides, gpu_ids: chosen } = wish();
     const candidates = chosen.length ? chosen : selector.usable().filter((one) => !one.busy).map((one) => one.id);
-    asked += 1;
     const mine = asked;
     say(notes, "");
     if (!candidates.length) {
       selector.estimate(null);
       return say(told, "No device is chosen.");
     }
+    asking = true;
     slow = setTimeout(() => say(told, "Estimating …"), SLOW_MS);
     const { model = null, data = null, ...rest } = overrides;
     try {
@@ -120,7 +126,9 @@ export function newView({ go }) {
       const why = error.problems.length && !left.length ? "a value was refused." : error.problems.length ? left.map((one) => one.message).join(" ") : error.message;
       say(told, `${plural(chosen.length, "device")} chosen. No estimate: ${why}`);
     } finally {
-      if (mine === asked) clearTimeout(slow);
+      asking = false;
+      clearTimeout(slow);
+      if (again && !closed) ask();
     }
   }
   function summary(count, answer) {
@@ -151,6 +159,7 @@ export function newView({ go }) {
     }
     clearTimeout(timer);
     clearTimeout(slow);
+    again = false;
     asked += 1;
     button.disabled = true;
     wrong.hidden = true;
