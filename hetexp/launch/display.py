@@ -125,7 +125,8 @@ class Display:
     def _show_step(self, row: dict[str, Any]) -> None:
         loss = row["train/loss"]
         text = f"loss {loss:.4f}" if loss is not None else "loss –"
-        text += f"  {row['samples_per_second']:,.0f} samples/s"
+        if row.get("samples_per_second") is not None:  # not after a group formed anew at the line's own step
+            text += f"  {row['samples_per_second']:,.0f} samples/s"
         devices = ""
         for device in self.plan.devices:
             share, speed = (row.get(f"device/{device.id}/{key}") for key in ("share", "samples_per_second"))

@@ -146,6 +146,12 @@ class Membership:
         self._places |= newcomers
         return self._publish(joined=tuple(newcomers), urgent=False)
 
+    def withdraw(self) -> None:
+        """Leave out those that came with an epoch whose group has not formed; nobody else is told."""
+        for member in self.joined if self.forming else ():
+            del self._places[member]
+        self.joined, self._waits_since = (), None
+
     def form_anew(self) -> Epoch:
         """Publish an epoch of the same members, whose connections broke though none of them is gone."""
         return self._publish(urgent=True)

@@ -93,6 +93,15 @@ class Returns:
             one.told(False, f"{device_id} does not come: it was taken out.")
         return bool(left)
 
+    def stop(self) -> None:
+        """Let nobody come any more: the training is over."""
+        for one in (*self._coming, *self._joining.values()):
+            if one.member is not None:
+                one.member.kill()
+            one.told(False, f"{one.device.id} does not come: the training is over.")
+        self._coming.clear()
+        self._joining.clear()
+
     def poll(self) -> None:
         """Do what is due."""
         for one in list(self._coming):

@@ -43,7 +43,7 @@ class Survival:
         self._hang_watch = HangWatch(self._watch, _predicted_seconds(plan))
         self._waiting_since: float | None = None
         """Since when a member has waited for an epoch that nobody had a reason to publish."""
-        self.begun = False
+        self.begun = self._over = False
         self.refused = ""
         """Why the run could not go on without a device."""
         self.causes: list[RankFailure] = []
@@ -155,6 +155,8 @@ class Survival:
         """
         if not self.begun or not self._config.fault.survive or self.membership.whole.measuring:
             return True
+        if self._finished():
+            return True
         told = self.membership.told()
         if told is not None:
             self._tell_formed(told)
@@ -166,6 +168,14 @@ class Survival:
         if not lost and self.membership.forming_seconds > self._hang_watch.bound_seconds:
             lost = {member: self._stays(member) for member in self._hang_watch.in_steps(self.present)}
         return not lost or self.remove(lost)
+
+    def _finished(self) -> bool:
+        """Tell whether a member has done the last step, after which nobody is lost and nobody comes."""
+        if not self._over and any(member.process.poll() == 0 for member in self.present):
+            self._over = True
+            self.membership.withdraw()  # the others had left the loop before they heard of them
+            self.returns.stop()
+        return self._over
 
     def _reconnect(self) -> None:
         """Let members form anew whose connections broke though none of them is gone."""

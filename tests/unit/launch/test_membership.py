@@ -139,3 +139,17 @@ def test_whose_trouble_it_is(
     kind: str, message: str, code: int, peer_lost: bool, trouble: str | None
 ) -> None:
     assert device_trouble(RankFailure(1, kind, message, peer_lost=peer_lost), code) == trouble
+
+
+def test_who_came_too_late_is_left_out_without_a_word(membership: Membership, store: Store) -> None:
+    """The others have done the last step, and have ended or are about to."""
+    membership.leave({0: gone(CARDS[0], 0)})
+    store[reformed_key(1)] = json.dumps({"step": 17})
+    membership.told()
+    membership.withdraw()
+    assert membership.members == (1, 2)
+    membership.join({3: 0})
+    assert (membership.members, membership.forming) == ((3, 1, 2), True)
+    membership.withdraw()
+    assert (membership.members, membership.forming) == ((1, 2), False)
+    assert store[LATEST] == "2"
