@@ -133,8 +133,7 @@ def _scale(folder: Path, step_seconds: float) -> float:
     for turn in range(2):
         more = (*SETTINGS, f"hardware.time_scale={fast:.6g}")
         job = _done(Job(folder / f"pace_{turn}", (*overrides(PACE_STEPS), *more)))
-        times = [row["time"] for rows in checks.records(job.records).values() for row in rows]
-        fast *= step_seconds / ((max(times) - min(times)) / PACE_STEPS)
+        fast *= step_seconds / account("", job.records, []).step_seconds
     return fast
 
 
