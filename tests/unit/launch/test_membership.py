@@ -147,9 +147,9 @@ def test_who_came_too_late_is_left_out_without_a_word(membership: Membership, st
     store[reformed_key(1)] = json.dumps({"step": 17})
     membership.told()
     membership.withdraw()
-    assert membership.members == (1, 2)
+    assert list(membership.members) == [1, 2]
     membership.join({3: 0})
-    assert (membership.members, membership.forming) == ((3, 1, 2), True)
+    assert [*membership.members, membership.forming] == [3, 1, 2, True]
     membership.withdraw()
-    assert (membership.members, membership.forming) == ((1, 2), False)
+    assert [*membership.members, membership.forming] == [1, 2, False]
     assert store[LATEST] == "2"
