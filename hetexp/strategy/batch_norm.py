@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hetexp.comm.communicator import Communicator
+from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.model.recompute import once
 from hetexp.strategy.empty_share import give
 from hetexp.strategy.trial_pass import try_out, undisturbed
@@ -116,6 +116,10 @@ class SynchronisedNorms:
     def __deepcopy__(self, memo: Any) -> SynchronisedNorms:
         """A copy of the model (an average of its weights) takes part in nothing: only one is in a step."""
         return self
+
+    def leave(self) -> None:
+        """Let go of the other ranks for good; others of this class may take the layers over."""
+        self._communicator = SoloCommunicator()
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -103,6 +103,10 @@ class DDP(Strategy):
             # of its collectives has failed.
             module.reducer._remove_autograd_hooks()
             del module.reducer, module.logger
+            module.process_group = None  # type: ignore[assignment]
+            norms = _guard_of(module).norms
+            if norms is not None:
+                norms.leave()
         return model
 
     def join(

@@ -62,6 +62,10 @@ class PassesTogether(Protocol):
         """Take part in a forward pass, and return a zero whose backward takes part in the backward pass."""
         ...
 
+    def leave(self) -> None:
+        """Let go of the other ranks for good."""
+        ...
+
 
 class EmptyShareGuard(nn.Module):
     """Calls the model with inputs, or without any returns a zero that is connected to every parameter.

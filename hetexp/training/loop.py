@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from hetexp.balancing.scheduler import idle_seconds, imbalance
+from hetexp.comm.disposal import let_go
 from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
@@ -103,9 +104,11 @@ def train(
                 raise
             error = raised
         assert survivor is not None
-        # Not within the handler: what the step held would live on, and with it the group's connections.
+        # What the step held lives on in the error, and with it the group that is left.
         survivor.form_anew(training, error)
+        held = [error]
         del error
+        let_go(held)
 
 
 class Training:

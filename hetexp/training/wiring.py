@@ -20,6 +20,7 @@ import hetexp
 from hetexp.checkpoint.folder import load_checkpoint
 from hetexp.checkpoint.manifest import search_checkpoint
 from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.disposal import formed_groups, let_go
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
@@ -212,6 +213,7 @@ def leave_group(parts: Parts) -> None:
 
     Those that wait for this rank learn of it at once. Model, optimizer and device stay as they are.
     """
+    held = formed_groups()
     if parts.exchange is not None:
         parts.exchange.abandon()
     parts.communicator.abandon()
@@ -226,6 +228,7 @@ def leave_group(parts: Parts) -> None:
     parts.optimizer.zero_grad(set_to_none=True)
     parts.exchange, parts.hook, parts.paced, parts.guard = None, None, None, None
     parts.communicator = SoloCommunicator()
+    let_go(held)
 
 
 def _balancer(parts: Parts) -> Balancer:
