@@ -86,10 +86,10 @@ class Store:
             .join(device_metrics, same)
             .order_by(devices.c.host, devices.c.number.is_(None), devices.c.number, devices.c.key)
         )
-        if seconds is not None:
-            query = query.where(device_metrics.c.time_ms >= round(seconds * 1000))
         with self.engine.connect() as connection:
             rows = [dict(row) for row in connection.execute(query).mappings()]
+        if seconds is not None:  # not in the query: SQLite would read all samples to find the new ones
+            rows = [row for row in rows if row["time_ms"] >= round(seconds * 1000)]
         for row in rows:
             row["time"] = row.pop("time_ms") / 1000
             del row["device_id"], row["level"]
