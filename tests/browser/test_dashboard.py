@@ -29,7 +29,6 @@ SMALL = {
     "data.num_samples": "256",
     "data.num_test_samples": "8",
     "hardware.threads_per_rank": "1",
-    "hardware.efficiency": "0.000001",
 }
 SLOW_MS = 180_000
 """Longest wait for a real training on a machine that other tests use, too."""
