@@ -162,6 +162,7 @@ class Survival:
             "settled": training.settled,
             "evaluated": training.evaluated_at == training.progress.step,
             "saved": training.saved_at == training.progress.step,
+            "written": written(training),
             "runs on": versions(),
         }
         everyone = exchange(store, "state", parts.rank, parts.plan.world_size, mine, limit)
@@ -170,14 +171,18 @@ class Survival:
             raise SetupError("none of the members has a state to go on from.")
         have = [rank for rank, one in enumerate(everyone) if one["step"] == newest]
         donor, behind = have[0], len(have) < len(everyone)
-        # What follows the step is done again by all unless all have done it.
-        settled = all(everyone[rank]["settled"] for rank in have)
+        # What follows the step is done again by all unless all have done it. The rank that writes may have
+        # died when the others had handed over their part of a line.
+        complete = all(everyone[rank]["written"] for rank in have)
+        settled = complete and all(everyone[rank]["settled"] for rank in have)
         if parts.rank == donor:
             give(training, store, settled, behind, self.requests.handled)
         self.requests.handled = take(training, store, donor, mine["step"] < newest, behind)
         parts.run_on = tuple(one["runs on"] for one in everyone)
         training.settled = settled
-        if not all(everyone[rank]["evaluated"] for rank in have):
+        if not complete:
+            training.logged_at = -1
+        if not complete or not all(everyone[rank]["evaluated"] for rank in have):
             training.evaluated_at = -1
         if not all(everyone[rank]["saved"] for rank in have):
             training.saved_at = -1
@@ -201,6 +206,16 @@ class Survival:
     def prepare(self) -> None:
         """Tell the launcher that this process can be taken in."""
         self._launcher.set(prepared_key(self.member), "1")
+
+
+def written(training: Training) -> bool:
+    """Return whether the lines that this rank has had its part in since the last step are in the file."""
+    step, due = training.progress.step, set()
+    if training.logged_at == step:
+        due.add(("train", step))
+    if training.evaluated_at == step and training.outcome.evaluation:
+        due.add(("eval", step))
+    return not due or due <= told_lines(Path(training.parts.plan.run_dir) / "metrics.jsonl")
 
 
 def told_lines(path: Path) -> set[tuple[str, int]]:
