@@ -34,6 +34,8 @@ SIZES = (5, 2**21 + 3)
 """Numbers of a test message: fewer than there are in a block, and more than one chunk of any path."""
 SIZES_AGAIN = (5, 2**19 + 3)
 """The same where such a path has carried before and the ranks wait for it: the second is a few chunks."""
+FORMING_SECONDS = 10.0
+"""Longest wait for a connection where ranks form anew: one of them may die just then."""
 _PERIOD = 251
 """Test values repeat after so many numbers: a prime, so that no chunk begins where another one did."""
 _REPORT_SECONDS = 20.0
@@ -121,9 +123,8 @@ def _first_that_carries(routes: Sequence[Route], job: Job, build: Build, attempt
         attempt = _Attempt(route, store, f"path{number}", job, build)
         attempts.append(attempt)
         if communicator is None and not attempt.native:
-            communicator = form_group(
-                store, job.rank, job.world_size, "gloo", job.device, job.timeout_seconds
-            )
+            limits = (job.timeout_seconds, FORMING_SECONDS if job.again else None)
+            communicator = form_group(store, job.rank, job.world_size, "gloo", job.device, *limits)
         reason = _agreed(attempt, job)
         if reason is None:
             assert attempt.exchange is not None

@@ -108,8 +108,14 @@ def form_group(
     collective_backend: str,
     device: torch.device,
     timeout_seconds: float,
+    forming_seconds: float | None = None,
 ) -> Communicator:
     """Form the process group of all ranks.
+
+    Args:
+        timeout_seconds: longest wait in a collective.
+        forming_seconds: longest wait for a connection, where all ranks are known to have begun: gloo itself
+            waits for that of a rank that has died since as long as for a collective. `None`: as long, too.
 
     Raises:
         SetupError: the group did not form; carries torch's reason.
@@ -121,8 +127,11 @@ def form_group(
                 store=dist.PrefixStore("group", store),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=timeout_seconds),
+                timeout=timedelta(seconds=min(timeout_seconds, forming_seconds or timeout_seconds)),
             )
+        if forming_seconds is not None and collective_backend == "gloo":
+            limit = timedelta(seconds=timeout_seconds)
+            dist.distributed_c10d._set_pg_timeout(limit, dist.distributed_c10d._get_default_group())
         pulse = Pulse(dist.PrefixStore("life", store), rank, world_size, timeout_seconds)
         communicator = ProcessGroupCommunicator(device, pulse)
         communicator.barrier()

@@ -239,10 +239,20 @@ def test_a_group_that_forms() -> None:
         communicator.close()
 
 
-def test_a_group_that_does_not_form() -> None:
+def test_a_group_waits_longer_for_a_collective_than_for_a_connection() -> None:
+    communicator = form_group(dist.HashStore(), 0, 1, "gloo", torch.device("cpu"), 60.0, 5.0)
+    try:
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == 60.0
+    finally:
+        communicator.close()
+
+
+@pytest.mark.parametrize("limits", [(0.2,), (60.0, 0.2)])
+def test_a_group_that_does_not_form(limits: tuple[float, ...]) -> None:
     try:
         with pytest.raises(SetupError, match="the gloo group of 2 ranks did not form"):
-            form_group(dist.HashStore(), 0, 2, "gloo", torch.device("cpu"), 0.2)
+            form_group(dist.HashStore(), 0, 2, "gloo", torch.device("cpu"), *limits)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
