@@ -5,6 +5,7 @@ Whatever is not needed to answer `--help` or a shell's completion is imported wh
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -201,6 +202,11 @@ def _job(cfg: DictConfig) -> None:
         raise CompactHydraException(str(error)) from None
     except HetexpError as error:
         raise CompactHydraException(str(error)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        told = f"`hydra.run.dir` must be on a disk with room for a run, but is {request.run_dir} instead"
+        raise CompactHydraException(f"{told}: {error.strerror}.") from None
     finally:
         os.chdir(job_folder)
 
