@@ -77,6 +77,8 @@ class HangWatch:
         """Member → the step that it told last, and when it was first seen."""
         self._seconds: deque[float] = deque(maxlen=50)
         """Of steps as measured here."""
+        self._first_seconds = 0.0
+        """Of a step by the members' own means: they may do many between two looks, and hang in the next."""
         self._asked_at: float | None = None
         self._not_before = 0.0
         self.all_wait = False
@@ -89,6 +91,8 @@ class HangWatch:
         """How long a step may take."""
         if self._seconds:
             return max(LEAST_SECONDS, FACTOR * statistics.median(self._seconds))
+        if self._first_seconds:
+            return max(LEAST_SECONDS, FACTOR * self._first_seconds)
         return max(FIRST_SECONDS, FACTOR * (self._predicted or 0.0))
 
     def in_steps(self, members: Sequence[Member]) -> list[Member]:
@@ -133,6 +137,8 @@ class HangWatch:
                 self._told.pop(member.number, None)
                 return None
             self._measure(member.number, beat.step, now)
+            if not self._seconds and beat.step_seconds is not None:
+                self._first_seconds = max(self._first_seconds, beat.step_seconds)
             steps.append(beat.step)
             seconds.append(spent)
         if not steps or min(seconds) <= self.bound_seconds:

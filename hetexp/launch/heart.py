@@ -7,6 +7,7 @@ import faulthandler
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ class Beat:
     step: int | None = None
     """Steps done so far, `None` before training."""
     doing: str = ""
+    step_seconds: float | None = None
+    """Mean of the steps since the first sign of life, `None` before any was done."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -50,11 +53,16 @@ def beat(
     pause = threading.Event()
 
     def run() -> None:
-        count = 0
+        count, (first, _), began = 0, tell(), time.monotonic()
+        last, mean = first, None
         with contextlib.suppress(RuntimeError):  # the launcher is gone, and the lifeline knows what to do
             while True:
                 count += 1
-                store.set(beat_key(member), Beat(count, *tell()).to_json())
+                step, doing = tell()
+                if step != last:  # while a step hangs its time is no step's
+                    mean = (time.monotonic() - began) / max(1, (step or 0) - (first or 0))
+                    last = step
+                store.set(beat_key(member), Beat(count, step, doing, mean).to_json())
                 pause.wait(heartbeat_seconds / BEATS)
 
     threading.Thread(target=run, name="heart", daemon=True).start()

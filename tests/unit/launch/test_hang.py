@@ -40,6 +40,7 @@ class Scene:
     def __init__(self, folder: Path, count: int = 3) -> None:
         self.now, self.step, self.doing = 0.0, 0, "steps"
         self.since = 0.0
+        self.mean: float | None = None
         self.stacks = [WAITS] * count
         process: Any = None
         self.members = [
@@ -50,7 +51,7 @@ class Scene:
         self.hangs = HangWatch(watch, 0.5, lambda: self.now)
 
     def beat_of(self, member: int) -> Beat:
-        return Beat(1, self.step, self.doing)
+        return Beat(1, self.step, self.doing, self.mean)
 
     def seconds_in_step(self, member: int) -> float:
         return self.now - self.since
@@ -86,6 +87,13 @@ def test_the_bound_follows_the_steps(scene: Scene) -> None:
     assert scene.hangs.bound_seconds == LEAST_SECONDS
     scene.steps(40, 2.0)
     assert scene.hangs.bound_seconds == pytest.approx(40.0)
+
+
+def test_a_rank_that_hangs_before_its_steps_were_seen(scene: Scene) -> None:
+    scene.step, scene.mean, scene.stacks[1] = 4, 0.5, SLEEPS
+    assert scene.after(10.0) == []
+    assert scene.hangs.bound_seconds == pytest.approx(10.0)
+    assert scene.after(1.0) == [(1, "inner (/home/me/model.py:7)")]
 
 
 def test_the_rank_that_does_not_wait_is_named(scene: Scene) -> None:
