@@ -69,7 +69,7 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
         job.run()
         _end(0)
     except _Terminated:
-        job.close(143)
+        job.close(1 if job.waits else 143)
         _end(143)
     except (Exception, SystemExit) as error:  # whatever it is, the launcher must learn of it
         text = traceback.format_exc()
@@ -145,6 +145,11 @@ class _Rank:
     def step(self) -> int | None:
         """Steps so far, `None` before training."""
         return self.progress.step if self.progress else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank has lost another one, and would go on if it could."""
+        return self.parts is not None and self.parts.doing == "waiting"
 
     def run(self) -> None:
         """Meet the other ranks, agree with them, train (or only measure), report."""
@@ -257,6 +262,11 @@ class _ScriptRank:
         """Steps so far, `None` before `setup`."""
         run = self.launched.run if self.launched is not None else None
         return run.step if run is not None else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has lost another one, and would go on if it could: a script's loop does not."""
+        return False
 
     def run(self) -> None:
         """Meet the other ranks, run the script as `python` would, and report.

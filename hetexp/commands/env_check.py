@@ -33,6 +33,7 @@ _RUN = (
     "data.num_samples=64",
     "data.num_test_samples=8",
     "logger=none",
+    "monitor=none",
     "trainer.global_batch_size=16",
     "trainer.max_steps=4",
     "trainer.max_epochs=null",

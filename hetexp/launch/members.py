@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -19,7 +20,7 @@ from hetexp.core.files import remove_temporary_folders
 from hetexp.core.plan import Plan
 from hetexp.hardware.backend import environment_together
 from hetexp.launch.process import RankProcess, Start, rank_environment, signal_group, start_rank
-from hetexp.launch.report import log_path
+from hetexp.launch.report import log_path, stack_path
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ def end_all(members: Sequence[Member], grace_seconds: float) -> None:
         member.kill()  # also what an ended rank may have left in its group
         member.process.wait(10.0)
         remove_temporary_folders(member.process.pid)
+        stack = stack_path(member.log_path)
+        with suppress(OSError):
+            if stack.stat().st_size == 0:  # nobody has asked for it
+                stack.unlink()
 
 
 def environment_of(plan: Plan, rank: int) -> dict[str, str]:

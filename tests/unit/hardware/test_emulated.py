@@ -15,7 +15,7 @@ from hetexp.core.config import FaultEvent
 from hetexp.core.device import GIB
 from hetexp.core.fault import FaultSchedule
 from hetexp.hardware import backend as backend_module
-from hetexp.hardware import emulated, pacing
+from hetexp.hardware import emulated, ordered_faults, pacing
 from hetexp.hardware.backend import StagePasses
 from hetexp.hardware.catalogue import card
 from hetexp.hardware.deviation import FACTOR_RANGE, Deviation
@@ -39,6 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
     monkeypatch.setattr(pacing, "time", fake)
     monkeypatch.setattr(backend_module, "time", fake)
+    monkeypatch.setattr(ordered_faults, "time", fake)
     return fake
 
 

@@ -153,7 +153,7 @@ def test_what_is_not_json_is_told(ask: Any) -> None:
     assert ask("PUT", "/api/v1/trainings", json={}).status_code == 405
 
 
-@pytest.mark.parametrize("name", ["..%2f..%2fetc%2fpasswd", "%00", "a" * 200, ".."])
+@pytest.mark.parametrize("name", ["..%2f..%2fetc%2fpasswd", "%00", "a" * 200, "%2e%2e"])
 def test_no_path_gets_through(ask: Any, name: str) -> None:
     assert ask("GET", f"/api/v1/trainings/{name}/report").status_code in (404, 422)
     assert ask("GET", f"/static/{name}").status_code in (404, 405)
