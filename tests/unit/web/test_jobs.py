@@ -120,11 +120,13 @@ def test_a_later_server_finds_a_training_by_its_lock(jobs: Any, job: Any) -> Non
 
 
 def test_a_training_that_ends_without_a_server_is_read_from_its_summary(jobs: Any, job: Any) -> None:
-    jobs.add(job("a", "print('here')"), "ddp", True)
+    jobs.add(job("a"), "ddp", True)
     ready(jobs, "a")
     folder = Path(jobs.store.training("a")["run_dir"])
     write_json(folder / "summary.json", {"status": "completed", "error": None})
-    jobs._processes.popitem()[1].wait()
+    (process,) = jobs._processes.values()
+    process.kill()
+    process.wait()
     Jobs(jobs.store, jobs.told.append).look()
     row = jobs.store.training("a")
     assert (row["state"], row["progress"]) == ("completed", 1.0)
