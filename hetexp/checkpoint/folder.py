@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from hetexp.checkpoint.manifest import find_checkpoint, folder_name, search_checkpoint, verify, write_folder
-from hetexp.checkpoint.model_state import match_model, named_parameters, pack_model
+from hetexp.checkpoint.model_state import first_names, match_model, named_parameters, pack_model
 from hetexp.checkpoint.optimizer_state import (
     check_optimizer,
     pack_optimizer,
@@ -123,10 +123,7 @@ def packed_whole(
     Raises:
         CheckpointError: something holds a value that cannot be stored.
     """
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in named_parameters(model).items():
-        names.setdefault(parameter, name)
-    return pack_model(model), pack_optimizer(optimizer, names)
+    return pack_model(model), pack_optimizer(optimizer, first_names(model))
 
 
 def save_checkpoint(

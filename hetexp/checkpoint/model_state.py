@@ -36,6 +36,14 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {names[name]: p for name, p in model.named_parameters(remove_duplicate=False)}
 
 
+def first_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return each parameter's plain name, of a tied one the first."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in named_parameters(model).items():
+        names.setdefault(parameter, name)
+    return names
+
+
 def pack_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors by plain name, tied ones once, and the left-out names with the name kept for each.
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetexp.checkpoint.model_state import named_parameters
+from hetexp.checkpoint.model_state import first_names, named_parameters
 from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
 from hetexp.comm.communicator import Communicator
 from hetexp.optimizer.build import restart_schedule
@@ -29,6 +29,7 @@ PIECE_BYTES = 2**24
 """Of the state that travel in one message."""
 _KEY = "handover"
 _OUTCOME = ("train_loss", "evaluation", "checkpoint", "stopped_early")
+_DONE = ("evaluated_at", "saved_at", "logged_at", "stops")
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,8 @@ def give(training: Training, store: dist.Store, settled: bool, tensors: bool, ha
             "more": progress.to_dict(),
         },
         "outcome": {key: getattr(training.outcome, key) for key in _OUTCOME},
-        "evaluated_at": training.evaluated_at,
-        "saved_at": training.saved_at,
-        "logged_at": training.logged_at,
+        "done": {key: getattr(training, key) for key in _DONE},
         "loss_at": list(training.loss_at),
-        "stops": training.stops,
         "handled": handled,
         "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
         "time_scale": parts.time_scale,
@@ -121,8 +119,8 @@ def take(training: Training, store: dist.Store, donor: int, behind: bool, tensor
     restart_schedule(parts.schedule, progress.step)
     for key in _OUTCOME:
         setattr(training.outcome, key, told["outcome"][key])
-    for key in ("evaluated_at", "saved_at", "logged_at", "stops"):
-        setattr(training, key, told[key])
+    for key in _DONE:
+        setattr(training, key, told["done"][key])
     training.loss_at = (told["loss_at"][0], told["loss_at"][1])
     if "float16" in parts.plan.precisions:
         parts.loss_scale = LossScale.from_dict(told["loss_scale"]) if told["loss_scale"] else LossScale()
@@ -139,11 +137,8 @@ def take(training: Training, store: dist.Store, donor: int, behind: bool, tensor
 
 def state_of(parts: Parts) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return all tensors of a training by name, and what else the optimizer keeps, as JSON can hold it."""
-    tensors: dict[str, Tensor] = {}
-    names: dict[torch.nn.Parameter, str] = {}
-    for name, parameter in named_parameters(parts.model).items():
-        if names.setdefault(parameter, name) == name:
-            tensors[f"model/{name}"] = parameter.detach()
+    names = first_names(parts.model)
+    tensors = {f"model/{name}": parameter.detach() for parameter, name in names.items()}
     # Also those buffers that a checkpoint leaves out.
     tensors |= {f"buffer/{name}": buffer.detach() for name, buffer in parts.model.named_buffers()}
     found, packed = pack_optimizer(parts.optimizer, names)

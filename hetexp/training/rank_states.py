@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from hetexp.checkpoint.model_state import named_parameters
+from hetexp.checkpoint.model_state import first_names, named_parameters
 from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
 from hetexp.training.state import Parts
 
@@ -43,10 +43,7 @@ def rank_files(parts: Parts) -> dict[str, bytes]:
     tensors: dict[str, torch.Tensor] = {}
     packed: dict[str, Any] | None = None
     if local.settings.inner_state == "keep" and parts.rank > 0:
-        names: dict[torch.nn.Parameter, str] = {}
-        for name, parameter in named_parameters(parts.model).items():
-            names.setdefault(parameter, name)
-        found, packed = pack_optimizer(parts.optimizer, names)
+        found, packed = pack_optimizer(parts.optimizer, first_names(parts.model))
         tensors |= {f"optimizer/{name}": tensor for name, tensor in found.items()}
     if local.outer.exchange.feedback is not None:
         tensors[FEEDBACK] = local.outer.exchange.feedback

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetexp.core.epoch import Request
+from hetexp.core.epoch import Request, answer_key
 from hetexp.core.errors import PeerLostError, did_you_mean
 from hetexp.core.instantiate import locate
 
@@ -86,7 +86,7 @@ class Requests:
             answer = self._answer(training, request)
             self.handled = number
             if training.parts.rank == 0:
-                self._store.set(f"answer/{number}", json.dumps(answer))
+                self._store.set(answer_key(number), json.dumps(answer))
 
     def _answer(self, training: Training, request: Request) -> dict[str, Any]:
         step = training.progress.step
