@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import signal
@@ -95,15 +94,6 @@ def _run_ranks(
         The summary, the signals that came, and what was told of a failure's first cause.
     """
     check_machine(plan, config, [environment_of(plan, rank) for rank in range(plan.world_size)])
-    try:
-        return _follow_ranks(plan, config, console)
-    finally:
-        gc.collect()  # what follows the ranks refers to itself: with it the store's port is free again
-
-
-def _follow_ranks(
-    plan: Plan, config: Config, console: Console
-) -> tuple[dict[str, Any], list[signal.Signals], str]:
     listener = bind(plan.store_host, config.launch.port)
     plan = replace(plan, store_port=listener.getsockname()[1])
     run_dir = Path(plan.run_dir)

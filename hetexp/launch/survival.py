@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from rich.console import Console
@@ -36,7 +36,7 @@ class Survival:
     def __init__(
         self, plan: Plan, config: Config, console: Console, store: Any, started: list[Member]
     ) -> None:
-        self._config, self._console, self._store = config, console, store
+        self._config, self._store = config, store
         self._started = started
         self.membership = Membership(plan, store)
         self._watch = Watch(store, config.fault.heartbeat_seconds)
@@ -48,6 +48,8 @@ class Survival:
         """Why the run could not go on without a device."""
         self.causes: list[RankFailure] = []
         """What became of the members that were taken out last, until the others have formed anew."""
+        # Nothing here refers to what holds it: the store's port is free as soon as the run is let go.
+        self._say = partial(_say, console)
         self.returns = Returns(self.membership, config, store, started, self._say)
 
     @property
@@ -222,8 +224,9 @@ class Survival:
             )
         self.returns.formed(told.get("step"))
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _predicted_seconds(plan: Plan) -> float | None:
