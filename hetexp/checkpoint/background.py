@@ -1,4 +1,4 @@
-"""A thread that writes one checkpoint while the training goes on."""
+"""A thread that writes one checkpoint while the training goes on, and one that does a part of the write."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from types import TracebackType
+from typing import Generic, TypeVar
 
 from hetexp.core.errors import CheckpointError
+
+T = TypeVar("T")
 
 NICE = 10
 """Niceness of the thread."""
@@ -65,6 +69,45 @@ class BackgroundWriter:
                 f"A checkpoint could not be written: {type(error).__name__}: {error}."
             ) from error
         return True
+
+
+class Beside(Generic[T]):
+    """Runs a function in a thread while the body of `with` runs; it has ended when the body is left.
+
+    A daemon, unlike a pool's threads: it does not keep a process from ending. On Linux it has the niceness of
+    the thread that starts it.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._returned: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hetexp-beside", daemon=True)
+
+    def __enter__(self) -> Beside[T]:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.join()
+
+    def result(self) -> T:
+        """Return what the function did, after `with`.
+
+        Raises:
+            BaseException: what the function raised.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._returned[0]
+
+    def _run(self) -> None:
+        try:
+            self._returned.append(self._function())
+        except BaseException as error:  # raised by `result`
+            self._error = error
 
 
 def _yield_to_others() -> None:

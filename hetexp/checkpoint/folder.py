@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from hetexp.checkpoint.background import Beside
 from hetexp.checkpoint.manifest import find_checkpoint, folder_name, search_checkpoint, verify, write_folder
 from hetexp.checkpoint.model_state import first_names, match_model, named_parameters, pack_model
 from hetexp.checkpoint.optimizer_state import (
@@ -160,8 +161,10 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> Path:
     written: dict[str, Written] = {}
     snapshot.arrived()
     with write_folder(parent, snapshot.step, written, snapshot.evaluation) as folder:
-        written[MODEL] = write_tensors(folder / MODEL, snapshot.model, snapshot.left_out)
-        written[OPTIMIZER] = write_tensors(folder / OPTIMIZER, snapshot.optimizer, {})
+        # Side by side: one file's checksum takes as long as the disk does, and cannot be shared out.
+        with Beside(lambda: write_tensors(folder / MODEL, snapshot.model, snapshot.left_out)) as model:
+            written[OPTIMIZER] = write_tensors(folder / OPTIMIZER, snapshot.optimizer, {})
+        written[MODEL] = model.result()
         write_json(folder / STATE, dict(snapshot.described))
         for name, content in snapshot.files.items():
             (folder / name).write_bytes(content)

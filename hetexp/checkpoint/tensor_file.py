@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetexp.checkpoint.background import Beside
 from hetexp.core.errors import CheckpointError
 
 PIECE_BYTES = 1 << 22
@@ -80,28 +80,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     digest, total = hashlib.sha256(), 0
 
-    failed: list[BaseException] = []
-
     def hash_all() -> None:
-        try:
-            for piece in _pieces(tensors, order, metadata):
-                digest.update(piece)
-        except BaseException as error:  # raised where the file is written
-            failed.append(error)
+        for piece in _pieces(tensors, order, metadata):
+            digest.update(piece)
 
-    hashing = threading.Thread(target=hash_all, name="hetexp-checksum", daemon=True)
-    hashing.start()
-    try:
-        with path.open("wb", buffering=0) as file:
-            for piece in _pieces(tensors, order, metadata):
-                total += len(piece)
-                while piece:
-                    piece = piece[file.write(piece) :]
-            os.fsync(file.fileno())
-    finally:
-        hashing.join()
-    if failed:
-        raise failed[0]
+    with Beside(hash_all) as hashing, path.open("wb", buffering=0) as file:
+        for piece in _pieces(tensors, order, metadata):
+            total += len(piece)
+            while piece:
+                piece = piece[file.write(piece) :]
+        os.fsync(file.fileno())
+    hashing.result()
     return Written(total, digest.hexdigest())
 
 
