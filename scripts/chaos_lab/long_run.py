@@ -25,6 +25,9 @@ SETTINGS = (f"trainer.checkpoint_every={SAVED_EVERY}", "trainer.eval_every=0")
 STALL = 3.0
 """A step that took so many times longer than the median is one with a pause in it."""
 SLACK_SECONDS = 120.0
+AFTER_SECONDS = 5.0
+"""A kill's pauses begin within it: the loss is noticed, and what takes the lost one's place joins. Faults of
+other kinds follow later, and their pauses are not the kill's."""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Account:
     effective: float
     """Time in steps that count / all time: what a step with a pause took beyond the median counts as lost."""
     pauses: dict[float, float]
-    """By a kill's moment: the longest time without a finished step that ended within 30 s after it."""
+    """By a kill's moment: the longest time without a finished step around it or within `AFTER_SECONDS`."""
     problems: list[str]
 
 
@@ -64,7 +67,7 @@ def account(name: str, folder: Path, moments: Sequence[float], problems: Sequenc
         after = [
             later - earlier
             for earlier, later in zip(times, times[1:], strict=False)
-            if later > moment and earlier < moment + 30.0
+            if later > moment and earlier < moment + AFTER_SECONDS
         ]
         if after:
             pauses[moment] = max(after)
