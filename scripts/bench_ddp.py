@@ -5,7 +5,7 @@
 
 The model is the shipped GPT with 124 million weights (model=gpt model.num_layers=12 model.num_heads=12
 model.embedding_size=768 model.tie_weights=true data=synthetic data.kind=tokens data.vocab_size=50304
-data.sequence_length=1024), the plain script is `scripts/rivals/plain_gpt.py`. Speeds are medians of the log
+data.sequence_length=1024), the plain script is `scripts/rivals/plain_torch.py`. Speeds are medians of the log
 lines after the first steps, memory is the peak of torch's allocator, `busy` is what NVIDIA's driver counts.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from ddp_bench import page
 from ddp_bench.runs import Job, ours, plain
-from ddp_bench.task import GPT_124M, TINY
+from ddp_bench.task import TASKS
 
 
 def main(given: list[str] | None = None) -> None:
@@ -42,8 +42,8 @@ def bench(job: Job, rounds: int) -> dict[str, Any]:
                 runs[name].append(found)
                 tell(f"round {number + 1}, {name}", found, began)
     facts = {
-        "parameters": job.size.num_parameters(),
-        "sequence_length": job.size.sequence_length,
+        "parameters": job.task.num_parameters(),
+        "sample": job.task.sample(),
         "local_batch": job.local_batch_size,
         "precision": job.precision,
         "warm_steps": job.warm_steps,
@@ -57,7 +57,7 @@ def run_once(name: str, folder: Path, job: Job) -> dict[str, Any]:
     """Run hetexp (`ours`) or the plain script (`plain`)."""
     if name == "plain":
         return plain(folder, job)
-    return ours(folder, job.words(), job.warm_steps, job.size.sequence_length)
+    return ours(folder, job.words(), job.warm_steps, job.task.tokens_per_sample)
 
 
 def tell(name: str, found: dict[str, Any], began: float) -> None:
@@ -69,11 +69,11 @@ def tell(name: str, found: dict[str, Any], began: float) -> None:
     )
 
 
-def job_of(arguments: argparse.Namespace, count: int, local_batch_size: int) -> Job:
+def job_of(arguments: argparse.Namespace, count: int, local_batch_size: int, model: str = "gpt") -> Job:
     """Return what so many devices train."""
     on_card = arguments.device == "cuda"
     return Job(
-        size=TINY if arguments.tiny else GPT_124M,
+        task=TASKS[model][arguments.tiny],
         devices=tuple(f"cuda:{index}" for index in range(count)) if on_card else ("cpu",) * count,
         local_batch_size=local_batch_size,
         warm_steps=arguments.warm_steps,

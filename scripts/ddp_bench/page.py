@@ -68,8 +68,8 @@ def ddp(results: dict[str, Any]) -> str:
         )
     head = ["", "samples/s", "min–max", "tokens/s", "step, ms", "÷ plain", "peak GiB", "÷ plain", "busy"]
     title = (
-        f"{where(plain[-1]['devices'], plain[-1]['torch'])}. {facts['parameters']:,} weights, sequence "
-        f"{facts['sequence_length']:,}, {facts['local_batch']} samples a device, {facts['precision']}, "
+        f"{where(plain[-1]['devices'], plain[-1]['torch'])}. {facts['parameters']:,} weights, "
+        f"{facts['sample']}, {facts['local_batch']} samples a device, {facts['precision']}, "
         f"{facts['steps']} steps after {facts['warm_steps']}; medians of {len(plain)} runs in turn."
     )
     return "\n".join([title, "", table(head, rows)])
@@ -94,17 +94,28 @@ def scaling(results: dict[str, Any]) -> str:
                     told(_times(median_of(of, "step_s"), 1e3), ",.2f"),
                     told(gain, ".3f"),
                     told(ratio(gain, float(count)), ".3f"),
+                    told(_beside_plain(results["runs"], entrant, name), ".3f"),
                     memory(of),
                     busy(of),
                 ]
             )
     last = list(next(iter(results["runs"].values())).values())[-1][-1]
-    head = ["", "devices", "samples each", "samples/s", "step, ms", "÷ one", "efficiency", "peak GiB", "busy"]
+    head = ["", "devices", "samples each", "samples/s", "step, ms", "÷ one", "efficiency"]
+    head += ["÷ plain", "peak GiB", "busy"]
     title = (
-        f"{where(last['devices'], last['torch'])}. {facts['parameters']:,} weights, sequence "
-        f"{facts['sequence_length']:,}, {facts['precision']}; medians of {len(base)} runs in turn."
+        f"{where(last['devices'], last['torch'])}. {facts['parameters']:,} weights, "
+        f"{facts['sample']}, {facts['precision']}; medians of {len(base)} runs in turn."
     )
     return "\n".join([title, "", table(head, rows)])
+
+
+def _beside_plain(runs: dict[str, dict[str, list[dict[str, Any]]]], entrant: str, name: str) -> float | None:
+    """Return the speed ÷ the plain script's with the same devices and samples, where it ran."""
+    if "plain" not in runs:
+        return None
+    return ratio(
+        median_of(runs[entrant][name], "samples_per_s"), median_of(runs["plain"][name], "samples_per_s")
+    )
 
 
 def _times(value: float | None, factor: float) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 from balance_bench.runs import start_ranks
 from rich.console import Console
 
-from ddp_bench.task import LEARNING_RATE, Size, data_of, words_of
+from ddp_bench.task import LEARNING_RATE, Task, data_of, words_of
 from ddp_bench.watch import Watch, rows_of
 from hetexp.app import check, compose_config, run
 from hetexp.core.device import DeviceSpec
@@ -22,14 +22,14 @@ from hetexp.core.errors import ConfigError
 from hetexp.hardware.backend import environment_together
 from hetexp.plan.planner import Request
 
-PLAIN = Path(__file__).resolve().parent.parent / "rivals" / "plain_gpt.py"
+PLAIN = Path(__file__).resolve().parent.parent / "rivals" / "plain_torch.py"
 
 
 @dataclass(frozen=True)
 class Job:
     """What is trained, on how many devices, for how long."""
 
-    size: Size
+    task: Task
     devices: tuple[str, ...]
     """As `hardware.devices` has them: `cuda:0`, `cpu`."""
     local_batch_size: int
@@ -53,7 +53,7 @@ class Job:
     def words(self) -> list[str]:
         """Return the overrides of a run of hetexp."""
         return [
-            *words_of(self.size, self.global_batch_size, self.all_steps, self.precision),
+            *words_of(self.task, self.global_batch_size, self.all_steps, self.precision),
             f"hardware.devices=[{','.join(self.devices)}]",
             "balancing=equal",
             f"strategy={'ddp' if len(self.devices) > 1 else 'single'}",
@@ -74,7 +74,7 @@ def devices_of(words: Sequence[str]) -> list[DeviceSpec]:
     return list(selection.devices)
 
 
-def ours(folder: Path, words: Sequence[str], warm_steps: int, sequence_length: int) -> dict[str, Any]:
+def ours(folder: Path, words: Sequence[str], warm_steps: int, tokens_per_sample: int) -> dict[str, Any]:
     """Run hetexp in a new folder, and return what `measured` makes of it, with its losses and summary."""
     folder = Path(tempfile.mkdtemp(dir=folder)) / "run"
     console = Console(file=io.StringIO(), width=200)
@@ -82,7 +82,7 @@ def ours(folder: Path, words: Sequence[str], warm_steps: int, sequence_length: i
     with Watch(metrics, devices_of(words)) as watch:
         summary = run(compose_config(words), Request(folder, Path.cwd(), overrides=tuple(words)), console)
     rows = rows_of(metrics)
-    found = measured(rows, warm_steps, summary["global_batch"], sequence_length)
+    found = measured(rows, warm_steps, summary["global_batch"], tokens_per_sample)
     return found | {
         "peak_memory_bytes": [device["peak_memory"] for device in summary["devices"]],
         "utilisation": watch.busy(warm_steps, rows[-1]["step"]),
@@ -103,8 +103,9 @@ def plain(folder: Path, job: Job) -> dict[str, Any]:
     command = [
         str(PLAIN),
         f"--folder={folder}",
-        f"--model={json.dumps(job.size.model())}",
-        f"--data={json.dumps(data_of(job.size, job.global_batch_size, job.all_steps))}",
+        f"--kind={job.task.model_name}",
+        f"--model={json.dumps(job.task.model())}",
+        f"--data={json.dumps(data_of(job.task, job.global_batch_size, job.all_steps))}",
         f"--local-batch-size={job.local_batch_size}",
         f"--steps={job.all_steps}",
         f"--log-every={job.log_every}",
@@ -116,7 +117,7 @@ def plain(folder: Path, job: Job) -> dict[str, Any]:
     with Watch(folder / "metrics.jsonl", devices) as watch:
         start_ranks(command, len(devices), {}, environment_together(devices) if on_card else None)
     rows = rows_of(folder / "metrics.jsonl")
-    found = measured(rows, job.warm_steps, job.global_batch_size, job.size.sequence_length)
+    found = measured(rows, job.warm_steps, job.global_batch_size, job.task.tokens_per_sample)
     told = [json.loads((folder / f"rank_{rank}.json").read_text("utf-8")) for rank in range(len(devices))]
     return found | {
         "peak_memory_bytes": [one["peak_memory_bytes"] for one in told],
@@ -128,7 +129,7 @@ def plain(folder: Path, job: Job) -> dict[str, Any]:
 
 
 def measured(
-    rows: Sequence[dict[str, Any]], warm_steps: int, global_batch_size: int, sequence_length: int
+    rows: Sequence[dict[str, Any]], warm_steps: int, global_batch_size: int, tokens_per_sample: int
 ) -> dict[str, Any]:
     """Return the speed of a run: of its log lines after the warm steps, the median."""
     seconds = statistics.median(row["step_seconds"] for row in rows if row["step"] > warm_steps)
@@ -136,7 +137,7 @@ def measured(
     return {
         "step_s": seconds,
         "samples_per_s": speed,
-        "tokens_per_s": speed * sequence_length,
+        "tokens_per_s": speed * tokens_per_sample,
         "global_batch": global_batch_size,
     }
 

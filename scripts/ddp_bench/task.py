@@ -1,8 +1,37 @@
-"""What `bench_ddp.py`, `bench_scaling.py` and `bench_exposed.py` train: the shipped GPT on made-up tokens."""
+"""What the benchmarks of `ddp` train: the GPT on made-up tokens, or the conv net on made-up images."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Protocol
+
+Value = int | bool | str | list[int]
+
+
+class Task(Protocol):
+    """A shipped model and made-up data for it."""
+
+    @property
+    def model_name(self) -> str:
+        """What `model=` takes."""
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """1 where a sample is no sequence."""
+
+    def model(self) -> dict[str, Value]:
+        """Return what the model's class takes, what the data decides left out."""
+
+    def data(self) -> dict[str, Value]:
+        """Return what `hetexp.data.synthetic.Synthetic` takes, but for the number of samples."""
+
+    def num_parameters(self) -> int:
+        """Return the weights of the model, tied ones once."""
+
+    def sample(self) -> str:
+        """Return what a sample is, for a table's title."""
+
 
 MOST_SAMPLES = 8192
 """Of the data set: more steps go through it again."""
@@ -18,8 +47,15 @@ class Size:
     vocab_size: int
     sequence_length: int
 
-    def model(self) -> dict[str, int | bool]:
-        """Return what `hetexp.model.gpt.GPT` takes, what the data decides left out."""
+    @property
+    def model_name(self) -> str:
+        return "gpt"
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.sequence_length
+
+    def model(self) -> dict[str, Value]:
         return {
             "num_layers": self.num_layers,
             "num_heads": self.num_heads,
@@ -27,17 +63,73 @@ class Size:
             "tie_weights": True,
         }
 
+    def data(self) -> dict[str, Value]:
+        return {
+            "kind": "tokens",
+            "vocab_size": self.vocab_size,
+            "sequence_length": self.sequence_length,
+        }
+
+    def sample(self) -> str:
+        return f"sequence {self.sequence_length:,}"
+
     def num_parameters(self) -> int:
-        """Return the weights of the model, tied ones once."""
         width = self.embedding_size
         block = 12 * width * width + 13 * width
         return (self.vocab_size + self.sequence_length) * width + self.num_layers * block + 2 * width
+
+
+@dataclass(frozen=True)
+class Images:
+    """A conv net, and the images that it tells apart."""
+
+    widths: tuple[int, ...]
+    blocks_per_width: int
+    side: int
+    num_classes: int
+
+    @property
+    def model_name(self) -> str:
+        return "convnet"
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return 1
+
+    def model(self) -> dict[str, Value]:
+        return {"widths": list(self.widths), "blocks_per_width": self.blocks_per_width}
+
+    def data(self) -> dict[str, Value]:
+        shape = [3, self.side, self.side]
+        return {"kind": "classification", "input_shape": shape, "num_classes": self.num_classes}
+
+    def sample(self) -> str:
+        return f"images of 3 × {self.side} × {self.side}"
+
+    def num_parameters(self) -> int:
+        import torch
+
+        from hetexp.model.convnet import ConvNet
+
+        with torch.device("meta"):
+            model = ConvNet(
+                self.widths,
+                self.blocks_per_width,
+                input_shape=(3, self.side, self.side),
+                num_classes=self.num_classes,
+            )
+        return sum(parameter.numel() for parameter in model.parameters())
 
 
 GPT_124M = Size(12, 12, 768, 50304, 1024)
 """GPT-2's smallest, 124.5 million weights; a vocabulary that is a multiple of 64, as nanoGPT has it."""
 TINY = Size(2, 2, 32, 64, 16)
 """To see whether a script works, on any CPU."""
+CONVNET = Images((64, 128, 256, 512), 2, 64, 100)
+"""As wide and deep as ResNet-18, for images of an eighth of ImageNet's area."""
+TINY_CONVNET = Images((8, 16), 1, 8, 4)
+TASKS: dict[str, tuple[Task, Task]] = {"gpt": (GPT_124M, TINY), "convnet": (CONVNET, TINY_CONVNET)}
+"""By the name of the model: the one that is measured, and a tiny one."""
 LEARNING_RATE = 6e-4
 
 
@@ -46,24 +138,18 @@ def num_samples(global_batch_size: int, steps: int) -> int:
     return global_batch_size * max(1, min(steps, MOST_SAMPLES // global_batch_size))
 
 
-def data_of(size: Size, global_batch_size: int, steps: int) -> dict[str, int | str]:
+def data_of(task: Task, global_batch_size: int, steps: int) -> dict[str, Value]:
     """Return what `hetexp.data.synthetic.Synthetic` takes."""
-    return {
-        "kind": "tokens",
-        "num_samples": num_samples(global_batch_size, steps),
-        "num_test_samples": 0,
-        "vocab_size": size.vocab_size,
-        "sequence_length": size.sequence_length,
-    }
+    return {**task.data(), "num_samples": num_samples(global_batch_size, steps), "num_test_samples": 0}
 
 
-def words_of(size: Size, global_batch_size: int, steps: int, precision: str) -> list[str]:
+def words_of(task: Task, global_batch_size: int, steps: int, precision: str) -> list[str]:
     """Return the overrides of a run of hetexp that only trains: nothing measured, evaluated or saved."""
     return [
-        "model=gpt",
-        *(f"model.{key}={str(value).lower()}" for key, value in size.model().items()),
+        f"model={task.model_name}",
+        *(f"model.{key}={word(value)}" for key, value in task.model().items()),
         "data=synthetic",
-        *(f"data.{key}={value}" for key, value in data_of(size, global_batch_size, steps).items()),
+        *(f"data.{key}={word(value)}" for key, value in data_of(task, global_batch_size, steps).items()),
         "optimizer=adamw",
         f"optimizer.lr={LEARNING_RATE}",
         f"trainer.precision={precision}",
@@ -71,6 +157,11 @@ def words_of(size: Size, global_batch_size: int, steps: int, precision: str) -> 
         f"trainer.fast_dev_run={steps}",  # no checkpoint
         *QUIET,
     ]
+
+
+def word(value: Value) -> str:
+    """Return a value as an override has it."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 QUIET = ["logger=none", "diagram=false", "hardware.check_memory=false"]

@@ -29,13 +29,15 @@ def test_hetexp_and_the_plain_script_train_the_same_side_by_side(tmp_path: Path)
 
 def test_scaling_compares_one_device_with_several(tmp_path: Path) -> None:
     out = tmp_path / "scaling.json"
-    bench_scaling.main([*TINY, "--steps", "2", "--out", str(out)])
-    runs = json.loads(out.read_text())["runs"]["ours"]
-    assert {name: (run["global_batch"], len(run["devices"])) for name, (run,) in runs.items()} == {
-        "1": (4, 1),
-        "2, weak": (8, 2),
-        "2, strong": (4, 2),
-    }
+    bench_scaling.main([*TINY, "--steps", "2", "--models", "gpt,convnet", "--plain", "--out", str(out)])
+    for results in json.loads(out.read_text()).values():
+        for runs in results["runs"].values():
+            assert {name: (run["global_batch"], len(run["devices"])) for name, (run,) in runs.items()} == {
+                "1": (4, 1),
+                "2, weak": (8, 2),
+                "2, strong": (4, 2),
+            }
+    assert results["facts"]["sample"] == "images of 3 × 8 × 8"
 
 
 def test_an_exchange_is_timed_beside_none_and_changes_no_loss(

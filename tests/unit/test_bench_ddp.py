@@ -12,7 +12,7 @@ import torch
 from bench_ddp import arguments_of, job_of
 from ddp_bench import page
 from ddp_bench.runs import measured, median_of
-from ddp_bench.task import GPT_124M, MOST_SAMPLES, TINY, Size, data_of, num_samples
+from ddp_bench.task import GPT_124M, MOST_SAMPLES, TASKS, TINY, Size, data_of, num_samples, word
 from ddp_bench.watch import Watch, last_step, rows_of, utilisation
 
 from hetexp.app import check, compose_config
@@ -33,26 +33,28 @@ def test_the_model_has_124_million_weights() -> None:
     assert round(GPT_124M.num_parameters() / 1e6) == 124
 
 
-def test_both_see_the_same_shapes_and_whole_batches() -> None:
+@pytest.mark.parametrize("model", TASKS)
+def test_both_see_the_same_shapes_and_whole_batches(model: str) -> None:
     assert num_samples(64, 30) == 64 * 30
     assert num_samples(96, 10_000) % 96 == 0 and num_samples(96, 10_000) <= MOST_SAMPLES
     assert num_samples(2 * MOST_SAMPLES, 5) == 2 * MOST_SAMPLES
-    job = job_of(arguments_of(CPU), 2, 4)
+    job = job_of(arguments_of(CPU), 2, 4, model)
     words = job.words()
-    for key, value in data_of(job.size, job.global_batch_size, job.all_steps).items():
-        assert f"data.{key}={value}" in words
+    for key, value in data_of(job.task, job.global_batch_size, job.all_steps).items():
+        assert f"data.{key}={word(value)}" in words
 
 
+@pytest.mark.parametrize("model", TASKS)
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_runs_may_start(count: int) -> None:
-    job = job_of(arguments_of([*CPU, "--ranks", str(count)]), count, 4)
+def test_the_runs_may_start(count: int, model: str) -> None:
+    job = job_of(arguments_of([*CPU, "--ranks", str(count)]), count, 4, model)
     *_, problems = check(compose_config(job.words()), Path.cwd())
     assert problems == []
     assert ("strategy=ddp" in job.words()) == (count > 1)
 
 
 def test_strong_scaling_shares_one_devices_batch_and_weak_scaling_gives_each_as_much() -> None:
-    jobs = bench_scaling.jobs_of(bench_scaling.arguments_of([*CPU, "--counts", "1,2,4"]))
+    jobs = bench_scaling.jobs_of(bench_scaling.arguments_of([*CPU, "--counts", "1,2,4"]), "gpt")
     sizes = {name: (len(job.devices), job.global_batch_size) for name, job in jobs.items()}
     assert sizes == {
         "1": (1, 4),
@@ -86,7 +88,7 @@ def test_uneven_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_speed_is_the_median_of_the_lines_after_the_warm_steps() -> None:
     rows = [{"step": 2, "step_seconds": 9.0}, *({"step": s, "step_seconds": s / 10} for s in (4, 6, 8))]
-    found = measured(rows, warm_steps=2, global_batch_size=12, sequence_length=16)
+    found = measured(rows, warm_steps=2, global_batch_size=12, tokens_per_sample=16)
     assert found["step_s"] == 0.6
     assert found["samples_per_s"] == pytest.approx(20.0)
     assert found["tokens_per_s"] == pytest.approx(320.0)
@@ -145,7 +147,7 @@ def run(speed: float, gib: float, **changes: Any) -> dict[str, Any]:
 
 FACTS = {
     "parameters": 124_475_904,
-    "sequence_length": 1024,
+    "sample": "sequence 1,024",
     "local_batch": 32,
     "precision": "bfloat16",
     "warm_steps": 20,
@@ -163,6 +165,16 @@ def test_table_of_both() -> None:
 
 def test_table_of_scaling() -> None:
     one = [run(100.0, 20.0, utilisation=[0.99], global_batch=32)]
-    text = page.scaling({"facts": FACTS, "runs": {"ours": {"1": one, "2, weak": [run(190.0, 21.0)]}}})
-    assert "| ours | 1 | 32 | 100.0 | 640.00 | 1.000 | 1.000 | 20.00 | 99% |" in text
-    assert "| ours | 2, weak | 32 | 190.0 | 336.84 | 1.900 | 0.950 | 21.00 | 97% / – |" in text
+    plain = {"1": one, "2, weak": [run(200.0, 21.0)]}
+    ours = {"1": one, "2, weak": [run(190.0, 21.0)]}
+    text = page.scaling({"facts": FACTS, "runs": {"ours": ours, "plain": plain}})
+    assert "| ours | 1 | 32 | 100.0 | 640.00 | 1.000 | 1.000 | 1.000 | 20.00 | 99% |" in text
+    assert "| ours | 2, weak | 32 | 190.0 | 336.84 | 1.900 | 0.950 | 0.950 | 21.00 | 97% / – |" in text
+    alone = page.scaling({"facts": FACTS, "runs": {"ours": ours}})
+    assert "| ours | 2, weak | 32 | 190.0 | 336.84 | 1.900 | 0.950 | – | 21.00 | 97% / – |" in alone
+
+
+def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_scaling.arguments_of([*CPU, "--models", "gpt,resnet"])
+    assert "--models must be of gpt, convnet, but has resnet" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A GPT trained by DistributedDataParallel alone, as a person who knows torch well writes it.
+"""A GPT or a conv net trained by DistributedDataParallel alone, as a person who knows torch well writes it.
 
 Started by `scripts/bench_ddp.py` as torchrun would. bfloat16 by autocast, fused AdamW, gradients that are
 views of the buckets, pinned batches loaded ahead; nothing waits for the device but the log line. The model is
@@ -23,12 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hetexp.data.synthetic import Synthetic
+from hetexp.model.convnet import ConvNet
 from hetexp.model.gpt import GPT
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="where metrics and memory are written")
+    parser.add_argument("--kind", choices=["gpt", "convnet"], required=True)
     parser.add_argument("--model", type=json.loads, required=True)
     parser.add_argument("--data", type=json.loads, required=True)
     parser.add_argument("--local-batch-size", type=int, required=True)
@@ -49,9 +51,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     data = Synthetic(**arguments.data)
-    model = GPT(
-        **arguments.model, vocab_size=data.facts["vocab_size"], sequence_length=data.facts["sequence_length"]
-    )
+    model = (GPT if arguments.kind == "gpt" else ConvNet)(**arguments.model, **data.facts)
     ddp = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=arguments.learning_rate, fused=on_card or None)
     sampler: DistributedSampler[Any] = DistributedSampler(data.train, seed=0)
@@ -69,11 +69,12 @@ def main() -> None:
 
     ddp.train()
     began = time.perf_counter()
-    for step, (tokens, targets) in enumerate(batches(loader, sampler, arguments.steps), start=1):
-        tokens = tokens.to(device, non_blocking=True)
+    for step, (inputs, targets) in enumerate(batches(loader, sampler, arguments.steps), start=1):
+        inputs = inputs.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
         with autocast:
-            loss = functional.cross_entropy(ddp(tokens).flatten(0, 1), targets.flatten())
+            logits = ddp(inputs)
+            loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
