@@ -1,10 +1,12 @@
 """Balancing on real cards: predicted against measured, the ceiling against what was reached, who takes part.
 
     python scripts/bench_gpu_balancing.py [--parts slowed,splits,equal,cpu] [--output tables.md]
+    python scripts/bench_gpu_balancing.py --parts slowed,equal --gpus 4 --slow 2,4
 
-Needs two equal NVIDIA cards. `slowed` makes the second one 2.7 times slower than it is (`slow:`), `splits`
-runs splits of these two that were not measured, `equal` takes both as they are, `cpu` one card and the CPU.
-The step time of a run is the median over its log windows but the first two.
+Needs two equal NVIDIA cards, or as many as `--gpus` says. `slowed` makes the last ones slower than they are
+(`slow:`), by 2.7 or the factors of `--slow`; `splits` runs splits of these two that were not measured,
+`equal` takes all as they are, `cpu` one card and the CPU. The step time of a run is the median over its log
+windows but the first two.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import io
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,6 @@ MODEL = (
     "logger=none",
 )
 TOTAL = 256
-SLOWED = "hardware.devices=[cuda:0,{device:'cuda:1',slow:2.7}]"
 SPLITS = (250, 244, 238, 230, 220, 212, 204, 196, 180, 160, 140, 128)
 """Of 256 samples, those of the first card."""
 STEPS = 28
@@ -73,7 +75,15 @@ class Run:
 class Bench:
     """Runs and the table of what they gave."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gpus: int, slow: Sequence[float]) -> None:
+        self.all = f"hardware.devices=[{','.join(f'cuda:{index}' for index in range(gpus))}]"
+        factors = (*[1.0] * (gpus - len(slow)), *slow)
+        cards = [
+            f"cuda:{index}" if factor == 1.0 else f"{{device:'cuda:{index}',slow:{factor:g}}}"
+            for index, factor in enumerate(factors)
+        ]
+        self.slowed = f"hardware.devices=[{','.join(cards)}]"
+        self.slow = slow
         self._folder = folder
         self._count = 0
         self.lines: list[str] = []
@@ -111,14 +121,16 @@ def _number(value: float | None, factor: float = 1.0) -> str:
 
 
 def slowed(bench: Bench) -> Run:
-    """One of two cards is 2.7 times slower: what is chosen, and what that reaches."""
+    """Some cards are slower: what is chosen, and what that reaches."""
+    bench.say("", f"The last {len(bench.slow)} of the cards slower by {list(bench.slow)}:")
     bench.head()
     bench.row("first card alone", bench.run("hardware.devices=[cuda:0]", "balancing=equal"))
-    bench.row("equal shares", bench.run(SLOWED, "balancing=equal"))
-    profiled = bench.run(SLOWED, "balancing=profiled", "balancing.recalibrate=true")
+    bench.row("equal shares", bench.run(bench.slowed, "balancing=equal"))
+    profiled = bench.run(bench.slowed, "balancing=profiled", "balancing.recalibrate=true")
     bench.row("profiled", profiled)
     bench.row(
-        "adaptive, no calibration", bench.run(SLOWED, "balancing=adaptive", "balancing.recalibrate=true")
+        "adaptive, no calibration",
+        bench.run(bench.slowed, "balancing=adaptive", "balancing.recalibrate=true"),
     )
     for reason in profiled.plan.reasons[:3]:
         bench.say(f"· {reason}")
@@ -127,10 +139,10 @@ def slowed(bench: Bench) -> Run:
 
 def splits(bench: Bench, profiled: Run | None) -> None:
     """Splits that were not measured: predicted against measured."""
-    calibrated = profiled or bench.run(SLOWED, "balancing=profiled", "balancing.recalibrate=true")
+    calibrated = profiled or bench.run(bench.slowed, "balancing=profiled", "balancing.recalibrate=true")
     plan = calibrated.plan
-    if plan.calibration is None or plan.world_size < 2:
-        bench.say("The second card was left out: no splits to predict.")
+    if plan.calibration is None or plan.world_size != 2:
+        bench.say("Not two cards took part: no splits to predict.")
         return
     devices = [DeviceCalibration.from_dict(one) for one in plan.calibration["devices"]]
     exchange = Exchange.from_dict(plan.calibration["exchange"])
@@ -141,7 +153,7 @@ def splits(bench: Bench, profiled: Run | None) -> None:
         counts = (first, TOTAL - first)
         predicted = joint_seconds(devices, counts, links, exchange)
         weights = f"balancing.weights=[{counts[0]},{counts[1]}]"
-        measured = bench.run(SLOWED, "balancing=manual", weights, steps=20).step_seconds
+        measured = bench.run(bench.slowed, "balancing=manual", weights, steps=20).step_seconds
         errors.append(abs(predicted / measured - 1))
         bench.say(
             f"| {counts[0]} / {counts[1]} | {1000 * predicted:.1f} | {1000 * measured:.1f} | "
@@ -153,12 +165,11 @@ def splits(bench: Bench, profiled: Run | None) -> None:
 
 
 def equal(bench: Bench) -> None:
-    """Two cards as they are."""
+    """The cards as they are."""
     bench.head()
     bench.row("one card", bench.run("hardware.devices=[cuda:0]", "balancing=equal"))
-    both = "hardware.devices=[cuda:0,cuda:1]"
-    bench.row("two cards, equal", bench.run(both, "balancing=equal"))
-    bench.row("two cards, profiled", bench.run(both, "balancing=profiled", "balancing.recalibrate=true"))
+    bench.row("all, equal", bench.run(bench.all, "balancing=equal"))
+    bench.row("all, profiled", bench.run(bench.all, "balancing=profiled", "balancing.recalibrate=true"))
 
 
 def cpu(bench: Bench) -> None:
@@ -178,15 +189,19 @@ def cpu(bench: Bench) -> None:
         bench.say(f"· {reason}")
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     """Run the chosen parts and print their tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parts", default="slowed,splits,equal,cpu")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--slow", type=lambda text: [float(one) for one in text.split(",")], default=[2.7])
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    if not len(arguments.slow) < arguments.gpus:
+        parser.error(f"--slow must leave one of --gpus as it is, but has {len(arguments.slow)} factors")
     chosen = arguments.parts.split(",")
     with tempfile.TemporaryDirectory() as temporary:
-        bench = Bench(Path(temporary))
+        bench = Bench(Path(temporary), arguments.gpus, arguments.slow)
         profiled = slowed(bench) if "slowed" in chosen else None
         if "splits" in chosen:
             splits(bench, profiled)
