@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,17 @@ class Logger(ABC):
     def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
         """Record the metrics of an optimizer step."""
 
+    def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Record what this run has told before this process began to, after `start` and before `log`.
+
+        A tracker that has all of it already, or a part, overrides this.
+
+        Args:
+            lines: of `metrics.jsonl`, each with its `step`.
+        """
+        for line in lines:
+            self.log({name: value for name, value in line.items() if name != "step"}, line["step"])
+
     @abstractmethod
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the run; anything but an exit code of 0 marks it as failed."""
@@ -48,6 +59,9 @@ class NoLogger(Logger):
         """Do nothing."""
 
     def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
+        """Do nothing."""
+
+    def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Do nothing."""
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hetexp.logger.base import Logger, RunInfo
@@ -32,6 +32,10 @@ class GuardedLogger(Logger):
     def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
         """Record the metrics of a step."""
         self._call(lambda: self.tracker.log(metrics, step))
+
+    def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Record what this run has told before."""
+        self._call(lambda: self.tracker.retell(lines))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the run."""

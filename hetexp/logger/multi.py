@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hetexp.logger.base import Logger, RunInfo
@@ -28,6 +28,12 @@ class MultiLogger(Logger):
         """Record the metrics of a step everywhere."""
         for one in self.loggers:
             one.log(metrics, step)
+
+    def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Record everywhere what this run has told before."""
+        lines = list(lines)
+        for one in self.loggers:
+            one.retell(lines)
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the run everywhere."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PositiveFloat
@@ -56,6 +57,16 @@ class TensorBoardLogger(Logger):
                 self._writer.add_text(_tag(name), plain, step)
             elif plain is not None:
                 self._writer.add_scalar(_tag(name), plain, step)
+
+    def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write all of it anew, and delete what processes before wrote: its last points may be missing."""
+        own = getattr(getattr(self._writer, "file_writer", None), "event_writer", None)
+        if own is not None:
+            self._writer.flush()  # type: ignore[union-attr]  # there is a writer, as it has a file
+            current = Path(own._file_name)
+            for path in set(current.parent.glob("events.out.tfevents.*")) - {current}:
+                path.unlink()
+        super().retell(lines)
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Add the summary, or that the run failed, and close the file."""

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -131,6 +131,18 @@ class WandbLogger(Logger):
         values[STEP_METRIC] = step
         self._latest = self._calls.submit(lambda: self._send(values))
 
+    def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Log what the server lacks of a run that another process has begun; offline that is all of it.
+
+        W&B writes its file in blocks: what a killed process had logged last is not in it. Files that are
+        replaced so are moved to `<run_dir>/wandb/replaced`. A run of another id in the same folder is not
+        this one.
+        """
+        if self._calls is None or self._given_up:
+            return
+        told = list(lines)
+        self._latest = self._calls.submit(lambda: self._send_again(told))
+
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the run and end wandb's processes; waits `finish_timeout_seconds` and a few more at most."""
         if self._calls is None:
@@ -191,6 +203,26 @@ class WandbLogger(Logger):
     def _send(self, values: dict[str, Any]) -> None:
         if self._run is not None and not self._given_up:
             self._run.log(values)
+
+    def _send_again(self, lines: list[Mapping[str, Any]]) -> None:
+        run = self._run
+        if run is None or self._given_up:
+            return
+        current = Path(run.dir).parent
+        before = [path for path in current.parent.glob(f"*run-*-{run.id}") if path != current]
+        if not before:
+            return
+        if run.settings.mode == "offline":
+            for path in before:
+                path.parent.joinpath("replaced").mkdir(exist_ok=True)
+                path.rename(path.parent / "replaced" / path.name)
+            known = -1
+        else:
+            known = run.summary.get(STEP_METRIC, -1)  # type: ignore[no-untyped-call]
+        for line in lines:
+            if line["step"] > known:
+                values = {name: plain_value(value) for name, value in line.items() if value is not None}
+                self._send({STEP_METRIC: values.pop("step"), **values})
 
     def _close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         import wandb

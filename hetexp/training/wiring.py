@@ -40,7 +40,7 @@ from hetexp.hardware.links import links_of
 from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.guard import GuardedLogger
-from hetexp.logger.jsonl import MetricsFile
+from hetexp.logger.jsonl import MetricsFile, read_lines
 from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout
 from hetexp.optimizer.build import build_optimizer, build_schedule
@@ -443,12 +443,19 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
 
 
 def start_loggers(parts: Parts) -> tuple[Logger, ...]:
-    """Open `metrics.jsonl` and the configured tracker; rank 0 calls it, after `resume`."""
+    """Open `metrics.jsonl` and the configured tracker; rank 0 calls it, after `resume`.
+
+    Where the file is there already, another process of this run has written it: the tracker is told again.
+    """
     info = run_info(parts)
-    metrics: Logger = MetricsFile(Path(parts.plan.run_dir) / "metrics.jsonl")
+    path = Path(parts.plan.run_dir) / "metrics.jsonl"
+    before = list(read_lines(path))
+    metrics: Logger = MetricsFile(path)
     tracker: Logger = GuardedLogger(instantiate(parts.config.logger))
     for logger in (metrics, tracker):
         logger.start(info)
+    if before:
+        tracker.retell(before)
     return metrics, tracker
 
 

@@ -347,3 +347,42 @@ def test_without_wandb_or_without_a_network(start: Start, tmp_path: Path) -> Non
         assert log.count(GIVEN_UP) == 1, log
         assert told in log
         assert len(metrics(folder)) >= 2
+
+
+def test_tracking_moves_to_another_process_when_its_own_dies(start: Start) -> None:
+    """Rank 0, which talks to the trackers, is killed; each tracker has all of the run all the same."""
+    run = start(
+        "moves",
+        "data._target_=faulty.Data",
+        "strategy=ddp",
+        "hardware.devices=[cpu,cpu]",
+        "fault.survive=true",
+        "fault.respawn=0",
+        "fault.events=[{kind: death, device: 'cpu:0', at_step: 4}]",
+        "trainer.max_steps=9",
+        "trainer.eval_every=3",
+        "logger=multi",
+        "logger.loggers.csv={_target_:hetexp.logger.csv.CsvLogger}",
+    )
+    assert run.wait() == 0, run.screen
+    (folder,) = {path.parent for path in run.run_dir.rglob("metrics.jsonl")}
+    lines = metrics(folder)
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 10))
+
+    found = records(wandb_file(folder))
+    assert only(found, "run")["run_id"] == json.loads((folder / "plan.json").read_text())["run_id"]
+    assert points(found) == as_points(lines)
+    assert only(found, "exit").get("exit_code", 0) == 0
+    assert json.loads(files_of(found)["summary.json"])["steps"] == 9
+    assert len(list(folder.glob("wandb/replaced/*run-*/run-*.wandb"))) == 1
+
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [line["step"] for line in lines]
+    told = [row["train/loss"] for row in rows if row["train/loss"]]
+    assert list(map(float, told)) == [line["train/loss"] for line in lines if "train/loss" in line]
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 10))
+    assert len(list(folder.glob("tensorboard/*"))) == 1
