@@ -5,7 +5,6 @@ Whatever is not needed to answer `--help` or a shell's completion is imported wh
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -172,6 +171,7 @@ def _job(cfg: DictConfig) -> None:
     from hydra.errors import CompactHydraException
     from hydra.types import RunMode
 
+    from hetexp.core.files import ending_when_full
     from hetexp.core.sweep import of_a_run
     from hetexp.launch.sweep import run_job
     from hetexp.plan.planner import Request
@@ -192,21 +192,17 @@ def _job(cfg: DictConfig) -> None:
     job_folder = Path.cwd()
     os.chdir(request.working_dir)  # with hydra.job.chdir, too, relative paths mean where the person stands
     try:
-        if sweep is None:
-            run(cfg, request)
-        else:
-            run_job(job.job.num, request, partial(run, cfg, request))
+        with ending_when_full(request.run_dir):
+            if sweep is None:
+                run(cfg, request)
+            else:
+                run_job(job.job.num, request, partial(run, cfg, request))
     except RunFailedError as error:
         if error.exit_code > 128:
             raise SystemExit(error.exit_code) from None  # a signal ends a whole sweep, a failure one job
         raise CompactHydraException(str(error)) from None
     except HetexpError as error:
         raise CompactHydraException(str(error)) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        told = f"`hydra.run.dir` must be on a disk with room for a run, but is {request.run_dir} instead"
-        raise CompactHydraException(f"{told}: {error.strerror}.") from None
     finally:
         os.chdir(job_folder)
 
@@ -236,10 +232,11 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
 
     Raises:
         ConfigError: everything that is wrong with the configuration, before any process starts.
-        RunFailedError: the run was started and did not finish.
+        RunFailedError: the run was started and did not finish, or its disk is full.
     """
     from rich.console import Console
 
+    from hetexp.core.files import ending_when_full
     from hetexp.launch.reserve import Checked, reserved
     from hetexp.launch.resume import Job, find, going_on, held
 
@@ -273,7 +270,7 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
         if origin.finished:
             done: dict[str, Any] = json.loads((request.run_dir / "summary.json").read_text(encoding="utf-8"))
             return done
-        with held(origin, request.run_dir):
+        with ending_when_full(request.run_dir), held(origin, request.run_dir):
             return _go(going_on(found, origin), request, console)
 
 

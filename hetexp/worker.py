@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hetexp.comm.lost import is_peer_lost
 from hetexp.core.config import Config, read_config
 from hetexp.core.errors import HetexpError, UsageError
-from hetexp.core.files import write_json
+from hetexp.core.files import no_room, write_json
 from hetexp.core.plan import Plan
 from hetexp.launch.heart import beat, show_stack_on_request
 from hetexp.launch.launcher import CALIBRATION, READY
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
 from hetexp.launch.preflight import check_checkpoint_space, checkpoint_bytes
 from hetexp.launch.process import LAUNCHER_PID
-from hetexp.launch.report import RankFailure, log_path, stack_path, write_failure
+from hetexp.launch.report import NO_ROOM, RankFailure, log_path, stack_path, write_failure
 
 if TYPE_CHECKING:
     from hetexp.library.setup import Launched
@@ -75,19 +75,22 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
         text = traceback.format_exc()
         with contextlib.suppress(OSError):  # a full disk may be what ends this rank
             print(text, flush=True)
-        foreseen = isinstance(error, HetexpError)
+        full = no_room(error, Path(plan.run_dir))
         failure = RankFailure(
             rank=number,
             kind=type(error).__name__,
-            message=str(error) if foreseen else text,
+            message=full or (str(error) if isinstance(error, HetexpError) else text),
             step=job.step,
             peer_lost=is_peer_lost(error),
             time=time.time(),
         )
-        with contextlib.suppress(OSError):
+        code = 1
+        try:
             write_failure(path, failure)
-        job.close(1)
-        _end(1)
+        except OSError as unwritten:
+            code = NO_ROOM if no_room(unwritten, Path(plan.run_dir)) else 1
+        job.close(code)
+        _end(code)
 
 
 def _end(exit_code: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -54,6 +55,32 @@ class Net(nn.Module):
             hidden.register_hook(lambda _: self._maybe("backward"))
         output: torch.Tensor = self.head(hidden)
         return output
+
+
+def fill(folder: Path) -> None:
+    """Take all that is left of the disk that a folder is on."""
+    with contextlib.suppress(OSError), (folder / "ballast").open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+class Filling(Net):
+    """The same; member 1 fills a disk in the pass after a step, before it may die there.
+
+    Args:
+        folder: on that disk.
+        step: after which it does.
+        dies: whether it dies of a signal right afterwards.
+    """
+
+    def __init__(self, folder: str, step: int, dies: bool) -> None:
+        super().__init__({"forward": (1, step)} if dies else None)
+        self.folder, self.step = Path(folder), step
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training and my_rank() == 1 and int(self.norm.num_batches_tracked or 0) == self.step:
+            fill(self.folder)
+        return super().forward(inputs)
 
 
 class Parting(torch.optim.AdamW):

@@ -84,13 +84,14 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
 
     Raises:
         ConfigError: everything that is wrong with it, before any process starts.
+        RunFailedError: the disk is full.
     """
     from omegaconf import OmegaConf
 
     from hetexp.app import register_resolvers
     from hetexp.core.conf_folders import name_own_conf_dir
     from hetexp.core.errors import ConfigError, HetexpError, must_be
-    from hetexp.core.files import write_text
+    from hetexp.core.files import ending_when_full, write_text
     from hetexp.core.overrides import compose_typed
     from hetexp.core.words import written_out
     from hetexp.launch.resume import Job, clear, find
@@ -131,7 +132,6 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     assert origin is not None
     for sentence in origin.told:
         print(sentence)
-    clear(origin, folder)
     path = str(origin.path) if origin.path is not None else None
     raw, config = {**raw, "resume": path}, config.model_copy(update={"resume": path})
     request = Request(
@@ -142,9 +142,11 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
         script=script,
         script_arguments=tuple(script_arguments),
     )
-    plan = make_plan(config, raw, selection, request)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
+    with ending_when_full(folder):
+        clear(origin, folder)
+        plan = make_plan(config, raw, selection, request)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
     return plan, config
 
 

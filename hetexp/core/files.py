@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,11 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hetexp.core.errors import RunFailedError
+
 try:
     import fcntl
 except ImportError:  # Windows has no locks on folders
     fcntl = None  # type: ignore[assignment]
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where a file may not grow: the disk, the user's part of it, or the process's limit."""
 LEAST_FREE = 4 * 2**20
 """Bytes that a run's plan, logs and metrics may need before any checkpoint."""
 
@@ -32,19 +37,65 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
         durable: whether they are on the disk when this returns, which may take long.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
+    with naming(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:  # what it has taken of a full disk is given back
+            temporary.unlink(missing_ok=True)
+            raise
         if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
-    if durable:
-        fsync_dir(path.parent)
+            fsync_dir(path.parent)
 
 
 def write_json(path: Path, value: Any, durable: bool = True) -> None:
     """Write `value` as indented JSON, whole or not at all; see `write_bytes`."""
     write_text(path, json.dumps(value, indent=2) + "\n", durable)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the system name the file that it came of: one of `write` or `fsync` does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def no_room(error: BaseException, folder: Path) -> str | None:
+    """Say in one line that a disk is full, `None` where an error is none of a full disk's.
+
+    Args:
+        error: of whatever was being written.
+        folder: of the run, for an error that names no file.
+    """
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        return None
+    return (
+        f"{error.filename or folder} could not be written: {error.strerror or os.strerror(error.errno)}. "
+        f"What {folder} has is whole: make room, and go on with resume={folder}."
+    )
+
+
+@contextmanager
+def ending_when_full(folder: Path) -> Iterator[None]:
+    """End the run in this folder in one line where a disk is full.
+
+    Raises:
+        RunFailedError: it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        told = no_room(error, folder)
+        if told is None:
+            raise
+        raise RunFailedError(told) from None
 
 
 def fsync_dir(path: Path) -> None:

@@ -69,8 +69,13 @@ def beat(
 
 
 def show_stack_on_request(path: Path) -> None:
-    """Write every thread's stack into a file when the launcher asks, also in the midst of C."""
-    if hasattr(signal, "SIGUSR1"):
+    """Write every thread's stack into a file when the launcher asks, also in the midst of C.
+
+    A disk that has no room for the file keeps nobody from training: who hangs is found without a stack.
+    """
+    if not hasattr(signal, "SIGUSR1"):
+        return
+    with contextlib.suppress(OSError):
         # It stays open until the process ends, and has no buffer: a signal's handler writes into it.
         file = path.open("ab", buffering=0)
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

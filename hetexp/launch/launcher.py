@@ -19,7 +19,7 @@ from hetexp.checkpoint.manifest import find_checkpoint
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import HetexpError, RunFailedError
-from hetexp.core.files import write_json
+from hetexp.core.files import ending_when_full, write_json
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import backend_class
@@ -55,10 +55,12 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
         ConfigError: `launch.port` is taken.
         SetupError: the machine is not ready (see `hetexp.launch.preflight`), another run holds a card, or a
             rank cannot be started.
-        RunFailedError: a rank failed (the reason is on the screen and in the summary), or a signal came.
+        RunFailedError: a rank failed (the reason is on the screen and in the summary), a signal came, or
+            the disk is full.
     """
     show_plan(plan, console)
-    summary, caught, told = _run_ranks(plan, config, console)
+    with ending_when_full(Path(plan.run_dir)):
+        summary, caught, told = _run_ranks(plan, config, console)
     if summary["status"] == "completed":
         show_summary(summary, Path(plan.run_dir), console)
         return summary
@@ -77,7 +79,8 @@ def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     plan = replace(plan, run_dir=str(Path(plan.run_dir) / "calibration"), measuring=True)
     names = ", ".join(device.id for device in plan.devices)
     console.print(f"Measuring {names} before the run …", highlight=False)
-    summary, caught, told = _run_ranks(plan, config, console)
+    with ending_when_full(Path(plan.run_dir)):
+        summary, caught, told = _run_ranks(plan, config, console)
     path = Path(plan.run_dir) / CALIBRATION
     if caught or not path.exists():
         _raise(summary, caught, told, console)
@@ -335,7 +338,7 @@ class _Run:
             if stopped:
                 done |= {"status": "interrupted", "error": stopped}
             if losses or stopped:
-                write_json(path, done)
+                self._write_summary(path, done)
             return done
         summary = blank_summary(self.plan, "interrupted" if stopped else "failed")
         summary["failures"] = losses
@@ -359,11 +362,14 @@ class _Run:
                 if failure.rank not in members
             ]
         summary["checkpoint"] = newest_checkpoint(Path(self.plan.run_dir))
+        self._write_summary(path, summary)
+        return summary
+
+    def _write_summary(self, path: Path, summary: dict[str, Any]) -> None:
         try:
             write_json(path, summary)
         except OSError as error:  # the disk may be what ended the run
             self._print(f"{path} could not be written: {error.strerror}.")
-        return summary
 
     def _tell(self, cause: RankFailure) -> str:
         """Print the first cause with its rank and device, and return it in one line."""

@@ -16,7 +16,7 @@ import hetexp
 from hetexp.core.config import variables
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
-from hetexp.core.files import remove_temporary_folders
+from hetexp.core.files import no_room, remove_temporary_folders
 from hetexp.core.plan import Plan
 from hetexp.hardware.backend import environment_together
 from hetexp.launch.process import RankProcess, Start, rank_environment, signal_group, start_rank
@@ -48,6 +48,7 @@ def start_member(
 
     Raises:
         SetupError: it cannot be started.
+        OSError: the disk has no room for its log.
     """
     device, number = plan.devices[rank], rank if number is None else number
     path = log_path(Path(plan.run_dir), number)
@@ -63,6 +64,8 @@ def start_member(
     try:
         return Member(number, device, start_rank(start, method), path)
     except OSError as error:
+        if no_room(error, Path(plan.run_dir)):
+            raise
         raise SetupError(f"Rank {rank} on {device} cannot be started: {error}.") from error
 
 

@@ -133,7 +133,12 @@ class ForkedRank:
 
 
 def start_rank(start: Start, method: str) -> RankProcess:
-    """Start a rank; one of another interpreter than the launcher's cannot be forked: it is a subprocess."""
+    """Start a rank; one of another interpreter than the launcher's cannot be forked: it is a subprocess.
+
+    Raises:
+        OSError: no process can be had, or the disk has no room for its log.
+    """
+    start.log_path.open("ab").close()
     if method == "forkserver" and is_own(start.interpreter):
         return ForkedRank(start)
     return SubprocessRank(start)

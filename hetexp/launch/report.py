@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hetexp.core.files import write_json
+from hetexp.core.files import no_room, write_json
+
+NO_ROOM = 74
+"""Exit code (EX_IOERR of sysexits.h) of a rank that a full disk ended, and kept from writing so."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,9 @@ def read_failure(log_path: Path, rank: int, exit_code: int) -> RankFailure:
     path = failure_path(log_path)
     if path.exists():
         return RankFailure(**json.loads(path.read_text(encoding="utf-8")))
+    if exit_code == NO_ROOM:
+        told = no_room(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), log_path.parent.parent)
+        return RankFailure(rank, "OSError", str(told), time=time.time())
     end = tail(log_path)
     kind = signal_name(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
     how = "killed by" if exit_code < 0 else "ended with"

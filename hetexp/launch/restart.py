@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from hetexp.checkpoint.manifest import find_checkpoint, step_of
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, HetexpError
+from hetexp.core.files import write_text
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.hardware.catalogue import Link
@@ -127,9 +127,7 @@ def drop_lines_after(path: Path, step: int) -> None:
             continue
         if told.get("step", 0) <= step:
             kept.append(line)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, "".join(f"{line}\n" for line in kept), durable=False)
 
 
 def keep_faults(events: int, before: Any, after: Any) -> None:

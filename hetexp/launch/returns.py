@@ -148,11 +148,11 @@ class Returns:
         plan, rank = self._plan_with(one)
         number = 1 + max(member.number for member in self._started)
         path = Path(plan.run_dir) / "plans" / f"member_{number}.json"
-        write_plan(plan, path)
         one.started = time.monotonic()
         try:
+            write_plan(plan, path)
             one.member = start_member(plan, path, rank, self._config.launch.start_method, number, begins=True)
-        except SetupError as error:
+        except (SetupError, OSError) as error:  # the others do without it
             self._coming.remove(one)
             one.told(False, str(error))
             return

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from hetexp.core.files import write_text
+from hetexp.core.files import naming, write_text
 from hetexp.logger.base import Logger, RunInfo, plain_value
 
 
@@ -41,8 +41,9 @@ class CsvLogger(Logger):
         if new:
             self._widen(new)
         assert self._open is not None
-        csv.DictWriter(self._open, self._columns, lineterminator="\n").writerow(row)
-        self._open.flush()
+        with naming(self._path):
+            csv.DictWriter(self._open, self._columns, lineterminator="\n").writerow(row)
+            self._open.flush()
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the file."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hetexp.core.files import naming
 from hetexp.logger.base import Logger, RunInfo, plain_value
 
 
@@ -38,8 +39,9 @@ class MetricsFile(Logger):
         line = {"step": step} | {
             name: plain_value(value) for name, value in metrics.items() if name != "step"
         }
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the file; the summary has a file of its own."""

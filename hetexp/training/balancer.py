@@ -16,6 +16,7 @@ from typing import Any
 
 from hetexp.balancing.estimate import DeviceEstimate
 from hetexp.balancing.scheduler import BalanceScheduler, Decision, SchedulerSettings
+from hetexp.core.files import naming
 from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split, apportion
@@ -173,7 +174,8 @@ class Balancer:
             "reason": decision.reason,
             "predicted_seconds": decision.predicted_seconds,
         }
-        with (Path(self._plan.run_dir) / SPLITS_FILE).open("a", encoding="utf-8") as file:
+        path = Path(self._plan.run_dir) / SPLITS_FILE
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         level = logging.INFO if decision.action == "resplit" else logging.DEBUG
         log.log(level, "another split from step %d on: %s.", decision.step, decision.reason)

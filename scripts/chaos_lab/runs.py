@@ -386,6 +386,8 @@ class Trial:
     def _may_end(self, job: Job) -> bool:
         """Whether the run was right to end, with this code."""
         code, kind = self.found.code, self.order.kind
+        if kind == "fill the disk" and code == NO_CONFIG and not self.began:
+            return " MiB are free in " in job.screen  # refused before it wrote anything
         if code in (NO_CONFIG, CRASHED):
             return False
         if kind in ("kill the launcher", "kill everything", "kill everything, corrupt a byte"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
+import pkgutil
 import resource
 import shutil
 import socket
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from hurt import fill
 from refusal import Refusals
 from rich.console import Console
 from support import Train, start_run
@@ -36,7 +39,7 @@ from hetexp.launch.launcher import _Run, launch
 from hetexp.launch.members import Member
 from hetexp.launch.preflight import check_checkpoint_space, check_machine, checkpoint_bytes
 from hetexp.launch.process import Start, SubprocessRank
-from hetexp.launch.report import RankFailure
+from hetexp.launch.report import NO_ROOM, RankFailure, log_path, read_failure
 from hetexp.launch.store import bind
 from hetexp.plan.planner import Request, make_plan
 
@@ -306,6 +309,63 @@ def test_disk_that_fills_up(train: Train, mount: Mount) -> None:
     assert [path.name for path in checkpoints.iterdir()] == ["step_00000020"]
     assert run.summary["checkpoint"] == str(checkpoints / "step_00000020")
     assert "room for " not in (folder / "run" / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("when", "file"),
+    [
+        ("hetexp.plan.planner.make_plan", "config.yaml"),
+        ("hetexp.launch.launcher.bind", "plan.json"),
+        ("hetexp.launch.launcher._Run.take_orders", "logs"),
+    ],
+)
+def test_disk_that_is_full_before_the_first_step(
+    train: Train, mount: Mount, monkeypatch: pytest.MonkeyPatch, when: str, file: str
+) -> None:
+    """Whatever is written first when there is no room ends the run in one line."""
+    folder = mount("size=6m", "nr_inodes=20" if file == "logs" else "nr_inodes=1000")
+    before = pkgutil.resolve_name(when)
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        found = before(*arguments, **options)
+        fill(folder)
+        if file == "logs":  # nor for one more name
+            with contextlib.suppress(OSError):
+                for number in range(20):
+                    (folder / str(number)).touch()
+        return found
+
+    monkeypatch.setattr(when, full)
+    with pytest.raises(RunFailedError) as caught:
+        train(*RUN, "trainer.max_steps=3", folder=folder / "run")
+    told = str(caught.value)
+    assert told.startswith(f"{folder}/run/{file}") and "could not be written: No space left" in told
+    assert told.endswith(f"make room, and go on with resume={folder}/run.") and "\n" not in told
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_disk_that_is_full_while_ranks_train(train: Train, mount: Mount, dies: bool) -> None:
+    """The metrics have no more room, or the plan of those that a lost rank leaves."""
+    folder = mount("size=6m")
+    model = ("model=custom", "model._target_=hurt.Filling", f"+model.folder={folder}", f"+model.dies={dies}")
+    common = ("data=synthetic", "trainer.global_batch_size=16", "trainer.max_epochs=null", "+model.step=4")
+    more = ("trainer.max_steps=2000", "trainer.log_every=1", f"fault.survive={dies}")
+    with pytest.raises(RunFailedError) as caught:
+        train(TWO, *common, *model, *more, folder=folder / "run")
+    told = str(caught.value)
+    assert "could not be written: No space left on device." in told and "\n" not in told
+    assert ("plans" if dies else "rank 0") in told, told
+    assert "Traceback" not in caught.value.screen  # type: ignore[attr-defined]
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_rank_that_cannot_tell_of_a_full_disk(tmp_path: Path) -> None:
+    """Its exit code says so."""
+    failure = read_failure(log_path(tmp_path, 1), 1, NO_ROOM)
+    told = f"{tmp_path} could not be written: No space left on device. What {tmp_path} has is whole: "
+    assert failure.message == f"{told}make room, and go on with resume={tmp_path}."
+    assert not failure.peer_lost
 
 
 def test_a_checkpoint_that_cannot_be_written_keeps_the_old_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hetexp.core.files import fsync_dir, write_json, write_text
+from hetexp.core.errors import RunFailedError
+from hetexp.core.files import ending_when_full, fsync_dir, naming, write_json, write_text
 
 
 def test_json_is_readable_and_the_only_file(tmp_path: Path) -> None:
@@ -42,9 +44,35 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as caught:
             write_json(path, {"step": 2})
     assert json.loads(path.read_text()) == {"step": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+    assert caught.value.filename == str(path)
+
+
+def test_a_full_disk_ends_a_run_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError) as caught, ending_when_full(tmp_path), naming(tmp_path / "file"):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+    assert str(caught.value).startswith(f"{tmp_path}/file could not be written: Disk quota exceeded. What ")
+    with pytest.raises(PermissionError), ending_when_full(tmp_path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    """The limit of a process on the size of its files counts as a full disk."""
+    program = (
+        "import resource, sys; from pathlib import Path\n"
+        "from hetexp.core.files import ending_when_full, write_json\n"
+        "from hetexp.core.errors import RunFailedError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4, 4))\n"
+        "try:\n"
+        "    with ending_when_full(Path(sys.argv[1])): write_json(Path(sys.argv[1]) / 'a', [1, 2, 3])\n"
+        "except RunFailedError: raise SystemExit(9)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert ended.returncode == 9
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_that_dies_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
