@@ -12,6 +12,7 @@ from torch._C import _distributed_c10d
 
 from hetexp.comm.communicator import peer_lost
 from hetexp.comm.exchange import Exchange, staged
+from hetexp.comm.rendezvous import limit_of_forming
 from hetexp.comm.sockets import remembered
 from hetexp.core.errors import SetupError
 
@@ -30,12 +31,21 @@ class LibraryExchange(Exchange):
         rank: within the group.
         size: of the group.
         timeout_seconds: longest wait in a collective.
+        forming_seconds: of gloo, longest wait for a connection, as in `form_group`.
 
     Raises:
         SetupError: this build of torch has no such library, or the group did not form.
     """
 
-    def __init__(self, library: str, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        library: str,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        forming_seconds: float | None = None,
+    ) -> None:
         self.name, self.rank, self.size = library, rank, size
         self.takes_host = library == "gloo"
         made: Any = getattr(_distributed_c10d, _CLASSES[library], None)
@@ -45,7 +55,9 @@ class LibraryExchange(Exchange):
         try:
             if library == "gloo":
                 with remembered():
-                    self._group = made(store, rank, size, timeout=limit)
+                    soon = limit_of_forming(timeout_seconds, forming_seconds)
+                    self._group = made(store, rank, size, timeout=soon)
+                self._group._set_default_timeout(limit)
             else:  # as torch.distributed itself does it
                 options = made.Options()
                 options._timeout = limit

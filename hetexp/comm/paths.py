@@ -24,7 +24,7 @@ from hetexp.comm.hierarchy import HierarchicalExchange
 from hetexp.comm.library_exchange import LibraryExchange
 from hetexp.comm.rendezvous import exchange, form_group
 from hetexp.comm.sockets import shut_all
-from hetexp.comm.watched_store import another_connection
+from hetexp.comm.watched_store import WatchedStore, another_connection
 from hetexp.core.errors import HandshakeError, PeerLostError, SetupError
 from hetexp.core.route import Group, Route
 
@@ -34,8 +34,9 @@ SIZES = (5, 2**21 + 3)
 """Numbers of a test message: fewer than there are in a block, and more than one chunk of any path."""
 SIZES_AGAIN = (5, 2**19 + 3)
 """The same where such a path has carried before and the ranks wait for it: the second is a few chunks."""
-FORMING_SECONDS = 10.0
-"""Longest wait for a connection where ranks form anew: one of them may die just then."""
+FORMING_SECONDS = 5.0
+"""Longest wait for a connection where ranks form anew: one of them may die just then, of which nothing but
+this limit tells those that gloo has wait for it."""
 _PERIOD = 251
 """Test values repeat after so many numbers: a prime, so that no chunk begins where another one did."""
 _REPORT_SECONDS = 20.0
@@ -159,11 +160,17 @@ class _Attempt:
         """Form the route and sum known values; return what went wrong in a few words.
 
         A rank that has found something wrong says so at once: nobody waits longer for it in a collective.
+
+        Raises:
+            PeerLostError: the launcher has said meanwhile that a member is gone.
         """
         thread = threading.Thread(target=self._try, name="self-test", daemon=True)
         thread.start()
         deadline = time.monotonic() + self._job.self_test_seconds
         while thread.is_alive() and time.monotonic() < deadline and not self._store.check([_FAILED]):
+            if isinstance(self._job.store, WatchedStore) and self._job.store.obsolete():
+                self._left = True
+                raise PeerLostError("the members of this training have changed during a self-test")
             thread.join(_LOOK_SECONDS)
         thread.join(
             _GRACE_SECONDS
@@ -326,6 +333,7 @@ def _builder(job: Job) -> Build:
             from hetexp.comm.shared_memory import SharedMemoryExchange
 
             return SharedMemoryExchange.form(store, rank, size, job.timeout_seconds, job.device)
-        return LibraryExchange(group.library, store, rank, size, job.timeout_seconds)
+        limits = (job.timeout_seconds, FORMING_SECONDS if job.again else None)
+        return LibraryExchange(group.library, store, rank, size, *limits)
 
     return build

@@ -17,6 +17,9 @@ from hetexp.comm.pulse import Pulse
 from hetexp.comm.sockets import remembered
 from hetexp.core.errors import HandshakeError, SetupError
 
+GLOO_TRIES = 5
+"""Times its timeout that gloo waits for a connection, as measured (torch 2.13)."""
+
 
 def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
     """Connect to the store that the launcher hosts.
@@ -101,6 +104,17 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def limit_of_forming(timeout_seconds: float, forming_seconds: float | None) -> timedelta:
+    """Return the timeout with which gloo waits for a connection no longer than `forming_seconds`.
+
+    Args:
+        timeout_seconds: longest wait in a collective.
+        forming_seconds: `None`: the same timeout.
+    """
+    limit = timeout_seconds if forming_seconds is None else min(timeout_seconds, forming_seconds / GLOO_TRIES)
+    return timedelta(seconds=limit)
+
+
 def form_group(
     store: dist.Store,
     rank: int,
@@ -120,6 +134,9 @@ def form_group(
     Raises:
         SetupError: the group did not form; carries torch's reason.
     """
+    # torch numbers the groups of a process, meets under that number, and counts one that did not form, which
+    # may be one on some ranks only: they would never meet again.
+    dist.distributed_c10d._world.group_count = 0
     try:
         with remembered():
             dist.init_process_group(
@@ -127,7 +144,7 @@ def form_group(
                 store=dist.PrefixStore("group", store),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=min(timeout_seconds, forming_seconds or timeout_seconds)),
+                timeout=limit_of_forming(timeout_seconds, forming_seconds),
             )
         if forming_seconds is not None and collective_backend == "gloo":
             limit = timedelta(seconds=timeout_seconds)

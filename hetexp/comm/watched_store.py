@@ -31,6 +31,10 @@ class WatchedStore(dist.Store):
         self._store: Any = store
         self._prefix, self._obsolete = prefix, obsolete
 
+    def obsolete(self) -> bool:
+        """Tell whether nobody will come any more."""
+        return self._obsolete()
+
     def another(self) -> dist.Store:
         """Return a store for another thread: this one."""
         return self

@@ -97,6 +97,8 @@ class Membership:
         self.joined: tuple[int, ...] = ()
         """Members that came with it."""
         self.losses: list[Loss] = []
+        self.tries = 0
+        """Epochs since one has formed."""
         self._waits_since: float | None = None
         self._folder = Path(plan.run_dir) / "plans"
 
@@ -153,8 +155,8 @@ class Membership:
         self.joined, self._waits_since = (), None
 
     def form_anew(self) -> Epoch:
-        """Publish an epoch of the same members, whose connections broke though none of them is gone."""
-        return self._publish(urgent=True)
+        """Publish an epoch of the same members: their connections broke though none of them is gone."""
+        return self._publish(joined=self.joined if self.forming else (), urgent=True)
 
     def drop(self, member: int, departure: Departure) -> Epoch:
         """Publish the epoch without a member that a person takes out."""
@@ -217,7 +219,7 @@ class Membership:
         key = reformed_key(self.number)
         if not self.forming or not self._store.check([key]):
             return None
-        since, self._waits_since = self._waits_since, None
+        since, self._waits_since, self.tries = self._waits_since, None, 0
         told: dict[str, Any] = json.loads(self._store.get(key))
         now = time.time()
         for loss in self.losses:
@@ -232,6 +234,7 @@ class Membership:
         self, left: tuple[Departure, ...] = (), joined: tuple[int, ...] = (), urgent: bool = True
     ) -> Epoch:
         self.number += 1
+        self.tries += 1
         places = sorted(self._places.values())
         self.plan = replan(self.whole, places)
         path = self._folder / f"epoch_{self.number}.json"

@@ -24,6 +24,9 @@ from hetexp.launch.watch import Watch
 from hetexp.plan.replan import replan
 from hetexp.strategy.base import Strategy
 
+FORMING_TRIES = 4
+"""Epochs in a row whose group did not form, after which the members' own error ends the run."""
+
 
 class Survival:
     """The members of a running training, in this epoch and in those to come.
@@ -166,6 +169,7 @@ class Survival:
         lost = {member: self._frozen(member) for member in self._watch.frozen(self.present)}
         if not lost and not self.membership.forming:
             lost = {one.member: self._hung(one) for one in self._hang_watch.look(self.present)}
+        if not lost:
             self._reconnect()
         if not lost and self.membership.forming_seconds > self._hang_watch.bound_seconds:
             lost = {member: self._stays(member) for member in self._hang_watch.in_steps(self.present)}
@@ -180,10 +184,14 @@ class Survival:
         return self._over
 
     def _reconnect(self) -> None:
-        """Let members form anew whose connections broke though none of them is gone."""
+        """Let members form anew whose connections broke, or whose group did not form, though none is gone.
+
+        Whoever waits for so long has heard of the newest epoch, and waits for the next one.
+        """
         beats = [self._watch.beat_of(number) for number in self.membership.members]
         waiting = any(beat is not None and beat.doing == WAITING for beat in beats)
-        if self.reforms and self._hang_watch.all_wait:
+        waiting = waiting and self.membership.tries < FORMING_TRIES
+        if self.reforms and self._hang_watch.all_wait and not self.membership.forming:
             self.membership.form_anew()
         elif not self.reforms or not waiting:
             self._waiting_since = None

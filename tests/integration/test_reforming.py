@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support import Run, Train, difference, worst
 
 STEPS = 20
@@ -98,3 +99,53 @@ def test_a_member_comes_back(train: Train, tmp_path: Path) -> None:
         assert math.isclose(mine, reference, rel_tol=TOLERANCE)
     assert difference(hurt.parameters(), single.parameters()) <= TOLERANCE
     assert hurt.summary["comm"]["backend"] == "shm"
+
+
+@pytest.mark.parametrize("talks", [0, 1, 5, 12])
+def test_a_newcomer_dies_while_it_joins(train: Train, tmp_path: Path, talks: int) -> None:
+    """It is one more lost member, wherever it is: before it meets the others, in gloo's connections, in the
+    self-test of the exchange. The next one comes in."""
+    folder = tmp_path / "hurt"
+    hurt = train(
+        *COMMON,
+        *SURVIVING,
+        "model._target_=dying.Newcomer",
+        "trainer.max_steps=60",
+        "trainer.checkpoint_every=60",
+        "hardware.devices=[cpu,cpu,cpu]",
+        "fault.respawn=2",
+        "fault.respawn_seconds=0.1",
+        "+model.kills={forward: [1, 5]}",
+        f"+model.slow_until={folder}/plans/epoch_{2 if talks == 0 else 4}.json",
+        "+model.pause=0.1",
+        "+model.dies=3",
+        f"+model.talks={talks}",
+        folder=folder,
+    )
+    assert [line["step"] for line in lines(hurt, "train/loss")] == list(range(1, 61))
+    failures = hurt.summary["failures"]
+    assert [failure["device"] for failure in failures] == ["cpu:1"] * (1 if talks == 0 else 2)
+    assert all(failure["recovered_s"] < 9.0 for failure in failures)  # gloo alone would wait for 50 s
+    assert "takes part from step" in hurt.screen
+
+
+def test_a_group_that_does_not_form_is_formed_again(train: Train, tmp_path: Path) -> None:
+    """Nobody is gone, and nobody's death tells the launcher of it."""
+    hurt = train(
+        *COMMON,
+        *SURVIVING[:2],
+        "fault.heartbeat_seconds=1",
+        "model._target_=dying.Newcomer",
+        "trainer.max_steps=12",
+        "trainer.checkpoint_every=12",
+        "hardware.devices=[cpu,cpu,cpu]",
+        "fault.respawn=0",
+        "+model.kills={forward: [1, 5]}",
+        "+model.fails=2",
+        folder=tmp_path / "hurt",
+    )
+    assert [line["step"] for line in lines(hurt, "train/loss")] == list(range(1, 13))
+    (failure,) = hurt.summary["failures"]
+    assert failure["device"] == "cpu:1"
+    assert failure["recovered_s"] < 10.0
+    assert (tmp_path / "hurt" / "plans" / "epoch_2.json").exists()

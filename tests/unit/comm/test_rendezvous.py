@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.rendezvous import compare_facts, connect_store, exchange, form_group
+from hetexp.comm.rendezvous import compare_facts, connect_store, exchange, form_group, limit_of_forming
 from hetexp.core.errors import HandshakeError, SetupError
 
 T = TypeVar("T")
@@ -246,6 +246,30 @@ def test_a_group_waits_longer_for_a_collective_than_for_a_connection() -> None:
         assert backend.options._timeout.total_seconds() == 60.0
     finally:
         communicator.close()
+
+
+def test_a_group_forms_under_the_same_name_after_one_that_did_not() -> None:
+    """Where it did not form on some ranks only, they meet again all the same."""
+    names: list[str] = []
+
+    class Store(dist.Store):
+        """Writes down what this rank calls itself."""
+
+        def set(self, key: str, value: str) -> None:
+            names.append(key)
+            raise RuntimeError("Connection reset by peer")
+
+    for _ in range(2):
+        with pytest.raises(SetupError, match="did not form"):
+            form_group(Store(), 0, 2, "gloo", torch.device("cpu"), 60.0)
+    assert len(names) == 2 and names[0] == names[1]
+
+
+def test_gloo_has_a_part_of_the_limit() -> None:
+    """It waits several times its timeout for a connection, and is given no longer than for a collective."""
+    assert limit_of_forming(60.0, 5.0).total_seconds() == 1.0
+    assert limit_of_forming(60.0, None).total_seconds() == 60.0
+    assert limit_of_forming(0.5, 5.0).total_seconds() == 0.5
 
 
 @pytest.mark.parametrize("limits", [(0.2,), (60.0, 0.2)])

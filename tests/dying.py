@@ -1,0 +1,66 @@
+"""A model whose process ends itself, or fails, at a chosen moment of forming a group with others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from faulty import my_rank
+from hurt import Net
+
+import hetexp.training.survival as survival
+from hetexp.comm.watched_store import WatchedStore
+from hetexp.core.errors import SetupError
+
+
+class Newcomer(Net):
+    """`hurt.Net`; the process with one number dies while it joins, another one's first group does not form.
+
+    Args:
+        dies: number of the member that dies.
+        talks: with the group's store, after which it does; 0: as soon as it has told that it is prepared.
+        fails: number of the member whose first group does not form.
+    """
+
+    def __init__(self, dies: int = -1, talks: int = 0, fails: int = -1, **options: Any) -> None:
+        super().__init__(**options)
+        if my_rank() == dies:
+            _die_after(talks)
+        if my_rank() == fails:
+            _fail_once()
+
+
+def _fail_once() -> None:
+    module: Any = survival
+    form = module.join_group
+
+    def fail(*_: Any) -> None:
+        module.join_group = form
+        raise SetupError("the connections of this group were cut on purpose")
+
+    module.join_group = fail
+
+
+def _die_after(talks: int) -> None:
+    prepare, count = survival.Survival.prepare, 0
+
+    def prepared(self: survival.Survival) -> None:
+        prepare(self)
+        if talks == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for name in ("set", "get", "check", "add"):
+            setattr(WatchedStore, name, counted(getattr(WatchedStore, name)))
+
+    def counted(method: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            nonlocal count
+            found = method(*arguments)
+            count += 1
+            if count == talks:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        return call
+
+    survival.Survival.prepare = prepared  # type: ignore[method-assign]
