@@ -353,12 +353,21 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def largest_microbatch(workload: Workload, capacity_bytes: int, rules: MemoryRules, most: int) -> int | None:
+def largest_microbatch(
+    workload: Workload,
+    capacity_bytes: int,
+    rules: MemoryRules,
+    most: int,
+    measure: Callable[[Workload, int, MemoryRules], MemoryEstimate] = estimate_memory,
+) -> int | None:
     """Return the largest microbatch whose step fits, up to `most` samples; `None` if not even one does.
 
     Between a size that fits and one that does not, each part is taken to grow in a line; what follows is
     measured, until neighbours are found of which only the smaller fits. Where the line leads only a little
     way, the gap is halved. Every answer was measured to fit.
+
+    Args:
+        measure: `estimate_memory`, or what remembers its answers.
 
     Raises:
         ValueError: the model's activations are not known.
@@ -366,7 +375,7 @@ def largest_microbatch(workload: Workload, capacity_bytes: int, rules: MemoryRul
     seen: dict[int, MemoryEstimate] = {}
 
     def fits(size: int) -> bool:
-        seen[size] = estimate = estimate_memory(workload, size, rules)
+        seen[size] = estimate = measure(workload, size, rules)
         if not estimate.measured:
             raise ValueError(f"no microbatch can be measured: {estimate.reason}")
         return estimate.total_bytes <= capacity_bytes

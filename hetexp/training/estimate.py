@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from hetexp.core.config import Config
@@ -23,7 +24,7 @@ from hetexp.hardware.memory_estimate import (
     largest_microbatch,
     readable,
 )
-from hetexp.hardware.memory_rules import rules_for
+from hetexp.hardware.memory_rules import MemoryRules, rules_for
 from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
 from hetexp.strategy.base import Strategy
@@ -59,8 +60,6 @@ class RunMemory:
         self._ranks: list[_Rank] = list(zip(devices, local_batch_sizes, precisions, whole, strict=True))
         self.reason: str | None = None
         """Why there is no estimate at all."""
-        self._known: dict[Any, MemoryEstimate] = {}
-        self._known_passes: dict[Any, int | None] = {}
         try:
             data = build_data(config.data)
             self.data_facts = data.facts
@@ -68,6 +67,7 @@ class RunMemory:
             inputs, targets = self.sample
             self.model = _build(config, data.facts, precisions)
             self._loss = build_loss(config.trainer.loss)
+            self._known = _estimates_of(self._signature())
         except Exception as error:  # a person's own classes run any code
             cause = error.__cause__ or error  # Hydra wraps what a constructor raises
             self.reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
@@ -160,15 +160,12 @@ class RunMemory:
         if device.memory_bytes is None or self.reason is not None or most == 0:
             return None
         rules = rules_for(device).with_headroom() if headroom else rules_for(device)
-        key = (rules, device.memory_bytes, precision, most, accumulates)
-        if key not in self._known_passes:
-            workload = self._workload(precision, accumulates, rules.foreach)
-            try:
-                largest = largest_microbatch(workload, device.memory_bytes, rules, most)
-            except ValueError:  # the model cannot be measured
-                largest = most
-            self._known_passes[key] = None if largest == most else largest or 0
-        return self._known_passes[key]
+        workload = self._workload(precision, accumulates, rules.foreach)
+        try:
+            largest = largest_microbatch(workload, device.memory_bytes, rules, most, self._measured)
+        except ValueError:  # the model cannot be measured
+            return None
+        return None if largest == most else largest or 0
 
     def _estimate(
         self, device: DeviceSpec, local_batch_size: int, precision: str, microbatch_size: int | None
@@ -178,11 +175,25 @@ class RunMemory:
         trainer = self._config.trainer
         sizes = cut(local_batch_size, trainer.accumulate, trainer.microbatch_size or microbatch_size)
         rules = rules_for(device)
-        key = (rules, tuple(sizes[:1]), len(sizes) > 1, precision)
-        if key not in self._known:  # devices of one kind need the same
-            workload = self._workload(precision, len(sizes) > 1, rules.foreach)
-            self._known[key] = estimate_memory(workload, sizes[0] if sizes else 0, rules)
+        workload = self._workload(precision, len(sizes) > 1, rules.foreach)
+        return self._measured(workload, sizes[0] if sizes else 0, rules)
+
+    def _measured(self, workload: Workload, size: int, rules: MemoryRules) -> MemoryEstimate:
+        """Return the estimate of one of this run's workloads, which is made once in this process."""
+        key = (workload.precision, workload.accumulates, size, rules)
+        if key not in self._known:  # devices of one kind need the same, and searches ask again and again
+            self._known[key] = estimate_memory(workload, size, rules)
         return self._known[key]
+
+    def _signature(self) -> tuple[Any, ...]:
+        """Return all that estimates depend on beside a workload's precision and size, and the device."""
+        config, strategy = self._config, self._strategy
+        optimizer = {key: value for key, value in config.optimizer.items() if key != "lr"}
+        written = (config.model, config.data, optimizer, config.trainer.activation_checkpointing)
+        tensors = [(name, one.shape, one.dtype) for name, one in self.model.state_dict().items()]
+        sample = tree_map_only(torch.Tensor, lambda one: (one.shape[1:], one.dtype), self.sample)
+        classes = (type(strategy), type(self._loss), *(type(module) for module in self.model.modules()))
+        return str((written, tensors, sample, vars(strategy))), classes
 
     def _workload(self, precision: str, accumulates: bool, fuses: bool = False) -> Workload:
         return Workload(
@@ -206,13 +217,14 @@ class RunMemory:
         largest = None
         if estimate.measured and size > 1:
             try:
+                has_bytes, most, known = device.memory_bytes, size - 1, self._measured
                 largest = largest_microbatch(
-                    workload, device.memory_bytes, rules.with_headroom(), most=size - 1
-                ) or largest_microbatch(workload, device.memory_bytes, rules, most=size - 1)
+                    workload, has_bytes, rules.with_headroom(), most, known
+                ) or largest_microbatch(workload, has_bytes, rules, most, known)
             except ValueError:  # fewer samples cannot be measured: that the least is too much still holds
                 return _too_many(self._config, f"less than {size} on {device}", estimate, has, "")
         if largest is None:
-            alone = estimate if size <= 1 else estimate_memory(workload, 1, rules)
+            alone = estimate if size <= 1 else self._measured(workload, 1, rules)
             needs = (alone if alone.measured else estimate).explain()
             return (
                 f"`model` must fit on {device}, which has {has}, but needs {needs} instead. Choose a smaller "
@@ -221,6 +233,12 @@ class RunMemory:
         fix = f"Write trainer.microbatch_size={largest}"
         fix += " and trainer.accumulate=1." if self._config.trainer.accumulate > 1 else "."
         return _too_many(self._config, f"at most {largest} on {device}", estimate, has, fix)
+
+
+@lru_cache(maxsize=64)
+def _estimates_of(signature: tuple[Any, ...]) -> dict[Any, MemoryEstimate]:
+    """Return what is known by now of runs of one signature."""
+    return {}
 
 
 def _too_many(config: Config, accepted: str, estimate: MemoryEstimate, has: str, fix: str) -> str:

@@ -1,4 +1,7 @@
-"""Asks the process that checks and predicts, one question after the other; a stuck one is ended."""
+"""Asks the process that checks and predicts, one question after the other; a stuck one is ended.
+
+An estimate is kept for a moment: a page asks for the same one again and again, and several pages may.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +19,9 @@ from hetexp.web.refused import RefusedError, keyed
 LIMIT_SECONDS = 60.0
 """Longest answer: it imports torch first, and builds the model and the data."""
 MOST_WAITING = 16
+KEPT_SECONDS = 20.0
+"""How long an estimate is given again: configuration files and what was measured of devices may change."""
+MOST_KEPT = 256
 _RUN = "import sys; sys.path = [p for p in sys.path if p]; from hetexp.web.checking import main; main()"
 _LIMIT_BYTES = 2**22
 
@@ -32,6 +39,13 @@ class Checker:
         self._lock = asyncio.Lock()
         self._waiting = 0
         self._process: asyncio.subprocess.Process | None = None
+        self._warming: asyncio.Task[Any] | None = None
+        self._kept: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def warm(self) -> None:
+        """Start the process: its imports take seconds, for which the first question need not wait then."""
+        if self._process is None and self._warming is None:
+            self._warming = asyncio.get_running_loop().create_task(self._warmed())
 
     async def ask(
         self, kind: Literal["check", "estimate"], words: Sequence[str], gpu_ids: Sequence[str]
@@ -42,20 +56,51 @@ class Checker:
             RefusedError: the configuration is wrong (422), the answer takes too long (422), or too many wait
                 already (429).
         """
-        if self._waiting >= MOST_WAITING:
-            raise RefusedError(429, [(None, "Too many configurations wait to be checked; ask again later.")])
-        self._waiting += 1
-        try:
-            async with self._lock:
-                answer = await self._answer({"kind": kind, "words": list(words), "gpu_ids": list(gpu_ids)})
-        finally:
-            self._waiting -= 1
+        order = {"kind": kind, "words": list(words), "gpu_ids": list(gpu_ids)}
+        answer = self._known(order)
+        if answer is None:
+            if self._waiting >= MOST_WAITING:
+                told = "Too many configurations wait to be checked; ask again later."
+                raise RefusedError(429, [(None, told)])
+            self._waiting += 1
+            try:
+                async with self._lock:
+                    # Whoever waited for the same question has its answer now.
+                    answer = self._known(order) or self._keep(order, await self._answer(order))
+            finally:
+                self._waiting -= 1
         if answer["problems"]:
             raise RefusedError(422, [keyed(problem) for problem in answer["problems"]])
         return answer
 
     async def close(self) -> None:
         """End the process."""
+        warming, self._warming = self._warming, None
+        if warming is not None and not warming.done():
+            warming.cancel()
+            await asyncio.gather(warming, return_exceptions=True)
+        await self._end()
+
+    def _known(self, order: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the answer that was given to a question a moment ago."""
+        moment, answer = self._kept.get(json.dumps(order), (0.0, None))
+        return answer if time.monotonic() - moment < KEPT_SECONDS else None
+
+    def _keep(self, order: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        """Keep an estimate; what a training starts with is always checked anew, and so is what failed."""
+        if order["kind"] == "estimate" and not answer["problems"]:
+            while len(self._kept) >= MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))  # the oldest
+            self._kept.pop(json.dumps(order), None)
+            self._kept[json.dumps(order)] = (time.monotonic(), answer)
+        return answer
+
+    async def _warmed(self) -> None:
+        with contextlib.suppress(OSError):  # a question will tell
+            async with self._lock:
+                await self._started()
+
+    async def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -81,9 +126,9 @@ class Checker:
         except (OSError, ValueError) as error:
             told = f"The configuration could not be checked: {error}"
         except BaseException:  # cancelled: the answer to this question would be taken for the next one's
-            await self.close()
+            await self._end()
             raise
-        await self.close()
+        await self._end()
         return {"problems": [told]}
 
     async def _started(self) -> asyncio.subprocess.Process:

@@ -92,34 +92,10 @@ def metrics(
 
 
 @router.get("/options")
-def options(behind: Behind) -> schemas.Options:
+async def options(behind: Behind) -> schemas.Options:
     """List what can be chosen: options, cards to emulate, the keys that a request may set."""
-    chosen = allowed.options()
-    keys = [
-        {
-            "key": one.key,
-            "kind": one.kind,
-            "description": one.description,
-            "minimum": one.minimum,
-            "maximum": one.maximum,
-            "choices": list(one.choices) if one.choices is not None else None,
-            "nullable": one.nullable,
-        }
-        for one in allowed.allowed().values()
-    ]
-    return schemas.Options.model_validate(
-        {
-            "experiments": list(chosen["experiment"]),
-            "models": list(chosen["model"]),
-            "strategies": list(chosen["strategy"]),
-            "policies": list(chosen["balancing"]),
-            "data": list(chosen["data"]),
-            "emulated_cards": emulated_cards(),
-            "allowed_overrides": keys,
-            "defaults": allowed.defaults(),
-            "token_required": behind.access.token is not None,
-        }
-    )
+    behind.checker.warm()  # whoever asks for this asks for an estimate next
+    return await to_thread(_options, behind)
 
 
 @router.post("/estimate")
@@ -209,6 +185,35 @@ def delete(behind: Behind, training_id: TrainingId) -> None:
 async def live(socket: WebSocket, behind: Behind) -> None:
     """Tell every sample, and every change of a training."""
     await behind.hub.serve(socket, behind.access, behind.first)
+
+
+def _options(behind: Any) -> schemas.Options:
+    chosen = allowed.options()
+    keys = [
+        {
+            "key": one.key,
+            "kind": one.kind,
+            "description": one.description,
+            "minimum": one.minimum,
+            "maximum": one.maximum,
+            "choices": list(one.choices) if one.choices is not None else None,
+            "nullable": one.nullable,
+        }
+        for one in allowed.allowed().values()
+    ]
+    return schemas.Options.model_validate(
+        {
+            "experiments": list(chosen["experiment"]),
+            "models": list(chosen["model"]),
+            "strategies": list(chosen["strategy"]),
+            "policies": list(chosen["balancing"]),
+            "data": list(chosen["data"]),
+            "emulated_cards": emulated_cards(),
+            "allowed_overrides": keys,
+            "defaults": allowed.defaults(),
+            "token_required": behind.access.token is not None,
+        }
+    )
 
 
 def _plain(shown: dict[str, Any]) -> JSONResponse:

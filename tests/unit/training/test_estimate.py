@@ -95,6 +95,16 @@ def test_equal_ranks_are_measured_once() -> None:
     assert memory.estimates[0] is memory.estimates[1]
 
 
+def test_a_like_run_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run_memory(sizes=[6]).estimates
+    monkeypatch.setattr("hetexp.training.estimate.estimate_memory", None)  # whoever measures fails
+    assert run_memory(sizes=[6]).estimates == first
+    monkeypatch.undo()
+    checkpointing = run_memory(sizes=[6], activation_checkpointing=True).estimates
+    narrower = run_memory(sizes=[6], data=DATA | {"input_shape": [512]}).estimates
+    assert all(found[0] is not first[0] for found in (checkpointing, narrower))
+
+
 @pytest.mark.parametrize(
     ("trainer", "size"),
     [({}, 16), ({"accumulate": 3}, 6), ({"microbatch_size": 5}, 4), ({"microbatch_size": 100}, 16)],

@@ -23,6 +23,8 @@ class Answers:
         self.answer |= {"effective_batch_size": 8, "per_device": [], "recommended": [], "notes": []}
         self.answer |= {"predicted_step_seconds": None, "problem": None}
 
+    def warm(self) -> None: ...
+
     async def ask(self, kind: str, words: Sequence[str], gpu_ids: Sequence[str]) -> dict[str, Any]:
         self.asked.append((kind, list(words)))
         return self.answer
