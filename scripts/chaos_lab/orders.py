@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 KINDS = (
@@ -75,7 +75,7 @@ def drawn(seed: int) -> Order:
     moment = draw.random()
     if kind == "kill everything, corrupt a byte":  # there must be something to corrupt
         first, last, moment = min(last, max(first, 2 * SAVED_EVERY + 2)), last, 0.7 + 0.25 * moment
-    return Order(
+    order = Order(
         seed=seed,
         kind=kind,
         rank=0 if kind == "kill rank 0" or place == "save" else draw.randrange(RANKS),
@@ -90,3 +90,5 @@ def drawn(seed: int) -> Order:
         kept=draw.choice((0, 2)),
         layout=draw.choice((RANKS, RANKS, 2, 1)),
     )
+    # A rank that is held at a place until somebody kills it hangs there, whatever fault was ordered.
+    return replace(order, place=None, hold=False) if kind == "fault within a rank" else order
