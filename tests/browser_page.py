@@ -78,6 +78,6 @@ def watched_page(browser: Browser, url: str, allowed: str | None = None, **optio
     try:
         page.goto(url)
         yield watched
-        assert watched.wrong == []
+        assert watched.wrong == [], watched.wrong
     finally:
         context.close()

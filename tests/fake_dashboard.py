@@ -263,6 +263,8 @@ class FakeDashboard:
             return _json(200, OPTIONS)
         if words == ["session"]:
             return _json(200, {"token_required": self.token is not None})
+        if words == ["estimate"] and "experiment" in sent["overrides"]:
+            return _json(422, {"detail": [{"key": "experiment", "message": "`experiment` is not a key."}]})
         if words == ["estimate"]:
             return _json(200, estimate(sent))
         if words[0] == "trainings":

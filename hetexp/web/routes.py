@@ -26,6 +26,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.Problems}
     for status in (400, 401, 403, 404, 405, 409, 413, 415, 421, 422, 429, 503)
 }
+_JSON: dict[str, Any] = {"requestBody": {"content": {"application/json": {"schema": {}}}}}
+"""Of requests without a body, which say all the same that they are no form (`hetexp.web.access`)."""
 router = APIRouter(prefix="/api/v1", responses=_REFUSALS)
 TrainingId = Annotated[str, Path(max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 LONGEST_HISTORY = 31 * 86400.0
@@ -46,7 +48,7 @@ def session(behind: Behind) -> schemas.Session:
     return schemas.Session(token_required=behind.access.token is not None)
 
 
-@router.post("/session")
+@router.post("/session", openapi_extra=_JSON)
 def open_reports(behind: Behind, request: Request, response: Response) -> schemas.Session:
     """Set a cookie that opens reports, which are links and carry no header; nothing else takes it."""
     response.set_cookie(
@@ -160,14 +162,18 @@ def training_metrics(
     return schemas.Rows(rows=views.metrics(_row(behind, training_id), since_step, limit))
 
 
-@router.get("/trainings/{training_id}/report", response_class=HTMLResponse)
+@router.get(
+    "/trainings/{training_id}/report",
+    response_class=Response,  # refusals are JSON, and would be described as this class
+    responses={200: {"content": {"text/html": {"schema": {"type": "string"}}}}},
+)
 def report(behind: Behind, training_id: TrainingId) -> HTMLResponse:
     """Show the report of a training that has ended, as a page."""
     text = report_of(_row(behind, training_id))
     return HTMLResponse(text, headers={"content-security-policy": REPORT_POLICY})
 
 
-@router.post("/trainings/{training_id}/stop")
+@router.post("/trainings/{training_id}/stop", openapi_extra=_JSON)
 def stop(behind: Behind, training_id: TrainingId) -> schemas.Training:
     """Ask a training to end, as Ctrl-C would; one that waits never starts."""
     behind.jobs.stop(_row(behind, training_id))

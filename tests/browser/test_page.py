@@ -59,7 +59,13 @@ def test_devices_together_and_each(page: Page) -> None:
     lost = page.get_by_role("listitem").filter(has_text="RTX 2080 Ti").first
     expect(lost.get_by_role("meter", name="Utilisation")).to_have_attribute("aria-valuetext", "unknown")
 
+    days = page.get_by_role("figure", name="Power").locator(
+        "text.tick", has_text=re.compile(r"^\d+ [A-Z][a-z]{2}$")
+    )
+    page.get_by_role("button", name="30 days").click()
+    expect(days).not_to_have_count(0)
     page.get_by_role("button", name="1 day").click()
+    expect(days).to_have_count(0)
     power = page.get_by_role("figure", name="Power")
     power.get_by_text("As a table").click()
     expect(power.get_by_role("columnheader", name="cuda:0 RTX 3090")).to_be_visible()
@@ -95,6 +101,11 @@ def test_two_emulated_cards_from_choice_to_end(page: Page, server: FakeDashboard
     expect(page.locator(f"#{steps.get_attribute('id')}-wrong")).to_contain_text(
         "must be a whole number from 1, but is many"
     )
+
+    expect(page.get_by_text("2 devices chosen, effective batch 96")).to_be_visible()
+    page.get_by_label("Experiment").select_option("gpt_text")
+    expect(page.get_by_text("2 devices chosen, effective batch 96")).to_be_visible()
+    page.get_by_label("Experiment").select_option("")
 
     steps.fill("6")
     page.get_by_role("button", name="Start training").click()
@@ -133,6 +144,8 @@ def test_a_failed_one_tells_why_and_can_be_removed(page: Page, server: FakeDashb
     page.goto(f"{server.url}#/trainings")
     row = page.get_by_role("row", name="convnet run-0")
     expect(row).to_contain_text("failed")
+    heights = page.locator("tbody .badge").evaluate_all("(all) => all.map((one) => one.offsetHeight)")
+    assert len(set(heights)) == 1, "a state takes two lines"
     expect(page.get_by_role("link", name="Report of convnet run-done")).to_have_attribute(
         "href", re.compile(r"run-done/report$")
     )

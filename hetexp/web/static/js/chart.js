@@ -23,7 +23,7 @@ function sample(place) {
  * A chart of lines over time or steps.
  *
  * @param about {title, format(value), across: "time" | "step", top: highest value or null, zero: whether the axis
- *   begins at 0, unit: what ticks are round numbers of, 1 where it is
+ *   begins at 0, whole: whether ticks are whole numbers only, unit: what ticks are round numbers of, 1 where it is
  *   left out, heading: its tag, h3 where it is left out, none: what is said without values}
  * @returns {node, update({series: [{name, place, x: [], y: []}], low, high}), close()}. Times are in ms; null is a gap;
  *   `place` says the line's colour and dashes; `low` and `high` bound the x axis where given.
@@ -108,7 +108,7 @@ function picture(about, { series, low = null, high = null }, width) {
   const svg = s("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${about.title}: ${sentence(about, { series })}` });
   const [least, most] = values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
   const unit = about.unit ?? 1;
-  const up = niceScale((about.zero ? Math.min(0, least) : least) / unit, (about.top ?? most) / unit, 4);
+  const up = niceScale((about.zero ? Math.min(0, least) : least) / unit, (about.top ?? most) / unit, 4, about.whole);
   const [from, to] = [low ?? Math.min(...across), high ?? Math.max(...across)];
   const inner = { width: width - EDGE.left - EDGE.right, height: HEIGHT - EDGE.top - EDGE.bottom };
   const px = (x) => EDGE.left + (to > from ? (x - from) / (to - from) : 0.5) * inner.width;

@@ -29,6 +29,7 @@ export function newView({ go }) {
   let asked = 0;
   let asking = false;
   let again = false; // what is wished for has changed meanwhile
+  let refused = 0; // which estimate follows a refused start, whose marks stay
   let closed = false;
 
   const devicesWrong = (message) => say(devicesError, message ?? "");
@@ -112,9 +113,9 @@ export function newView({ go }) {
     slow = setTimeout(() => say(told, "Estimating …"), SLOW_MS);
     const { model = null, data = null, ...rest } = overrides;
     try {
-      const answer = await api.estimate({ model, data, overrides: experiment ? { ...rest, experiment } : rest, gpu_ids: candidates });
+      const answer = await api.estimate({ model, data, ...(experiment ? { experiment } : {}), overrides: rest, gpu_ids: candidates });
       if (mine !== asked || closed) return;
-      refuse([]);
+      if (mine !== refused) refuse([]);
       selector.estimate({ ...answer, all: !chosen.length });
       say(told, chosen.length ? summary(chosen.length, answer) : "No device is chosen. The cards say what each would do if all were.");
       say(notes, [answer.problem, ...(answer.notes ?? [])].filter(Boolean).join(" "));
@@ -170,6 +171,8 @@ export function newView({ go }) {
       go(`#/trainings/${encodeURIComponent(training.id)}`);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
+      ask();
+      refused = asked;
       const left = refuse(error.problems);
       const texts = error.problems.length ? left.map(({ key, message }) => key && !message.includes(key) ? `${key}: ${message}` : message) : [error.message];
       wrong.hidden = false;

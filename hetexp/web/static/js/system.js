@@ -1,4 +1,4 @@
-// What the devices do: all together or each by itself, now and over the last minutes, hour or day.
+// What the devices do: all together or each by itself, now and over the last minutes to weeks.
 
 import { api } from "./api.js";
 import { lineChart } from "./chart.js";
@@ -7,13 +7,13 @@ import { bytes, degrees, moment, number, percent, plural, UNKNOWN, watts } from 
 import { live } from "./live.js";
 import { badgeList, deviceBadges, deviceMeters, facts, meter, switchOf } from "./parts.js";
 
-const RANGES = [[300, "5 min", 3000], [3600, "1 h", 15000], [86400, "1 day", 60000]];
+const RANGES = [[300, "5 min", 3000], [3600, "1 h", 15000], [86400, "1 day", 60000], [7 * 86400, "7 days", 300000], [30 * 86400, "30 days", 300000]];
 const POINTS = 240;
 const CHARTS = [
   { key: "utilisation", title: "Utilisation", format: percent, across: "time", top: 1, zero: true },
   { key: "memory_used_bytes", title: "Memory used", format: bytes, unit: 2 ** 30, across: "time", top: null, zero: true },
-  { key: "temperature_c", title: "Temperature", none: "No device tells it.", format: degrees, across: "time", top: null, zero: false },
-  { key: "power_w", title: "Power", none: "No device tells it.", format: watts, across: "time", top: null, zero: true },
+  { key: "temperature_c", title: "Temperature", none: "No device tells it.", format: degrees, across: "time", top: null, zero: false, whole: true },
+  { key: "power_w", title: "Power", none: "No device tells it.", format: watts, across: "time", top: null, zero: true, whole: true },
 ];
 const chosen = { view: "aggregated", range: 300 }; // as long as the page is open
 
