@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
-Wire = Literal["float32", "bfloat16", "int8"]
+from hetexp.core.cost import Wire
+
 BLOCK = 256
 """Numbers that share a scale in int8."""
 PIECE = 2**14 * BLOCK

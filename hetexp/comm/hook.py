@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.codec import Codec, Wire, codec_of
+from hetexp.comm.codec import Codec, codec_of
 from hetexp.comm.exchange import Exchange
+from hetexp.core.cost import Wire
 
 
 @dataclass

@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.codec import Wire
 from hetexp.comm.communicator import peer_lost
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import Averaging
 from hetexp.comm.sockets import remembered
-from hetexp.core.cost import Links
+from hetexp.core.cost import Links, Wire
 from hetexp.hardware.pacing import GRAIN_SECONDS
 
 Result = TypeVar("Result")

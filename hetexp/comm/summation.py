@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hetexp.comm.codec import PIECE, Wire, codec_of
+from hetexp.comm.codec import PIECE, codec_of
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.paced_exchange import PacedExchange
-from hetexp.core.cost import Links
+from hetexp.core.cost import Links, Wire
 
 HOST = torch.device("cpu")
 

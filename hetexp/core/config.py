@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from hetexp.core.cost import Wire
 from hetexp.core.errors import ConfigError, did_you_mean, how_to_write, must_be
 from hetexp.core.precision import long_name
 from hetexp.core.sweep import name_problem
@@ -248,8 +249,11 @@ class CommConfig(Section):
     backend: Literal["auto", "native", "shm", "gloo"] = "auto"
     """`native` is the vendor's own library (NCCL), `shm` memory that the ranks of a host share, `gloo` goes
     over TCP; `auto` takes what fits where the devices are (`hetexp.plan.routes`)."""
-    wire: Literal["float32", "bfloat16", "int8"] = "float32"
+    wire: Wire = "float32"
     """What gradients travel as, with error feedback; float32 means as they are."""
+    boundary_wire: Wire = "float32"
+    """What activations and their gradients travel as between the stages of a pipeline; float32 means as they
+    are. There is no error feedback."""
     env: dict[str, str] | None = None
     """Variables for the environment of every rank, such as `NCCL_P2P_DISABLE`."""
     timeout_seconds: PositiveFloat = 300.0

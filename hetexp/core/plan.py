@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hetexp.core.cost import Wire
 from hetexp.core.device import DeviceSpec
 from hetexp.core.files import write_json
 from hetexp.core.route import Route
@@ -133,6 +134,12 @@ class Plan:
         """
         libraries = {group.library for level in self.way.levels for group in level}
         return self.collective_backend == "gloo" and libraries <= {"gloo", "shm"}
+
+    @property
+    def boundary_wire(self) -> Wire:
+        """What activations and their gradients travel as between stages: `comm.boundary_wire`."""
+        wire: Wire = self.config.get("comm", {}).get("boundary_wire", "float32")
+        return wire
 
     @property
     def wire(self) -> str:

@@ -48,9 +48,20 @@ def check_wire(config: Config, strategy: Strategy) -> list[str]:
     return []
 
 
-def float64_problem(wire: str) -> str:
+def check_boundary_wire(config: Config, strategy: Strategy) -> list[str]:
+    """Return what speaks against the form in which stages are to hand on what they compute."""
+    wire, key = config.comm.boundary_wire, "comm.boundary_wire"
+    if wire == "float32":
+        return []
+    if strategy.steps != "staged":
+        fix = "pipeline and hybrid have stages."
+        return [must_be(key, f"float32 where `strategy` is {strategy.name}", wire, fix)]
+    return [float64_problem(wire, key)] if config.trainer.precision == "float64" else []
+
+
+def float64_problem(wire: str, key: str = "comm.wire") -> str:
     """Say that a run in float64 exchanges its numbers as they are."""
-    return must_be("comm.wire", "float32 (numbers as they are) where training is in float64", wire)
+    return must_be(key, "float32 (numbers as they are) where training is in float64", wire)
 
 
 def check_variables(config: Config) -> list[str]:

@@ -22,7 +22,7 @@ from hetexp.core.route import Route
 from hetexp.core.split import apportion
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.selection import threads_for
-from hetexp.plan.exchange_checks import check_collective, check_variables, check_wire
+from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
 from hetexp.plan.fallback import with_hint
 from hetexp.plan.routes import routed, sums_large
 from hetexp.strategy.base import Strategy
@@ -64,6 +64,7 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
             problems += [with_hint(one, strategy, config) for one in strategy.check(config, devices)]
             problems += _check_compile(config, strategy, devices)
             problems += check_wire(config, strategy)
+            problems += check_boundary_wire(config, strategy)
             problems += _check_exchange(config, strategy)
         except ConfigError as error:
             problems += error.problems

@@ -6,6 +6,7 @@ them, every other by its shares.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +18,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer, Stage
-from hetexp.hardware.links import HOST_EXCHANGE, build_links, links_of
+from hetexp.hardware.links import HOST_EXCHANGE, build_links, links_of, wire_of
 from hetexp.hardware.memory_rules import rules_for
 from hetexp.plan.groups import Exchange, Grouping, choose_groups
 from hetexp.plan.known import MEASURED, Known
@@ -109,7 +110,7 @@ def arrange(
     shares = None if by_curve else policy.shares(plan.devices, plan.precisions)
     limits = [_room(device) if check_memory else None for device in plan.devices]
     pipeline = Pipeline(
-        layers,
+        _as_sent(plan, layers),
         _devices(plan, rated if by_curve else None, shares, limits),
         strategy.schedule.name,
         strategy.num_microbatches,
@@ -145,6 +146,14 @@ def arrange(
     arrangement = _as_ranks(plan, pipeline, judged, rated is not None)
     told = [*_told(plan, strategy, pipeline, judged), *_why(plan, policy, pipeline, judged, rated, by_curve)]
     return replace(arrangement, reasons=tuple(told))
+
+
+def _as_sent(plan: Plan, layers: Sequence[Layer]) -> Sequence[Layer]:
+    """Return the layers with the bytes that their outputs take on the way to another stage."""
+    ratio = wire_of(plan, plan.boundary_wire)
+    if ratio == 1.0:
+        return layers
+    return [replace(layer, output_bytes=math.ceil(layer.output_bytes * ratio)) for layer in layers]
 
 
 def _choose(

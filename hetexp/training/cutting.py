@@ -11,6 +11,7 @@ from torch import nn
 
 from hetexp.checkpoint.model_state import pack_model
 from hetexp.comm.boundary import Layout
+from hetexp.comm.codec import codec_of
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Stage
 from hetexp.model.cut import Piece, Whole, keep_only, whole_of
@@ -63,6 +64,7 @@ def cut_model(plan: Plan, rank: int, model: nn.Module, inputs: Any) -> Cut:
     _, left_out = pack_model(model)
     saved_as = {name: left_out.get(name, name) for name in model.state_dict()}
     num_samples = len(next(iter(_tensors(payloads[0]))))
+    codec = codec_of(plan.boundary_wire)
     ranges = [(stage.first_layer, stage.end_layer) for stage in stages]
     pieces = tuple(Piece(model, whole.pieces, *one) for one in ranges)
     keep_only(model, whole, ranges)
@@ -73,7 +75,7 @@ def cut_model(plan: Plan, rank: int, model: nn.Module, inputs: Any) -> Cut:
         group=tuple(r for r, own in enumerate(plan.stages) if own[0].replica == replica),
         num_stages=len(of_replica),
         layouts={
-            start: Layout.of(payload, num_samples, whole.pieces.layer_names[start - 1])
+            start: Layout.of(payload, num_samples, whole.pieces.layer_names[start - 1], codec)
             for start, payload in payloads.items()
             if start
         },

@@ -28,6 +28,7 @@ def stage_fields(parts: Parts) -> dict[str, Any]:
         "busy_s": statistics.median(times.busy_seconds) if times.busy_seconds else None,
         "step_s": statistics.median(times.step_seconds) if times.step_seconds else None,
         "microbatches": staging.num_microbatches,
+        "sent": staging.sent_bytes(),
     }
 
 
@@ -52,6 +53,8 @@ def pipeline_fields(parts: Parts, ranks: Sequence[dict[str, Any]]) -> list[dict[
                 "samples": samples,
                 "microbatches": ranks[own[0]]["microbatches"],
                 "step_s": step,
+                "boundary_wire": parts.plan.boundary_wire,
+                "boundary_bytes": sum(ranks[rank]["sent"] for rank in own),
                 "bubble": 1.0 - sum(busy) / len(own) / step if step else None,
                 "stages": sorted(stages, key=lambda stage: stage["index"]),
             }

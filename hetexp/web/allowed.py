@@ -128,6 +128,12 @@ _PARTS = (
     Allowed("data.num_test_samples", "int", "of the evaluation data (data=synthetic)", 0, 1_000_000),
     Allowed("data.sequence_length", "int", "characters of a sample (data=text)", 1, 8192),
     Allowed("comm.wire", "choice", "what gradients travel as", choices=("float32", "bfloat16", "int8")),
+    Allowed(
+        "comm.boundary_wire",
+        "choice",
+        "what stages hand on as (strategy=pipeline, hybrid)",
+        choices=("float32", "bfloat16", "int8"),
+    ),
     Allowed("hardware.time_scale", "float", "emulated seconds take so many", 1e-3, 1e6, nullable=True),
     Allowed("hardware.efficiency", "float", "what emulated cards reach", 1e-6, 1, nullable=True),
     Allowed("hardware.overhead_seconds", "float", "of a pass on emulated cards", 1e-9, 10, nullable=True),

@@ -99,6 +99,26 @@ def test_coded_gradients_of_two_pipelines(train: Train) -> None:
     assert saved == pytest.approx(first * (4 - 260 / 256), rel=0.01)
 
 
+def test_coded_boundaries(train: Train) -> None:
+    """Bfloat16 and int8 are near, with as many bytes fewer as they say; without them steps are exact."""
+    short = (*COMMON, *GPT, "trainer.precision=float32", "trainer.checkpoint_every=0")
+    cut = (devices(2), "strategy=pipeline", "strategy.shard_plan=[[0,2],[2,5]]")
+    usual = train(*short, *cut)
+    (plain,) = usual.summary["pipeline"]
+    for wire, part, near in (("bfloat16", 0.5, 3e-3), ("int8", 260 / 1024, 1e-2)):
+        run = train(*short, *cut, f"comm.boundary_wire={wire}")
+        assert run.losses != usual.losses
+        assert run.losses == pytest.approx(usual.losses, rel=near)
+        expected = usual.summary["final"]["eval"]["loss"]
+        assert run.summary["final"]["eval"]["loss"] == pytest.approx(expected, rel=near)
+        (found,) = run.summary["pipeline"]
+        assert found["boundary_wire"] == wire
+        # A second, small tensor fills a block of its own in int8.
+        assert part <= found["boundary_bytes"] / plain["boundary_bytes"] < 1.3 * part
+        fewer = usual.summary["comm"]["bytes_per_step"] - run.summary["comm"]["bytes_per_step"]
+        assert fewer == (plain["boundary_bytes"] - found["boundary_bytes"]) / 2  # a rank's own
+
+
 def test_checkpoints_are_those_of_any_strategy(train: Train) -> None:
     common = (*COMMON, *GPT, "trainer.checkpoint_every=4")
     pipeline = (devices(2), "strategy=pipeline", "strategy.shard_plan=[[0,4],[4,5]]")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetexp.comm.boundary import Layout, nothing, number_of, pack, unpack
+from hetexp.comm.codec import BLOCK, codec_of
+from hetexp.core.cost import Wire
 from hetexp.core.errors import ConfigError
 
 HOST = torch.device("cpu")
@@ -54,6 +58,52 @@ def test_a_payload_comes_out_as_it_went_in(
         kept = before.to(dtype) if before.is_floating_point() else before
         assert torch.equal(after, kept)
         assert after.dtype == kept.dtype
+
+
+@pytest.mark.parametrize(("wire", "kept"), [("bfloat16", 2.0), ("int8", 260 / 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_codes_lose_no_more_than_they_may(wire: Wire, kept: float, dtype: torch.dtype) -> None:
+    """Half a step of a code, there and back, whatever the sizes of numbers and blocks; integers are exact."""
+    hidden = (torch.randn(5, 7, 23) * 10 ** torch.linspace(-4, 3, 23)).to(dtype).requires_grad_()
+    tokens = torch.randint(0, 2**31, (5, 3))
+    layout = Layout.of((hidden, tokens), 5, "a layer", codec_of(wire))
+    capacity = layout.capacity(6, torch.float32)
+    assert capacity < 0.6 * Layout.of((hidden, tokens), 5, "a layer").capacity(6, torch.float32)
+    assert layout.num_bytes(torch.float32) == pytest.approx(7 * 23 * kept + 24, abs=2)
+    packed = pack((hidden, tokens), 3, layout, capacity, torch.float32, ANCHOR)
+    assert number_of(packed) == 3
+    received = packed.detach().clone().requires_grad_()
+    came, ids = unpack(received, layout, 5, HOST)
+    assert torch.equal(ids, tokens)
+    assert torch.all((came - hidden.float()).abs() <= most_lost(hidden, wire))
+    gradient = torch.randn(came.shape)
+    came.backward(gradient)
+    assert received.grad is not None
+    packed.backward(received.grad)
+    assert hidden.grad is not None and hidden.grad.dtype == dtype
+    rounding = gradient.abs() * torch.finfo(dtype).eps
+    assert torch.all((hidden.grad.float() - gradient).abs() <= most_lost(gradient, wire) + rounding)
+
+
+def most_lost(numbers: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """Return half the distance between two codes at each number."""
+    flat = numbers.detach().float().flatten()
+    if wire == "bfloat16":
+        return (flat.abs() * 2.0**-8).view(numbers.shape)
+    blocks = math.ceil(len(flat) / BLOCK)
+    padded = torch.zeros(blocks * BLOCK)
+    padded[: len(flat)] = flat
+    largest = padded.view(blocks, BLOCK).abs().amax(dim=1, keepdim=True).expand(-1, BLOCK)
+    return (largest.flatten()[: len(flat)] / 254 * (1 + 1e-5)).view(numbers.shape)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_codes_of_nothing_and_of_what_is_not_finite(wire: Wire) -> None:
+    layout = Layout.of(torch.zeros(2, 3), 2, "a layer", codec_of(wire))
+    received = torch.zeros(layout.capacity(2, torch.float32), requires_grad=True)
+    assert not unpack(received, layout, 2, HOST).detach().any()
+    packed = pack(torch.full((2, 3), torch.inf), 0, layout, len(received), torch.float32, ANCHOR)
+    assert not unpack(packed.detach(), layout, 2, HOST).isfinite().any()
 
 
 def test_gradients_go_back_the_same_way() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hetexp.comm import exchange as module
-from hetexp.comm.codec import BLOCK, Wire, codec_of
+from hetexp.comm.codec import BLOCK, codec_of
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.fake import FakeExchange, FakeGroup
+from hetexp.core.cost import Wire
 
 SHAPE = (20, 50)
 

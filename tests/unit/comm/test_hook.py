@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.codec import Wire
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import Feedback, GradientHook
+from hetexp.core.cost import Wire
 from hetexp.core.errors import PeerLostError
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hetexp.comm import codec, exchange
-from hetexp.comm.codec import BLOCK, Wire
+from hetexp.comm.codec import BLOCK
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.fake import FakeExchange, FakeGroup
 from hetexp.comm.summation import Summation
-from hetexp.core.cost import Channel, Links
+from hetexp.core.cost import Channel, Links, Wire
 
 LENGTH = 1000
 

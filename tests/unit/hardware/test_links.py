@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from support import plan_on
 
-from hetexp.comm.codec import Wire, codec_of
-from hetexp.core.cost import Channel
+from hetexp.comm.codec import codec_of
+from hetexp.core.cost import Channel, Wire
 from hetexp.core.device import DeviceSpec
 from hetexp.hardware.catalogue import card, links
 from hetexp.hardware.cpu import CpuBackend

@@ -10,7 +10,7 @@ from support import unbuilt_config
 from hetexp.core.config import Config, read_config
 from hetexp.core.errors import ConfigError
 from hetexp.hardware.cpu import CpuBackend
-from hetexp.plan.exchange_checks import check_collective, check_variables, check_wire
+from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.hybrid import Hybrid
@@ -81,3 +81,19 @@ def test_native_where_there_is_no_library() -> None:
     assert problem.startswith("`comm.backend` must be auto, shm or gloo for these devices (cpu:0")
     for backend in ("auto", "shm", "gloo"):
         assert check_collective(config(backend=backend), devices) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "told"),
+    [
+        (Pipeline(), "float32", None),
+        (Hybrid(), "auto", None),
+        (DDP(), "float32", "`comm.boundary_wire` must be float32 where `strategy` is ddp, but is 'int8'"),
+        (Pipeline(), "float64", "`comm.boundary_wire` must be float32 (numbers as they are) where training"),
+    ],
+)
+def test_what_stages_hand_on(strategy: Strategy, precision: str, told: str | None) -> None:
+    problems = check_boundary_wire(config(precision, boundary_wire="int8"), strategy)
+    assert len(problems) == (told is not None)
+    assert told is None or problems[0].startswith(told)
+    assert check_boundary_wire(config(precision), strategy) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -200,3 +200,16 @@ def test_several_stages_a_rank() -> None:
     found = arrange(plan, strategy, Profiled(), layers(8), known(plan, 0.01, 0.01))
     assert [[stage.index for stage in own] for own in found.stages] == [[0, 3], [1, 2]]
     assert found.stages[0][0] == Stage(0, 0, 0, found.stages[1][0].first_layer)
+
+
+def test_fewer_bytes_between_stages_are_predicted() -> None:
+    """A slow way between hosts: what is coded passes it sooner, and its cut may be another one."""
+    spent = []
+    for wire in ("float32", "bfloat16", "int8"):
+        plan = plan_of([None, None])
+        plan = replace(plan, config={**plan.config, "comm": {"boundary_wire": wire}})
+        sends = tuple(replace(layer, output_bytes=2**20) for layer in layers(4))
+        found = arrange(plan, pipeline(2), Profiled(), sends, known(plan, 1e-6, 1e-6))
+        assert found.step_seconds is not None
+        spent.append(found.step_seconds)
+    assert spent[0] > 1.8 * spent[1] > 3.0 * spent[2]

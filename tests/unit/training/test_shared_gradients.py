@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from hetexp.comm.codec import Wire
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.fake import FakeCommunicator, FakeExchange, FakeGroup
 from hetexp.core.config import CommConfig
+from hetexp.core.cost import Wire
 from hetexp.training import shared_gradients as module
 from hetexp.training.shared_gradients import SharedGradients
 from hetexp.training.state import Parts
