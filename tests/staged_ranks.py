@@ -86,7 +86,7 @@ def _steps(parts: Parts, steps: int) -> list[dict[str, torch.Tensor]]:
     for number, batch in enumerate(parts.batches(Progress().position, steps)):
         train_step(parts, number, batch, normalizer, meter)
         tied_are_equal(parts)
-        packed = gather(parts)
+        packed = gather(parts, number + 1)
         if packed is not None:
             found.append({name: tensor.clone() for name, tensor in packed.model[0].items()})
     one_bad_gradient_stops_all(parts, batch, normalizer)

@@ -17,6 +17,7 @@ from hetexp.checkpoint.manifest import (
     step_of,
 )
 from hetexp.checkpoint.rotation import best_of
+from hetexp.checkpoint.stage_parts import unfinished
 from hetexp.core.errors import CheckpointError, ConfigError, must_be
 
 LAST = "last"
@@ -101,4 +102,5 @@ def _of_step(parent: Path, which: str) -> list[Path]:
     if found:
         return found
     steps = ", ".join(str(step_of(folder)) for folder in reversed(there)) or "none"
-    raise CheckpointError(must_be("resume", f"the step of a checkpoint in {parent} ({steps})", which))
+    why = unfinished(parent, step)
+    raise CheckpointError(must_be("resume", f"the step of a checkpoint in {parent} ({steps})", which, why))

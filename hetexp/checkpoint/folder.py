@@ -38,6 +38,8 @@ __all__ = ["TrainingState", "find_checkpoint", "load_checkpoint", "save_checkpoi
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+STAGES = "stages"
+"""Key of what a state tells of the stages whose parts it is of."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> Path:
     """
     written: dict[str, Written] = {}
     snapshot.arrived()
-    with write_folder(parent, snapshot.step, written, snapshot.evaluation) as folder:
+    stages = snapshot.described.get("extra", {}).get(STAGES)
+    with write_folder(parent, snapshot.step, written, snapshot.evaluation, stages) as folder:
         # Side by side: one file's checksum takes as long as the disk does, and cannot be shared out.
         with Beside(lambda: write_tensors(folder / MODEL, snapshot.model, snapshot.left_out)) as model:
             written[OPTIMIZER] = write_tensors(folder / OPTIMIZER, snapshot.optimizer, {})

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hetexp.checkpoint.stage_parts import lacking, note_path
 from hetexp.checkpoint.tensor_file import Written
 from hetexp.core.errors import CheckpointError, ConfigError, must_be
 from hetexp.core.files import fsync_dir, lock_folder, write_json
@@ -46,6 +47,7 @@ def write_folder(
     step: int,
     written: Mapping[str, Written] | None = None,
     evaluation: Mapping[str, float] | None = None,
+    stages: Mapping[str, Any] | None = None,
 ) -> Iterator[Path]:
     """Give a hidden folder to write files into; it gets its manifest and its name when the block ends.
 
@@ -55,6 +57,7 @@ def write_folder(
     Args:
         written: what is known of files when the block ends, by name; others are read again.
         evaluation: of the weights that are saved, where they were evaluated.
+        stages: of a model in stages, whose parts it is of (`hetexp.checkpoint.stage_parts`).
 
     Raises:
         CheckpointError: the folder cannot be written (no space, no permission).
@@ -68,8 +71,9 @@ def write_folder(
             temporary.mkdir()
             held.enter_context(lock_folder(temporary))
             yield temporary
-            _seal(temporary, step, written or {}, evaluation)
+            _seal(temporary, step, written or {}, evaluation, stages)
             _replace(temporary, final)
+            note_path(parent, step).unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(
                 f"The checkpoint '{final}' could not be written: {error}. The ones before it are as they "
@@ -218,7 +222,11 @@ def damage(folder: Path) -> str | None:
 
 
 def _seal(
-    folder: Path, step: int, written: Mapping[str, Written], evaluation: Mapping[str, float] | None
+    folder: Path,
+    step: int,
+    written: Mapping[str, Written],
+    evaluation: Mapping[str, float] | None,
+    stages: Mapping[str, Any] | None,
 ) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
@@ -227,7 +235,8 @@ def _seal(
             _fsync_file(path)
             known = Written(path.stat().st_size, _sha256(path))
         files[path.name] = {"bytes": known.num_bytes, "sha256": known.sha256}
-    about = {"evaluation": dict(evaluation)} if evaluation else {}
+    about: dict[str, Any] = {"evaluation": dict(evaluation)} if evaluation else {}
+    about |= {"stages": dict(stages)} if stages else {}
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, **about, "files": files})
 
 
@@ -309,8 +318,12 @@ def incompleteness(folder: Path) -> str | None:
         return f"has no {MANIFEST}: its save did not end"
     try:
         manifest = _read_manifest(folder)
+        stages = manifest.get("stages")
+        lacks = lacking(stages, manifest["step"]) if stages is not None else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"has a {MANIFEST} that cannot be read ({error!r})"
+    if lacks is not None:
+        return lacks
     for name, entry in manifest["files"].items():
         path = folder / name
         if not path.is_file():

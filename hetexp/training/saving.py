@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetexp.checkpoint.folder import Snapshot, SnapshotMemory, TrainingState, packed_whole
+from hetexp.checkpoint.folder import STAGES, Snapshot, SnapshotMemory, TrainingState, packed_whole
 from hetexp.checkpoint.manifest import folder_name
 from hetexp.checkpoint.rotation import Rotation
 from hetexp.core.errors import CheckpointError
@@ -55,9 +55,11 @@ def save(
         return _save_apart(parts, progress, files, evaluation, wait)
     path = None
     files |= rank_files(parts)
-    gathered = gather(parts) if parts.staging is not None else None
+    gathered = gather(parts, progress.step) if parts.staging is not None else None
     if parts.rank == 0:
         state = _state(parts, progress)
+        if gathered is not None:
+            state.extra[STAGES] = gathered.stages
         with parts.communicator.working():
             path = _write(parts, parts.checkpoints, Content(state, files, evaluation, gathered), wait)
     parts.communicator.meet()

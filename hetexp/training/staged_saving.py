@@ -5,6 +5,7 @@ Each tensor comes from the lowest of the ranks that hold it, through the host, o
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from hetexp.checkpoint.folder import TrainingState, load_optimizer, load_state
 from hetexp.checkpoint.optimizer_state import join_optimizers, pack_optimizer, part_of_optimizer, tensor_names
+from hetexp.checkpoint.stage_parts import StagePart, lacking, note_unfinished, to_record
 from hetexp.comm.communicator import peer_lost
-from hetexp.core.errors import CheckpointError
+from hetexp.core.errors import CheckpointError, PeerLostError
 from hetexp.training.shared_gradients import parameters_by_name
 from hetexp.training.state import Parts
 
@@ -29,31 +31,72 @@ class Packed:
 
     model: tuple[dict[str, Tensor], dict[str, str]]
     optimizer: tuple[dict[str, Tensor], dict[str, Any]]
+    stages: dict[str, Any]
+    """Whose parts they are (`hetexp.checkpoint.stage_parts`)."""
 
 
-def gather(parts: Parts) -> Packed | None:
+def gather(parts: Parts, step: int) -> Packed | None:
     """Return the whole model and its optimizer on rank 0, `None` elsewhere; all ranks call it.
 
+    A rank that is lost before its part has come is noted beside the checkpoints.
+
+    Args:
+        step: that this rank has done; all must have done the same.
+
     Raises:
-        CheckpointError: something holds a value that cannot be stored.
+        CheckpointError: something holds a value that cannot be stored, or a stage's part is none of this
+            step.
         PeerLostError: a rank is gone.
     """
     assert parts.staging is not None
     own_model, own_optimizer, packed = pack_part(parts)
     if parts.rank != 0:
-        _send(parts, own_model, own_optimizer, packed)
+        _send(parts, step, own_model, own_optimizer, packed)
         return None
     model, optimizer, described = dict(own_model), dict(own_optimizer), [packed]
+    stages = _parts_of(parts, 0, step, len(own_model) + len(own_optimizer))
     for rank in range(1, parts.plan.world_size):
-        tensors, states, told = _receive(parts, rank)
+        try:
+            of_step, tensors, states, told = _receive(parts, rank)
+        except PeerLostError:
+            with contextlib.suppress(OSError):  # the disk may be full, too
+                note_unfinished(parts.checkpoints, step, _parts_of(parts, rank, step, 0))
+            raise
+        stages += _parts_of(parts, rank, of_step, len(tensors) + len(states))
         model |= tensors
         optimizer |= states
         described.append(told)
     whole = parts.staging.cut.whole
+    record = to_record(stages, len(whole.pieces.layer_names))
+    if lacks := lacking(record, step):
+        raise CheckpointError(f"The checkpoint of step {step} cannot be written: it {lacks}.")
+    if missing := sorted(set(parts.staging.cut.saved_as.values()) - model.keys()):
+        holder = parts.staging.cut.holders.get(missing[0], (0,))[0]
+        (first, *_) = _parts_of(parts, holder, step, 0)
+        raise CheckpointError(f"The part of {first} must have '{missing[0]}', which did not come.")
     # A rank whose layers have nothing to train has groups without parameters.
     trained = [part for part in described if any(group["params"] for group in part["param_groups"])]
     joined = join_optimizers(trained, list(dict.fromkeys(whole.parameters.values())))
-    return Packed((dict(sorted(model.items())), parts.staging.cut.saved_names()), (optimizer, joined))
+    saved = dict(sorted(model.items())), parts.staging.cut.saved_names()
+    return Packed(saved, (optimizer, joined), record)
+
+
+def _parts_of(parts: Parts, rank: int, step: int, num_tensors: int) -> list[StagePart]:
+    """Return what is told of a rank's stages."""
+    device = parts.plan.devices[rank]
+    return [
+        StagePart(
+            pipeline=stage.replica,
+            stage=stage.index,
+            layers=(stage.first_layer, stage.end_layer),
+            rank=rank,
+            device=device.id,
+            step=step,
+            num_tensors=num_tensors,
+            host=str(device.host or ""),
+        )
+        for stage in parts.plan.stages[rank]
+    ]
 
 
 def pack_part(parts: Parts) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
@@ -99,10 +142,14 @@ def load_part(parts: Parts, folder: Path) -> TrainingState:
 
 
 def _send(
-    parts: Parts, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], packed: Mapping[str, Any]
+    parts: Parts,
+    step: int,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    packed: Mapping[str, Any],
 ) -> None:
     assert parts.staging is not None
-    header = {"model": _described(model), "optimizer": _described(optimizer), "packed": packed}
+    header = {"step": step, "model": _described(model), "optimizer": _described(optimizer), "packed": packed}
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
     group = parts.staging.everyone
     try:
@@ -115,7 +162,7 @@ def _send(
         raise peer_lost(error) from error
 
 
-def _receive(parts: Parts, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def _receive(parts: Parts, rank: int) -> tuple[int, dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     assert parts.staging is not None
     group = parts.staging.everyone
     try:
@@ -134,7 +181,7 @@ def _receive(parts: Parts, rank: int) -> tuple[dict[str, Tensor], dict[str, Tens
                 found[-1][name] = tensor
     except RuntimeError as error:
         raise peer_lost(error) from error
-    return found[0], found[1], header["packed"]
+    return header["step"], found[0], found[1], header["packed"]
 
 
 def _described(tensors: Mapping[str, Tensor]) -> list[tuple[str, list[int], str]]:

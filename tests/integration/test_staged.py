@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support import Run, Train, difference, worst
 
-from hetexp.core.errors import RunFailedError
+from hetexp.core.errors import ConfigError, RunFailedError
 
 STEPS = 20
 COMMON = (
@@ -190,3 +191,66 @@ def test_emulated_stages_are_paced_and_told_of(train: Train) -> None:
             assert stage[f"{phase}_s"] >= 0.9 * device["phases"][phase]["modelled"]
     shares = [device["share"] for device in run.summary["devices"]]  # of the work: the head is with the last
     assert shares == pytest.approx([0.75, 0.25], abs=0.05)
+
+
+def test_a_stage_dies_while_its_part_is_gathered(train: Train, tmp_path: Path) -> None:
+    """The save does not count; the stage comes back, and all go on from the last step that every stage had
+    saved, as if nothing had been."""
+    common = (
+        *COMMON[:3],
+        "trainer.max_steps=12",
+        *COMMON[4:8],
+        "trainer.checkpoint_every=4",
+        "trainer.keep_last=0",
+        "model=custom",
+        "model._target_=leaving_stage.Net",
+        devices(2),
+        "strategy=pipeline",
+        "strategy.shard_plan=[[0,3],[3,4]]",
+    )
+    usual = train(*common)
+    hurt = train(
+        *common,
+        "+model.dies=1",
+        "+model.save=2",
+        f"+model.once={tmp_path}/died",
+        "fault.survive=true",
+        "fault.respawn_seconds=0.1",
+        folder=tmp_path / "hurt",
+    )
+    assert (tmp_path / "died").exists()
+    (failure,) = hurt.summary["failures"]
+    assert (failure["device"], failure["kind"]) == ("cpu:1", "SIGKILL")
+    assert "start again from step 4." in hurt.screen
+    assert [row["step"] for row in hurt.metrics if "train/loss" in row] == list(range(1, 13))
+    assert hurt.losses == usual.losses
+    assert difference(hurt.parameters(), usual.parameters()) == 0.0
+    for step in (4, 8, 12):
+        folder = hurt.folder / "checkpoints" / f"step_{step:08d}"
+        record = json.loads((folder / "manifest.json").read_text())["stages"]
+        assert record["layers"] == 4
+        found = [(one["stage"], one["layers"], one["device"], one["step"]) for one in record["parts"]]
+        assert found == [(0, [0, 3], "cpu:0", step), (1, [3, 4], "cpu:1", step)]
+
+
+def test_a_step_that_a_stage_did_not_give_is_refused(train: Train, tmp_path: Path) -> None:
+    common = (
+        *COMMON[:3],
+        "trainer.max_steps=8",
+        *COMMON[4:8],
+        "trainer.checkpoint_every=4",
+        "model=custom",
+        "model._target_=leaving_stage.Net",
+        devices(2),
+        "strategy=pipeline",
+        "strategy.shard_plan=[[0,3],[3,4]]",
+    )
+    dies = ("+model.dies=1", "+model.save=2", f"+model.once={tmp_path}/died")
+    with pytest.raises(RunFailedError):
+        train(*common, *dies, folder=tmp_path / "hurt")
+    with pytest.raises(ConfigError) as refused:
+        train(*common, f"resume={tmp_path}/hurt/step:8")
+    told = "The save of step 8 did not end: stage 1 of pipeline 0 (cpu:1, layer 3) was lost before its part"
+    assert "(4), but is 'step:8' instead." in str(refused.value)
+    assert told in str(refused.value)
+    assert train(*common, f"resume={tmp_path}/hurt").metrics[0]["step"] == 5
