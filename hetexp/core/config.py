@@ -181,7 +181,7 @@ class TrainerConfig(Section):
     """What becomes of a step whose gradient is not finite, where no smaller loss scale would help: `stop` the
     run before its weights are harmed, `skip` the step on all ranks, `continue` without looking."""
     loss: str = "cross_entropy"
-    """`cross_entropy`, `mse`, or the dotted path of a loss class (see `hetexp.training.loss`)."""
+    """`cross_entropy`, `mse`, `reconstruction`, or a class's dotted path (see `hetexp.training.loss`)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate over the optimizer steps of the whole run, after `warmup_steps`."""
     warmup_steps: NonNegativeInt = 0
@@ -538,9 +538,11 @@ def _clashes(config: Config) -> list[str]:
         problems.append(
             must_be("trainer.eval_every", "above 0 where `trainer.early_stopping.patience` is set", 0)
         )
-    if trainer.early_stopping.metric == "accuracy" and trainer.loss == "mse":
+    if trainer.early_stopping.metric == "accuracy" and trainer.loss in ("mse", "reconstruction"):
         problems.append(
-            must_be("trainer.early_stopping.metric", "loss where `trainer.loss` is mse", "accuracy")
+            must_be(
+                "trainer.early_stopping.metric", f"loss where `trainer.loss` is {trainer.loss}", "accuracy"
+            )
         )
     return problems + _fault_clashes(config.fault) + _hardware_clashes(config.hardware)
 

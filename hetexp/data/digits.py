@@ -66,3 +66,38 @@ class Digits:
         accepted = f"such that both parts of the {NUM_IMAGES} images hold all {NUM_CLASSES} classes"
         fix = f"It keeps {num_test} for evaluation."
         return [must_be("data.test_fraction", accepted, test_fraction, fix)]
+
+
+class DigitVectors:
+    """The same images as vectors to be reconstructed: a sample is (pixels, pixels), float32 [64].
+
+    All are multiplied by one number, so that the mean length is 8, the root of the width, as
+    `hetexp.data.activations` does.
+
+    Args:
+        test_fraction: part of the images that is kept for evaluation, the same of each class.
+        seed: decides which ones.
+
+    Raises:
+        ConfigError: a part would be too small to hold every class.
+    """
+
+    train: Dataset[Any]
+    evaluation: Dataset[Any] | None
+    facts: Mapping[str, Any]
+
+    def __init__(
+        self,
+        test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2,
+        seed: Annotated[int, Field(ge=0, lt=2**32)] = 0,
+    ) -> None:
+        from hetexp.data.in_memory import InMemory
+
+        images = Digits(test_fraction, seed)
+        pixels = [part.tensors[0].flatten(1) for part in (images.train, images.evaluation)]  # type: ignore[union-attr]
+        scale = math.sqrt(pixels[0].shape[1]) / float(pixels[0].double().norm(dim=1).mean())
+        train, test = (part * scale for part in pixels)
+        self.train, self.evaluation = InMemory(train, train), InMemory(test, test)
+        self.facts = {"input_size": train.shape[1], "mean": train.mean(0).tolist(), "scale": scale}
+
+    check = staticmethod(Digits.check)

@@ -23,6 +23,8 @@ class WithAuxiliary(NamedTuple):
     """What the model returns otherwise."""
     auxiliary: Tensor
     """[batch], a loss of each sample that depends on no other sample."""
+    tally: Tensor | None = None
+    """[batch, n], what the model counts of each sample (`hetexp.model.hooks`), integers or booleans."""
 
 
 def build_model(node: Mapping[str, Any], facts: Mapping[str, Any], recompute: bool = False) -> nn.Module:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from hetexp.model.hooks import StepHooks
+
 
 def _as_it_is(value: Any) -> Any:
     return value
@@ -38,6 +40,8 @@ def pieces_of(model: nn.Module) -> Pieces | None:
 
     `None` where the model says nothing: then nobody may cut it.
     """
+    if isinstance(model, StepHooks):  # what it does between steps it does as a whole
+        return None
     tell = getattr(model, "pieces", None)
     if callable(tell):
         pieces: Pieces = tell()

@@ -26,17 +26,19 @@ def evaluate(parts: Parts) -> dict[str, float]:
     """
     if parts.eval_data is None:
         return {}
-    loss_total, integers = _sums(parts, _batches(parts, parts.rank))
+    loss_total, integers, measured = _sums(parts, _batches(parts, parts.rank))
     parts.communicator.meet()  # a slow device may take longer than a collective would wait
     # A rank without samples never asked the loss, so "no rank said no" is what a maximum can tell.
     integers = parts.communicator.all_reduce(integers)
     loss_sum = parts.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))
-    return _result(float(loss_sum), integers)
+    if parts.hooks is not None and parts.hooks.measures:
+        measured = _added_up(parts, measured)
+    return _result(parts, float(loss_sum), integers, measured)
 
 
 def evaluate_alone(parts: Parts) -> dict[str, float]:
     """Run this rank's model over all evaluation data; no other rank takes part."""
-    return _result(*_sums(parts, _batches(parts, None))) if parts.eval_data is not None else {}
+    return _result(parts, *_sums(parts, _batches(parts, None))) if parts.eval_data is not None else {}
 
 
 def evaluate_apart(parts: Parts) -> list[dict[str, float]]:
@@ -49,19 +51,35 @@ def evaluate_apart(parts: Parts) -> list[dict[str, float]]:
         return []
     mine = evaluate_alone(parts)
     parts.communicator.meet()
-    told = torch.zeros((parts.communicator.world_size, 3), dtype=torch.float64)
-    row = [mine["loss"], mine["samples"], mine.get("accuracy", -1.0)]
+    own = parts.hooks.measures if parts.hooks is not None else ()
+    told = torch.zeros((parts.communicator.world_size, 3 + len(own)), dtype=torch.float64)
+    row = [mine["loss"], mine["samples"], mine.get("accuracy", -1.0), *(mine[name] for name in own)]
     told[parts.rank] = torch.tensor(row, dtype=torch.float64)
     everyone = parts.communicator.all_reduce(told).tolist()
     return [
-        {"loss": loss, "samples": samples} | ({"accuracy": accuracy} if accuracy >= 0 else {})
-        for loss, samples, accuracy in everyone
+        {"loss": loss, "samples": samples}
+        | ({"accuracy": accuracy} if accuracy >= 0 else {})
+        | dict(zip(own, values, strict=True))
+        for loss, samples, accuracy, *values in everyone
     ]
 
 
-def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor]:
-    """Return the sum of the loss; elements, right ones, samples, and 1 where nobody knows what is right."""
+def _added_up(parts: Parts, measured: torch.Tensor | None) -> torch.Tensor | None:
+    """Add up what the ranks have measured, of which some may have had no samples; all of them call it."""
+    length = torch.tensor([0 if measured is None else len(measured)])
+    length = parts.communicator.all_reduce(length, "max")
+    if measured is None:
+        measured = torch.zeros(int(length), dtype=torch.float64)
+    return parts.communicator.all_reduce(measured) if int(length) else None
+
+
+def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor, torch.Tensor | None]:
+    """Return the sum of the loss; elements, right ones, samples, and 1 where nobody knows what is right.
+
+    Then come the sums that the model itself measures, where it does and there are samples.
+    """
     loss_total, count, correct, samples = 0.0, 0, 0, 0
+    measured: torch.Tensor | None = None
     counts_correct = True
     parts.model.eval()
     with torch.inference_mode():
@@ -73,13 +91,17 @@ def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor]:
             on_device = parts.to_device(targets)
             with parts.autocast():
                 loss_total += float(parts.local_loss(output, on_device))
+            found = parts.hooks.measure(inputs, on_device, output) if parts.hooks is not None else None
+            if found is not None:
+                found = found.double().cpu()
+                measured = found if measured is None else measured + found
             count += parts.loss.count(targets)
             right = parts.loss.correct(output, on_device)
             counts_correct &= right is not None
             correct += right or 0
             samples += _rows(targets)
     parts.model.train()
-    return loss_total, torch.tensor([count, correct, samples, int(not counts_correct)])
+    return loss_total, torch.tensor([count, correct, samples, int(not counts_correct)]), measured
 
 
 def _output(parts: Parts, number: int, inputs: Any, num_samples: int) -> Any:
@@ -90,11 +112,15 @@ def _output(parts: Parts, number: int, inputs: Any, num_samples: int) -> Any:
         return call_model(parts.model, parts.to_device(inputs))
 
 
-def _result(loss_sum: float, integers: torch.Tensor) -> dict[str, float]:
+def _result(
+    parts: Parts, loss_sum: float, integers: torch.Tensor, measured: torch.Tensor | None
+) -> dict[str, float]:
     count, correct, samples, undefined = (int(value) for value in integers)
     result = {"loss": loss_sum / count if count else float("nan"), "samples": float(samples)}
     if not undefined and count:
         result["accuracy"] = correct / count
+    if measured is not None and parts.hooks is not None:
+        result |= parts.hooks.metrics(measured)
     return result
 
 

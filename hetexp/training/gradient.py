@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
+from hetexp.model.base import WithAuxiliary
+from hetexp.training.between import no_tally
 from hetexp.training.compiled import any_batch_size, tells_why_not
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
@@ -36,6 +38,8 @@ class Gradient:
     """Of these sums, each microbatch's own."""
     factor: float = 1.0
     """What they were multiplied by before backward."""
+    tally: torch.Tensor | None = None
+    """What the model has counted of the local samples, where it counts anything."""
     shortage: Shortage | None = None
     """Memory ran out on this rank: the gradient is NaN somewhere on all ranks, and must not count."""
 
@@ -51,6 +55,7 @@ class _Passes:
         self._parts, self._normalizer, self._meter = parts, normalizer, meter
         self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
         self.losses: list[torch.Tensor] = []
+        self.tally = no_tally(parts)
         self.wrapping = False
         """Whether the strategy's wrapper has begun a forward pass and not ended it."""
         self.exchanging = False
@@ -90,7 +95,11 @@ class _Passes:
     def _total(self, inputs: Any, targets: Any, last: bool) -> Any:
         """Return the sum of the loss; nobody holds the model's output, so that backward need not hold it."""
         output = self._forward(self._parts.to_device(inputs), last)
-        return output if inputs is None else self._parts.local_loss(output, targets)
+        if inputs is None:
+            return output
+        if self.tally is not None and isinstance(output, WithAuxiliary) and output.tally is not None:
+            self.tally += output.tally.sum(0, dtype=torch.int64).to(self.tally.device)
+        return self._parts.local_loss(output, targets)
 
     def _forward(self, inputs: Any, last: bool) -> Any:
         self.wrapping = True
@@ -138,7 +147,7 @@ def take_gradient(
             parts.backend.begin_step(step)
             passes.run([NO_SAMPLES] * (num_passes - len(microbatches)) + microbatches)
             factor, global_count = passes.factor()
-            return Gradient(passes.loss_sum, global_count, passes.losses, factor)
+            return Gradient(passes.loss_sum, global_count, passes.losses, factor, passes.tally)
         except RuntimeError as error:
             short = isinstance(error, _ShortInForwardError) or is_out_of_memory(error)
             if parts.guard is None or passes.wrapping or not short:
@@ -148,7 +157,7 @@ def take_gradient(
         log.warning("out of memory: %s", shortage.said)
         _end_with_nan(parts, passes, shortage.said)
     nan = torch.full_like(passes.loss_sum, math.nan)
-    return Gradient(nan, passes.factor()[1], shortage=shortage)
+    return Gradient(nan, passes.factor()[1], tally=passes.tally, shortage=shortage)
 
 
 def _nan_if_not_finite(total: torch.Tensor, factor: float) -> torch.Tensor:

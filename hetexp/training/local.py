@@ -13,6 +13,7 @@ from hetexp.comm.summation import Summation
 from hetexp.core.cost import Links
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
+from hetexp.training.between import conclude, no_tally, share
 from hetexp.training.found import ALONE, TOGETHER, WIDTH, Found
 from hetexp.training.measure import Meter
 from hetexp.training.outer import OuterStep
@@ -40,8 +41,18 @@ class Since:
     hopeless_loss: float = 0.0
     found: Found = field(default_factory=Found)
     """Which samples made that step so."""
+    samples: int = 0
+    """In local steps that were not left out."""
+    tally: torch.Tensor | None = None
+    """What the model has counted of them."""
     seconds: list[tuple[int, int, float]] = field(default_factory=list)
     """Step, samples of its global batch and own seconds, where shares follow the devices' speeds."""
+
+    def counted(self, tally: torch.Tensor | None, num_samples: int) -> None:
+        """Take in what the model has counted in a local step."""
+        self.samples += num_samples
+        if tally is not None:
+            self.tally = tally if self.tally is None else self.tally + tally
 
 
 class LocalTraining:
@@ -127,6 +138,7 @@ class LocalTraining:
         if total:
             outer.step(mine.count / total)
             self._settle_moments(parts, outer, mine.count / total)
+            self._conclude(parts, outer, step, mine)
         meter.waited(start, parts.backend.mark())
         parts.backend.resume()
         self._rebalance(parts, step, mine, told[:, _FIXED:])
@@ -163,6 +175,18 @@ class LocalTraining:
             outer.average_moments(parts.optimizer, weight)
         elif self.settings.inner_state == "reset":
             parts.optimizer.state.clear()
+
+    def _conclude(self, parts: Parts, outer: OuterStep, step: int, mine: Since) -> None:
+        """Let the model do what it does after a merge; where that leads is what all ranks hold."""
+        if parts.hooks is None:
+            return
+        assert self.settings is not None
+        before = max(step, 0) // self.settings.sync_every * self.settings.sync_every
+        conclude(parts, None)  # candidates are judged by the merged weights as they will be
+        tally = mine.tally if mine.tally is not None else no_tally(parts)
+        samples = int(parts.communicator.all_reduce(torch.tensor([mine.samples])))
+        conclude(parts, share(parts, step, tally, samples, before))
+        outer.hold()
 
     def _rebalance(self, parts: Parts, step: int, mine: Since, seconds: torch.Tensor) -> None:
         """Judge the steps since the last sync one by one, until one of them asks for another split."""

@@ -10,6 +10,7 @@ import torch
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.data.loader import LocalBatch, chop, cut
 from hetexp.optimizer.build import restart_schedule
+from hetexp.training.between import conclude, project, share
 from hetexp.training.gradient import take_gradient
 from hetexp.training.local import FIX, LocalTraining, explain
 from hetexp.training.measure import Meter
@@ -118,9 +119,16 @@ def _own_step(
     if look and not mendable and since is not None and not since.hopeless_step:
         of_loss = not math.isfinite(float(gradient.loss_sum))
         since.found = search(parts, suspects, gradient.factor, of_loss)
+    project(parts)
     grad_norm = clip(parts, gradients, finite)
     if finite:
         update(parts, step, samples)
+        num_samples = sum(sizes_of(samples))
+        if since is not None and parts.local is not None and parts.local.settings is not None:
+            since.counted(gradient.tally, num_samples)
+            conclude(parts, None)
+        else:
+            conclude(parts, share(parts, step, gradient.tally, num_samples))
     rate = float(parts.optimizer.param_groups[0]["lr"])
     return StepResult(
         gradient.loss_sum, gradient.global_count, grad_norm, rate, not finite, not finite and not mendable

@@ -60,6 +60,11 @@ class CrossEntropy(Loss):
         return (targets != IGNORED).reshape(len(targets), -1).sum(dim=1)
 
     def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if targets.is_floating_point():
+            fix = "Write trainer.loss=reconstruction, mse or a loss of your own."
+            raise ConfigError(
+                f"`trainer.loss` cross_entropy needs classes, but the targets are numbers. {fix}"
+            )
         rows, wanted = output.flatten(0, -2), targets.flatten()
         if rows.dtype in HALF and rows.numel() > many_logits.CHUNK:
             total: torch.Tensor = ManyLogits.apply(rows, wanted, IGNORED)  # type: ignore[no-untyped-call]
@@ -86,6 +91,27 @@ class MeanSquaredError(Loss):
             shapes = f"{list(output.shape)} and {list(targets.shape)}"
             raise ConfigError(
                 f"`trainer.loss` mse needs outputs and targets of one shape, but they are {shapes}."
+            )
+        return functional.mse_loss(output, targets, reduction="sum")
+
+
+class Reconstruction(Loss):
+    """Vectors [batch, …] that are to come out as they went in: the squared error, summed over each sample's
+    elements; the mean is taken over samples, as the loss of sparse autoencoders is written.
+    """
+
+    def count(self, targets: torch.Tensor) -> int:
+        return len(targets)
+
+    def counts(self, targets: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(targets), dtype=torch.int64)
+
+    def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if output.shape != targets.shape:
+            shapes = f"{list(output.shape)} and {list(targets.shape)}"
+            raise ConfigError(
+                "`trainer.loss` reconstruction needs outputs and targets of one shape, but they are "
+                f"{shapes}."
             )
         return functional.mse_loss(output, targets, reduction="sum")
 
@@ -120,7 +146,11 @@ def _sample(value: Any, index: int) -> Any:
     return type(value)(_sample(item, index) for item in value)
 
 
-_SHIPPED = {"cross_entropy": CrossEntropy, "mse": MeanSquaredError}
+_SHIPPED: dict[str, type[Loss]] = {
+    "cross_entropy": CrossEntropy,
+    "mse": MeanSquaredError,
+    "reconstruction": Reconstruction,
+}
 
 
 def build_loss(name: str) -> Loss:

@@ -32,6 +32,7 @@ from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError
 from hetexp.data.loader import chop, cut
 from hetexp.strategy.independent import Independent
+from hetexp.training.between import conclude
 from hetexp.training.evaluate import evaluate_alone
 from hetexp.training.saving import rank_folder
 from hetexp.training.state import Parts, Progress
@@ -166,6 +167,9 @@ class _Judge:
             self.evaluates = False  # stacked adapters fit no model of the parents' kind
             return merged
         self._parts.model.load_state_dict(match_model(merged, self._parts.model), strict=True)
+        if self._parts.hooks is not None and len(chosen) > 1:
+            conclude(self._parts, None)
+            merged = {name: value.detach().cpu() for name, value in pack_model(self._parts.model)[0].items()}
         if not _norms(self._parts.model):
             return merged
         self.batch_norm = "averaged"

@@ -25,6 +25,7 @@ from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger
+from hetexp.model.hooks import StepHooks
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
@@ -112,6 +113,11 @@ class Parts:
     def parameters(self) -> list[nn.Parameter]:
         """Those of the model: to walk through its modules at each step takes as long as many kernels."""
         return list(self.model.parameters())
+
+    @property
+    def hooks(self) -> StepHooks | None:
+        """The model, where it does something between steps."""
+        return self.model if isinstance(self.model, StepHooks) else None
 
     @property
     def has_buffers(self) -> bool:

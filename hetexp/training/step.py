@@ -11,6 +11,7 @@ import torch
 
 from hetexp.data.loader import LocalBatch
 from hetexp.optimizer.build import restart_schedule
+from hetexp.training.between import conclude, project, share
 from hetexp.training.gradient import take_gradient
 from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers
@@ -63,7 +64,9 @@ def joint_step(
         with nullcontext() if buffers is None else buffers.put_back_on_error():
             gradient = take_gradient(parts, step, microbatches, normalizer, meter, num_passes)
             normalizer.share_loss(gradient.loss_sum)
+            shared = share(parts, step, gradient.tally, batch.global_samples)
         parts.backend.begin_update()
+        project(parts)
         owners = [p for p in parts.parameters if p.grad is not None]
         gradients = [p.grad for p in owners if p.grad is not None]
         verdict = Verdict(parts, gradients, normalizer.loss_scale, parts.looks)
@@ -92,6 +95,8 @@ def joint_step(
         # After the exchange and the weighting: every rank clips the gradient of the whole batch.
         grad_norm = clip(parts, gradients, finite)
     learning_rate = end_step(parts, step, microbatches, finite, updated=ahead)
+    if finite:
+        conclude(parts, shared)
     meter.samples += batch.local_samples
     return StepResult(
         loss_sum=gradient.loss_sum,

@@ -38,7 +38,7 @@ def words_of(path: Path) -> list[str]:
 
 
 def test_all_of_them_are_here() -> None:
-    assert [path.stem for path in EXPERIMENTS] == sorted((*SWEEPS, "gpt_text", "none"))
+    assert [path.stem for path in EXPERIMENTS] == sorted((*SWEEPS, "gpt_text", "none", "sae_digits"))
 
 
 @pytest.mark.parametrize("path", [p for p in EXPERIMENTS if p.stem != "none"], ids=lambda path: path.stem)

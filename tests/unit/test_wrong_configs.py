@@ -31,7 +31,10 @@ WRONG = {
         ["trainer.precision=bf17"],
         ["`trainer.precision`", "'auto'", "'float16' or 'float64'", "'bf17'"],
     ),
-    "unknown loss": (["trainer.loss=hinge"], ["`trainer.loss`", "cross_entropy, mse", "'hinge'"]),
+    "unknown loss": (
+        ["trainer.loss=hinge"],
+        ["`trainer.loss`", "cross_entropy, mse, reconstruction", "'hinge'"],
+    ),
     "no end": (["trainer.max_epochs=null"], ["`trainer.max_steps` or `trainer.max_epochs` must be given"]),
     "accumulate twice": (
         ["trainer.accumulate=2", "trainer.microbatch_size=8"],

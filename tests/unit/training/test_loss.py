@@ -154,17 +154,18 @@ def test_losses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "hinge",
-            "`trainer.loss` must be one of cross_entropy, mse or the dotted path of a class, but is 'hinge'",
+            "`trainer.loss` must be one of cross_entropy, mse, reconstruction or the dotted path of a "
+            "class, but is 'hinge'",
         ),
-        ("no_such.Loss", "`trainer.loss` must be one of cross_entropy, mse or the dotted path"),
-        ("torch.nn.Nope", "`trainer.loss` must be one of cross_entropy, mse or the dotted path"),
-        ("torch.nn", "`trainer.loss` must be one of cross_entropy, mse or the dotted path"),
+        ("no_such.Loss", "`trainer.loss` must be one of cross_entropy, mse, reconstruction or"),
+        ("torch.nn.Nope", "`trainer.loss` must be one of cross_entropy, mse, reconstruction or"),
+        ("torch.nn", "`trainer.loss` must be one of cross_entropy, mse, reconstruction or"),
         ("own_losses.NotALoss", "`trainer.loss` must be a class derived from hetexp.training.loss.Loss"),
         (
             "torch.nn.CrossEntropyLoss",
             "`trainer.loss` must be a class derived from hetexp.training.loss.Loss",
         ),
-        ("hetexp.training.loss.Loss", "`trainer.loss` must be one of cross_entropy, mse or the dotted path"),
+        ("hetexp.training.loss.Loss", "`trainer.loss` must be one of cross_entropy, mse, reconstruction or"),
     ],
 )
 def test_a_wrong_loss_is_told(monkeypatch: pytest.MonkeyPatch, name: str, told: str) -> None:

@@ -1,0 +1,102 @@
+"""What the loop does for a model that does something between steps (`hetexp.model.hooks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from hetexp.data.loader import chop, cut
+from hetexp.hardware.pacing import tensors
+from hetexp.model.hooks import Probe, Shared, StepHooks
+
+if TYPE_CHECKING:
+    from hetexp.training.state import Parts
+
+PROBED_AT_ONCE = 4096
+"""Most samples of a pass that scores some, where the configuration sets no limit."""
+
+
+def no_tally(parts: Parts) -> torch.Tensor | None:
+    """Return a tally of no samples; `None` where the model counts nothing."""
+    size = parts.hooks.tally_size if parts.hooks is not None else 0
+    return torch.zeros(size, dtype=torch.int64, device=parts.device) if size else None
+
+
+def share(
+    parts: Parts, step: int, tally: torch.Tensor | None, num_samples: int, before: int | None = None
+) -> Shared | None:
+    """Find what all ranks know of the samples of a step; all of them call it before any weights change.
+
+    Args:
+        step: number of steps done.
+        tally: of this rank's samples.
+        num_samples: of all ranks.
+        before: steps done when it was called the last time; `None`: these.
+
+    Returns:
+        The same on every rank; `None` where the model does nothing between steps.
+
+    Raises:
+        PeerLostError: another rank is gone.
+    """
+    hooks = parts.hooks
+    if hooks is None:
+        return None
+    if tally is None:
+        tally = torch.zeros(0, dtype=torch.int64)
+    elif not parts.strategy.apart:  # there each rank trains a model of its own, and counts its own samples
+        tally = parts.communicator.all_reduce(tally)  # on the device: where it can, no host waits for it
+    shared = Shared(step + 1, step if before is None else before, num_samples, tally)
+    # A rehearsal is undone afterwards; a model of one rank's samples must see no others.
+    size = hooks.probe_size(shared) if step >= 0 and not parts.strategy.apart else 0
+    return replace(shared, probe=_probe(parts, hooks, step, size)) if size else shared
+
+
+def conclude(parts: Parts, shared: Shared | None) -> None:
+    """Let the model do what it does after an update that all ranks have taken; no rank waits for another."""
+    if parts.hooks is None:
+        return
+    with torch.no_grad():
+        parts.hooks.after_update()
+        if shared is not None:
+            parts.hooks.after_step(shared, parts.optimizer)
+
+
+def project(parts: Parts) -> None:
+    """Let the model change the gradient."""
+    if parts.hooks is not None:
+        with torch.no_grad():
+            parts.hooks.project_gradients()
+
+
+def _probe(parts: Parts, hooks: StepHooks, step: int, size: int) -> Probe:
+    """Draw training samples and score them, each rank its part."""
+    total = len(parts.train_data)  # type: ignore[arg-type]
+    random = np.random.default_rng([parts.config.trainer.seed, step])
+    drawn = np.sort(random.choice(total, min(size, total), replace=False)).tolist()
+    first, end = parts.balancer.now(len(drawn)).bounds(parts.rank)
+    scores = torch.zeros(len(drawn), dtype=torch.float64)
+    limit = parts.microbatch_limits[parts.rank] or parts.microbatch_size or PROBED_AT_ONCE
+    for places in chop(range(first, end), cut(end - first, 1, limit)):
+        inputs, targets = _read(parts, [drawn[place] for place in places])
+        with torch.no_grad(), parts.autocast():
+            found = hooks.scores(parts.to_device(inputs), parts.to_device(targets))
+        scores[places[0] : places[-1] + 1] = found.double().cpu()
+    scores = parts.communicator.all_reduce(scores)
+
+    def take(places: Sequence[int]) -> torch.Tensor:
+        inputs, _ = _read(parts, [drawn[place] for place in places])
+        return next(iter(tensors(inputs))).double()
+
+    return Probe(scores, take, random)
+
+
+def _read(parts: Parts, indices: list[int]) -> Any:
+    """Return these samples of the training data, collated, on the host."""
+    many = getattr(parts.train_data, "__getitems__", None)
+    return default_collate(many(indices) if many else [parts.train_data[index] for index in indices])
