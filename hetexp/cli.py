@@ -159,6 +159,14 @@ def export(arguments: list[str]) -> int:
 
 
 @command
+def harvest(arguments: list[str]) -> int:
+    """Write a trained model's activations for data=activations (hetexp harvest --help)."""
+    from hetexp.commands.harvest import main as harvest_main
+
+    return harvest_main(arguments)
+
+
+@command
 def report(arguments: list[str]) -> int:
     """Compare runs and sweeps: one page, text and tables (hetexp report --help)."""
     from hetexp.commands.report import main as report_main

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hetexp.commands.ending import exit_code
 
 _EPILOG = """\
-DIR gets model.safetensors, every tensor by the name that the model has for it, and config.json.
+DIR gets model.safetensors, every tensor by the name that the model has for it, and config.json; of a sparse
+autoencoder (model=sae) sae_weights.safetensors and cfg.json, which SAELens loads.
 
 examples
   hetexp export outputs/2026-01-31/12-00-00-0a1b2c --output weights           the run's newest checkpoint
@@ -43,19 +45,21 @@ def _run(options: argparse.Namespace) -> int:
     import torch
 
     from hetexp.checkpoint.choose import Wish, choose
-    from hetexp.checkpoint.export import CONFIG, WEIGHTS, export
+    from hetexp.checkpoint.export import export, file_names
     from hetexp.core.errors import ConfigError, must_be
 
     wish = Wish.read(options.run, Path.cwd())
     if wish.path is None:
         raise ConfigError(must_be("RUN", "the folder of a run or of a checkpoint", options.run))
-    there = [name for name in (WEIGHTS, CONFIG) if (options.output / name).exists()]
+    sys.path.append(str(Path.cwd()))  # a person's own model, as for `hetexp train`
+    chosen = choose(Path(wish.path), wish.which, contents=False)
+    names = file_names(chosen.folder)
+    there = [name for name in names if (options.output / name).exists()]
     if there and not options.force:
         fix = f"It holds {' and '.join(there)}; --force replaces them."
         raise ConfigError(must_be("--output", "a new folder", str(options.output), fix))
-    chosen = choose(Path(wish.path), wish.which, contents=False)
     for sentence in chosen.skipped:
         print(sentence)
     about = export(chosen.folder, options.output, getattr(torch, options.dtype) if options.dtype else None)
-    print(f"Weights of step {about['step']} ({chosen.folder}): {options.output / WEIGHTS}")
+    print(f"Weights of step {about['step']} ({chosen.folder}): {options.output / names[0]}")
     return 0

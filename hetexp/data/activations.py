@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.data.shards import SUFFIXES, Rows, Shard, find_shards
@@ -18,8 +19,19 @@ if TYPE_CHECKING:
 
 EVALUATION = "evaluation"
 """Names of files that begin so are evaluation data."""
+SOURCE = "source.json"
+"""Says which layer of which checkpoint the vectors are of."""
 MEASURED_VECTORS = 65_536
 """Of the training data, at most, that the mean length is measured on."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where vectors came from, and how much of the source model's evaluation data is to judge by."""
+
+    path: Path
+    """Of `source.json`."""
+    samples: int
 
 
 class Vectors:
@@ -61,6 +73,9 @@ class Activations:
         normalise: `mean_norm` multiplies all vectors by one number, so that their mean length is √width, as
             is usual for sparse autoencoders ("expected_average_only_in" of SAELens; Templeton et al. 2024).
         limit: most vectors for training, the first ones; `None`: all.
+        loss_recovered: samples of the source model's evaluation data, at most, on which evaluations find how
+            much of its loss is kept where the reconstruction takes the activations' place; 0: none. The
+            folder must be of `hetexp harvest`.
 
     Raises:
         ConfigError: the folder is missing, or its files hold no such vectors.
@@ -69,6 +84,7 @@ class Activations:
     train: Dataset[Any]
     evaluation: Dataset[Any] | None
     facts: Mapping[str, Any]
+    source: Source | None
 
     def __init__(
         self,
@@ -76,8 +92,9 @@ class Activations:
         test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1,
         normalise: Literal["mean_norm", "none"] = "mean_norm",
         limit: PositiveInt | None = None,
+        loss_recovered: NonNegativeInt = 0,
     ) -> None:
-        training, evaluation, problems = _find(folder)
+        training, evaluation, problems = _find(folder, loss_recovered)
         if problems:
             raise ConfigError(problems)
         rows = Rows(training)
@@ -92,15 +109,16 @@ class Activations:
         judged = Rows(evaluation) if evaluation else rows
         first = 0 if evaluation else count - num_test
         self.evaluation = Vectors(judged, first, len(judged), factor)  # type: ignore[assignment]
+        self.source = Source(Path(folder).expanduser() / SOURCE, loss_recovered) if loss_recovered else None
         self.facts = {"input_size": len(mean), "mean": (mean * factor).tolist(), "scale": factor}
 
     @staticmethod
-    def check(folder: str | None = None, **_: Any) -> list[str]:
+    def check(folder: str | None = None, loss_recovered: int = 0, **_: Any) -> list[str]:
         """Return what is wrong with the folder, one sentence a problem; reads headers only."""
-        return _find(folder)[2] if folder is not None else []
+        return _find(folder, loss_recovered)[2] if folder is not None else []
 
 
-def _find(folder: str) -> tuple[list[Shard], list[Shard], list[str]]:
+def _find(folder: str, loss_recovered: int) -> tuple[list[Shard], list[Shard], list[str]]:
     """Return shards to train on, shards to evaluate on, and what keeps them from being used."""
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -115,6 +133,9 @@ def _find(folder: str) -> tuple[list[Shard], list[Shard], list[str]]:
     if not training:
         accepted = f"a folder with at least one {' or '.join(SUFFIXES)} file to train on"
         return [], [], [must_be("data.folder", accepted, folder)]
+    if loss_recovered and not (path / SOURCE).is_file():
+        accepted = f"0 where `data.folder` has no {SOURCE} (`hetexp harvest` writes one)"
+        return [], [], [must_be("data.loss_recovered", accepted, loss_recovered)]
     if not evaluation and sum(shard.shape[0] for shard in training) < 2:
         return [], [], [_too_few(folder, 1)]
     return training, evaluation, []

@@ -36,6 +36,8 @@ class _Parts:
     train: Dataset[Any]
     evaluation: Dataset[Any] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    source: Any = None
+    """`hetexp.data.activations.Source`, where it has one."""
 
 
 def build_data(node: Mapping[str, Any]) -> DataSource:
@@ -56,7 +58,7 @@ def build_data(node: Mapping[str, Any]) -> DataSource:
         evaluation = getattr(built, "evaluation", None)
         if evaluation is not None and not _is_map_style(evaluation):
             raise ConfigError(_wrong_kind("map-style evaluation data or none", evaluation))
-        return _Parts(built.train, evaluation, facts)
+        return _Parts(built.train, evaluation, facts, getattr(built, "source", None))
     if _is_map_style(built):
         return _Parts(built, None, facts)
     accepted = "a data source or a map-style dataset (`__len__` and `__getitem__`)"

@@ -33,7 +33,22 @@ def evaluate(parts: Parts) -> dict[str, float]:
     loss_sum = parts.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))
     if parts.hooks is not None and parts.hooks.measures:
         measured = _added_up(parts, measured)
-    return _result(parts, float(loss_sum), integers, measured)
+    result = _result(parts, float(loss_sum), integers, measured)
+    return result | _spliced(parts) if parts.source is not None else result
+
+
+def _spliced(parts: Parts) -> dict[str, float]:
+    """Return what the source model tells of the autoencoder, each rank asking it for a part of its data."""
+    assert parts.source is not None
+    first, end = parts.balancer.now(parts.source.num_samples).bounds(parts.rank)
+    most = max(parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank]), default=1)
+    parts.model.eval()
+    sums = parts.source.sums(
+        parts.model, first, end, most, parts.device, parts.dtype, parts.communicator.alive
+    )
+    parts.model.train()
+    parts.communicator.meet()
+    return parts.source.metrics(parts.communicator.all_reduce(sums))
 
 
 def evaluate_alone(parts: Parts) -> dict[str, float]:

@@ -33,6 +33,7 @@ from hetexp.training.local import LocalTraining
 from hetexp.training.loss import Loss, summed
 from hetexp.training.precision import LossScale
 from hetexp.training.saver import Saver
+from hetexp.training.source import SourceModel
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -91,6 +92,8 @@ class Parts:
     """What ranks keep that take steps by themselves; `None` where they do not."""
     staging: Staging | None = None
     """This rank's stages, where the strategy cuts the model; `model` has nothing else then."""
+    source: SourceModel | None = None
+    """The model whose activations are trained on, where evaluations ask it."""
     resumed_from: dict[str, Any] | None = None
     """The run that this one goes on from: its `run_id`, `group`, and the `step` of its checkpoint."""
     doing: str = ""

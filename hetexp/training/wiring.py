@@ -53,6 +53,7 @@ from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale, check_device
 from hetexp.training.shortage import recovering_guard
+from hetexp.training.source import SourceModel
 from hetexp.training.staging import NothingTrained, Staging
 from hetexp.training.state import Parts, on_device
 
@@ -115,6 +116,8 @@ def _build_alone(
     backend, device = open_device(plan, config, rank, store)
     data = build_data(config.data)
     num_samples = len(data.train)  # type: ignore[arg-type]  # map-style, as build_data checked
+    wanted = getattr(data, "source", None)  # before the seed is set: to build a model draws numbers
+    source = None if wanted is None else SourceModel.judging(wanted.path, wanted.samples, data.facts["scale"])
     strategy = instantiate(config.strategy)
     sampler = _sampler(plan, config, strategy, num_samples)
     # The same seed and the CPU's generator on every rank: the same weights whatever the device.
@@ -158,6 +161,7 @@ def _build_alone(
         total_steps=total_steps,
         balancer=Balancer(plan),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
+        source=source,
     )
     strategy.learn(plan)
     if cut is None:

@@ -54,8 +54,8 @@ def test_the_mean_length_becomes_the_root_of_the_width(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_told_by_file(tmp_path: Path) -> None:
-    def told(**arguments: str) -> str:
-        problems = Activations.check(folder=str(tmp_path), **arguments)
+    def told() -> str:
+        problems = Activations.check(folder=str(tmp_path))
         assert problems
         with pytest.raises(ConfigError):
             Activations(str(tmp_path))
@@ -79,6 +79,8 @@ def test_what_is_wrong_is_told_by_file(tmp_path: Path) -> None:
     (tmp_path / "b.npy").unlink()
     save_file({"x": torch.ones(2, 3), "y": torch.ones(2, 3)}, tmp_path / "c.safetensors")
     assert "must hold one tensor, or one named activations" in told()
+    (tmp_path / "c.safetensors").unlink()
+    assert "has no source.json" in Activations.check(folder=str(tmp_path), loss_recovered=5)[0]
     (tmp_path / "c.safetensors").write_bytes(b"0" * 100)
     assert "c.safetensors is no safetensors file" in told()
 

@@ -1,0 +1,89 @@
+"""A sparse autoencoder's weights and `cfg.json` as SAELens reads them (`SAE.load_from_disk`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import hetexp
+from hetexp.core.instantiate import locate
+
+WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
+SOURCE = "source.json"
+"""What `hetexp harvest` writes beside activations."""
+FORMAT = "6.0.0"
+"""The version of SAELens whose `cfg.json` this is: by it later ones know how to read it."""
+ARCHITECTURES = {"relu": "standard", "topk": "topk", "jumprelu": "jumprelu"}
+
+
+def is_sae(config: Mapping[str, Any]) -> bool:
+    """Return whether a run's configuration trains our sparse autoencoder, or a class derived from it."""
+    from hetexp.model.sae import SAE
+
+    try:
+        located = locate(config["model"]["_target_"])
+    except Exception:  # a person's own module, which is not here, runs any code
+        return False
+    return isinstance(located, type) and issubclass(located, SAE)
+
+
+def to_sae_lens(
+    tensors: Mapping[str, Tensor], state: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the configuration of an autoencoder of vectors as its source model has them.
+
+    The factor of the training data is folded into the weights, as SAELens does after its own training: so the
+    encoder takes and the decoder gives vectors that nobody has scaled, and features are what they were.
+
+    Args:
+        tensors: of the checkpoint, by the model's names.
+        state: its `state.json`.
+    """
+    config = state["extra"]["config"]
+    scale = tensors["scale"].to(tensors["W_enc"].dtype)
+    kept = {
+        "W_enc": tensors["W_enc"] * scale,
+        "b_enc": tensors["b_enc"],
+        "W_dec": tensors["W_dec"] / scale,
+        "b_dec": tensors["b_dec"] / scale,
+    }
+    if "threshold" in tensors:
+        kept["threshold"] = tensors["threshold"]
+    activation = config["model"].get("activation", "relu")
+    d_in, d_sae = kept["W_enc"].shape
+    about: dict[str, Any] = {
+        "architecture": ARCHITECTURES[activation],
+        "d_in": d_in,
+        "d_sae": d_sae,
+        "dtype": str(kept["W_enc"].dtype).removeprefix("torch."),
+        "device": "cpu",
+        "apply_b_dec_to_input": True,
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+        "metadata": _metadata(state),
+    }
+    if activation == "topk":
+        about |= {"k": config["model"].get("k", 32), "rescale_acts_by_decoder_norm": False}
+    return kept, about
+
+
+def _metadata(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the vectors came from, as far as that is known, and what trained the autoencoder."""
+    extra = state["extra"]
+    folder = extra["config"]["data"].get("folder")
+    try:
+        source = json.loads((Path(folder).expanduser() / SOURCE).read_text()) if folder else {}
+    except (OSError, ValueError):  # moved since, or not of `hetexp harvest`
+        source = {}
+    return {
+        "sae_lens_version": FORMAT,
+        "model_name": source.get("model"),
+        "hook_name": source.get("layer"),
+        "hetexp": hetexp.__version__,
+        "run_id": extra["run_id"],
+        "step": state["step"],
+    }

@@ -1,0 +1,111 @@
+"""`hetexp harvest`: a trained model's activations as files that `data=activations` reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetexp.commands.ending import exit_code
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 2**26
+_EPILOG = """\
+DIR gets train_*.safetensors and evaluation_*.safetensors, of the run's training and evaluation data in their
+order, and source.json, which names checkpoint and layer.
+
+examples
+  hetexp harvest outputs/2026-01-31/12-00-00-0a1b2c --layer blocks.2 --output activations
+  python train.py model=sae data=activations data.folder=activations trainer.loss=reconstruction"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Harvest one layer; return 2 for what cannot be done."""
+    options = _parser().parse_args(arguments)
+    return exit_code(lambda: _run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hetexp harvest",
+        description="Run a trained model over its data, and write the output of a layer as vectors.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run or checkpoint folder, RUN/best or RUN/step:100")
+    parser.add_argument("--layer", required=True, help="dotted name of a module of the model")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    parser.add_argument("--limit", type=int, metavar="N", help="most vectors to train on; by default all")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples of a pass (32)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    import torch
+
+    from hetexp.checkpoint.choose import Wish, choose
+    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.files import write_json
+    from hetexp.data.activations import SOURCE
+    from hetexp.training.source import SourceModel
+
+    wish = Wish.read(options.run, Path.cwd())
+    if wish.path is None:
+        raise ConfigError(must_be("RUN", "the folder of a run or of a checkpoint", options.run))
+    for key in ("limit", "batch_size"):
+        value = getattr(options, key)
+        if value is not None and value < 1:
+            raise ConfigError(must_be(f"--{key.replace('_', '-')}", "at least 1", value))
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        raise ConfigError(must_be("--output", "a new or an empty folder", str(options.output)))
+    sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
+    chosen = choose(Path(wish.path), wish.which)
+    source = SourceModel(chosen.folder, options.layer)
+    dtype = getattr(torch, options.dtype)
+    options.output.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    parts = {"train": (source.data.train, options.limit), "evaluation": (source.data.evaluation, None)}
+    for name, (dataset, limit) in parts.items():
+        if dataset is not None:
+            pieces = (piece.to(dtype) for piece in source.vectors(dataset, options.batch_size))
+            counts[name] = _write(options.output, name, pieces, limit)
+    told = {"model": source.target, "layer": options.layer, "checkpoint": str(chosen.folder.resolve())}
+    write_json(options.output / SOURCE, told | {"vectors": counts, "dtype": options.dtype})
+    print(f"Vectors of {options.layer} ({chosen.folder}): {json.dumps(counts)} in {options.output}")
+    return 0
+
+
+def _write(folder: Path, name: str, pieces: Iterator[torch.Tensor], limit: int | None) -> int:
+    """Write vectors as shards, and return their number."""
+    import torch
+
+    from hetexp.checkpoint.tensor_file import write_tensors
+
+    held: list[torch.Tensor] = []
+    total = number = 0
+
+    def flush() -> None:
+        nonlocal number
+        vectors = torch.cat(held).contiguous()
+        write_tensors(folder / f"{name}_{number:05}.safetensors", {"activations": vectors}, {})
+        held.clear()
+        number += 1
+
+    for piece in pieces:
+        if limit is not None:
+            piece = piece[: limit - total]
+        total += len(piece)
+        held.append(piece)
+        if sum(one.nbytes for one in held) >= SHARD_BYTES:
+            flush()
+        if total == limit:
+            break
+    if held:
+        flush()
+    return total

@@ -1,0 +1,173 @@
+"""A trained model whose activations others train on: harvested, and asked what a reconstruction costs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from hetexp.checkpoint.folder import STATE, load_checkpoint
+from hetexp.core.call import call_model
+from hetexp.core.errors import CheckpointError, ConfigError, did_you_mean, must_be
+from hetexp.data.base import build_data
+from hetexp.model.base import WithAuxiliary, build_model
+from hetexp.training.loss import Loss, build_loss
+
+Replace = Callable[[Tensor], Tensor]
+
+
+class SourceModel:
+    """A checkpoint's model in evaluation, with its data and its loss.
+
+    Args:
+        checkpoint: its folder.
+        layer: dotted name of the module whose output is meant, a tensor [batch, …, width] or a tuple that
+            begins with one.
+        num_samples: of its evaluation data, at most; `None`: all.
+        scale: what the autoencoder's vectors are multiplied by.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or not there.
+        ConfigError: there is no such layer.
+    """
+
+    def __init__(
+        self, checkpoint: Path, layer: str, num_samples: int | None = None, scale: float = 1.0
+    ) -> None:
+        try:
+            state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"The source model's checkpoint cannot be read: {error}.") from error
+        config = state["extra"]["config"]
+        self.data = build_data(config["data"])
+        self.model = build_model(config["model"], self.data.facts).eval().requires_grad_(False)
+        if config["trainer"].get("precision") == "float64":
+            self.model.double()
+        load_checkpoint(checkpoint, self.model, None)
+        modules = dict(self.model.named_modules())
+        if layer not in modules or not layer:
+            fix = did_you_mean(layer, [name for name in modules if name]).strip()
+            raise ConfigError(must_be("--layer", "the name of a module of the model", layer, fix))
+        self._layer = modules[layer]
+        self.loss: Loss = build_loss(config["trainer"].get("loss", "cross_entropy"))
+        self.scale = scale
+        self.target: str = config["model"]["_target_"]
+        judged = self.data.evaluation
+        there = len(judged) if judged is not None else 0  # type: ignore[arg-type]
+        self.num_samples = there if num_samples is None else min(there, num_samples)
+
+    @classmethod
+    def judging(cls, path: Path, num_samples: int, scale: float) -> SourceModel:
+        """Return the model that a `source.json` names.
+
+        Raises:
+            ConfigError: the file does not say.
+        """
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            checkpoint, layer = Path(told["checkpoint"]), str(told["layer"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            accepted = "0 where source.json does not name a checkpoint and a layer"
+            raise ConfigError(must_be("data.loss_recovered", accepted, num_samples, f"{error}.")) from error
+        return cls(checkpoint, layer, num_samples, scale)
+
+    def vectors(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Tensor]:
+        """Yield the layer's outputs over a data set in its order, as vectors [any number, width]."""
+        found: list[Tensor] = []
+
+        def keep(vectors: Tensor) -> Tensor:
+            found.append(vectors.flatten(0, -2))
+            return vectors
+
+        for inputs, _ in DataLoader(dataset, batch_size=batch_size):
+            with torch.inference_mode(), self._replaced(keep):
+                self._call(inputs)
+            yield torch.cat(found)
+            found.clear()
+
+    def sums(
+        self,
+        autoencoder: nn.Module,
+        first: int,
+        end: int,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        alive: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Return sums over some evaluation samples, [4] float64, to be added up over ranks.
+
+        They are: elements that count, and the losses of the model as it is, with the reconstruction in the
+        place of the layer's output, and with zeros there.
+
+        Args:
+            first: number of the first sample.
+            end: number after the last one.
+            alive: called after each batch.
+        """
+        self.model.to(device, dtype)
+        sums = torch.zeros(4, dtype=torch.float64)
+        if first == end or self.data.evaluation is None:
+            return sums
+
+        def reconstructed(vectors: Tensor) -> Tensor:
+            rows = autoencoder(vectors.flatten(0, -2) * self.scale)
+            rows = rows.output if isinstance(rows, WithAuxiliary) else rows
+            back: Tensor = (rows / self.scale).view(vectors.shape)
+            return back
+
+        ways: Sequence[Replace] = (lambda vectors: vectors, reconstructed, torch.zeros_like)
+        some = Subset(self.data.evaluation, range(first, end))
+        for inputs, targets in DataLoader(some, batch_size=batch_size):
+            there, wanted = _moved(inputs, device, dtype), _moved(targets, device, dtype)
+            sums[0] += self.loss.count(targets)
+            for place, way in enumerate(ways, 1):
+                with torch.inference_mode(), self._replaced(way):
+                    sums[place] += float(self.loss.total(self._call(there), wanted))
+            alive()
+        return sums
+
+    @staticmethod
+    def metrics(sums: Tensor) -> dict[str, float]:
+        """Return the three mean losses, and the part of what zeros cost that the reconstruction recovers."""
+        count, clean, spliced, zero = sums.tolist()
+        if not count:
+            return {}
+        costs = zero - clean
+        return {
+            "source_loss": clean / count,
+            "spliced_loss": spliced / count,
+            "zero_loss": zero / count,
+            "loss_recovered": (zero - spliced) / costs if costs else float("nan"),
+        }
+
+    def _call(self, inputs: Any) -> Any:
+        output = call_model(self.model, inputs)
+        return output.output if isinstance(output, WithAuxiliary) else output
+
+    @contextmanager
+    def _replaced(self, replace: Replace) -> Iterator[None]:
+        """Put what `replace` makes of the layer's output in its place."""
+
+        def hook(_: nn.Module, __: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (replace(output[0]), *output[1:])
+            return replace(output)
+
+        handle = self._layer.register_forward_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if isinstance(value, dict):
+        return {key: _moved(item, device, dtype) for key, item in value.items()}
+    return value.to(device, dtype if value.is_floating_point() else value.dtype)
