@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
     from rich.console import Console
 
+    from hetexp.cluster.meeting import Met, Own
     from hetexp.core.config import Config, HardwareConfig
     from hetexp.core.grid import Job
     from hetexp.core.plan import Plan
@@ -234,16 +235,51 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
         ConfigError: everything that is wrong with the configuration, before any process starts.
         RunFailedError: the run was started and did not finish, or its disk is full.
     """
+    from omegaconf import OmegaConf
     from rich.console import Console
 
+    console = console or Console()
+    if not OmegaConf.select(cfg, "cluster.hosts"):
+        return _run(cfg, request, console)
+    from hetexp.cluster.meeting import all_joined
+    from hetexp.cluster.member import serve
+
+    own, config = _own_part(cfg, request)
+    if own.leads:
+        with all_joined(own, request.run_dir, console) as met:
+            return _run(cfg, request, console, met)
+    shared = config.hardware.share_devices
+    return serve(own, request.run_dir, request.working_dir, shared, console)
+
+
+def _own_part(cfg: DictConfig, request: Request) -> tuple[Own, Config]:
+    """Return this machine's part of a cluster, and the typed configuration.
+
+    Raises:
+        ConfigError: all that is wrong with the configuration, or with this machine's devices.
+    """
+    from hetexp.cluster.meeting import own_part
+
+    _, config, selection, problems = check(cfg, request.working_dir)
+    if request.sweep is not None:
+        fix = "Start its jobs one by one, on all machines."
+        problems.append(f"`cluster.hosts` must be empty in a sweep (-m). {fix}")
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    raw = plain(cfg)[0]
+    return own_part(config, raw, selection.devices, selection.threads, request.working_dir), config
+
+
+def _run(cfg: DictConfig, request: Request, console: Console, met: Met | None = None) -> dict[str, Any]:
+    """Check, plan and launch one run on this machine, and on those that it has met."""
     from hetexp.core.files import ending_when_full
     from hetexp.launch.reserve import Checked, reserved
     from hetexp.launch.resume import Job, find, going_on, held
 
     def checked(leases: bool) -> Checked:
-        return Checked(*check(cfg, request.working_dir, leases))
+        return Checked(*check(cfg, request.working_dir, leases, met))
 
-    console = console or Console()
     with reserved(checked, request, console) as found:
         problems = list(found.problems)
         origin = None
@@ -320,7 +356,7 @@ def _predict(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
 
 
 def check(
-    cfg: DictConfig, working_dir: Path, leases: bool = True
+    cfg: DictConfig, working_dir: Path, leases: bool = True, met: Met | None = None
 ) -> tuple[dict[str, Any], Config | None, Any, list[str]]:
     """Return the plain configuration, the typed one, the selected devices and all problems found.
 
@@ -329,6 +365,7 @@ def check(
     Args:
         working_dir: folder that relative paths start from.
         leases: whether cards that other runs hold are busy.
+        met: the devices of other machines; without them nothing is said of a cluster's devices together.
     """
     from hetexp.core.config import COMPONENTS, check_config, for_devices
     from hetexp.core.instantiate import check_component
@@ -348,10 +385,13 @@ def check(
     selection = None
     if config is not None:
         found += _check_run(config, working_dir)
-        inventory = detect_for(config.hardware, working_dir, leases)
+        hardware = _own_hardware(config, found)
+        inventory = detect_for(hardware, working_dir, leases, _own_pythons(config))
         usable = not any(components.values())
         need = partial(need_bytes, config, inventory) if usable else None
-        selection = select_devices(config.hardware, inventory, need)
+        selection = select_devices(hardware, inventory, need)
+        if config.cluster.hosts:
+            found += _of_cluster(config, selection, met)
         each, count = config.trainer.batch_size_per_device, len(selection.devices)
         config, raw = for_devices(config, raw, max(1, count))  # without a device nothing starts
         if each is not None:
@@ -360,12 +400,55 @@ def check(
         built = not (components["strategy"] or components["balancing"])
         if config.fallback is not None and built:
             config, raw, selection = fall_back(config, raw, selection)
-        found += check_plan(config, selection, built)
-        if not any(components.values()) and not any(problem.startswith("`strategy") for problem in found):
+        alone = not config.cluster.hosts or met is not None
+        found += check_plan(config, selection, built) if alone else selection.problems
+        if (
+            alone
+            and not any(components.values())
+            and not any(problem.startswith("`strategy") for problem in found)
+        ):
             found += check_model(config)
     # What is missing was told already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
     return raw, config, selection, problems
+
+
+def _own_hardware(config: Config, found: list[str]) -> HardwareConfig:
+    """Return the section `hardware` of this machine; found: why its role in a cluster cannot be told."""
+    if not config.cluster.hosts or found:
+        return config.hardware
+    from hetexp.cluster.devices import own_hardware
+    from hetexp.cluster.role import own_role
+
+    try:
+        return own_hardware(config, own_role(config.cluster, config.node))
+    except ConfigError as error:
+        found += error.problems
+        return config.hardware
+
+
+def _own_pythons(config: Config) -> list[str]:
+    return [python for host in config.cluster.hosts for python in host.pythons]
+
+
+def _of_cluster(config: Config, selection: Any, met: Met | None) -> list[str]:
+    """Name this machine's devices as all machines know them, add those that it has met, and check all."""
+    from hetexp.cluster.devices import of_host, problems_over_hosts
+    from hetexp.cluster.role import own_role
+    from hetexp.hardware.selection import network_between, threads_for
+
+    try:
+        host = own_role(config.cluster, config.node)
+    except ConfigError:  # told already
+        return []
+    selection.threads = threads_for(selection.devices, config.hardware.threads_per_rank)
+    selection.devices = of_host(selection.devices, host.name)
+    if met is not None:
+        selection.devices += met.devices
+        selection.threads += tuple(met.threads)
+        selection.reasons.append(f"{host.name} leads; {', '.join(met.names)} joined it.")
+    network_between(config.hardware, selection)
+    return problems_over_hosts(config, selection.devices)
 
 
 def plain(cfg: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -463,8 +546,14 @@ def need_bytes(config: Config, inventory: Inventory, count: int) -> int | None:
     return estimate.total_bytes if estimate is not None else None
 
 
-def detect_for(hardware: HardwareConfig, working_dir: Path, leases: bool = True) -> Inventory:
-    """Return the machine's cards, and who could drive and who uses them, as a configuration asks."""
+def detect_for(
+    hardware: HardwareConfig, working_dir: Path, leases: bool = True, pythons: Sequence[str] = ()
+) -> Inventory:
+    """Return the machine's cards, and who could drive and who uses them, as a configuration asks.
+
+    Args:
+        pythons: further interpreters that may drive them.
+    """
     from hetexp.hardware.builds import known_builds, read_builds
     from hetexp.hardware.busy import who_is_busy
     from hetexp.hardware.detection import detect
@@ -472,5 +561,6 @@ def detect_for(hardware: HardwareConfig, working_dir: Path, leases: bool = True)
 
     machine = Machine()
     named = [str(working_dir / entry.python) for entry in hardware.devices if entry.python is not None]
+    named += [str(working_dir / python) for python in pythons]
     builds = [*known_builds(), *read_builds(path for path in named if Path(path).is_file())]
     return detect(machine, builds, who_is_busy(machine, hardware.busy_memory_mib, leases))

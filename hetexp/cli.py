@@ -71,6 +71,14 @@ def launch(arguments: list[str]) -> int:
 
 
 @command
+def init(arguments: list[str]) -> int:
+    """Name the machines of a cluster, and make the secret that they share (hetexp init --help)."""
+    from hetexp.commands.init import main as init_main
+
+    return init_main(arguments)
+
+
+@command
 def add(arguments: list[str]) -> int:
     """Let one more device take part in a training under way (hetexp add --help)."""
     from hetexp.commands.control import main_add

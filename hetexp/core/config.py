@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -25,9 +24,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from hetexp.core.cluster import ClusterConfig, cluster_problems
 from hetexp.core.cost import Wire
 from hetexp.core.errors import ConfigError, did_you_mean, how_to_write, must_be
 from hetexp.core.precision import long_name
+from hetexp.core.section import Section
 from hetexp.core.sweep import name_problem
 
 COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
@@ -35,12 +36,6 @@ COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
 
 Vendor = Literal["nvidia", "intel", "amd", "apple", "cpu"]
 Component = dict[str, Any]
-
-
-class Section(BaseModel):
-    """A part of the configuration: no unknown keys, no silent conversions, no infinities, read-only."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DeviceEntry(Section):
@@ -427,6 +422,9 @@ class Config(Section):
     debug: DebugConfig = DebugConfig()
     fault: FaultConfig = FaultConfig()
     monitor: MonitorConfig = MonitorConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    node: str | None = None
+    """Which of `cluster.hosts` this machine is, where neither its name nor an address of it tells."""
     fallback: Literal["single"] | None = None
     """What to do where the strategy cannot run, written `strategy.fallback`; `None`: say why, and end."""
     plan_only: bool = False
@@ -544,7 +542,25 @@ def _clashes(config: Config) -> list[str]:
                 "trainer.early_stopping.metric", f"loss where `trainer.loss` is {trainer.loss}", "accuracy"
             )
         )
-    return problems + _fault_clashes(config.fault) + _hardware_clashes(config.hardware)
+    problems += _fault_clashes(config.fault) + _hardware_clashes(config.hardware)
+    return problems + cluster_problems(config.cluster, config.node) + _host_devices(config.cluster)
+
+
+def _host_devices(cluster: ClusterConfig) -> list[str]:
+    """What is wrong with the devices of `cluster.hosts`, which are written as `hardware.devices`."""
+    problems = []
+    for position, host in enumerate(cluster.hosts):
+        if host.devices is None:
+            continue
+        try:
+            hardware = HardwareConfig.model_validate_json(json.dumps({"devices": host.devices}), strict=True)
+            found = _hardware_clashes(hardware)
+        except ValidationError as error:
+            found = explain(error, {"devices": host.devices}, "hardware", HardwareConfig)
+        problems += [
+            one.replace("hardware.devices", f"cluster.hosts[{position}].devices", 1) for one in found
+        ]
+    return problems
 
 
 def _fault_clashes(fault: FaultConfig) -> list[str]:

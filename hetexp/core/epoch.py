@@ -40,7 +40,8 @@ class Epoch:
     number: int
     members: tuple[int, ...]
     plan: str
-    """Absolute path of the plan that holds from this epoch on; its devices are in the order of `members`."""
+    """Absolute path, in the launcher's machine, of the plan that holds from this epoch on, for people; ranks
+    read the same text from the store (`plan_key`). Its devices are in the order of `members`."""
     joined: tuple[int, ...] = ()
     """Those of them that were not in the epoch before and need the training's state."""
     left: tuple[Departure, ...] = ()
@@ -89,6 +90,11 @@ class Request:
     @classmethod
     def from_json(cls, text: str | bytes) -> Request:
         return cls(**json.loads(text))
+
+
+def plan_key(number: int) -> str:
+    """Return the store key of an epoch's plan (JSON), for ranks of every machine."""
+    return f"plan/{number}"
 
 
 def beat_key(member: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +171,39 @@ class Plan:
 
     def write(self, path: Path, durable: bool = True) -> None:
         """Write the plan as JSON, whole or not at all; see `write_bytes` in `hetexp.core.files`."""
-        write_json(path, asdict(self) | {"world_size": self.world_size, "emulated": self.emulated}, durable)
+        write_json(path, self._plain(), durable)
+
+    def to_json(self) -> str:
+        """Return the plan as one line of JSON."""
+        return json.dumps(self._plain())
+
+    def _plain(self) -> dict[str, Any]:
+        return asdict(self) | {"world_size": self.world_size, "emulated": self.emulated}
+
+    def placed_as(self, own: Plan) -> Plan:
+        """Return the plan with the folders and the way to the store that another one has: another machine's.
+
+        Args:
+            own: a plan whose folders are those of this machine.
+        """
+        return replace(
+            self,
+            run_dir=own.run_dir,
+            working_dir=own.working_dir,
+            import_paths=own.import_paths,
+            store_host=own.store_host,
+            store_port=own.store_port,
+        )
 
     @classmethod
     def read(cls, path: Path) -> Plan:
         """Read what `write` wrote."""
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return cls.from_json(path.read_text(encoding="utf-8"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Read what `to_json` returned."""
+        raw = json.loads(text)
         raw.pop("world_size")
         raw.pop("emulated")
         raw["devices"] = tuple(DeviceSpec.from_dict(device) for device in raw["devices"])

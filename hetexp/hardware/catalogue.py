@@ -16,9 +16,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from hetexp.core.config import Section, Vendor, explain
+from hetexp.core.config import Vendor, explain
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, did_you_mean, must_be
+from hetexp.core.section import Section
 
 CATALOGUE = Path(__file__).with_name("catalogue.yaml")
 

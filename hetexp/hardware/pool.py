@@ -29,6 +29,8 @@ class Selection:
     problems: list[str] = field(default_factory=list)
     network: Link | None = None
     """Link between the hosts of emulated devices, where they are in several."""
+    threads: tuple[int, ...] = ()
+    """CPU threads of each device's rank, where several machines have told theirs."""
     fallback: dict[str, str] | None = None
     """Why `strategy.fallback` left one device of several (`hetexp.plan.fallback`)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -318,6 +319,13 @@ def _tell_throttled(selection: Selection, inventory: Inventory) -> None:
         if card.spec.id in chosen and card.reading.throttled:
             why = ", ".join(card.reading.throttled)
             selection.reasons.append(f"{card.spec} is throttled at the moment: {why}.")
+
+
+def network_between(config: HardwareConfig, selection: Selection) -> None:
+    """Look up the network between the emulated devices of several machines that one machine plays."""
+    if any(device.backend == "emulated" for device in selection.devices):
+        with suppress(ConfigError):  # a catalogue that cannot be read was told already
+            _check_hosts(config, selection, load_catalogue(config.catalogue))
 
 
 def _check_hosts(config: HardwareConfig, selection: Selection, known: Catalogue) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import statistics
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from hetexp.launch.heart import STEPS
 from hetexp.launch.members import Member
+from hetexp.launch.process import signal_rank
 from hetexp.launch.report import stack_path
 from hetexp.launch.watch import Watch
 
@@ -204,10 +204,8 @@ def _main_frames(stack: str) -> list[tuple[str, str, str]]:
 
 
 def _ask_for_stack(member: Member) -> None:
-    try:
-        os.kill(member.process.pid, signal.SIGUSR1)
-    except (OSError, AttributeError):  # it ends by itself, or the system has no such signal
-        return
+    if hasattr(signal, "SIGUSR1"):
+        signal_rank(member.process, signal.SIGUSR1)
 
 
 def _size(path: Path) -> int:

@@ -28,6 +28,7 @@ from hetexp.hardware.lease import Leases
 from hetexp.launch.control import Desk
 from hetexp.launch.diagrams import diagrams
 from hetexp.launch.display import Display, show_plan, show_summary
+from hetexp.launch.hosts import is_here
 from hetexp.launch.members import Member, end_all, environment_of, pause_for, start_member
 from hetexp.launch.orders import Orders
 from hetexp.launch.preflight import check_machine
@@ -104,7 +105,8 @@ def _run_ranks(
     plan_path = run_dir / "plan.json"
     plan.write(plan_path)
     # A shared card is nobody's own.
-    leases = Leases([] if config.hardware.share_devices else plan.all_devices, plan.run_dir)
+    own = [device for device in plan.all_devices if is_here(device)]  # other machines take their own
+    leases = Leases([] if config.hardware.share_devices else own, plan.run_dir)
     restarts, before = Restarts(plan, config, console), None
     with (
         leases,
@@ -415,7 +417,7 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 
 def card_state(device: DeviceSpec) -> str | None:
     """Return what is wrong with a real card itself by now, `None` where its driver tells of nothing."""
-    if backend_class(device.backend).computes_on_cpu:
+    if backend_class(device.backend).computes_on_cpu or not is_here(device):
         return None
     for card in detect(builds=[]).cards:
         same_uuid = device.uuid is not None and card.spec.uuid == device.uuid

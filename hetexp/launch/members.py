@@ -19,6 +19,7 @@ from hetexp.core.errors import SetupError
 from hetexp.core.files import no_room, remove_temporary_folders
 from hetexp.core.plan import Plan
 from hetexp.hardware.backend import environment_together
+from hetexp.launch.hosts import host_of, network_environment
 from hetexp.launch.process import RankProcess, Start, rank_environment, signal_group, start_rank
 from hetexp.launch.report import log_path, stack_path
 
@@ -60,9 +61,12 @@ def start_member(
         working_dir=plan.working_dir,
         log_path=path,
         member=number if begins else None,
+        store_port=plan.store_port,
     )
+    host = host_of(device)
     try:
-        return Member(number, device, start_rank(start, method), path)
+        process = start_rank(start, method) if host is None else host.start(start, method)
+        return Member(number, device, process, path)
     except OSError as error:
         if no_room(error, Path(plan.run_dir)):
             raise
@@ -99,7 +103,7 @@ def end_all(members: Sequence[Member], grace_seconds: float) -> None:
 def environment_of(plan: Plan, rank: int) -> dict[str, str]:
     """Return the environment of a rank."""
     visible = environment_together(plan.cards or [plan.devices[rank]])
-    wanted = variables(plan.config.get("comm", {}).get("env"))
+    wanted = network_environment() | variables(plan.config.get("comm", {}).get("env"))
     return rank_environment(os.environ, visible, plan.threads[rank], package_root(), wanted)
 
 

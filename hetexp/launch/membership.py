@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hetexp.core.device import DeviceSpec
-from hetexp.core.epoch import LATEST, Departure, Epoch, reformed_key
+from hetexp.core.epoch import LATEST, Departure, Epoch, plan_key, reformed_key
 from hetexp.core.plan import Plan
 from hetexp.launch.report import RankFailure
 from hetexp.plan.replan import extended, replan
@@ -240,6 +240,7 @@ class Membership:
         path = self._folder / f"epoch_{self.number}.json"
         write_plan(self.plan, path)
         epoch = Epoch(self.number, self.members, str(path), joined, left, urgent)
+        self._store.set(plan_key(self.number), self.plan.to_json())
         self._store.set(Epoch.key(self.number), epoch.to_json())
         self._store.set(LATEST, str(self.number))
         self._waits_since, self.joined = time.time(), joined

@@ -19,6 +19,7 @@ from hetexp.core.config import Config
 from hetexp.core.errors import SetupError
 from hetexp.core.files import folder_problem
 from hetexp.core.plan import Plan
+from hetexp.launch.hosts import is_here
 from hetexp.launch.interpreter import check_interpreter
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _nbytes(value: object) -> int:
 def _interpreters(plan: Plan, environments: Sequence[Mapping[str, str]]) -> Iterator[str]:
     checked: set[str | None] = {None}
     for device, environment in zip(plan.devices, environments, strict=True):
-        if device.python in checked:
+        if device.python in checked or not is_here(device):
             continue
         checked.add(device.python)
         try:

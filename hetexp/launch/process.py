@@ -9,6 +9,7 @@ import pkgutil
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -26,6 +27,8 @@ WORKER = "hetexp.worker"
 """A layer above this one, hence known by name only."""
 PRELOADED = ("hetexp.launch.preload",)
 LAUNCHER_PID = "HETEXP_LAUNCHER_PID"
+CLUSTER_TOKEN = "HETEXP_CLUSTER_TOKEN"
+"""Variable with the secret of a cluster's machines: no rank, and nothing that one writes, ever has it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class Start:
     log_path: Path
     member: int | None = None
     """Its number where it joins a training that goes on already, `None` at a run's beginning."""
+    store_port: int = 0
+    """Of the store that it meets the others in; a rank of another machine reaches it through that one."""
+
+    @property
+    def number(self) -> int:
+        """Of the member."""
+        return self.rank if self.member is None else self.member
 
 
 class RankProcess(Protocol):
@@ -60,6 +70,27 @@ class RankProcess(Protocol):
     def wait(self, timeout_seconds: float) -> None:
         """Return when the process has ended or the time is over."""
         ...
+
+
+class Elsewhere(ABC):
+    """A rank of another machine (`hetexp.launch.hosts`): signals travel there as messages."""
+
+    pid = 2**31 - 1
+    """No process of this machine has this number, so that whoever asks the kernel learns nothing."""
+
+    @property
+    @abstractmethod
+    def sentinel(self) -> int | None: ...
+
+    @abstractmethod
+    def poll(self) -> int | None: ...
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float) -> None: ...
+
+    @abstractmethod
+    def send(self, number: signal.Signals, group: bool) -> None:
+        """Send a signal to the rank, or to all that it started, too."""
 
 
 class SubprocessRank:
@@ -154,8 +185,20 @@ def _sentinel(pid: int) -> int | None:
 
 def signal_group(process: RankProcess, number: signal.Signals) -> None:
     """Send a signal to a rank and to all that it started, also when the rank itself has ended already."""
+    if isinstance(process, Elsewhere):
+        process.send(number, group=True)
+        return
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
+
+
+def signal_rank(process: RankProcess, number: signal.Signals) -> None:
+    """Send a signal to a rank alone."""
+    if isinstance(process, Elsewhere):
+        process.send(number, group=False)
+        return
+    with contextlib.suppress(OSError):
+        os.kill(process.pid, number)
 
 
 def rank_environment(
@@ -174,7 +217,7 @@ def rank_environment(
         wanted: what the configuration sets (`comm.env`).
     """
     # An inherited mask beside the rank's own would be applied to what that one left.
-    leftovers = {*OTHER_JOBS, *VISIBILITY}
+    leftovers = {*OTHER_JOBS, *VISIBILITY, CLUSTER_TOKEN}
     environment = {key: value for key, value in inherited.items() if key not in leftovers}
     environment |= {**(wanted or {}), **device}
     environment["OMP_NUM_THREADS"] = str(threads)

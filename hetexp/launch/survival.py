@@ -16,6 +16,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.launch.hang import HangWatch, Hung
 from hetexp.launch.heart import WAITING
+from hetexp.launch.hosts import is_here
 from hetexp.launch.members import Member
 from hetexp.launch.membership import Membership, device_trouble
 from hetexp.launch.report import RankFailure
@@ -138,6 +139,10 @@ class Survival:
                 if rest
                 else "None of its devices is left."
             )
+            return False
+        if not is_here(rest[0].device):  # the first rank writes the run's folder
+            self.refused = "No device of this machine, where the run's folder is, is left."
+            self._say(f"The run does not go on. {self.refused}")
             return False
         if any(member.process.poll() is not None for member in rest):
             return False  # the others have finished, or fail as well

@@ -109,7 +109,9 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         local_batch_sizes=local,
         collective_backend="gloo",
         route=Route() if sums_large(strategy) else None,
-        threads=threads_for(devices, config.hardware.threads_per_rank),
+        threads=selection.threads
+        if len(selection.threads) == len(devices)
+        else threads_for(devices, config.hardware.threads_per_rank),
         choices=request.choices | ({"strategy": strategy.name} if selection.fallback else {}),
         overrides=request.overrides,
         precisions=precisions,

@@ -22,7 +22,7 @@ from hetexp.comm.lost import is_peer_lost
 from hetexp.comm.rendezvous import exchange
 from hetexp.comm.sockets import shut_all
 from hetexp.comm.watched_store import WatchedStore
-from hetexp.core.epoch import Epoch, prepared_key, reformed_key
+from hetexp.core.epoch import Epoch, plan_key, prepared_key, reformed_key
 from hetexp.core.errors import HandshakeError, HetexpError, PeerLostError, SetupError
 from hetexp.core.plan import Plan
 from hetexp.training.handover import Carried, give, take
@@ -129,7 +129,7 @@ class Survival:
         parts = training.parts
         parts.doing, self._forming, self.epoch = "forming", True, epoch.number
         self.store = store = WatchedStore(self._launcher, epoch.topic, self._obsolete)
-        plan = Plan.read(Path(epoch.plan))
+        plan = Plan.from_json(self._launcher.get(plan_key(epoch.number))).placed_as(parts.plan)
         rank = epoch.members.index(self.member)
         donor = -1
 

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from support import unbuilt_config
 
 from hetexp.app import check, compose_config, conf_dir
+from hetexp.core.cluster import ClusterConfig
 from hetexp.core.config import (
     COMPONENTS,
     CommConfig,
@@ -26,7 +27,6 @@ from hetexp.core.config import (
     LaunchConfig,
     MonitorConfig,
     RetentionConfig,
-    Section,
     SweepConfig,
     TrainerConfig,
     check_config,
@@ -36,6 +36,7 @@ from hetexp.core.config import (
 )
 from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import check_component, locate
+from hetexp.core.section import Section
 
 CONF = conf_dir()
 SECTIONS: dict[str, type[Section]] = {
@@ -48,11 +49,12 @@ SECTIONS: dict[str, type[Section]] = {
     "sweep": SweepConfig,
     "debug": DebugConfig,
     "monitor": MonitorConfig,
+    "cluster": ClusterConfig,
     "monitor.retention": RetentionConfig,
 }
 OPTIONS = [
     f"{group}={file.stem}"
-    for group in ("hardware", "trainer", "comm", "debug", "monitor", "experiment")
+    for group in ("hardware", "trainer", "comm", "debug", "monitor", "experiment", "cluster")
     for file in sorted((CONF / group).glob("*.yaml"))
 ]
 COMPONENT_FILES = [
@@ -123,7 +125,7 @@ def test_yaml_and_schema_have_the_same_keys(key: str, default: dict[str, Any]) -
     "key",
     [
         *("comm", "launch", "sweep", "debug", "trainer", "trainer.early_stopping", "hardware"),
-        *("monitor", "monitor.retention"),
+        *("monitor", "monitor.retention", "cluster"),
     ],
 )
 def test_yaml_and_schema_have_the_same_defaults(key: str, default: dict[str, Any]) -> None:

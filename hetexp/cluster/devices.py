@@ -1,0 +1,57 @@
+"""A machine's own devices in a cluster: what the file says of them, and how all others know them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hetexp.core.cluster import HostEntry
+from hetexp.core.config import Config, HardwareConfig
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
+from hetexp.core.instantiate import locate
+
+
+def own_hardware(config: Config, host: HostEntry) -> HardwareConfig:
+    """Return the section `hardware` as it is on one machine."""
+    hardware = config.hardware
+    if host.devices is None:
+        return hardware
+    wanted = HardwareConfig.model_validate_json(json.dumps({"devices": host.devices}), strict=True)
+    return hardware.model_copy(update={"devices": wanted.devices, "cards": None, "gpu_ids": None})
+
+
+def of_host(devices: Sequence[DeviceSpec], name: str) -> list[DeviceSpec]:
+    """Return a machine's devices with its name: `cuda:0@desktop`."""
+    return [replace(device, id=f"{device.id}@{name}", host=name) for device in devices]
+
+
+def problems_over_hosts(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+    """Return what keeps devices of several machines from training together."""
+    problems = []
+    strategy = config.strategy.get("_target_", "")
+    try:
+        kind = locate(strategy)
+    except Exception:  # told where the strategy itself is checked
+        kind = None
+    name = str(strategy).rpartition(".")[2].lower()
+    if getattr(kind, "one_process", False):
+        problems.append(
+            f"`strategy` must have a process a device over several machines, but is {name} instead."
+        )
+    if getattr(kind, "apart", False):
+        problems.append(
+            f"`strategy` must end with one model over several machines, but is {name} instead, whose models "
+            "each machine keeps: run it on each of them by itself, and `hetexp merge` what they leave."
+        )
+    emulated = [device.id for device in devices if device.backend == "emulated"]
+    if emulated and not config.cluster.on_one_machine:
+        problems.append(
+            f"`cluster.hosts` must have no emulated devices ({', '.join(emulated)}): machines have no clock "
+            "in common by which they could be paced. Emulate on one machine, with `host` beside the devices."
+        )
+    if config.resume is not None:
+        fix = "Machines have no folder in common yet: go on on one machine, or begin anew."
+        problems.append(must_be("resume", "null over several machines", config.resume, fix))
+    return problems
