@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hetexp.core.conf_folders import conf_dir as conf_dir
 from hetexp.core.conf_folders import name_own_conf_dir
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
     from hetexp.core.grid import Job
     from hetexp.core.plan import Plan
     from hetexp.hardware.detection import Inventory
+    from hetexp.hardware.pool import Selection
     from hetexp.launch.reserve import Checked
     from hetexp.plan.planner import Request
 
 CONFIG_NAME = "config"
+ENGINE = "hetexp.engine.main"
+"""A layer above this one, hence known by name only."""
 PARENT_POLL_SECONDS = 0.5
 _typed_here = False
 """Whether `main` ran in this process: joblib and submitit have processes of their own for a sweep's jobs."""
@@ -49,10 +53,10 @@ def main() -> None:
     except HetexpError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    import hydra
     from hydra._internal.utils import get_args_parser
 
-    from hetexp.launch.sweep import as_typed, concluded
+    from hetexp.core.seat import find_seat
+    from hetexp.launch.sweep import as_typed
 
     global _typed_here
     _typed_here = True
@@ -64,13 +68,41 @@ def main() -> None:
     sys.argv[1:] = written_out(sys.argv[1:])
     arguments = get_args_parser().parse_args()
     name_own_conf_dir(Path(arguments.config_dir) if arguments.config_dir else None)
-    problems = check_command_line(arguments)
+    try:
+        seat = None if _asks(arguments) else find_seat()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    if seat is None:
+        start(arguments)
+    else:
+        pkgutil.resolve_name(f"{ENGINE}:main")(seat, arguments)
+
+
+def start(arguments: argparse.Namespace, started: Started | None = None) -> None:
+    """Check what a person typed, and let Hydra run it.
+
+    Args:
+        started: ranks that are there already, of which this process is rank 0.
+
+    Raises:
+        SystemExit: as the command ends.
+    """
+    import hydra
+
+    from hetexp.launch.sweep import concluded
+
+    problems = check_command_line(arguments, started)
     if problems:
         print(ConfigError(problems), file=sys.stderr)
         sys.exit(2)
+
+    def job(cfg: DictConfig) -> None:
+        _job(cfg, started)
+
     try:
         with concluded():
-            hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")(_job)()
+            hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")(job)()
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -123,13 +155,18 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         return compose(CONFIG_NAME, list(overrides))
 
 
-def check_command_line(arguments: argparse.Namespace) -> list[str]:
+def _asks(arguments: argparse.Namespace) -> bool:
+    """Tell whether a person only wants to know something of the command or of its configuration."""
+    asks = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
+    return any(asks)
+
+
+def check_command_line(arguments: argparse.Namespace, started: Started | None = None) -> list[str]:
     """Return every mistake in what the person typed, before Hydra would stop at the first one."""
     from hetexp.core.grid import asks_to_sweep, compose_jobs
     from hetexp.core.overrides import compose_typed
 
-    asks = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
-    if any(asks) or not arguments.overrides or arguments.experimental_rerun:
+    if _asks(arguments) or not arguments.overrides or arguments.experimental_rerun:
         return []
     where = {
         "config_dir": arguments.config_dir,
@@ -140,7 +177,7 @@ def check_command_line(arguments: argparse.Namespace) -> list[str]:
         jobs, problems = compose_jobs(arguments.overrides, **where)
         return list(dict.fromkeys(problems or _check_jobs(jobs)))
     composed, problems = compose_typed(arguments.overrides, **where)
-    problems += check(composed, Path.cwd())[3] if composed is not None else []
+    problems += check(composed, Path.cwd(), started=started)[3] if composed is not None else []
     return list(dict.fromkeys(problems))
 
 
@@ -165,7 +202,7 @@ def _check_jobs(jobs: Sequence[Job]) -> list[str]:
     return []
 
 
-def _job(cfg: DictConfig) -> None:
+def _job(cfg: DictConfig, started: Started | None) -> None:
     """What Hydra calls once a job, with the composed configuration."""
     import hydra.utils
     from hydra.core.hydra_config import HydraConfig
@@ -195,7 +232,7 @@ def _job(cfg: DictConfig) -> None:
     try:
         with ending_when_full(request.run_dir):
             if sweep is None:
-                run(cfg, request)
+                run(cfg, request, started=started)
             else:
                 run_job(job.job.num, request, partial(run, cfg, request))
     except RunFailedError as error:
@@ -225,8 +262,39 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def run(cfg: DictConfig, request: Request, console: Console | None = None) -> dict[str, Any]:
+class Started(Protocol):
+    """Ranks that are there already, in place of those that the launcher would start (`hetexp.engine`)."""
+
+    def select(
+        self, hardware: HardwareConfig, inventory: Inventory, need: Callable[[int], int | None] | None
+    ) -> Selection:
+        """Return the devices of all ranks."""
+        ...
+
+    def check(self, config: Config) -> list[str]:
+        """Return what speaks against a configuration with such ranks."""
+        ...
+
+    def adapted(self, config: Config, raw: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+        """Return the configuration, typed and plain, without what such ranks cannot do."""
+        ...
+
+    def measure(self, plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+        """As `hetexp.launch.launcher.measure`."""
+        ...
+
+    def launch(self, plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+        """As `hetexp.launch.launcher.launch`."""
+        ...
+
+
+def run(
+    cfg: DictConfig, request: Request, console: Console | None = None, started: Started | None = None
+) -> dict[str, Any]:
     """Check, plan and launch one run.
+
+    Args:
+        started: ranks that are there already; `None`: the launcher starts them.
 
     Returns:
         Its summary; with `plan_only` what is predicted of it instead.
@@ -239,8 +307,8 @@ def run(cfg: DictConfig, request: Request, console: Console | None = None) -> di
     from rich.console import Console
 
     console = console or Console()
-    if not OmegaConf.select(cfg, "cluster.hosts"):
-        return _run(cfg, request, console)
+    if started is not None or not OmegaConf.select(cfg, "cluster.hosts"):
+        return _run(cfg, request, console, started=started)
     from hetexp.cluster.meeting import all_joined
     from hetexp.cluster.member import serve
 
@@ -271,14 +339,20 @@ def _own_part(cfg: DictConfig, request: Request) -> tuple[Own, Config]:
     return own_part(config, raw, selection.devices, selection.threads, request.working_dir), config
 
 
-def _run(cfg: DictConfig, request: Request, console: Console, met: Met | None = None) -> dict[str, Any]:
+def _run(
+    cfg: DictConfig,
+    request: Request,
+    console: Console,
+    met: Met | None = None,
+    started: Started | None = None,
+) -> dict[str, Any]:
     """Check, plan and launch one run on this machine, and on those that it has met."""
     from hetexp.core.files import ending_when_full
     from hetexp.launch.reserve import Checked, reserved
     from hetexp.launch.resume import Job, find, going_on, held
 
     def checked(leases: bool) -> Checked:
-        return Checked(*check(cfg, request.working_dir, leases, met))
+        return Checked(*check(cfg, request.working_dir, leases, met, started))
 
     with reserved(checked, request, console) as found:
         problems = list(found.problems)
@@ -307,10 +381,10 @@ def _run(cfg: DictConfig, request: Request, console: Console, met: Met | None = 
             done: dict[str, Any] = json.loads((request.run_dir / "summary.json").read_text(encoding="utf-8"))
             return done
         with ending_when_full(request.run_dir), held(origin, request.run_dir):
-            return _go(going_on(found, origin), request, console)
+            return _go(going_on(found, origin), request, console, started)
 
 
-def _go(found: Checked, request: Request, console: Console) -> dict[str, Any]:
+def _go(found: Checked, request: Request, console: Console, started: Started | None) -> dict[str, Any]:
     """Plan and launch what has passed all checks."""
     from omegaconf import OmegaConf
 
@@ -333,8 +407,8 @@ def _go(found: Checked, request: Request, console: Console) -> dict[str, Any]:
     write_text(request.run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
     if config.plan_only:
         return _predict(plan, config, console)
-    plan = prepare(plan, config, console)
-    summary = launch(plan, config, console)
+    plan = prepare(plan, config, console, started.measure if started is not None else None)
+    summary = (started.launch if started is not None else launch)(plan, config, console)
     told = drop_if_wrong(plan, summary)
     if told is not None:
         console.print(told, style="yellow", highlight=False, soft_wrap=True)
@@ -356,7 +430,11 @@ def _predict(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
 
 
 def check(
-    cfg: DictConfig, working_dir: Path, leases: bool = True, met: Met | None = None
+    cfg: DictConfig,
+    working_dir: Path,
+    leases: bool = True,
+    met: Met | None = None,
+    started: Started | None = None,
 ) -> tuple[dict[str, Any], Config | None, Any, list[str]]:
     """Return the plain configuration, the typed one, the selected devices and all problems found.
 
@@ -366,6 +444,7 @@ def check(
         working_dir: folder that relative paths start from.
         leases: whether cards that other runs hold are busy.
         met: the devices of other machines; without them nothing is said of a cluster's devices together.
+        started: ranks that are there already, with the devices that they have.
     """
     from hetexp.core.config import COMPONENTS, check_config, for_devices
     from hetexp.core.instantiate import check_component
@@ -389,16 +468,24 @@ def check(
         inventory = detect_for(hardware, working_dir, leases, _own_pythons(config))
         usable = not any(components.values())
         need = partial(need_bytes, config, inventory) if usable else None
-        selection = select_devices(hardware, inventory, need)
+        select = select_devices if started is None else started.select
+        selection = select(hardware, inventory, need)
         if config.cluster.hosts:
             found += _of_cluster(config, selection, met)
+            if started is not None:
+                fix = "Use the one or the other."
+                found.append(f"`cluster.hosts` must be empty where another launcher starts the ranks. {fix}")
+        if started is not None:
+            config, raw = started.adapted(config, raw)
         each, count = config.trainer.batch_size_per_device, len(selection.devices)
         config, raw = for_devices(config, raw, max(1, count))  # without a device nothing starts
         if each is not None:
             total = config.trainer.global_batch_size
             selection.reasons.append(f"A step takes {total} samples: {each} × {count} chosen devices.")
         built = not (components["strategy"] or components["balancing"])
-        if config.fallback is not None and built:
+        if started is not None and built:
+            found += started.check(config)
+        elif config.fallback is not None and built:
             config, raw, selection = fall_back(config, raw, selection)
         alone = not config.cluster.hosts or met is not None
         found += check_plan(config, selection, built) if alone else selection.problems

@@ -12,6 +12,7 @@ import platform
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -67,10 +68,10 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
     job = _Rank(plan, rank, member) if plan.script is None else _ScriptRank(plan, rank)
     try:
         job.run()
-        _end(0)
+        end(0)
     except _Terminated:
         job.close(1 if job.waits else 143)
-        _end(143)
+        end(143)
     except (Exception, SystemExit) as error:  # whatever it is, the launcher must learn of it
         text = traceback.format_exc()
         with contextlib.suppress(OSError):  # a full disk may be what ends this rank
@@ -90,10 +91,50 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
         except OSError as unwritten:
             code = NO_ROOM if no_room(unwritten, Path(plan.run_dir)) else 1
         job.close(code)
-        _end(code)
+        end(code)
 
 
-def _end(exit_code: int) -> NoReturn:
+def take_part(plan: Plan, rank: int) -> None:
+    """Run one rank in this process, which another engine has started and which goes on afterwards.
+
+    What the rank built is held until the process ends, but for the memory of its device.
+
+    Raises:
+        Exception: whatever ended the rank; its loggers and its save are closed by then.
+    """
+    job = _Rank(plan, rank)
+    _parts_taken.append(job)
+    try:
+        job.run()
+    except _Terminated:
+        job.close(143)
+        raise
+    except Exception:
+        job.close(1)
+        raise
+    if plan.measuring and job.parts is not None:
+        for parameter in job.parts.model.parameters():
+            parameter.data, parameter.grad = parameter.data.new_empty(0), None
+        job.parts.optimizer.state.clear()
+
+
+_parts_taken: list[_Rank] = []
+"""Taking a process group down is not safe while this process lives, see `end`."""
+
+
+def terminated_on_request() -> None:
+    """Let SIGTERM end the rank of this process in order, as `run_rank` does."""
+    if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        signal.signal(signal.SIGTERM, _leave)
+
+
+def keep_from_ending() -> None:
+    """Let SIGTERM end nothing any more: this process is about to end by itself."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def end(exit_code: int) -> NoReturn:
     """End this process while the model and the process group are still alive.
 
     Taking them down is not safe: DDP's reducer joins gloo's thread while it holds the interpreter lock, for
@@ -141,7 +182,7 @@ class _Rank:
     def __init__(self, plan: Plan, rank: int, member: int | None = None) -> None:
         self.plan, self.rank = plan, rank
         self.newcomer, self.member = member is not None, rank if member is None else member
-        self.parts: Parts | None = None  # held until the process ends, see `_end`
+        self.parts: Parts | None = None  # held until the process ends, see `end`
         self.progress: Progress | None = None
 
     @property

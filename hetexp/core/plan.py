@@ -171,14 +171,15 @@ class Plan:
 
     def write(self, path: Path, durable: bool = True) -> None:
         """Write the plan as JSON, whole or not at all; see `write_bytes` in `hetexp.core.files`."""
-        write_json(path, self._plain(), durable)
+        write_json(path, self.to_dict(), durable)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan in plain types, as its file holds it."""
+        return asdict(self) | {"world_size": self.world_size, "emulated": self.emulated}
 
     def to_json(self) -> str:
         """Return the plan as one line of JSON."""
-        return json.dumps(self._plain())
-
-    def _plain(self) -> dict[str, Any]:
-        return asdict(self) | {"world_size": self.world_size, "emulated": self.emulated}
+        return json.dumps(self.to_dict())
 
     def placed_as(self, own: Plan) -> Plan:
         """Return the plan with the folders and the way to the store that another one has: another machine's.
@@ -203,7 +204,12 @@ class Plan:
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
         """Read what `to_json` returned."""
-        raw = json.loads(text)
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Plan:
+        """Return the plan of what `to_dict` returned and JSON carried."""
+        raw = dict(raw)
         raw.pop("world_size")
         raw.pop("emulated")
         raw["devices"] = tuple(DeviceSpec.from_dict(device) for device in raw["devices"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -23,9 +23,14 @@ from hetexp.plan.planner import in_one_process
 if TYPE_CHECKING:
     from hetexp.training.estimate import RunMemory
 
+Measure = Callable[[Plan, Config, Console], dict[str, Any]]
 
-def prepare(plan: Plan, config: Config, console: Console) -> Plan:
+
+def prepare(plan: Plan, config: Config, console: Console, measure_by: Measure | None = None) -> Plan:
     """Return the plan that is launched.
+
+    Args:
+        measure_by: lets the plan's ranks measure their devices; `None`: the launcher does.
 
     Raises:
         ConfigError: a device has less memory than it needs, or the model cannot be cut so.
@@ -36,10 +41,12 @@ def prepare(plan: Plan, config: Config, console: Console) -> Plan:
         return with_stages(plan, config)
     plan = in_one_process(plan, strategy)
     memory = memory_of(plan, config)
-    return with_memory(with_measured_split(plan, config, memory, console), memory)
+    return with_memory(with_measured_split(plan, config, memory, console, measure_by), memory)
 
 
-def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, console: Console) -> Plan:
+def with_measured_split(
+    plan: Plan, config: Config, memory: RunMemory | None, console: Console, measure_by: Measure | None = None
+) -> Plan:
     """Return the plan with the split that measures best, where the policy asks for it and there is a choice.
 
     Devices that were measured for the same job before are not measured again. The split is chosen anew each
@@ -48,6 +55,7 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
 
     Args:
         memory: limits the devices' passes, and caps their shares.
+        measure_by: as of `prepare`.
     """
     policy = instantiate(config.balancing)
     if not (policy.measures or policy.follows) or plan.world_size < 2:
@@ -57,7 +65,7 @@ def with_measured_split(plan: Plan, config: Config, memory: RunMemory | None, co
         known = [] if policy.recalibrate else calibrations.known_devices(plan, config)
         return begun_with(plan, known, _limits(plan, config, memory)[0]) if known else plan
     if cached is None:
-        told = measure(plan, config, console)
+        told = (measure_by or measure)(plan, config, console)
         own, exchange = [DeviceCalibration.from_dict(one) for one in told["devices"]], told["exchange"]
         measured_at = calibrations.store(plan, config, told)
     else:

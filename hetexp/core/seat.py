@@ -1,0 +1,169 @@
+"""Which rank of a job this process is, where an engine other than hetexp's launcher started it.
+
+torchrun, Ray Train and whatever else speaks torch's own variables set RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT; SLURM's `srun` sets variables of its own. `HETEXP_ENGINE=none` takes no notice of
+any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetexp.core.errors import ConfigError
+
+ENGINE = "HETEXP_ENGINE"
+"""Variable that says `none` where hetexp's own launcher is wanted all the same."""
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+_NODE = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
+"""Number of this process's node among the job's: torchrun's, Ray Train's, SLURM's."""
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+_FIRST_PORT, _PORTS = 15000, 16000
+"""Ports that a SLURM job's number leads to: below those that systems give to whoever asks for any."""
+_IN_BRACKETS = re.compile(r"([^\[,]+)\[(\d+)[^\]]*\]([^,]*)")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One process's place in a job."""
+
+    engine: str
+    """`torchrun`, `slurm`, or `torch` for whatever else sets torch's variables, as Ray Train does."""
+    rank: int
+    world_size: int
+    local_rank: int
+    """Among the processes of its host: which of the host's devices it drives."""
+    address: str
+    """Where rank 0's host listens."""
+    port: int
+    node: str
+    """What tells its host from the job's others: the node's number where the engine tells it."""
+    host: str
+    """Name of its host, for people."""
+    attempt: str = "0"
+    """Which start of the job this is: torchrun starts all processes again when one has failed."""
+    store_is_there: bool = False
+    """Whether the engine itself hosts a store at that address; else rank 0 does."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides for all."""
+        return self.rank == 0
+
+
+def find_seat(environ: Mapping[str, str] | None = None) -> Seat | None:
+    """Return this process's place in another engine's job, `None` where hetexp's launcher is to start one.
+
+    Raises:
+        ConfigError: the variables are not all there, or contradict each other; all of it in one line.
+    """
+    environ = os.environ if environ is None else environ
+    wanted = environ.get(ENGINE, "auto")
+    if wanted not in ("auto", "none"):
+        raise ConfigError(f"`{ENGINE}` must be auto or none, but is '{wanted}' instead.")
+    if wanted == "none":
+        return None
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
+        return _of_torch(environ)
+    if environ.get("SLURM_PROCID") and environ.get("SLURM_NTASKS", "1") != "1":
+        return _of_slurm(environ)
+    return None
+
+
+def _of_torch(environ: Mapping[str, str]) -> Seat:
+    engine = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "torch"
+    numbers = _numbers(environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"), TORCH, engine)
+    return Seat(
+        engine,
+        numbers["RANK"],
+        numbers["WORLD_SIZE"],
+        numbers["LOCAL_RANK"],
+        environ["MASTER_ADDR"],
+        numbers["MASTER_PORT"],
+        _node(environ),
+        platform.node(),
+        environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Seat:
+    numbers = _numbers(environ, SLURM, SLURM, "slurm")
+    address = environ.get("MASTER_ADDR") or _first_node(environ) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not address:
+        raise ConfigError(
+            "Started by SLURM, `SLURM_NODELIST` or `MASTER_ADDR` must be set, but neither is: rank 0's host "
+            f"is not known. {_OTHERWISE}"
+        )
+    job, step = (environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    own = 7 * int(job) + int(step) if job.isdigit() and step.isdigit() else 0
+    port = environ.get("MASTER_PORT") or str(_FIRST_PORT + own % _PORTS)
+    if not port.isdigit():
+        raise ConfigError(f"`MASTER_PORT` must be a port, but is '{port}' instead.")
+    return Seat(
+        "slurm",
+        numbers["SLURM_PROCID"],
+        numbers["SLURM_NTASKS"],
+        numbers["SLURM_LOCALID"],
+        address,
+        int(port),
+        _node(environ),
+        environ.get("SLURMD_NODENAME") or platform.node(),
+        environ.get("SLURM_RESTART_COUNT", "0"),
+    )
+
+
+_OTHERWISE = f"Or set {ENGINE}=none: hetexp's own launcher starts the ranks then."
+
+
+def _numbers(
+    environ: Mapping[str, str], names: tuple[str, ...], needed: tuple[str, ...], engine: str
+) -> dict[str, int]:
+    """Return the variables that must be whole numbers, once all that are needed are there.
+
+    Args:
+        names: of those that must be numbers; the first three are the rank, the number of ranks, and the rank
+            on this host.
+    """
+    who = {"slurm": "SLURM", "torch": "an engine that sets RANK or WORLD_SIZE"}.get(engine, engine)
+    absent = [name for name in needed if not environ.get(name)]
+    problems = [f"`{name}` must be set, but is not" for name in absent]
+    numbers = {}
+    for name in names:
+        text = environ.get(name, "")
+        if name in absent:
+            continue
+        if text.isascii() and text.isdigit():
+            numbers[name] = int(text)
+        else:
+            problems.append(f"`{name}` must be a whole number of at least 0, but is '{text}' instead")
+    rank, size, local = (numbers.get(name) for name in names[:3])
+    if size is not None and size < 1:
+        problems.append(f"`{names[1]}` must be at least 1, but is {size} instead")
+    elif size is not None:
+        problems += [
+            f"`{name}` must be below `{names[1]}` ({size}), but is {value} instead"
+            for name, value in ((names[0], rank), (names[2], local))
+            if value is not None and value >= size
+        ]
+    if problems:
+        raise ConfigError(f"Started by {who}, {'; '.join(problems)}. {_OTHERWISE}")
+    return numbers
+
+
+def _node(environ: Mapping[str, str]) -> str:
+    return next((environ[name] for name in _NODE if environ.get(name)), platform.node())
+
+
+def _first_node(environ: Mapping[str, str]) -> str | None:
+    """Return the first name of SLURM's compressed list: `gpu[03-05,9],x1` begins with `gpu03`."""
+    nodes = next((environ[name] for name in _NODE_LISTS if environ.get(name)), None)
+    if nodes is None:
+        return None
+    if (match := _IN_BRACKETS.match(nodes)) is not None:
+        return "".join(match.groups())
+    return nodes.partition(",")[0]

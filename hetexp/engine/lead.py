@@ -1,0 +1,162 @@
+"""Rank 0 of ranks that another engine started: it decides for all, and tells each of them.
+
+What the launcher does with processes of its own (`hetexp/launch/launcher.py`) is done here with ranks that
+are there already, and the same code plans, measures and trains.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hetexp.comm.lost import is_peer_lost
+from hetexp.core.config import Config, HardwareConfig
+from hetexp.core.errors import HetexpError, RunFailedError, must_be
+from hetexp.core.files import write_json
+from hetexp.core.instantiate import instantiate
+from hetexp.core.plan import Plan
+from hetexp.core.summary import blank_summary
+from hetexp.engine.local import gathered, own_device, threads_of
+from hetexp.engine.meeting import POLL_SECONDS, Meeting, hosted
+from hetexp.engine.part import FAILED, take_part_of
+from hetexp.hardware.detection import Inventory
+from hetexp.hardware.pool import Selection
+from hetexp.hardware.selection import select_devices
+from hetexp.launch.diagrams import diagrams
+from hetexp.launch.display import show_plan, show_summary
+from hetexp.launch.launcher import CALIBRATION
+from hetexp.worker import keep_from_ending
+
+CAUSE_SECONDS = 1.0
+"""How long the others get to say why one of them is gone."""
+STOPPED = "stopped by SIGTERM"
+NEEDS_LAUNCHER = (
+    "fault.survive and fault.respawn, the monitor, hetexp control, devices that are added or dropped, and "
+    "interpreters of single devices need hetexp's own launcher and are off"
+)
+
+
+class Lead:
+    """Plans, measures and trains with the ranks that are there, in the launcher's place."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting, self.seat = meeting, meeting.seat
+        self._selection: Selection | None = None
+        self._cores: dict[str, int] = {}
+        self._stores: list[Any] = []
+
+    def select(
+        self, hardware: HardwareConfig, inventory: Inventory, need: Callable[[int], int | None] | None
+    ) -> Selection:
+        """Return the devices of all ranks, the same at each call; every rank tells its own once."""
+        if self._selection is None:
+            mine = own_device(select_devices(hardware, inventory, need), self.seat, self.meeting.address)
+            self.meeting.tell("device", mine)
+            told = self.meeting.gather("device")
+            self._selection = gathered(told, self.seat.engine)
+            devices = self._selection.devices
+            if len(devices) == len(told):
+                self._cores = {device.id: one["cores"] for device, one in zip(devices, told, strict=True)}
+        found = self._selection
+        # Whoever checks a configuration adds reasons of its own to what it is given.
+        return replace(
+            found, devices=list(found.devices), reasons=list(found.reasons), problems=list(found.problems)
+        )
+
+    def check(self, config: Config) -> list[str]:
+        """Return what speaks against a configuration where the ranks have been started already."""
+        problems = []
+        if config.fallback is not None:
+            accepted = f"null where {self.seat.engine} starts the ranks"
+            problems.append(must_be("strategy.fallback", accepted, config.fallback))
+        strategy = instantiate(config.strategy)
+        if strategy.one_process and self.seat.world_size > 1:
+            accepted = f"another than {strategy.name}, which drives all cards from one process, where "
+            accepted += f"{self.seat.engine} starts one for each"
+            problems.append(must_be("strategy", accepted, strategy.name))
+        return problems
+
+    def adapted(self, config: Config, raw: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+        """Return the configuration without what needs the launcher."""
+        fault = config.fault.model_copy(update={"survive": False})
+        return (
+            config.model_copy(update={"fault": fault}),
+            {**raw, "fault": {**raw.get("fault", {}), "survive": False}},
+        )
+
+    def measure(self, plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+        """Let all ranks measure their devices, as `hetexp.launch.launcher.measure` does."""
+        plan = replace(plan, run_dir=str(Path(plan.run_dir) / "calibration"), measuring=True)
+        console.print(f"Measuring {', '.join(d.id for d in plan.devices)} before the run …", highlight=False)
+        self._run(plan, config)
+        measured: dict[str, Any] = json.loads((Path(plan.run_dir) / CALIBRATION).read_text(encoding="utf-8"))
+        return measured
+
+    def launch(self, plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+        """Train with all ranks, and return the summary, as `hetexp.launch.launcher.launch` does.
+
+        Raises:
+            RunFailedError: a rank failed; the reason is on the screen and in the summary.
+        """
+        show_plan(plan, console)
+        console.print(f"Started by {self.seat.engine}: {NEEDS_LAUNCHER}.", highlight=False, soft_wrap=True)
+        path = Path(plan.run_dir) / "summary.json"
+        try:
+            with diagrams(plan, config, console):
+                self._run(plan, config)
+        except (Exception, SystemExit) as error:
+            keep_from_ending()  # the engine ends all ranks as soon as one has failed
+            told = self._cause(error)
+            console.print(told, style="red", markup=False, highlight=False, soft_wrap=True)
+            last = told.strip().splitlines()[-1]
+            status = "interrupted" if told == STOPPED else "failed"
+            write_json(path, blank_summary(plan, status) | {"error": last})
+            raise RunFailedError(last, 143 if told == STOPPED else 1, told) from error
+        if not path.exists():
+            console.print(f"The summary is at {path} on the host of {plan.devices[0].id}.", highlight=False)
+            return blank_summary(plan, "completed")
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        show_summary(summary, Path(plan.run_dir), console)
+        return summary
+
+    def _run(self, plan: Plan, config: Config) -> None:
+        """Let every rank do its part in a plan, this one included."""
+        run_dir = Path(plan.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        store, port = hosted(self.meeting.address, config.launch.port)
+        self._stores.append(store)  # it ends with this object
+        threads = threads_of(plan, self._cores, config.hardware.threads_per_rank)
+        plan = replace(plan, store_host=self.meeting.address, store_port=port, threads=threads)
+        plan.write(run_dir / "plan.json")
+        assert self._selection is not None
+        seats = [device.id for device in self._selection.devices]
+        self.meeting.order({"plan": plan.to_dict(), "seats": seats})
+        take_part_of(plan, seats, self.meeting)
+        self.meeting.gather(f"done/{port}")
+
+    def _cause(self, error: BaseException) -> str:
+        """Return why the run failed: what another rank told, where this one only lost it or is to end."""
+        mine = str(error) if isinstance(error, HetexpError) else f"{type(error).__name__}: {error}"
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while isinstance(error, SystemExit) or is_peer_lost(error):
+            told = [one for one in self.meeting.told(FAILED).values() if not one["peer_lost"]]
+            if told:
+                first = min(told, key=lambda one: float(one["time"]))
+                return f"rank {first['rank']}, {first['device']}, failed:\n{first['message']}"
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        if isinstance(error, SystemExit):
+            return STOPPED
+        return f"rank {self.seat.rank} failed: {mine}"
+
+    def end(self, problem: str | None = None) -> None:
+        """Tell the others that nothing more comes, and why."""
+        self.meeting.order({"end": problem})
+        self.meeting.part()

@@ -1,0 +1,145 @@
+"""The device of this process: the one of its host's chosen devices that LOCAL_RANK counts to."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from hetexp.core.config import variables
+from hetexp.core.device import DeviceSpec
+from hetexp.core.plan import Plan
+from hetexp.core.seat import Seat
+from hetexp.hardware.backend import VISIBILITY, backend_class, environment_together
+from hetexp.hardware.catalogue import Link
+from hetexp.hardware.cpu import CpuBackend, cpu_count
+from hetexp.hardware.pool import Selection
+from hetexp.launch.interpreter import is_own
+
+
+def own_device(selection: Selection, seat: Seat, address: str) -> dict[str, Any]:
+    """Return what this process tells rank 0 of its device.
+
+    A host that is to compute on its CPU has as many CPU ranks as processes.
+
+    Args:
+        selection: what the configuration chooses of this host's devices.
+        address: of this host.
+    """
+    devices, problems = list(selection.devices), list(selection.problems)
+    place = seat.local_rank
+    if devices and len(devices) <= place and all(device.backend == "cpu" for device in devices):
+        devices += [CpuBackend.describe(index) for index in range(len(devices), place + 1)]
+    if not problems and len(devices) <= place:
+        names = ", ".join(str(device) for device in devices) or "none"
+        problems.append(
+            f"`hardware` must choose a device for each process of a host, but of {seat.host} it chooses "
+            f"{len(devices)} ({names}), and this is process {place + 1} there. Start fewer on it "
+            "(--nproc-per-node), or choose more devices."
+        )
+    device = devices[place] if place < len(devices) else None
+    if device is not None and device.python is not None and not is_own(device.python):
+        problems.append(
+            f"`hardware.devices` must name no interpreter where {seat.engine} starts the ranks, but "
+            f"{device.id} asks for {device.python} instead of {sys.executable}."
+        )
+    return {
+        "node": seat.node,
+        "host": seat.host,
+        "address": address,
+        "local_rank": place,
+        "device": asdict(device) if device is not None else None,
+        "rest": [str(one) for one in devices[place + 1 :]],
+        "reasons": selection.reasons,
+        "problems": problems,
+        "network": selection.network.model_dump() if selection.network is not None else None,
+        "cores": cpu_count(),
+    }
+
+
+def gathered(told: Sequence[dict[str, Any]], engine: str) -> Selection:
+    """Return the devices of all ranks in rank order, under ids that are each one's own.
+
+    Args:
+        told: by every rank (`own_device`).
+    """
+    selection = Selection()
+    labels = _labels(told)
+    several = len(set(labels)) > 1
+    for rank, one in enumerate(told):
+        selection.problems += one["problems"]
+        if one["device"] is not None:
+            device = DeviceSpec.from_dict(one["device"])
+            if several:
+                host = device.host or labels[rank]
+                device = replace(device, id=f"{device.id}@{labels[rank]}", host=host)
+            selection.devices.append(device)
+        if one["local_rank"] == 0:
+            selection.reasons += [
+                f"{labels[rank]}: {reason}" if several else reason for reason in one["reasons"]
+            ]
+    selection.problems = list(dict.fromkeys(selection.problems))
+    idle = _idle(told, labels)
+    selection.reasons += [f"{name} of {label} has no process, and stays idle." for label, name in idle]
+    hosts = f" on {len(set(labels))} hosts ({', '.join(dict.fromkeys(labels))})" if several else ""
+    selection.reasons.append(
+        f"{engine} has started {len(told)} ranks{hosts}; LOCAL_RANK counts to each device."
+    )
+    network = next((one["network"] for one in told if one["network"] is not None), None)
+    selection.network = Link.model_validate(network) if network is not None else None
+    _tell_doubles(selection)
+    return selection
+
+
+def _labels(told: Sequence[dict[str, Any]]) -> list[str]:
+    """Return each rank's host by a name that no other host has: hosts may be called alike."""
+    nodes: dict[str, set[str]] = {}
+    for one in told:
+        nodes.setdefault(one["host"], set()).add(one["node"])
+    return [one["host"] if len(nodes[one["host"]]) == 1 else f"{one['host']}-{one['node']}" for one in told]
+
+
+def _idle(told: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the devices that no process drives, beside their host."""
+    last: dict[str, dict[str, Any]] = {}
+    for label, one in zip(labels, told, strict=True):
+        if label not in last or one["local_rank"] > last[label]["local_rank"]:
+            last[label] = one
+    return [(label, name) for label, one in last.items() for name in one["rest"]]
+
+
+def _tell_doubles(selection: Selection) -> None:
+    """Two ranks with one LOCAL_RANK on one host would drive the same device."""
+    ids = [device.id for device in selection.devices]
+    doubles = dict.fromkeys(one for one in ids if ids.count(one) > 1)
+    if doubles and not selection.problems:
+        selection.problems.append(
+            f"`LOCAL_RANK` must differ between the processes of a host, but several of them drive "
+            f"{', '.join(doubles)}."
+        )
+
+
+def threads_of(plan: Plan, cores: dict[str, int], wanted: int | None) -> tuple[int, ...]:
+    """Return each rank's CPU threads: as wanted, else its host's cores shared by the ranks on its CPU.
+
+    Args:
+        cores: of the host of each device, by the device's id.
+    """
+    threads = []
+    for device in plan.devices:
+        here = [one for one in plan.devices if one.host == device.host]
+        computing = sum(backend_class(one.backend).computes_on_cpu for one in here)
+        threads.append(wanted or max(1, cores[device.id] // max(1, computing)))
+    return tuple(threads)
+
+
+def take_environment(plan: Plan, rank: int) -> None:
+    """Make this process see its own device only, and set what `comm.env` wants; before it touches a card."""
+    wanted = variables(plan.config.get("comm", {}).get("env"))
+    visible = environment_together([plan.devices[rank]])
+    for name in VISIBILITY:
+        if name not in visible:
+            os.environ.pop(name, None)
+    os.environ.update({**wanted, **visible})

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any
+
+from support import plan_on, unbuilt_config
+
+from hetexp.core.device import DeviceSpec
+from hetexp.core.seat import Seat
+from hetexp.engine.local import gathered, own_device, threads_of
+from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.pool import Selection
+
+
+def seat(rank: int, local_rank: int, node: str = "0", host: str = "box") -> Seat:
+    return Seat("torchrun", rank, 4, local_rank, "127.0.0.1", 1, node, host)
+
+
+def card(index: int, **changes: Any) -> DeviceSpec:
+    return DeviceSpec(f"cuda:{index}", "cuda", index, "RTX 3090", "nvidia", **changes)
+
+
+def told(selection: Selection, one: Seat) -> dict[str, Any]:
+    return own_device(selection, one, "127.0.0.1")
+
+
+def test_local_rank_counts_to_the_device() -> None:
+    chosen = Selection(devices=[card(0), card(2)])
+    found = [told(chosen, seat(rank, rank))["device"]["id"] for rank in (0, 1)]
+    assert found == ["cuda:0", "cuda:2"]
+
+
+def test_a_host_on_its_cpu_has_as_many_ranks_as_processes() -> None:
+    found = told(Selection(devices=[CpuBackend.describe(0)]), seat(2, 2))
+    assert found["device"]["id"] == "cpu:2"
+    assert not found["problems"]
+
+
+def test_more_processes_than_cards() -> None:
+    (problem,) = told(Selection(devices=[card(0)]), seat(1, 1))["problems"]
+    assert "`hardware` must choose a device for each process" in problem
+    assert "1 (cuda:0 (RTX 3090))" in problem
+    (again,) = gathered([told(Selection(devices=[card(0)]), seat(1, 1))] * 2, "torchrun").problems
+    assert again == problem
+
+
+def test_another_interpreter() -> None:
+    (problem,) = told(Selection(devices=[card(0, python="/opt/hip/bin/python")]), seat(0, 0))["problems"]
+    assert "must name no interpreter where torchrun starts the ranks" in problem
+
+
+def test_one_host_keeps_its_ids() -> None:
+    chosen = Selection(devices=[card(0), card(1)], reasons=["all usable"])
+    found = gathered([told(chosen, seat(rank, rank)) for rank in (0, 1)], "torchrun")
+    assert [(device.id, device.host) for device in found.devices] == [("cuda:0", None), ("cuda:1", None)]
+    assert found.reasons[0] == "all usable"
+
+
+def test_hosts_of_one_name() -> None:
+    chosen = Selection(devices=[card(0), card(1)])
+    seats = [seat(0, 0), seat(1, 1), seat(2, 0, "1"), seat(3, 1, "1")]
+    found = gathered([told(chosen, one) for one in seats], "torchrun")
+    assert [device.id for device in found.devices] == [
+        "cuda:0@box-0",
+        "cuda:1@box-0",
+        "cuda:0@box-1",
+        "cuda:1@box-1",
+    ]
+    assert [device.host for device in found.devices] == ["box-0", "box-0", "box-1", "box-1"]
+    assert "4 ranks on 2 hosts (box-0, box-1)" in found.reasons[-1]
+    assert not found.problems
+
+
+def test_a_device_without_a_process_is_told() -> None:
+    chosen = Selection(devices=[card(0), card(1)])
+    one, other = seat(0, 0, "0", "a"), seat(1, 0, "1", "b")
+    found = gathered([told(chosen, one), told(chosen, other)], "slurm")
+    assert [device.id for device in found.devices] == ["cuda:0@a", "cuda:0@b"]
+    assert "cuda:1 (RTX 3090) of b has no process, and stays idle." in found.reasons
+
+
+def test_two_processes_with_one_local_rank() -> None:
+    chosen = Selection(devices=[card(0)])
+    (problem,) = gathered([told(chosen, seat(0, 0)), told(chosen, seat(1, 0))], "torch").problems
+    assert "`LOCAL_RANK` must differ" in problem
+
+
+def test_threads_are_shared_on_each_host() -> None:
+    devices = [
+        DeviceSpec("cpu:0@a", "cpu", 0, "CPU", "cpu", host="a"),
+        DeviceSpec("cpu:1@a", "cpu", 1, "CPU", "cpu", host="a"),
+        DeviceSpec("cpu:0@b", "cpu", 0, "CPU", "cpu", host="b"),
+    ]
+    plan = plan_on(devices, unbuilt_config())
+    cores = {"cpu:0@a": 8, "cpu:1@a": 8, "cpu:0@b": 6}
+    assert threads_of(plan, cores, None) == (4, 4, 6)
+    assert threads_of(plan, cores, 2) == (2, 2, 2)
