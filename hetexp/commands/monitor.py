@@ -138,6 +138,7 @@ def _noted(config: MonitorConfig) -> list[Path]:
         return []
     from sqlalchemy.exc import SQLAlchemyError
 
+    from hetexp.core.errors import SetupError
     from hetexp.monitor.sample import host_name
     from hetexp.monitor.store import ACTIVE, Store
     from hetexp.monitor.tables import default_path
@@ -150,7 +151,7 @@ def _noted(config: MonitorConfig) -> list[Path]:
             return [Path(one["run_dir"]) for one in store.trainings(ACTIVE, host_name())]
         finally:
             store.close()
-    except SQLAlchemyError:  # the devices are told all the same
+    except (SQLAlchemyError, SetupError):  # the devices are told all the same
         return []
 
 

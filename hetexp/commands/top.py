@@ -35,18 +35,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(overrides: Sequence[str]) -> int:
-    from sqlalchemy.exc import SQLAlchemyError
-
     config = read_config(overrides)
     check_installed(config)
-    from hetexp.core.errors import SetupError
     from hetexp.monitor.store import Store
     from hetexp.monitor.top import Top
 
-    try:
-        store = Store(config.url)
-    except SQLAlchemyError as error:
-        raise SetupError(f"The monitor's database cannot be opened: {str(error).splitlines()[0]}") from None
+    store = Store(config.url)
     try:
         with _sampling(config):
             top = Top(store, config)

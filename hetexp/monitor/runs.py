@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetexp.core.device import GIB, DeviceSpec
+from hetexp.core.lines import Appended
 from hetexp.core.plan import Plan
 from hetexp.hardware.lease import owners
 from hetexp.monitor.processes import lives
@@ -44,7 +45,7 @@ class RunWatch:
         self.line: dict[str, Any] = {}
         """The newest line of its metrics that tells of a training step."""
         self._plan_path: Path | None = None
-        self._metrics = _Lines(folder / "metrics.jsonl")
+        self._metrics = Appended(folder / "metrics.jsonl")
         self._line_at: float | None = None
         self._pause = 0.0
 
@@ -118,29 +119,3 @@ _OWN = ("share", "samples_per_second", "peak_memory_gib")
 def _epoch(path: Path) -> int:
     number = path.stem.partition("_")[2]
     return int(number) if number.isdecimal() else -1
-
-
-class _Lines:
-    """Whole lines as they are appended to a file, which may be written anew."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._rest = path, b""
-        self._file: Any = None
-
-    def read(self) -> list[bytes]:
-        try:
-            if self._file is None:
-                self._file = self._path.open("rb")
-            elif self._path.stat().st_size < self._file.tell():
-                self.close()
-                self._file = self._path.open("rb")
-            added: bytes = self._file.read()
-        except OSError:
-            return []
-        *complete, self._rest = (self._rest + added).split(b"\n")
-        return complete
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file, self._rest = None, b""

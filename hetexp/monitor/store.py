@@ -44,7 +44,7 @@ class Store:
 
     Raises:
         SetupError: as `hetexp.monitor.tables.open_engine`.
-        sqlalchemy.exc.SQLAlchemyError: the database cannot be reached; any method may raise it.
+        sqlalchemy.exc.SQLAlchemyError: the database cannot be reached any more; of any method.
     """
 
     def __init__(self, url: str | None = None) -> None:

@@ -26,6 +26,7 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from hetexp.core.errors import SetupError
@@ -35,6 +36,8 @@ SCHEMA = 1
 """Version of the tables; a database of a newer one is refused."""
 BUSY_SECONDS = 30.0
 """Longest wait for another writer."""
+UNREACHABLE = "The monitor's database cannot be reached"
+"""How whoever uses it begins to tell that."""
 WRITES = "hetexp_writes"
 """Execution option of connections that write: SQLite's lock is then taken at once, not after a read."""
 _LOCK = 0x68657465
@@ -132,8 +135,8 @@ def open_engine(url: str | None) -> Engine:
         url: as `monitor.url`.
 
     Raises:
-        SetupError: the driver is not installed, or the tables are a newer hetexp's.
-        sqlalchemy.exc.SQLAlchemyError: the database cannot be reached or written.
+        SetupError: the driver is not installed, the database cannot be reached or written, or the tables are
+            a newer hetexp's.
     """
     engine = _sqlite(url) if url is None or url.startswith("sqlite") else _postgresql(url)
     try:
@@ -141,10 +144,17 @@ def open_engine(url: str | None) -> Engine:
             if connection.dialect.name == "postgresql":  # IF NOT EXISTS may fail where two make one at once
                 connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK})
             _make_tables(connection)
-    except BaseException:
+    except BaseException as error:
         engine.dispose()
+        if isinstance(error, SQLAlchemyError):
+            raise SetupError(f"{unreachable(error)}. Name another one with monitor.url=….") from error
         raise
     return engine
+
+
+def unreachable(error: SQLAlchemyError) -> str:
+    """Return how a person is told that the database does not answer."""
+    return f"{UNREACHABLE}: {str(error).splitlines()[0].rstrip('.')}"
 
 
 def insert_into(connection: Connection, table: Table) -> Any:

@@ -16,6 +16,7 @@ from hetexp.monitor.processes import lives
 from hetexp.monitor.sample import host_name
 from hetexp.monitor.screen import Shown
 from hetexp.monitor.store import ACTIVE, Store
+from hetexp.monitor.tables import unreachable
 
 SPAN_SECONDS = 300.0
 """What sparklines show."""
@@ -64,7 +65,7 @@ class Top:
                     series = self._store.history(now - SPAN_SECONDS, now, view, POINTS, wanted)
                     shown.history |= {one.key: one for one in series}
         except SQLAlchemyError as error:
-            shown.message = f"The database does not answer: {str(error).splitlines()[0]}"
+            shown.message = unreachable(error)
         shown.trainings = self._trainings
         self._choose()
         shown.chosen = self.chosen

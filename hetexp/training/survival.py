@@ -24,6 +24,7 @@ from hetexp.comm.sockets import shut_all
 from hetexp.comm.watched_store import WatchedStore
 from hetexp.core.epoch import Epoch, plan_key, prepared_key, reformed_key
 from hetexp.core.errors import HandshakeError, HetexpError, PeerLostError, SetupError
+from hetexp.core.lines import last_rows
 from hetexp.core.plan import Plan
 from hetexp.training.handover import Carried, give, take
 from hetexp.training.requests import Requests
@@ -220,17 +221,8 @@ def written(training: Training) -> bool:
 
 def told_lines(path: Path) -> set[tuple[str, int]]:
     """Return which lines of the last steps a metrics file has: `train` or `eval`, and the step."""
-    if not path.exists():
-        return set()
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LINES))
-        lines = file.read().split(b"\n")
     found = set()
-    for line in lines:
-        try:
-            told = json.loads(line)
-        except ValueError:  # cut off, here or by a kill
-            continue
+    for told in last_rows(path, LINES):
         kinds = {str(name).partition("/")[0] for name in told}
         found |= {(kind, told["step"]) for kind in kinds & {"train", "eval"}}
     return found

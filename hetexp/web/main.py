@@ -73,16 +73,13 @@ def _serve(access: Access, port: int, config: MonitorConfig) -> int:
     """Listen, say where, and serve."""
     import uvicorn
 
-    from hetexp.core.errors import SetupError
     from hetexp.web.server import Dashboard, make_app
 
     listener = _listener(access.host, port)
     try:
         app = make_app(Dashboard(config, access, Path.cwd()))
-    except Exception as error:
+    except Exception:
         listener.close()
-        if type(error).__module__.startswith("sqlalchemy"):
-            raise SetupError(f"The monitor's database cannot be used: {error}") from error
         raise
     settings = uvicorn.Config(
         app,

@@ -24,6 +24,7 @@ from hetexp.core.errors import HetexpError
 from hetexp.monitor.sample import Sample, as_dict
 from hetexp.monitor.service import Service
 from hetexp.monitor.store import ACTIVE, Store
+from hetexp.monitor.tables import UNREACHABLE
 from hetexp.web import allowed, views
 from hetexp.web.access import Access, Guard
 from hetexp.web.checker import Checker
@@ -188,7 +189,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(SQLAlchemyError)
     async def _database(_: Request, error: SQLAlchemyError) -> JSONResponse:
         _LOG.warning("%s", error)
-        return JSONResponse(detail([(None, "The monitor's database cannot be reached now.")]), 503)
+        return JSONResponse(detail([(None, f"{UNREACHABLE} now.")]), 503)
 
     @app.exception_handler(HetexpError)
     async def _own(_: Request, error: HetexpError) -> JSONResponse:

@@ -10,11 +10,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hetexp.core.lines import last_rows
 from hetexp.monitor.history import Series
 from hetexp.monitor.sample import host_name
 from hetexp.monitor.store import ACTIVE
 from hetexp.web.job import log_tail, read_job
 
+METRICS = "metrics.jsonl"
 TAIL_LINES = 200
 _TAIL_BYTES = 256 * 1024
 _MOST_BYTES = 64 * 1024 * 1024
@@ -138,7 +140,7 @@ def metrics(row: Row, since_step: int, limit: int) -> list[Row]:
     if row["host"] != host_name():
         return []
     found = []
-    for line in _lines(Path(row["run_dir"]), _MOST_BYTES):
+    for line in last_rows(Path(row["run_dir"]) / METRICS, _MOST_BYTES):
         if "step" not in line or line["step"] <= since_step:
             continue
         shown = {
@@ -156,7 +158,7 @@ def _split(run_dir: Path, plan: Row, summary: Row, ended: bool) -> list[Row]:
     """Return each device's share of the work: as it was in the end, as it is, or as it is planned."""
     if ended and summary.get("devices"):
         return [{"id": one["id"], "share": _finite(one.get("share"))} for one in summary["devices"]]
-    for line in reversed(_lines(run_dir, _TAIL_BYTES) if not ended else []):
+    for line in reversed(last_rows(run_dir / METRICS, _TAIL_BYTES) if not ended else []):
         shares = _shares(line)
         if shares:
             return shares
@@ -171,24 +173,6 @@ def _shares(line: Row) -> list[Row]:
         for name, value in line.items()
         if name.startswith("device/") and name.endswith("/share")
     ]
-
-
-def _lines(run_dir: Path, most_bytes: int) -> list[Row]:
-    """Return the last whole lines of a run's metrics."""
-    try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - most_bytes))
-            text = file.read(most_bytes)
-    except OSError:
-        return []
-    found = []
-    for part in (text if size <= most_bytes else text.partition(b"\n")[2]).splitlines():
-        with suppress(ValueError):
-            line = json.loads(part)
-            if isinstance(line, dict):
-                found.append(line)
-    return found
 
 
 def _read(path: Path) -> Row:

@@ -101,7 +101,13 @@ def test_what_is_not_installed_is_named_with_the_fix(
     assert f"pip install '{extra}'" in capsys.readouterr().err
 
 
-def test_a_database_that_cannot_be_opened_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["top"], ["dashboard", "--port=0"]])
+def test_a_database_that_cannot_be_reached_is_told(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if command[0] == "dashboard":
+        pytest.importorskip("fastapi", reason="the extra `dashboard` is not installed")
     (tmp_path / "monitor.sqlite").mkdir()
-    assert main(["top", f"monitor.url=sqlite:///{tmp_path / 'monitor.sqlite'}"]) == 2
-    assert "database cannot be opened" in capsys.readouterr().err
+    assert main([*command, f"monitor.url=sqlite:///{tmp_path / 'monitor.sqlite'}"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("The monitor's database cannot be reached: ") and "monitor.url=" in told

@@ -1,0 +1,57 @@
+"""Lines at the end of a file that another process appends to, such as a run's `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def last_rows(path: Path, most_bytes: int) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file's last whole lines; none where there is no such file.
+
+    What is cut off, by `most_bytes` or by a writer that was killed, is left out.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - most_bytes))
+            text = file.read(most_bytes)
+    except OSError:
+        return []
+    found = []
+    for part in (text if size <= most_bytes else text.partition(b"\n")[2]).splitlines():
+        with suppress(ValueError):
+            row = json.loads(part)
+            if isinstance(row, dict):
+                found.append(row)
+    return found
+
+
+class Appended:
+    """Whole lines as they are appended to a file, which may come later, and be written anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._rest = path, b""
+        self._file: BinaryIO | None = None
+
+    def read(self) -> list[bytes]:
+        """Return the lines that were added since the last call."""
+        try:
+            if self._file is None:
+                self._file = self._path.open("rb")
+            elif self._path.stat().st_size < self._file.tell():
+                self.close()
+                self._file = self._path.open("rb")
+            added = self._file.read()
+        except OSError:
+            return []
+        *complete, self._rest = (self._rest + added).split(b"\n")
+        return complete
+
+    def close(self) -> None:
+        """Close the file; the next call reads it from its beginning."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._rest = None, b""
