@@ -73,8 +73,9 @@ class Overrides:
                 values.append(override)
         self._check_hardware()
         self._plain: Any = None
-        self._values: list[Override] = []
-        for override in values:
+        self._loaded: dict[tuple[str, ...], Any] = {}
+        self._values: list[Override] = values if self._composes(values) else []
+        for override in values if not self._values else ():
             if self._check_key(override):
                 self._values.append(override)
         if sweep and not self.problems:
@@ -111,9 +112,21 @@ class Overrides:
             if self._sweep and problem and told not in self.problems:
                 self.problems.append(told)
 
+    def _composes(self, values: list[Override]) -> bool:
+        """Whether Hydra takes them all, which refuses unknown keys: then none must be looked for."""
+        if self.problems or any(override.is_sweep_override() for override in values):
+            return False
+        with contextlib.suppress(HydraException):
+            self._load([str(override.input_line) for override in values])
+            return True
+        return False
+
     def _load(self, values: list[str]) -> Any:
         """Compose the chosen groups and these values; a sweep is left out, any of its choices would do."""
-        return self._compose([text for text in (*self._groups, *values) if not self._is_sweep(text)])
+        usable = tuple(text for text in (*self._groups, *values) if not self._is_sweep(text))
+        if usable not in self._loaded:
+            self._loaded[usable] = self._compose(list(usable))
+        return self._loaded[usable]
 
     def _compose(self, usable: list[str]) -> Any:
         return self._loader.load_configuration(self._config_name, usable, run_mode=RunMode.RUN)
