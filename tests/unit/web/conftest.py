@@ -38,13 +38,18 @@ def answers() -> Answers:
 
 
 @pytest.fixture
-def dashboard(tmp_path: Path, answers: Answers) -> Iterator[Any]:
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'lab.sqlite'}"
+
+
+@pytest.fixture
+def dashboard(tmp_path: Path, url: str, answers: Answers) -> Iterator[Any]:
     """One for this machine alone; `access` may be replaced before `ask` is used."""
     from hetexp.core.config import MonitorConfig
     from hetexp.web.access import Access
     from hetexp.web.server import Dashboard
 
-    made = Dashboard(MonitorConfig(url=f"sqlite:///{tmp_path / 'lab.sqlite'}"), Access(), tmp_path)
+    made = Dashboard(MonitorConfig(url=url), Access(), tmp_path)
     made.checker = answers  # type: ignore[assignment]
     yield made
     made.store.close()
