@@ -7,7 +7,6 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.launch.arrange import arranged, with_arrangement
-from hetexp.strategy.shard_plan import check_layers
 from hetexp.strategy.staged import Staged
 
 
@@ -28,11 +27,7 @@ def check_model(config: Config) -> list[str]:
         return error.problems
     except Exception:  # a person's own code
         return []
-    chosen = strategy.chosen_ranges()
-    if chosen is None:
-        return []
-    pairs = zip(chosen, strategy.keys(), strict=True)
-    return [problem for ranges, key in pairs for problem in check_layers(ranges, layers, key)]
+    return strategy.check_layers(layers)
 
 
 def with_stages(plan: Plan, config: Config) -> Plan:

@@ -50,11 +50,15 @@ class CutsModels(Protocol):
     def num_microbatches(self, num_stages: int, num_ranks: int, num_samples: int) -> int:
         """Return the microbatches of a step of one pipeline."""
 
-    def chosen_groups(self, num_devices: int) -> list[list[int]] | None:
+    def groups_on(self, devices: Sequence[DeviceSpec]) -> list[list[int]] | None:
         """Return the ranks of each pipeline, in the order of its stages; `None`: the planner's choice."""
 
-    def chosen_ranges(self) -> Sequence[Sequence[Sequence[int]]] | None:
-        """Return the layers of each pipeline's stages; `None`: the planner's choice."""
+    def ranges_in(self, layers: Sequence[str]) -> Sequence[Sequence[Sequence[int]]] | None:
+        """Return the layers of each pipeline's stages; `None`: the planner's choice.
+
+        Args:
+            layers: the names of the model's layers.
+        """
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,6 @@ def arrange(
         ConfigError: nothing fits the devices' memory, the model has too few layers, or the policy does not
             fit the devices.
     """
-    count = plan.world_size
     rated = known if known is not None and known.complete else None
     by_curve = rated is not None and (policy.measures or policy.follows)
     shares = None if by_curve else policy.shares(plan.devices, plan.precisions)
@@ -119,7 +122,7 @@ def arrange(
     )
     if by_curve:
         pipeline = replace(pipeline, send=_sends(plan), link=_links(rated))
-    given, ranges = strategy.chosen_groups(count), strategy.chosen_ranges()
+    given, ranges = strategy.groups_on(plan.devices), strategy.ranges_in([layer.name for layer in layers])
     longest = max(len(group) for group in given) if given is not None else 1
     if pipeline.num_stages(longest) > len(layers):
         raise ConfigError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt
 
@@ -11,6 +11,7 @@ from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.strategy.schedules import ScheduleName
 from hetexp.strategy.shard_plan import Ranges
+from hetexp.strategy.stage_entries import check_entries, check_names, group_of, ranges_by_name, ranges_of
 from hetexp.strategy.staged import Staged
 
 
@@ -22,7 +23,8 @@ class Pipeline(Staged):
     Args:
         schedule: one of torch's; those with several stages a device give each of them two.
         num_microbatches: of a step; `None`: four a stage, at most the batch.
-        shard_plan: layers `[first, end)` of each stage; `auto` leaves the cut to the planner.
+        shard_plan: layers `[first, end)` of each stage, or its device and what it has of the model (see
+            `hetexp.strategy.stage_entries`); `auto` leaves the cut to the planner.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -31,16 +33,34 @@ class Pipeline(Staged):
         self,
         schedule: ScheduleName = "1F1B",
         num_microbatches: PositiveInt | None = None,
-        shard_plan: Literal["auto"] | list[list[int]] = "auto",
+        shard_plan: Literal["auto"] | list[list[int]] | list[dict[str, Any]] = "auto",
     ) -> None:
         super().__init__(schedule, num_microbatches)
-        self._shard_plan = shard_plan
+        told = () if shard_plan == "auto" else shard_plan
+        self._entries = [one for one in told if isinstance(one, Mapping)]
+        """Of stages that are told with their devices."""
+        ranges = [list(one) for one in told if not isinstance(one, Mapping)]
+        self._ranges: Ranges | None = None if shard_plan == "auto" else ranges
 
     def chosen_groups(self, num_devices: int) -> list[list[int]] | None:
         return [list(range(num_devices))]
 
     def chosen_ranges(self) -> list[Ranges] | None:
-        return None if self._shard_plan == "auto" else [self._shard_plan]
+        ranges = ranges_of(self._entries) if self._entries else self._ranges
+        return None if ranges is None else [ranges]
+
+    def groups_on(self, devices: Sequence[DeviceSpec]) -> list[list[int]] | None:
+        return [group_of(self._entries, devices)] if self._entries else super().groups_on(devices)
+
+    def ranges_in(self, layers: Sequence[str]) -> list[Ranges] | None:
+        if self._entries and self.chosen_ranges() is None:
+            return [ranges_by_name(self._entries, layers)]
+        return self.chosen_ranges()
+
+    def check_layers(self, layers: Sequence[str]) -> list[str]:
+        if self._entries and self.chosen_ranges() is None:
+            return check_names(self._entries, layers)
+        return super().check_layers(layers)
 
     def keys(self) -> list[str]:
         return ["strategy.shard_plan"]
@@ -54,4 +74,7 @@ class Pipeline(Staged):
                 "at least two.",
                 *problems,
             ]
+        if self._entries:
+            wrong = check_entries(self._entries, devices, self.schedule)
+            return problems + (wrong or self.check_stages([list(range(len(devices)))]))
         return problems + self.check_stages([list(range(len(devices)))])

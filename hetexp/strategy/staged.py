@@ -12,7 +12,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.schedules import SCHEDULES, Schedule, ScheduleName
-from hetexp.strategy.shard_plan import Ranges, check_ranges
+from hetexp.strategy.shard_plan import Ranges, check_layers, check_ranges
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,20 @@ class Staged(Strategy):
     @abstractmethod
     def chosen_ranges(self) -> list[Ranges] | None:
         """Return the layers of each pipeline's stages; `None`: the planner's choice."""
+
+    def groups_on(self, devices: Sequence[DeviceSpec]) -> list[list[int]] | None:
+        """Return the ranks of each pipeline, in the order of its stages, where a plan names devices, too."""
+        return self.chosen_groups(len(devices))
+
+    def ranges_in(self, layers: Sequence[str]) -> list[Ranges] | None:
+        """Return the layers of each pipeline's stages, where a plan names the model's layers, too."""
+        return self.chosen_ranges()
+
+    def check_layers(self, layers: Sequence[str]) -> list[str]:
+        """Return what speaks against the chosen stages for a model of these layers."""
+        chosen = self.chosen_ranges()
+        pairs = zip(chosen, self.keys(), strict=True) if chosen is not None else ()
+        return [problem for ranges, key in pairs for problem in check_layers(ranges, layers, key)]
 
     @abstractmethod
     def keys(self) -> list[str]:

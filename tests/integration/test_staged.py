@@ -51,6 +51,12 @@ LAYOUTS = {
         "strategy.shard_plan=[[0,1],[1,2],[2,5]]",
         "strategy.schedule=GPipe",
     ),
+    "modules of the model, by device": (
+        devices(2),
+        "strategy=pipeline",
+        "strategy.shard_plan=[{device: 'cpu:1', modules: [blocks.0, blocks.1..blocks.3]}, "
+        "{device: 'cpu:0', modules: [blocks.4]}]",
+    ),
     "a pipeline and a device": (
         devices(3),
         "strategy=hybrid",

@@ -73,10 +73,10 @@ class Cutting(Bare):
     def num_microbatches(self, num_stages: int, num_ranks: int, num_samples: int) -> int:
         return 4
 
-    def chosen_groups(self, num_devices: int) -> list[list[int]] | None:
-        return [list(range(num_devices))]
+    def groups_on(self, devices: Sequence[DeviceSpec]) -> list[list[int]] | None:
+        return [list(range(len(devices)))]
 
-    def chosen_ranges(self) -> None:
+    def ranges_in(self, layers: Sequence[str]) -> None:
         return None
 
 

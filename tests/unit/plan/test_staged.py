@@ -47,10 +47,10 @@ class Cuts:
     def num_microbatches(self, num_stages: int, num_ranks: int, num_samples: int) -> int:
         return self.microbatches
 
-    def chosen_groups(self, num_devices: int) -> list[list[int]] | None:
+    def groups_on(self, devices: Sequence[DeviceSpec]) -> list[list[int]] | None:
         return self.groups
 
-    def chosen_ranges(self) -> list[list[list[int]]] | None:
+    def ranges_in(self, layers: Sequence[str]) -> list[list[list[int]]] | None:
         return self.ranges
 
 
