@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from faulty import my_rank
 from torch import nn
 
 from hetexp.core.errors import PeerLostError
+from hetexp.model.base import WithAuxiliary
+from hetexp.model.sae import SAE
 
 
 class Net(nn.Module):
@@ -106,3 +108,24 @@ class Parting(torch.optim.AdamW):
                 self.at = -1
                 raise PeerLostError(f"rank {self.dies} of the exchange is gone")
         super().step()
+
+
+class SlowSAE(SAE):
+    """A sparse autoencoder whose passes pause until a file is there."""
+
+    def __init__(
+        self,
+        slow_until: str | None = None,
+        pause: float = 0.1,
+        input_size: int | None = None,
+        mean: Sequence[float] | None = None,
+        scale: float | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(input_size=input_size, mean=mean, scale=scale, **others)
+        self.slow_until, self.pause = slow_until, pause
+
+    def forward(self, inputs: torch.Tensor) -> WithAuxiliary:
+        if self.training and self.slow_until is not None and not Path(self.slow_until).exists():
+            time.sleep(self.pause)
+        return super().forward(inputs)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from support import Run, Train, start_run, worst
+from support import Run, Train, difference, start_run, worst
+
+from hetexp.cli import main
 
 COMMON = (
     "experiment=sae_digits",
@@ -100,6 +103,63 @@ def test_a_device_is_lost(train: Train, single: Run, tmp_path: Path) -> None:
     )
     assert [failure["device"] for failure in run.summary["failures"]] == ["cpu:1"]
     same_as(run, single)
+
+
+def test_a_newcomer_has_the_counters_of_the_others(train: Train, tmp_path: Path) -> None:
+    steps = (*COMMON, "trainer.max_steps=150", "trainer.checkpoint_every=150", "model.activation=relu")
+    folder = tmp_path / "hurt"
+    run = train(
+        *steps,
+        *UNEQUAL,
+        "strategy=ddp",
+        "model._target_=hurt.SlowSAE",
+        f"+model.slow_until={folder}/plans/epoch_2.json",
+        "fault.survive=true",
+        "fault.heartbeat_seconds=5",
+        "fault.respawn=1",
+        "fault.respawn_seconds=0.1",
+        "fault.events=[{kind: death, device: 'cpu:1', at_step: 5}]",
+        "trainer.check_sync_every=1",  # of weights and counters
+        folder=folder,
+    )
+    there = [line["step"] for line in run.metrics if "device/cpu:1/share" in line]
+    assert there[-1] == 150 and len(there) < 150  # it was away, and came back
+    single, hurt = train(*steps, *SINGLE).parameters(), run.parameters()
+    assert all(torch.equal(hurt[name], single[name]) for name in COUNTERS)
+    assert difference(hurt, single) <= 1e-12
+
+
+SOURCE = (
+    "data=synthetic",
+    "data.kind=tokens",
+    "data.num_samples=64",
+    "data.num_test_samples=21",
+    "model=gpt",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.embedding_size=8",
+    "trainer.max_epochs=null",
+    "trainer.max_steps=30",
+    "trainer.global_batch_size=16",
+)
+
+
+def test_from_a_trained_model_to_what_its_loss_says(train: Train, tmp_path: Path) -> None:
+    """Harvest, train at 3:1 and on one device, export: the metrics are the same, whatever the shares."""
+    source = train(*SOURCE, *SINGLE)
+    out = tmp_path / "vectors"
+    assert main(["harvest", str(source.folder), "--layer", "blocks.0", "--output", str(out)]) == 0
+    words = (*COMMON, "data=activations", f"data.folder={out}", "data.loss_recovered=20")
+    single = train(*words, *SINGLE)
+    run = train(*words, *UNEQUAL, "strategy=ddp")
+    told = [{k: v for k, v in one.metrics[-1].items() if k.startswith("eval/")} for one in (run, single)]
+    assert told[0] == pytest.approx(told[1], rel=1e-12)
+    assert told[1]["eval/source_loss"] < told[1]["eval/spliced_loss"]
+    assert 0 < told[1]["eval/loss_recovered"] < 1
+    assert told[1]["eval/samples"] == 21 * 16
+    assert main(["export", str(run.folder), "--output", str(tmp_path / "sae")]) == 0
+    about = json.loads((tmp_path / "sae" / "cfg.json").read_text())
+    assert about["metadata"]["hook_name"] == "blocks.0"
 
 
 def test_local_sgd_keeps_the_constraint_after_each_merge(train: Train) -> None:
