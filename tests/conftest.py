@@ -16,10 +16,12 @@ import psutil
 import pytest
 from support import Run, Train, start_run
 
-from hetexp.launch.process import PRELOADED
+from hetexp.launch import process as ranks
 
+# Ranks of the tests of adapters would each import it for seconds; the server goes without what is missing.
+ranks.PRELOADED = (*ranks.PRELOADED, "peft")
 # For whatever test starts the session's server first: all ranks are forked from one that has imported torch.
-multiprocessing.set_forkserver_preload(list(PRELOADED))
+multiprocessing.set_forkserver_preload(list(ranks.PRELOADED))
 SHARED_MEMORY = Path("/dev/shm")
 SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """Processes of Python's own that serve the whole test session and end with it."""

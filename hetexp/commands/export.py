@@ -10,8 +10,9 @@ from pathlib import Path
 from hetexp.commands.ending import exit_code
 
 _EPILOG = """\
-DIR gets model.safetensors, every tensor by the name that the model has for it, and config.json; of a sparse
-autoencoder (model=sae) sae_weights.safetensors and cfg.json, which SAELens loads.
+DIR gets model.safetensors, every tensor by the name that the model has for it, and config.json. Of adapters
+(model=hf_causal_lm) it gets adapter_model.safetensors and adapter_config.json, as peft reads them, of a
+sparse autoencoder (model=sae) sae_weights.safetensors and cfg.json, which SAELens loads; and hetexp.json.
 
 examples
   hetexp export outputs/2026-01-31/12-00-00-0a1b2c --output weights           the run's newest checkpoint
@@ -35,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", help="a run or checkpoint folder, RUN/best or RUN/step:100")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the two files")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the files")
     parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; by default as they are")
     parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
     return parser
@@ -45,21 +46,20 @@ def _run(options: argparse.Namespace) -> int:
     import torch
 
     from hetexp.checkpoint.choose import Wish, choose
-    from hetexp.checkpoint.export import export, file_names
+    from hetexp.checkpoint.export import ABOUT, CONFIG, WEIGHTS, export
     from hetexp.core.errors import ConfigError, must_be
 
     wish = Wish.read(options.run, Path.cwd())
     if wish.path is None:
         raise ConfigError(must_be("RUN", "the folder of a run or of a checkpoint", options.run))
     sys.path.append(str(Path.cwd()))  # a person's own model, as for `hetexp train`
-    chosen = choose(Path(wish.path), wish.which, contents=False)
-    names = file_names(chosen.folder)
-    there = [name for name in names if (options.output / name).exists()]
+    there = [name for name in (WEIGHTS, CONFIG, ABOUT) if (options.output / name).exists()]
     if there and not options.force:
         fix = f"It holds {' and '.join(there)}; --force replaces them."
         raise ConfigError(must_be("--output", "a new folder", str(options.output), fix))
+    chosen = choose(Path(wish.path), wish.which, contents=False)
     for sentence in chosen.skipped:
         print(sentence)
     about = export(chosen.folder, options.output, getattr(torch, options.dtype) if options.dtype else None)
-    print(f"Weights of step {about['step']} ({chosen.folder}): {options.output / names[0]}")
+    print(f"Weights of step {about['step']} ({chosen.folder}): {options.output / about['weights']}")
     return 0

@@ -22,6 +22,8 @@ class DataSource(Protocol):
     `__getitems__`, where there is one, gives a list of samples at once. A class whose samples draw no random
     numbers of torch, NumPy or Python, and may be read by two threads at a time, says so by
     `prefetchable = True`: then a thread loads them while the step computes (`hetexp.data.loader`).
+    One whose samples depend in shape on those that they are asked for with has a method `same_shape`, which
+    gives the same samples in the shape of the largest of training and evaluation (`hetexp.data.padded`).
     """
     evaluation: Dataset[Any] | None
     """Like `train`; `None` where there is nothing to evaluate on."""
@@ -63,6 +65,17 @@ def build_data(node: Mapping[str, Any]) -> DataSource:
         return _Parts(built, None, facts)
     accepted = "a data source or a map-style dataset (`__len__` and `__getitem__`)"
     raise ConfigError(_wrong_kind(accepted, built))
+
+
+def same_shape(dataset: Dataset[Any]) -> Dataset[Any]:
+    """Return data whose samples all have one shape, where those of this may differ; else this.
+
+    Stages send each other tensors of fixed size; a memory estimate is of the largest sample, and emulated
+    devices count one for all.
+    """
+    tell = getattr(dataset, "same_shape", None)
+    found: Dataset[Any] = tell() if callable(tell) else dataset
+    return found
 
 
 def _is_map_style(value: Any) -> bool:

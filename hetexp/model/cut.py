@@ -47,7 +47,7 @@ class Whole:
             names += self.pieces.begin_names if start == 0 else ()
             names += self.pieces.layer_names[start:end]
             names += self.pieces.finish_names if end == len(self.pieces.layer_names) else ()
-        return names
+        return [*names, *self.pieces.shared_names]
 
     def parameters_of(self, ranges: Iterable[tuple[int, int]]) -> set[str]:
         """Return the first names of the parameters that some ranges of layers hold."""
@@ -76,7 +76,7 @@ def whole_of(model: nn.Module) -> Whole:
         )
     if not pieces.layer_names:
         raise ConfigError(f"`model` must have at least one layer to be cut, but {kind} has none.")
-    named = [*pieces.begin_names, *pieces.layer_names, *pieces.finish_names]
+    named = [*pieces.begin_names, *pieces.layer_names, *pieces.finish_names, *pieces.shared_names]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -118,6 +118,7 @@ class Piece(nn.Module):
         self.layers = nn.ModuleList(model.get_submodule(name) for name in names[start:end])
         ends = [*(pieces.begin_names if start == 0 else ())]
         ends += pieces.finish_names if end == len(names) else ()
+        ends += pieces.shared_names
         modules = dict(model.named_modules(remove_duplicate=False))
         self.ends = nn.ModuleList(modules[name] for name in ends if name in modules)
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -139,7 +140,7 @@ def keep_only(model: nn.Module, whole: Whole, ranges: Sequence[tuple[int, int]])
     Modules give way to `nn.Identity`, single parameters and buffers to `None`.
     """
     pieces = whole.pieces
-    named = {*pieces.begin_names, *pieces.layer_names, *pieces.finish_names}
+    named = {*pieces.begin_names, *pieces.layer_names, *pieces.finish_names, *pieces.shared_names}
     _drop(model, "", named, set(whole.names_of(ranges)))
 
 

@@ -33,6 +33,10 @@ class Pieces:
     """From the model's inputs to what the first layer takes; a method of the model at hand."""
     finish: Callable[[Any], Any] = _as_it_is
     """From what the last layer gives to the model's output."""
+    shared_names: tuple[str, ...] = ()
+    """Modules without parameters that every layer needs, such as tables of positions: each piece has them."""
+    uniform: bool = False
+    """Whether each layer gives what it takes in shape and type, so that nobody must run them to know."""
 
 
 def pieces_of(model: nn.Module) -> Pieces | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.model.base import WithAuxiliary, unknown
+from hetexp.model.exported import Exported
 from hetexp.model.hooks import Probe, Shared, StepHooks, reset_moments
 from hetexp.model.jump import jump, step
+from hetexp.model.sae_lens import to_sae_lens
 
 REVIVED_SCALE = 0.2
 """Length of a revived feature's encoder, of the mean length of those that fire (Bricken et al. 2023)."""
@@ -109,6 +111,11 @@ class SAE(StepHooks, nn.Module):
         self.register_buffer("firings", torch.zeros(features, dtype=torch.int64))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scale", torch.tensor(1.0 if scale is None else scale))
+
+    @staticmethod
+    def exported(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Exported:
+        """Return a checkpoint's tensors as SAELens reads them."""
+        return to_sae_lens(tensors, state)
 
     @staticmethod
     def check(num_features: int | None = None, activation: str = "relu", k: int = 32, **_: Any) -> list[str]:

@@ -80,9 +80,13 @@ class DDP(Strategy):
 
         # torch 2.13 deprecates the argument and warns whenever it is given, also with its own default.
         buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
+        guard, constant = EmptyShareGuard(model), getattr(model, "constant_names", None)
+        if callable(constant):  # every rank has them: nobody need send them, at the start or ever
+            names = [f"model.{name}" for name in constant()]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(guard, names)
         # No `device_ids`: the module is on its device already, and CPU ranks refuse the argument.
         return DistributedDataParallel(
-            EmptyShareGuard(model),
+            guard,
             find_unused_parameters=self.find_unused_parameters,
             # torch's own size, where it is not named, begins with a smaller bucket that leaves sooner.
             bucket_cap_mb=None if self.bucket_cap_mb == BUCKET_CAP_MB else self.bucket_cap_mb,

@@ -97,6 +97,8 @@ def trace(model: nn.Module, whole: Whole, inputs: Any, starts: set[int]) -> dict
         for number, name in enumerate(whole.pieces.layer_names):
             if number and number in starts:
                 payloads[number] = payload
+            if whole.pieces.uniform:
+                continue
             payload = call_layer(model.get_submodule(name), payload)
     for buffer, before in buffers:
         buffer.copy_(before)

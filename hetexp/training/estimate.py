@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
-from hetexp.data.base import build_data
+from hetexp.data.base import build_data, same_shape
 from hetexp.data.loader import cut
 from hetexp.hardware.memory_estimate import (
     MemoryEstimate,
@@ -63,7 +63,7 @@ class RunMemory:
         try:
             data = build_data(config.data)
             self.data_facts = data.facts
-            self.sample = next(iter(DataLoader(data.train, batch_size=1)))
+            self.sample = next(iter(DataLoader(same_shape(data.train), batch_size=1)))
             inputs, targets = self.sample
             self.model = _build(config, data.facts, precisions)
             self._loss = build_loss(config.trainer.loss)

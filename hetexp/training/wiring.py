@@ -31,7 +31,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
-from hetexp.data.base import build_data
+from hetexp.data.base import build_data, same_shape
 from hetexp.data.dealt import DealtSampler
 from hetexp.data.loader import read_ahead
 from hetexp.data.sampler import GlobalSampler
@@ -115,7 +115,10 @@ def _build_alone(
     trainer = config.trainer
     backend, device = open_device(plan, config, rank, store)
     data = build_data(config.data)
-    num_samples = len(data.train)  # type: ignore[arg-type]  # map-style, as build_data checked
+    train, evaluation = data.train, data.evaluation
+    if plan.stages or plan.paced:
+        train, evaluation = same_shape(train), None if evaluation is None else same_shape(evaluation)
+    num_samples = len(train)  # type: ignore[arg-type]  # map-style, as build_data checked
     wanted = getattr(data, "source", None)  # before the seed is set: to build a model draws numbers
     source = None if wanted is None else SourceModel.judging(wanted.path, wanted.samples, data.facts["scale"])
     strategy = instantiate(config.strategy)
@@ -133,7 +136,7 @@ def _build_alone(
     else:
         run_on = [versions()]
         agree_late(plan, member, store, facts)
-    inputs, _ = next(iter(DataLoader(data.train, batch_size=min(2, num_samples))))
+    inputs, _ = next(iter(DataLoader(same_shape(train), batch_size=min(2, num_samples))))
     cut = part_of(plan, config, rank, model, inputs) if plan.stages else None
     # From here on dropout differs from rank to rank, as the samples do.
     torch.manual_seed(trainer.seed + 1 + (rank if member is None else member))
@@ -153,8 +156,8 @@ def _build_alone(
         optimizer=optimizer,
         schedule=build_schedule(optimizer, trainer.schedule, trainer.warmup_steps, total_steps),
         loss=build_loss(trainer.loss),
-        train_data=data.train,
-        eval_data=data.evaluation,
+        train_data=train,
+        eval_data=evaluation,
         sampler=sampler,
         paced=None,
         loggers=(),
@@ -416,7 +419,9 @@ def agree_late(plan: Plan, member: int, store: dist.Store, facts: dict[str, Any]
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
-    """Return what tells two models apart: parameter count, and a hash of all names, shapes and types."""
+    """Return what tells two models apart: parameter count, a hash of all names, shapes and types, and what a
+    model's own method `facts` says of weights that its state leaves out.
+    """
     shapes = {name: f"{list(value.shape)} {value.dtype}" for name, value in model.state_dict().items()}
     named = dict(list(shapes.items())[:50])
     return {
@@ -424,7 +429,13 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "tensors": len(shapes),
         "shapes": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12],
         "shape": named,
+        **_facts_of_its_own(model),
     }
+
+
+def _facts_of_its_own(model: nn.Module) -> dict[str, Any]:
+    tell = getattr(model, "facts", None)
+    return dict(tell()) if callable(tell) else {}
 
 
 def data_facts(data: Any, sampler: GlobalSampler) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def words_of(path: Path) -> list[str]:
 
 
 def test_all_of_them_are_here() -> None:
-    assert [path.stem for path in EXPERIMENTS] == sorted((*SWEEPS, "gpt_text", "none", "sae_digits"))
+    own = ("gpt_text", "lora_8b", "lora_small", "none", "sae_digits")
+    assert [path.stem for path in EXPERIMENTS] == sorted((*SWEEPS, *own))
 
 
 @pytest.mark.parametrize("path", [p for p in EXPERIMENTS if p.stem != "none"], ids=lambda path: path.stem)

@@ -56,7 +56,11 @@ def test_saelens_computes_the_same(tmp_path: Path, activation: str) -> None:
 def test_the_files_without_saelens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = exported(tmp_path, "topk", "--dtype", "bfloat16")
     out = tmp_path / "out"
-    assert sorted(path.name for path in out.iterdir()) == ["cfg.json", "sae_weights.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "cfg.json",
+        "hetexp.json",
+        "sae_weights.safetensors",
+    ]
     about = json.loads((out / "cfg.json").read_text())
     assert (about["architecture"], about["k"], about["dtype"]) == ("topk", 3, "bfloat16")
     assert (about["d_in"], about["d_sae"]) == (5, 8)
@@ -66,5 +70,5 @@ def test_the_files_without_saelens(tmp_path: Path, capsys: pytest.CaptureFixture
     assert torch.equal(weights["W_dec"], (ours.W_dec / SCALE).detach().bfloat16())
     again = ["export", str(tmp_path / "run"), "--output", str(out)]
     assert main(again) == 2
-    assert "It holds sae_weights.safetensors and cfg.json" in capsys.readouterr().err
+    assert "It holds hetexp.json" in capsys.readouterr().err
     assert main([*again, "--force"]) == 0

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import hetexp
-from hetexp.core.instantiate import locate
+from hetexp.model.exported import Exported
 
 WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
 SOURCE = "source.json"
@@ -20,21 +21,8 @@ FORMAT = "6.0.0"
 ARCHITECTURES = {"relu": "standard", "topk": "topk", "jumprelu": "jumprelu"}
 
 
-def is_sae(config: Mapping[str, Any]) -> bool:
-    """Return whether a run's configuration trains our sparse autoencoder, or a class derived from it."""
-    from hetexp.model.sae import SAE
-
-    try:
-        located = locate(config["model"]["_target_"])
-    except Exception:  # a person's own module, which is not here, runs any code
-        return False
-    return isinstance(located, type) and issubclass(located, SAE)
-
-
-def to_sae_lens(
-    tensors: Mapping[str, Tensor], state: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the configuration of an autoencoder of vectors as its source model has them.
+def to_sae_lens(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Exported:
+    """Return the files of an autoencoder of vectors as its source model has them.
 
     The factor of the training data is folded into the weights, as SAELens does after its own training: so the
     encoder takes and the decoder gives vectors that nobody has scaled, and features are what they were.
@@ -68,7 +56,11 @@ def to_sae_lens(
     }
     if activation == "topk":
         about |= {"k": config["model"].get("k", 32), "rescale_acts_by_decoder_norm": False}
-    return kept, about
+    return Exported(WEIGHTS, kept, {CONFIG: about}, _name_type)
+
+
+def _name_type(described: dict[str, dict[str, Any]], dtype: torch.dtype) -> None:
+    described[CONFIG]["dtype"] = str(dtype).removeprefix("torch.")
 
 
 def _metadata(state: Mapping[str, Any]) -> dict[str, Any]:

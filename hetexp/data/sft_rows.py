@@ -1,0 +1,95 @@
+"""From a line of a fine-tuning file to tokens of which only the answers count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetexp.data.padded import IGNORED, Row
+
+
+class RowError(Exception):
+    """What is wrong with a line, without its place."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A line as tokens."""
+
+    numbers: list[int]
+    answers: list[bool]
+    """Whether each is part of an answer."""
+
+    def row(self, max_length: int) -> Row:
+        """Return tokens and, for each, the next one where that is part of an answer.
+
+        Args:
+            max_length: most tokens of the row; those beyond are cut off at the end.
+        """
+        numbers = np.asarray(self.numbers[: max_length + 1], dtype=np.int64)
+        answers = np.asarray(self.answers[: max_length + 1], dtype=bool)
+        return numbers[:-1], np.where(answers[1:], numbers[1:], IGNORED)
+
+
+def encode(line: Any, tokenizer: Any) -> Tokens:
+    """Return the tokens of a line: `messages`, or `prompt` and `completion`.
+
+    Raises:
+        RowError: it has neither, or the tokenizer's chat template does not take it.
+    """
+    if isinstance(line, Mapping):
+        if isinstance(line.get("messages"), list):
+            return _chat(line["messages"], tokenizer)
+        if isinstance(line.get("prompt"), str) and isinstance(line.get("completion"), str):
+            return _instruction(line["prompt"], line["completion"], tokenizer)
+    raise RowError("has neither a list `messages` nor texts `prompt` and `completion`")
+
+
+def _instruction(prompt: str, completion: str, tokenizer: Any) -> Tokens:
+    """Tokens of both as one text, with what the tokenizer puts around any, and an end."""
+    found = _split(prompt + completion, [(len(prompt), len(prompt + completion))], tokenizer, True)
+    end = tokenizer.eos_token_id
+    if end is not None and found.numbers[-1:] != [end]:
+        return Tokens([*found.numbers, end], [*found.answers, True])
+    return found
+
+
+def _chat(messages: Sequence[Any], tokenizer: Any) -> Tokens:
+    """Tokens of a chat; what the template writes for each of the assistant's messages is an answer."""
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise RowError("has a message without `role` and `content`")
+    if tokenizer.chat_template is None:
+        raise RowError("has messages, but the tokenizer has no chat template")
+
+    def written(count: int, asks: bool) -> str:
+        try:
+            text: str = tokenizer.apply_chat_template(
+                messages[:count], tokenize=False, add_generation_prompt=asks
+            )
+        except Exception as error:  # the template's own complaint
+            raise RowError(f"is refused by the chat template: {str(error).partition(chr(10))[0]}") from error
+        return text
+
+    whole, spans = written(len(messages), False), []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, through = written(index, True), written(index + 1, False)
+            if not whole.startswith(through) or not through.startswith(before):
+                raise RowError(
+                    "has an answer that the chat template writes in another way once more follows; make "
+                    "each answer the last message of a line of its own"
+                )
+            spans.append((len(before), len(through)))
+    return _split(whole, spans, tokenizer, False)
+
+
+def _split(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any, around: bool) -> Tokens:
+    """Return a text's tokens; those that begin within one of the spans are part of an answer."""
+    found = tokenizer(text, add_special_tokens=around, return_offsets_mapping=True)
+    places = found["offset_mapping"]
+    answers = [end > start and any(a <= start < b for a, b in spans) for start, end in places]
+    return Tokens(list(found["input_ids"]), answers)

@@ -1,0 +1,63 @@
+"""A tokenizer from a person's folder, or a small one that needs no file: a token a byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hetexp.core.errors import ConfigError, must_be
+
+SPECIAL = ("<pad>", "<s>", "</s>")
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""Of the small tokenizer: how a chat becomes text."""
+
+
+def load_tokenizer(folder: str | None) -> Any:
+    """Return a tokenizer of transformers; nothing is downloaded.
+
+    Args:
+        folder: as `save_pretrained` writes it; `None`: the small one.
+
+    Raises:
+        ConfigError: transformers is missing, or the folder holds no tokenizer, or one that does not tell
+            which part of a text each token is.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "`data` sft_jsonl needs transformers, not installed here: pip install 'hetexp[lora]'."
+        ) from error
+    if folder is None:
+        return _bytes()
+    accepted = "a folder with a tokenizer that transformers reads"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(Path(folder).expanduser()), local_files_only=True)
+    except Exception as error:  # of many classes, whatever is wrong with the files
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(must_be("data.tokenizer", accepted, folder, reason)) from error
+    if not tokenizer.is_fast:
+        fix = f"{type(tokenizer).__name__} does not tell which part of the text a token is."
+        raise ConfigError(must_be("data.tokenizer", accepted, folder, fix))
+    return tokenizer
+
+
+def _bytes() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    padding, begin, end = SPECIAL
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=padding, bos_token=begin, eos_token=end
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer

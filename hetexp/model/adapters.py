@@ -1,0 +1,98 @@
+"""Low-rank adapters in a model that is frozen otherwise, by peft; and as peft keeps them in files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hetexp.core.errors import ConfigError, must_be
+from hetexp.model.exported import Exported
+
+NAME = "default"
+"""peft's own name for a model's only adapter; its files leave it out."""
+
+
+def attach(lm: nn.Module, rank: int, alpha: float, dropout: float, targets: str | list[str]) -> None:
+    """Give linear layers an adapter each, in place; the second factor is zero, so nothing changes yet.
+
+    Raises:
+        ConfigError: no layer has one of the names, or an adapter cannot be put there.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    if isinstance(targets, list):
+        names = [name for name, _ in lm.named_modules()]
+        unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
+        if unknown:
+            kinds = {
+                n.rpartition(".")[2] for n, module in lm.named_modules() if isinstance(module, nn.Linear)
+            }
+            accepted = f"all-linear or names of linear layers ({', '.join(sorted(kinds))})"
+            raise ConfigError(must_be("model.targets", accepted, targets))
+    try:
+        inject_adapter_in_model(config, lm, NAME)
+    except ValueError as error:
+        raise ConfigError(
+            must_be("model.targets", "layers that can have an adapter", targets, str(error))
+        ) from error
+
+
+def keep_trained_only(model: nn.Module) -> None:
+    """Let a model's state be what is trained of it: frozen tensors are neither saved nor asked for."""
+    model.register_state_dict_post_hook(_leave_out)
+    model.register_load_state_dict_post_hook(_ask_for_none)
+
+
+def _leave_out(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    own = {prefix + name for name in _trained(model)}
+    for name in [name for name in state if name.startswith(prefix) and name not in own]:
+        del state[name]
+
+
+def _ask_for_none(model: nn.Module, incompatible: Any) -> None:
+    own = _trained(model)
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in own]
+
+
+def _trained(model: nn.Module) -> set[str]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if parameter.requires_grad}
+
+
+def exported(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Exported:
+    """Return adapters as `peft.PeftModel.from_pretrained` reads them.
+
+    Args:
+        section: the `model` section of the run.
+        tensors: by the names of `HFCausalLM`.
+    """
+    from peft import LoraConfig
+
+    found, targets = {}, set()
+    for name, tensor in tensors.items():
+        place, factor = re.fullmatch(rf"lm\.(.+)\.(lora_[AB])\.{NAME}\.weight", name, re.ASCII).groups()  # type: ignore[union-attr]
+        found[f"base_model.model.{place}.{factor}.weight"] = tensor
+        targets.add(place.rpartition(".")[2])
+    config = LoraConfig(
+        r=section["rank"],
+        lora_alpha=section["alpha"],
+        lora_dropout=section["dropout"],
+        target_modules=sorted(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=section["folder"],
+        inference_mode=True,
+    )
+    described = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()
+    }
+    return Exported("adapter_model.safetensors", found, {"adapter_config.json": described})

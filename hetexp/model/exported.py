@@ -1,0 +1,34 @@
+"""A model's weights as another program keeps them, for `hetexp export`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a model class makes of a checkpoint, in its static method `exported(tensors, state)`.
+
+    `tensors` are the checkpoint's by the model's names, tied ones under each of them; `state` is its
+    `state.json`.
+    """
+
+    file: str
+    """Of the tensors, a safetensors file."""
+    tensors: dict[str, Tensor]
+    described: dict[str, dict[str, Any]]
+    """JSON files by name."""
+    retype: Callable[[dict[str, dict[str, Any]], torch.dtype], None] = lambda described, dtype: None
+    """Changes `described` where it names the tensors' type."""
+
+    def to(self, dtype: torch.dtype) -> Exported:
+        """Return the same with floating-point tensors of this type."""
+        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()}
+        described = {name: dict(content) for name, content in self.described.items()}
+        self.retype(described, dtype)
+        return Exported(self.file, tensors, described, self.retype)
