@@ -400,7 +400,8 @@ def _go(found: Checked, request: Request, console: Console, started: Started | N
     assert config is not None
     assert isinstance(selection, Selection)
     if not config.plan_only:
-        run_of = chosen(config, raw, selection, request, console)
+        measure_by = started.measure if started is not None else None
+        run_of = chosen(config, raw, selection, request, console, measure_by)
         config, raw, selection, request = run_of.config, run_of.raw, run_of.selection, run_of.request
     request.run_dir.mkdir(parents=True, exist_ok=True)
     plan = make_plan(config, raw, selection, request)

@@ -22,8 +22,8 @@ from hetexp.launch.arrange import arranged
 from hetexp.launch.known import like_ddp
 from hetexp.launch.planning import Alternatives, alternatives, predicted
 from hetexp.launch.prediction_display import show_forecast
-from hetexp.launch.prepare import memory_of
-from hetexp.plan.pick import pick, why_picked
+from hetexp.launch.prepare import Measure, memory_of, with_measured_split
+from hetexp.plan.pick import BETWEEN_HOSTS, pick, why_picked
 from hetexp.plan.planner import Request, check_plan, make_plan
 from hetexp.strategy.auto import Auto
 
@@ -39,11 +39,20 @@ class Chosen:
 
 
 def chosen(
-    config: Config, raw: dict[str, Any], selection: Selection, request: Request, console: Console
+    config: Config,
+    raw: dict[str, Any],
+    selection: Selection,
+    request: Request,
+    console: Console,
+    measure_by: Measure | None = None,
 ) -> Chosen:
     """Return a run with the strategy that is picked where it has `strategy=auto`; else as it is.
 
     The table and the reason are printed. A strategy for one device also leaves one device.
+
+    Args:
+        measure_by: lets ranks that are there already measure their devices, where the policy asks for it;
+            `None`: nothing is started.
 
     Raises:
         ConfigError: no strategy can run on these devices.
@@ -51,9 +60,11 @@ def chosen(
     strategy = instantiate(config.strategy)
     if not isinstance(strategy, Auto):
         return Chosen(config, raw, selection, request)
-    choices = _candidates(strategy, config)
+    choices = _candidates(strategy, config, len({device.host for device in selection.devices}) > 1)
     base, base_raw = like_ddp(config), {**raw, "strategy": like_ddp(config).strategy}
     plan = make_plan(base, base_raw, selection, request)
+    if measure_by is not None:  # the ranks are there
+        with_measured_split(plan, base, memory_of(plan, base), console, measure_by)
     found = predicted(plan, base, choices)
     run, refused = Chosen(config, raw, selection, request), []
     while (row := pick(found, choices.own["balancing"])) is not None:
@@ -93,8 +104,11 @@ def _told(run: Chosen, console: Console) -> Chosen:
     return run
 
 
-def _candidates(strategy: Auto, config: Config) -> Alternatives:
+def _candidates(strategy: Auto, config: Config, several_hosts: bool) -> Alternatives:
     """Return the strategies to pick from, with the run's own policy.
+
+    Args:
+        several_hosts: whether a network is between some of the devices.
 
     Raises:
         ConfigError: a name of `strategy.among` is none of an exact strategy.
@@ -111,9 +125,12 @@ def _candidates(strategy: Auto, config: Config) -> Alternatives:
     if problems:
         raise ConfigError(problems)
     own = choices.own["balancing"]
+    candidates = {name: exact[name] for name in wanted}
+    if several_hosts and strategy.between_hosts and BETWEEN_HOSTS in choices.strategies:
+        candidates[BETWEEN_HOSTS] = choices.strategies[BETWEEN_HOSTS]
     return replace(
         choices,
-        strategies={name: exact[name] for name in wanted},
+        strategies=candidates,
         policies={own: choices.policies[own]},
         problems={},
     )

@@ -19,6 +19,7 @@ from hetexp.plan import calibrations
 from hetexp.plan.exchanged import exchange_under
 from hetexp.plan.measured import Choice, begun_with, choose, replanned
 from hetexp.plan.planner import in_one_process
+from hetexp.strategy.hierarchical_sgd import HierarchicalSGD
 
 if TYPE_CHECKING:
     from hetexp.training.estimate import RunMemory
@@ -99,7 +100,9 @@ def best_split(
     devices = [device.capped(cap).in_passes(size or None) for device, cap, size in limits]
     seen = exchange_under(strategy, exchange, plan, plan.devices)
     try:
-        return devices, choose(plan, devices, seen, policy.drop_slower)
+        # Whose hosts take part is what the strategy is about.
+        drops = policy.drop_slower and not isinstance(strategy, HierarchicalSGD)
+        return devices, choose(plan, devices, seen, drops)
     except ValueError as error:
         raise ConfigError(
             must_be(

@@ -37,8 +37,8 @@ def check_wire(config: Config, strategy: Strategy) -> list[str]:
     wire = config.comm.wire
     if wire == "float32":
         return []
-    if strategy.name == "local_sgd":
-        accepted, fix = "float32 where `strategy` is local_sgd", f"Write strategy.wire={wire}."
+    if strategy.predicted_as == "periodic":
+        accepted, fix = f"float32 where `strategy` is {strategy.name}", f"Write strategy.wire={wire}."
         return [must_be("comm.wire", accepted, wire, fix)]
     if not strategy.codes_gradients:
         fix = "ddp and hybrid code them."

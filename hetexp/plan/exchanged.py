@@ -10,6 +10,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of, wire_of
 from hetexp.strategy.base import Strategy
+from hetexp.strategy.hierarchical_sgd import HierarchicalSGD
 
 
 def exchange_under(
@@ -34,4 +35,20 @@ def exchange_under(
     wire = wire_of(plan, str(getattr(strategy, "wire", "float32")))  # coded on the host
     coded = links.coded_seconds(num_bytes, num_bytes * wire)
     between = coded if wire != 1.0 else links.exchange_seconds(num_bytes)
-    return replace(quiet, other_seconds=(2 * travel + between) / int(getattr(strategy, "sync_every", 1)))
+    synced = (2 * travel + between) / int(getattr(strategy, "sync_every", 1))
+    return replace(quiet, other_seconds=synced + _inside_hosts(strategy, num_bytes, plan, devices))
+
+
+def _inside_hosts(strategy: Strategy, num_bytes: int, plan: Plan, devices: Sequence[DeviceSpec]) -> float:
+    """Return what the slowest host's own sum of a step's gradients takes, behind which nothing hides."""
+    if not isinstance(strategy, HierarchicalSGD):
+        return 0.0
+    longest = 0.0
+    for group in strategy.groups_of(devices):
+        # They are on one host, whatever the devices' own say where a person has named the groups.
+        members = [replace(devices[rank], host=None) for rank in group]
+        if len(members) > 1:
+            links = links_of(plan, members)
+            travel = max(links.to_host_seconds(place, num_bytes) for place in range(len(members)))
+            longest = max(longest, 2 * travel + links.exchange_seconds(num_bytes))
+    return longest

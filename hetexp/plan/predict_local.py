@@ -13,6 +13,7 @@ from hetexp.plan.exchanged import exchange_under
 from hetexp.plan.measured import choose
 from hetexp.plan.scene import Row, Scene
 from hetexp.strategy.base import Strategy
+from hetexp.strategy.hierarchical_sgd import HierarchicalSGD
 
 
 def local(scene: Scene, name: str, strategy: Strategy) -> list[Row]:
@@ -31,7 +32,7 @@ def _row(scene: Scene, name: str, label: str, policy: BalancingPolicy, strategy:
             shares = policy.shares(scene.plan.devices, scene.plan.precisions)
             ranks, counts = tuple(range(len(shares))), apportion(scene.total, shares).counts
         elif scene.known.complete:
-            drops = policy.measures and policy.drop_slower
+            drops = policy.measures and policy.drop_slower and not isinstance(strategy, HierarchicalSGD)
             choice = choose(scene.linked, scene.devices, exchange, drops)
             ranks, counts, reasons = choice.ranks, choice.split.counts, choice.reasons[:-1]
         else:

@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 class Auto(Strategy):
     """Stands for the exact strategy that is predicted to be the fastest, until the devices are known.
 
+    Between hosts on a slow network it may stand for one that is exact inside each host only.
+
     No rank ever has it: the launcher puts the one that it picked in its place before it makes the plan
     (`hetexp.launch.choose_strategy`).
 
     Args:
         among: options of the group `strategy` to pick from; `None`: every one that is exact.
+        between_hosts: whether `hierarchical_sgd` is taken where devices are on several hosts and it is
+            predicted to be at least twice as fast as any exact strategy.
     """
 
     name: ClassVar[str] = "auto"
 
-    def __init__(self, among: list[str] | None = None) -> None:
+    def __init__(self, among: list[str] | None = None, between_hosts: bool = True) -> None:
         self.among = among
+        self.between_hosts = between_hosts
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         if self.among is None or self.among:

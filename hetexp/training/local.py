@@ -11,10 +11,12 @@ import torch
 
 from hetexp.comm.summation import Summation
 from hetexp.core.cost import Links
+from hetexp.hardware.links import links_of
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.training.between import conclude, no_tally, share
 from hetexp.training.found import ALONE, TOGETHER, WIDTH, Found
+from hetexp.training.host_group import HostGroup
 from hetexp.training.measure import Meter
 from hetexp.training.outer import OuterStep
 from hetexp.training.precision import LossScale, NonFiniteError
@@ -81,6 +83,10 @@ class LocalTraining:
         """Of each rank's own model, the last time that they were evaluated."""
         self.merged: dict[str, Any] | None = None
         """What became of the ranks' models (`hetexp.training.merging`)."""
+        self.host: HostGroup | None = None
+        """Where the ranks of a host take each step together."""
+        self.host_bytes = 0
+        """That this rank has handed over to its host's others."""
         self._warned = False
 
     def begin(self, parts: Parts) -> OuterStep:
@@ -95,15 +101,17 @@ class LocalTraining:
 
     def forget(self) -> None:
         """Begin anew: weights and optimizer were put back to where they had been before."""
-        self.outer, self.since, self.samples = None, Since(), 0
+        self.outer, self.since, self.samples, self.host_bytes = None, Since(), 0, 0
         self._summation.feedback, self._summation.sent_bytes = None, 0
 
     @property
     def sent_bytes(self) -> int:
-        return self.outer.sent_bytes if self.outer is not None else 0
+        return self.host_bytes + (self.outer.sent_bytes if self.outer is not None else 0)
 
     def pieces(self, parts: Parts, step: int, num_global: int, num_local: int) -> int:
         """Return the number of local steps that this rank takes in a global one."""
+        if self.host is not None:  # the others of its host wait for a rank without samples, too
+            return 1
         if self.settings is None or self.settings.local_steps == "equal" or not num_local:
             return min(1, num_local)
         counts = parts.balancer.split(max(step, 0), num_global).counts
@@ -211,6 +219,15 @@ class LocalTraining:
         length, size = sum(p.numel() for p in trained), trained[0].element_size()
         travel = max(self._links.to_host_seconds(r, length * size) for r in range(self._links.world_size))
         return 2 * travel + self._summation.seconds(self._links, length, size)
+
+    def host_seconds(self, parts: Parts) -> float:
+        """Return the modelled time of a step's sum over this rank's host on emulated links; nothing hides."""
+        if self.host is None or self._links is None or len(self.host.ranks) < 2:
+            return 0.0
+        links = links_of(parts.plan, [parts.plan.devices[rank] for rank in self.host.ranks])
+        num_bytes = sum(p.numel() * p.element_size() for p in parts.model.parameters() if p.requires_grad)
+        travel = max(links.to_host_seconds(rank, num_bytes) for rank in range(links.world_size))
+        return 2 * travel + links.exchange_seconds(num_bytes)
 
 
 _FIXED = 7 + WIDTH

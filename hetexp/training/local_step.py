@@ -12,6 +12,7 @@ from hetexp.data.loader import LocalBatch, chop, cut
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.between import conclude, project, share
 from hetexp.training.gradient import take_gradient
+from hetexp.training.host_group import HostGroup
 from hetexp.training.local import FIX, LocalTraining, explain
 from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers, search
@@ -36,7 +37,8 @@ def local_step(
     local = parts.local
     assert local is not None
     local.begin(parts)
-    own = LossNormalizer(SoloCommunicator(), 1, loss_scale=normalizer.loss_scale)
+    together = local.host.communicator if local.host is not None else SoloCommunicator()
+    own = LossNormalizer(together, 1, loss_scale=normalizer.loss_scale)
     pieces = _pieces(parts, local, step, batch)
     if not pieces:
         parts.backend.begin_step(step)
@@ -74,6 +76,8 @@ def _pieces(
     number = local.pieces(parts, step, batch.global_samples, batch.local_samples)
     if number == 0:
         return []
+    if not batch.local_samples:
+        return [([], [[]])]
     passes = [parts.pass_sizes(size) for size in cut(batch.local_samples, number, None)]
     in_all = [size for sizes in passes for size in sizes]
     cut_up = into_passes(batch.microbatches, in_all)
@@ -94,23 +98,30 @@ def _own_step(
     normalizer: LossNormalizer,
     meter: Meter,
 ) -> StepResult:
-    """Do one optimizer step with these microbatches, smaller ones where memory runs out."""
+    """Do one optimizer step with these microbatches, smaller ones where memory runs out.
+
+    The ranks of a host that step together sum their gradients before, and do it again together.
+    """
+    host = parts.local.host if parts.local is not None else None
     look = parts.config.trainer.non_finite != "continue"
     buffers = KeptBuffers(parts.model) if parts.looks and parts.has_buffers else None
     suspects = list(zip(samples, places, strict=True)) if places[0] else []
     while True:
         bookmark = meter.bookmark()
         gradient = take_gradient(parts, step, samples, normalizer, meter)
-        parts.backend.begin_update()
-        gradients = [p.grad for p in parts.parameters if p.grad is not None]
-        if gradient.shortage is None:
+        short = gradient.shortage is not None
+        if not (host.any(short) if host is not None else short):
             break
         if buffers is not None:
             buffers.put_back()
-        limit = halve_alone(parts, step, samples, gradient.shortage)
-        samples = into_passes(samples, [piece for n in sizes_of(samples) for piece in cut(n, 1, limit)])
+        if gradient.shortage is not None:
+            limit = halve_alone(parts, step, samples, gradient.shortage)
+            samples = into_passes(samples, [piece for n in sizes_of(samples) for piece in cut(n, 1, limit)])
         meter.back_to(bookmark)
-        gradients.clear()  # the memory is needed
+    if host is not None:
+        _sum_over_host(parts, host, meter)
+    parts.backend.begin_update()  # not before: to sum is to wait for the others
+    gradients = [p.grad for p in parts.parameters if p.grad is not None]
     finite = settle(gradients, normalizer.loss_scale, look)
     mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
     if not finite and buffers is not None:
@@ -121,7 +132,7 @@ def _own_step(
         since.found = search(parts, suspects, gradient.factor, of_loss)
     project(parts)
     grad_norm = clip(parts, gradients, finite)
-    if finite:
+    if finite and gradient.global_count:
         update(parts, step, samples)
         num_samples = sum(sizes_of(samples))
         if since is not None and parts.local is not None and parts.local.settings is not None:
@@ -130,9 +141,17 @@ def _own_step(
         else:
             conclude(parts, share(parts, step, gradient.tally, num_samples))
     rate = float(parts.optimizer.param_groups[0]["lr"])
-    return StepResult(
-        gradient.loss_sum, gradient.global_count, grad_norm, rate, not finite, not finite and not mendable
-    )
+    count = normalizer.local_count if host is not None else gradient.global_count
+    return StepResult(gradient.loss_sum, count, grad_norm, rate, not finite, not finite and not mendable)
+
+
+def _sum_over_host(parts: Parts, host: HostGroup, meter: Meter) -> None:
+    """Sum the gradients over the ranks of this host; the time is spent waiting for them."""
+    start = parts.backend.mark()
+    host.sum()
+    meter.waited(start, parts.backend.mark())
+    if parts.local is not None:
+        parts.local.host_bytes += host.gradients.num_bytes
 
 
 def _take_in(parts: Parts, local: LocalTraining, step: int, result: StepResult) -> None:

@@ -37,12 +37,16 @@ def rehearse(parts: Parts, real_steps: Callable[[Parts], None] | None = None) ->
         links = parts.paced.real_ratio() * SCALE_MARGIN if parts.paced is not None else 0.0
         if parts.staging is not None:
             links = parts.staging.gradients.real_ratio() * SCALE_MARGIN
+        if parts.local is not None and parts.local.host is not None:
+            links = max(links, parts.local.host.gradients.real_ratio() * SCALE_MARGIN)
         needed = torch.tensor([max(own, links)], dtype=torch.float64)
         scale = float(parts.communicator.all_reduce(needed, "max"))
     parts.communicator.barrier()
     parts.backend.start_pacing(scale)
     if parts.staging is not None:
         parts.staging.start_pacing(scale)
+    if parts.local is not None and parts.local.host is not None:
+        parts.local.host.gradients.time_scale = scale
     if parts.paced is not None:
         parts.paced.start(scale)
     return scale

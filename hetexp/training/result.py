@@ -161,6 +161,7 @@ def _emulation(parts: Parts, everyone: list[dict[str, Any]], time_scale: float) 
         predicted = step_seconds(model, links, buckets) * time_scale
         if parts.local is not None and parts.local.settings is not None:
             predicted += parts.local.sync_seconds(parts) * time_scale / parts.local.settings.sync_every
+            predicted += parts.local.host_seconds(parts) * time_scale
     return {
         "time_scale": time_scale,
         "predicted_step_s": predicted,
@@ -211,6 +212,8 @@ def _invalid_reason(parts: Parts) -> str | None:
     """Return why this rank's timings must not be used, `None` where they may."""
     reason = parts.backend.invalid_reason()
     paced = parts.staging.gradients if parts.staging is not None else parts.paced
+    if parts.local is not None and parts.local.host is not None:
+        paced = parts.local.host.gradients
     if reason is None and paced is not None and paced.late_share() > OUTRUN_TOLERANCE:
         reason = (
             f"{parts.backend.spec}: this machine's real exchange took {paced.late_share():.0%} "

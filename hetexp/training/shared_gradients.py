@@ -42,29 +42,50 @@ class SharedGradients:
     parameter that takes part on none of them keeps no gradient at all, as on one device.
 
     Args:
-        parts: with the model cut; all ranks build theirs at the same time.
+        parts: of this rank; all ranks build theirs at the same time.
+        sets: ranks, rising, and what this rank has of the parameters that they hold: on each of these ranks,
+            which make their groups in the same order.
+        counted: the parameters that this rank counts: each has one such rank.
         store: that all ranks share.
     """
 
-    def __init__(self, parts: Parts, cut: Cut, store: dist.Store) -> None:
-        self._parts = parts
-        own = parameters_by_name(parts.model, cut)
-        trained = {name: p for name, p in own.items() if p.requires_grad}
-        self.counted = [p for name, p in own.items() if min(cut.holders[name]) == parts.rank]
-        """The parameters that this rank counts: each has one such rank."""
+    def __init__(
+        self,
+        parts: Parts,
+        sets: Sequence[tuple[tuple[int, ...], list[nn.Parameter]]],
+        counted: list[nn.Parameter],
+        store: dist.Store,
+    ) -> None:
+        self._parts, self.counted = parts, counted
         self._codec = codec_of(parts.config.comm.wire)
         self._groups: list[_Group] = []
-        for ranks in sorted({ranks for ranks in cut.holders.values() if len(ranks) > 1}):
-            mine = [trained[name] for name in sorted(trained) if cut.holders[name] == ranks]
-            if mine:  # on each of these ranks, which make their groups in the same order
-                limit = parts.config.comm.timeout_seconds
-                exchange = form_subgroup(ranks, parts.rank, store, parts.plan, parts.device, limit)
-                self._groups.append(_Group(ranks, mine, exchange))
+        for ranks, mine in sets:
+            limit = parts.config.comm.timeout_seconds
+            exchange = form_subgroup(ranks, parts.rank, store, parts.plan, parts.device, limit)
+            self._groups.append(_Group(ranks, mine, exchange))
         self.num_bytes = 0
         """Handed over in the last step, coded as they travel."""
         self.time_scale = 0.0
         self._ratios: list[float] = []
         self._late_seconds = self._modelled_seconds = 0.0
+
+    @classmethod
+    def of_stages(cls, parts: Parts, cut: Cut, store: dist.Store) -> SharedGradients:
+        """Return those of a model that is cut."""
+        own = parameters_by_name(parts.model, cut)
+        trained = {name: p for name, p in own.items() if p.requires_grad}
+        sets = []
+        for ranks in sorted({ranks for ranks in cut.holders.values() if len(ranks) > 1}):
+            mine = [trained[name] for name in sorted(trained) if cut.holders[name] == ranks]
+            if mine:
+                sets.append((ranks, mine))
+        counted = [p for name, p in own.items() if min(cut.holders[name]) == parts.rank]
+        return cls(parts, sets, counted, store)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Of each group."""
+        return [group.exchange for group in self._groups]
 
     def sum(self) -> None:
         """Replace each shared gradient by the sum over its ranks.

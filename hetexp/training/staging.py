@@ -130,7 +130,7 @@ class Staging:
         made = {ranks: dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in groups}
         self.group = made[cut.group]
         """The ranks of this pipeline, through the host."""
-        self.gradients = SharedGradients(parts, cut, store)
+        self.gradients = SharedGradients.of_stages(parts, cut, store)
         self._schedule = self._build()
 
     def run(self, microbatches: list[Any], factor: float) -> torch.Tensor:

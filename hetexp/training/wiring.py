@@ -46,9 +46,11 @@ from hetexp.model.dropout import without_dropout
 from hetexp.optimizer.build import build_optimizer, build_schedule
 from hetexp.plan.routes import routes_to_try
 from hetexp.strategy.base import Strategy
+from hetexp.strategy.hierarchical_sgd import HierarchicalSGD
 from hetexp.training.balancer import Balancer
 from hetexp.training.compiled import compiled
 from hetexp.training.cutting import Cut, cut_model
+from hetexp.training.host_group import HostGroup
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale, check_device
@@ -213,6 +215,9 @@ def join_group(
     hook_exchange(parts)
     if strategy.steps == "local" and parts.local is None:
         parts.local = LocalTraining(parts, links_of(parts.plan) if parts.plan.paced else None)
+        if isinstance(strategy, HierarchicalSGD):
+            (own,) = (group for group in strategy.groups_of(parts.plan.devices) if rank in group)
+            parts.local.host = HostGroup(parts, own, store)
 
 
 def leave_group(parts: Parts) -> None:

@@ -83,3 +83,34 @@ def test_wrong_names_are_told() -> None:
         choose(*MIX, "strategy.among=[dpp]")
     _, _, _, problems = check(compose_config(["strategy=auto", "strategy.among=[]", *MIX]), Path.cwd())
     assert problems == ["`strategy.among` must name a strategy at least, but is [] instead. null means all."]
+
+
+HOSTS = (
+    "hardware=auto",
+    "hardware.devices=[{device: emulated:rtx_3090, host: a},{device: emulated:rtx_3090, host: a},"
+    "{device: emulated:rtx_3090, host: b},{device: emulated:rtx_3090, host: b}]",
+    *TINY,
+    "model.hidden_sizes=[2048,2048]",
+    "trainer.global_batch_size=65536",
+    "data.num_samples=65536",
+    "trainer.eval_every=0",
+    "trainer.checkpoint_every=0",
+    "balancing=tflops",
+    "strategy.among=[ddp]",
+)
+
+
+@pytest.mark.parametrize(
+    ("network", "takes"),
+    [("ethernet_100m", "hierarchical_sgd"), ("ethernet_1g", "hierarchical_sgd"), ("ethernet_100g", "ddp")],
+)
+def test_hosts_on_slow_and_fast_networks(network: str, takes: str) -> None:
+    run = choose(*HOSTS, f"hardware.network={network}")
+    assert run.request.choices["strategy"] == takes
+    told = "exact" in run.selection.reasons[-1] or "inside each host only" in run.selection.reasons[-1]
+    assert told == (takes != "ddp")
+
+
+def test_exact_ones_only() -> None:
+    run = choose(*HOSTS, "hardware.network=ethernet_100m", "strategy.between_hosts=false")
+    assert run.request.choices["strategy"] == "ddp"

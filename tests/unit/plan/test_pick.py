@@ -69,3 +69,11 @@ def test_the_reason_compares_the_others() -> None:
     assert why_picked(picked, forecast) == (
         "strategy=auto takes ddp: 8 samples are predicted to take 2 s a step (measured); pipeline 3 s."
     )
+
+
+def test_exact_inside_hosts_only_where_it_is_much_faster() -> None:
+    exact = row("ddp", 1.0)
+    assert name(found(exact, row("hierarchical_sgd", 0.4, exact=False))) == "hierarchical_sgd"
+    assert name(found(exact, row("hierarchical_sgd", 0.6, exact=False))) == "ddp"
+    assert name(found(exact, row("hierarchical_sgd", 0.4, exact=False, problem="no memory"))) == "ddp"
+    assert name(found(exact, row("local_sgd", 0.1, exact=False))) == "ddp"

@@ -59,7 +59,7 @@ def each(
             whole = SimpleNamespace(parameters={name: name for name in HOLDERS})
             cut: Any = SimpleNamespace(holders=HOLDERS, whole=whole)
             store: Any = None
-            return function(SharedGradients(parts, cut, store), parts)
+            return function(SharedGradients.of_stages(parts, cut, store), parts)
 
         return FakeGroup(3).run(one)
 

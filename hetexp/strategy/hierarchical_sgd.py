@@ -1,0 +1,74 @@
+"""Hierarchical local SGD: exact data parallelism inside each host, local SGD between the hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
+from hetexp.strategy.local_sgd import LocalSGD
+
+
+class HierarchicalSGD(LocalSGD):
+    """Sums gradients over the ranks of a host in every step, and averages the hosts' weights now and then.
+
+    A host takes, with its part of the global batch, exactly the step that a single device would take with
+    that part. What `LocalSGD` does between ranks is done between hosts: each counts by the samples that all
+    of its ranks trained on (Lin et al. 2020, Don't Use Large Mini-Batches, Use Local SGD, section 5).
+    BatchNorm's statistics stay each rank's own until the next sync.
+
+    Args:
+        sync_every: global steps from one sync of the hosts to the next.
+        groups: ranks of each host, rising; `None`: those whose devices are on one host.
+        outer_lr, outer_momentum, outer_nesterov, inner_state, wire: as of `LocalSGD`.
+    """
+
+    name: ClassVar[str] = "hierarchical_sgd"
+
+    def __init__(
+        self,
+        sync_every: PositiveInt = 50,
+        groups: list[list[int]] | None = None,
+        outer_lr: PositiveFloat = 1.0,
+        outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+        outer_nesterov: bool = False,
+        inner_state: Literal["keep", "average", "reset"] = "keep",
+        wire: Literal["float32", "bfloat16", "int8"] = "float32",
+    ) -> None:
+        super().__init__(
+            sync_every, "equal", None, outer_lr, outer_momentum, outer_nesterov, inner_state, wire
+        )
+        self._groups = groups
+
+    def groups_of(self, devices: Sequence[DeviceSpec]) -> list[list[int]]:
+        """Return the ranks of each host."""
+        if self._groups is not None:
+            return self._groups
+        hosts: dict[str | None, list[int]] = {}
+        for rank, device in enumerate(devices):
+            hosts.setdefault(device.host, []).append(rank)
+        return list(hosts.values())
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        problems = super().check(config, devices)
+        groups = self._groups
+        if groups is None:
+            if len(self.groups_of(devices)) < 2:
+                fix = "On one host, strategy.groups=[[0,1],[2,3]] would say which ranks are to count as one."
+                names = ", ".join(device.id for device in devices)
+                accepted = f"ddp or local_sgd where all devices ({names}) are on one host"
+                problems.append(must_be("strategy", accepted, self.name, fix))
+            return problems
+        if len(groups) < 2 or any(not group for group in groups):
+            accepted = "two lists of ranks or more, each with at least one"
+            problems.append(must_be("strategy.groups", accepted, groups))
+        elif any(list(group) != sorted(set(group)) for group in groups):
+            problems.append(must_be("strategy.groups", "lists of rising ranks", groups))
+        elif sorted(rank for group in groups for rank in group) != list(range(len(devices))):
+            accepted = f"lists that hold each rank from 0 to {len(devices) - 1} once"
+            problems.append(must_be("strategy.groups", accepted, groups))
+        return problems
