@@ -26,9 +26,13 @@ from hetexp.core.plan import Plan
 from hetexp.launch.heart import beat, show_stack_on_request
 from hetexp.launch.launcher import CALIBRATION, READY
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
+from hetexp.launch.membership import device_trouble
 from hetexp.launch.preflight import check_checkpoint_space, checkpoint_bytes
 from hetexp.launch.process import LAUNCHER_PID
 from hetexp.launch.report import NO_ROOM, RankFailure, log_path, stack_path, write_failure
+
+HURRIED_SECONDS = 0.5
+"""Longest wait for a save under way where the others wait for this rank's end to go on without it."""
 
 if TYPE_CHECKING:
     from hetexp.library.setup import Launched
@@ -90,8 +94,15 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
             write_failure(path, failure)
         except OSError as unwritten:
             code = NO_ROOM if no_room(unwritten, Path(plan.run_dir)) else 1
+        if survived(job, failure):
+            job.hurry()
         job.close(code)
         end(code)
+
+
+def survived(job: _Rank | _ScriptRank, failure: RankFailure) -> bool:
+    """Tell whether the others go on without this rank, and wait for its end."""
+    return job.survives and not failure.peer_lost and device_trouble(failure, 1) is not None
 
 
 def take_part(plan: Plan, rank: int) -> None:
@@ -184,11 +195,22 @@ class _Rank:
         self.newcomer, self.member = member is not None, rank if member is None else member
         self.parts: Parts | None = None  # held until the process ends, see `end`
         self.progress: Progress | None = None
+        self._save_seconds: float | None = None
+        """Longest wait for a save under way at the end; `None`: `fault.stop_seconds`."""
 
     @property
     def step(self) -> int | None:
         """Steps so far, `None` before training."""
         return self.progress.step if self.progress else None
+
+    @property
+    def survives(self) -> bool:
+        """Whether the others go on where this rank's device fails."""
+        return self.parts is not None and self.parts.survives
+
+    def hurry(self) -> None:
+        """Let a save that is under way keep nobody from going on: the others save again."""
+        self._save_seconds = HURRIED_SECONDS
 
     @property
     def waits(self) -> bool:
@@ -286,7 +308,8 @@ class _Rank:
         """End a save that is under way and close the loggers; safe to call at any time and twice."""
         if self.parts is None:
             return
-        self.parts.saver.leave(self.parts.config.fault.stop_seconds)
+        limit = self.parts.config.fault.stop_seconds
+        self.parts.saver.leave(limit if self._save_seconds is None else self._save_seconds)
         loggers, self.parts.loggers = self.parts.loggers, ()
         for logger in loggers:
             # After a failure nothing may keep this rank from ending: the disk may be full.
@@ -306,6 +329,14 @@ class _ScriptRank:
         """Steps so far, `None` before `setup`."""
         run = self.launched.run if self.launched is not None else None
         return run.step if run is not None else None
+
+    @property
+    def survives(self) -> bool:
+        """Whether the others go on where this rank's device fails: a script's loop does not."""
+        return False
+
+    def hurry(self) -> None:
+        """Do nothing: it writes nothing in the background."""
 
     @property
     def waits(self) -> bool:

@@ -35,8 +35,10 @@ from hetexp.launch.preflight import check_machine
 from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
 from hetexp.launch.requests import Requests
 from hetexp.launch.restart import Again, Restarts, keep_faults
+from hetexp.launch.stopped import StoppedWatch
 from hetexp.launch.store import bind, host_store
 from hetexp.launch.survival import Survival
+from hetexp.launch.watch import UNSEEN
 from hetexp.monitor.follow import Follower, followed
 
 POLL_SECONDS = 0.05
@@ -165,6 +167,9 @@ class _Run:
         self._ready = False
         self._requests = Requests(store)
         self._orders: Orders | None = None
+        self._stopped = StoppedWatch(config.fault.heartbeat_seconds)
+        self._done_with: set[Member] = set()
+        """Those that were stopped after the others had finished."""
         self._stop_by: float | None = None
         """When the ranks must have ended after a signal, by the monotonic clock."""
 
@@ -189,12 +194,17 @@ class _Run:
                 members = self.survival.present
                 pause_for(members, POLL_SECONDS)
                 codes = {member: member.process.poll() for member in members}
+                codes |= dict.fromkeys(self._done_with & codes.keys(), 0)
                 failed = {member: code for member, code in codes.items() if code}
                 if failed and not self._goes_on_without(failed):
                     self._gather_failures()
                     return
                 if not self._ready:
                     self._check_ready(display)
+                if not self._ready or 0 in codes.values():
+                    self._look_for_stopped([one for one, code in codes.items() if code is None])
+                    if self.failures:
+                        return
                 if 0 in codes.values() and not self._ready:
                     self._gather_failures()
                     return
@@ -244,6 +254,20 @@ class _Run:
             display.total_steps(steps)
             self.follower.ready(steps)
 
+    def _look_for_stopped(self, members: list[Member]) -> None:
+        """End what is stopped while no sign of life is due: the start by a failure, a rank that has done its
+        work by a kill.
+        """
+        limit = self.config.fault.heartbeat_seconds
+        for member, seconds in self._stopped.look(members).items():
+            writes = member is self.survival.present[0]  # the summary, last of all
+            if self._ready and seconds > limit * (UNSEEN if writes else 1.0):
+                member.kill()
+                self._done_with.add(member)
+            elif not self._ready and seconds > limit:
+                text = f"was stopped before training, for {limit:g} s (fault.heartbeat_seconds)."
+                self.failures.append(self._stuck(member, "Frozen", text))
+
     def _late(self) -> list[RankFailure]:
         """Return the ranks that kept the others from training, by how far each of them came."""
         limit, address = self.config.launch.timeout_seconds, f"{self.plan.store_host}:{self.plan.store_port}"
@@ -291,7 +315,8 @@ class _Run:
     @property
     def _grace(self) -> float:
         """Seconds that ranks get to end by themselves: few where a lost device is the cause of it already."""
-        return min(self.config.launch.grace_seconds, 1.0 if self.survival.troubled else math.inf)
+        lost = self.survival.troubled or any(failure.kind == "Frozen" for failure in self.failures)
+        return min(self.config.launch.grace_seconds, 1.0 if lost else math.inf)
 
     def end(self) -> None:
         """End every process of the run: first by request, then by force; return when none is left."""

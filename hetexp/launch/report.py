@@ -48,8 +48,8 @@ def failure_path(log_path: Path) -> Path:
 
 
 def write_failure(log_path: Path, failure: RankFailure) -> None:
-    """Write the failure beside the rank's log."""
-    write_json(failure_path(log_path), asdict(failure))
+    """Write the failure beside the rank's log; others wait for its end, and for no disk."""
+    write_json(failure_path(log_path), asdict(failure), durable=False)
 
 
 def read_failure(log_path: Path, rank: int, exit_code: int) -> RankFailure:

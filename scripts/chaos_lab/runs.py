@@ -196,7 +196,9 @@ class Trial:
         told: dict[str, Any] = {"place": order.place, "number": order.number}
         if order.kind not in ("kill the launcher", "kill everything", "SIGTERM"):
             told["rank"] = order.rank
-        told["hold"] = order.hold and order.kind not in ("SIGTERM", "freeze and wake a rank", "fill the disk")
+        # Where nobody waits for a rank to come to its place, it would stay there, and count as hung.
+        waits = ("SIGTERM", "freeze and wake a rank", "fill the disk", "fault within a rank")
+        told["hold"] = order.hold and order.kind not in waits
         job = Job(self.run_dir, overrides(self.steps, RANKS, *more), told, self._environment(), self.folder)
         try:
             self._act(job)

@@ -134,6 +134,23 @@ def test_a_rank_that_hangs_before_training(train: Train, tmp_path: Path) -> None
     assert not failed.trained
 
 
+def test_a_rank_that_stands_still_before_training(train: Train, tmp_path: Path) -> None:
+    """Nobody waits for `launch.timeout_seconds`: no sign of life is due, but the kernel tells of it."""
+    failed = Failed(train, tmp_path / "run", *DATA, "+data.fault=SIGSTOP", "+data.after=-1")
+    assert "rank 1, cpu:1 (" in str(failed.error)
+    assert "was stopped before training, for 1 s (fault.heartbeat_seconds)." in str(failed.error)
+    assert failed.by_device["cpu:1"]["kind"] == "Frozen"
+    assert failed.seconds < 60
+    assert not failed.trained
+
+
+def test_a_rank_that_stands_still_when_all_is_done(train: Train) -> None:
+    model = ("model=custom", "model._target_=faulty.StopsAtTheEnd")
+    run = train(*COMMON, *DATA[:2], *model)
+    assert run.summary["status"] == "completed"
+    assert run.summary["failures"] == []
+
+
 def test_a_rank_that_never_connects(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # An interpreter that has all packages and starts, but is caught in its own start-up file.
     (tmp_path / "sitecustomize.py").write_text(
