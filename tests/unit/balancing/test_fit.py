@@ -26,7 +26,7 @@ def unseen(seed: int, sizes: Sequence[int], count: int = 30) -> list[int]:
     return [draw.choice(others) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("largest", "count", "passes"), [(64, 5, 3), (128, 8, 3), (256, 8, 3), (512, 5, 3)])
+@pytest.mark.parametrize(("largest", "count", "passes"), [(64, 5, 3), (256, 8, 3), (512, 5, 3)])
 def test_hidden_deviations_are_found(largest: int, count: int, passes: int) -> None:
     """60 cards, sizes not measured: 3 % in the median and 7 % at the 95th percentile, of single passes.
 
@@ -77,7 +77,7 @@ def test_the_split_from_fits_is_near_the_best(speeds: tuple[int, ...], total: in
     assert statistics.mean(regrets) < 0.01
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.floats(0, 10),
     st.floats(1e-6, 1e3),
@@ -98,7 +98,7 @@ def test_an_exact_line_is_met(fixed: float, slope: float, sizes: set[int], passe
     assert fit.spread < 1e-4
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.floats(0, 2), st.integers(24, 100), st.sampled_from([1.3, 2.0, 6.0, 0.5]))
 def test_an_exact_kink_is_met(fixed: float, at: int, bend: float) -> None:
     truth = SpeedCurve(fixed, 0.01, ((at, 0.01 * bend),))
@@ -264,7 +264,7 @@ def test_the_standard_error_is_honest() -> None:
     assert many < 0.5 * few
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-6, 1e3)), min_size=1, max_size=20), st.randoms())
 def test_whatever_was_measured_gives_a_curve(points: list[Point], draw: random.Random) -> None:
     fit = fit_curve(points)
@@ -275,7 +275,7 @@ def test_whatever_was_measured_gives_a_curve(points: list[Point], draw: random.R
     assert fit_curve(shuffled).curve.pass_seconds(50) == pytest.approx(fit.curve.pass_seconds(50), rel=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10**6), st.floats(1e-6, 1e6))
 def test_the_unit_of_time_does_not_matter(seed: int, unit: float) -> None:
     points = measure(HiddenCard(seed), sizes_to_measure(256, 6), 3)

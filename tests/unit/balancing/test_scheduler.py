@@ -107,7 +107,7 @@ class HiddenCards(Cluster):
 # ---------------------------------------------------------------- stays
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_noise_of_ten_percent_moves_next_to_nothing(ranks: int) -> None:
     """1,000 noisy steps, 8 times: half a new split a run, most of them in the first few steps."""
     resplits = []
