@@ -34,7 +34,7 @@ class HostFacts:
     """Of the launcher's interpreter; `DeviceSpec.torch` is that of a device's own."""
     python: str
     time: float
-    """Of its clock when this was sent, in seconds since the epoch."""
+    """Of its clock when this was made or sent, in seconds since the epoch."""
 
     @classmethod
     def of_this_machine(

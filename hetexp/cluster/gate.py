@@ -77,6 +77,13 @@ class Gate:
                 self._arrived.wait(min(left, 0.2))
             return self._arrivals.pop(0)
 
+    def shut_out(self) -> list[Arrival]:
+        """Let nobody in any more, and return who has come and has not been asked for, to be told why."""
+        self.close()
+        with self._arrived:
+            left, self._arrivals = self._arrivals, []
+        return left
+
     def serve_store(self, port: int) -> None:
         """Let machines that have proved themselves reach a store of this one."""
         self._stores.add(port)

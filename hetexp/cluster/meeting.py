@@ -39,6 +39,8 @@ class Own:
     interface: str
     token: bytes
     facts: HostFacts
+    clock: Callable[[], float] = time.time
+    """Of this machine, in seconds since the epoch."""
 
     @property
     def leads(self) -> bool:
@@ -155,7 +157,7 @@ def _gather(own: Own, gate: Gate, tell: Callable[[str], None]) -> dict[str, Arri
             tell(f"{name} ({one.address}) has joined with {devices}.")
     except BaseException as error:
         text = str(error) or type(error).__name__
-        for one in arrivals.values():
+        for one in [*arrivals.values(), *gate.shut_out()]:
             _say_end(one.channel, f"The run does not start. {text}")
         raise
     return arrivals
@@ -217,9 +219,8 @@ def join(own: Own, console: Console) -> tuple[Channel, str]:
                 said = True
             time.sleep(PAUSE_SECONDS)
     try:
-        channel = introduce(connection, own.token, "member", own.host.name, cluster.answer_seconds)
-        facts = own.facts.to_dict() | {"time": time.time()}
-        channel.send(facts)
+        channel = introduce(connection, own.token, "member", own.facts.name, cluster.answer_seconds)
+        channel.send(own.facts.to_dict() | {"time": own.clock()})
         # All others may still be on their way.
         answer = channel.receive(time.monotonic() + limit + cluster.answer_seconds)
     except RefusedError as error:

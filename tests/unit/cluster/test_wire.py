@@ -143,9 +143,10 @@ def test_no_message_is_taken_but_the_next_one(pair: tuple[socket.socket, socket.
     }[what]
     reader = member if what == "reflected" else leader
     (pair[0] if what == "reflected" else pair[1]).sendall(b"".join(sent))
+    for _ in sent[1:]:
+        reader.receive(time.monotonic() + 5)
     with pytest.raises(WireError, match="a message that the other side has not sent"):
-        for _ in sent:
-            reader.receive(time.monotonic() + 5)
+        reader.receive(time.monotonic() + 5)
 
 
 @pytest.mark.parametrize("length", [GREETING_BYTES + 1, FRAME_BYTES, 2**32 - 1])
@@ -208,22 +209,21 @@ def _garbage(random_: random.Random) -> bytes:
         body = json.dumps({key: random_.choice(values) for key in keys}).encode()
     else:
         known = {"hetexp": 1, "nonce": "0" * 64, "purpose": "member", "name": "b", "proof": "0" * 64}
-        body = bytearray(json.dumps(known).encode())
-        body[random_.randrange(len(body))] = random_.randrange(256)
-        body = bytes(body)
+        changed = bytearray(json.dumps(known).encode())
+        changed[random_.randrange(len(changed))] = random_.randrange(256)
+        body = bytes(changed)
     length = len(body) if random_.random() < 0.8 else random_.randrange(2**32)
     return struct.pack(">I", length) + body
 
 
 def test_a_thousand_malformed_greetings_are_all_refused() -> None:
     random_ = random.Random(0)
-    for number in range(1000):
+    for _ in range(1000):
         ends = socket.socketpair()
         ends[1].sendall(_garbage(random_))
         ends[1].shutdown(socket.SHUT_WR)
         with pytest.raises((WireError, OSError)):
             answer_stranger(ends[0], TOKEN, 5.0)
-            pytest.fail(f"greeting {number} was believed")
         for end in ends:
             end.close()
 

@@ -1,0 +1,291 @@
+"""Machines that meet on loopback addresses: whatever goes wrong is one line on every side, soon."""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hetexp.cluster.facts import HostFacts
+from hetexp.cluster.gate import LOG, MOST_STRANGERS
+from hetexp.cluster.meeting import Own, all_joined, join
+from hetexp.cluster.wire import Channel, introduce
+from hetexp.core.cluster import ClusterConfig, HostEntry
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import RunFailedError, SetupError
+
+TOKEN = b"t" * 64
+CPU = DeviceSpec(id="cpu:0", backend="cpu", index=0, name="CPU", vendor="cpu")
+CONFIG = {"trainer": {"max_steps": 10, "seed": 0}, "node": "whoever"}
+ADDRESSES = {"a": "127.0.0.2", "b": "127.0.0.3", "c": "127.0.0.4"}
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        found: int = server.getsockname()[1]
+    return found
+
+
+def own(name: str, port: int, names: str = "ab", seconds: float = 20.0, **changes: Any) -> Own:
+    """Return a machine's part of a cluster, which it joins within so many seconds."""
+    hosts = [HostEntry(name=one, address=ADDRESSES[one]) for one in names]
+    cluster = ClusterConfig(hosts=hosts, port=port, join_seconds=seconds, answer_seconds=2.0)
+    host = next((host for host in cluster.hosts if host.name == name), hosts[1])
+    devices = [replace(CPU, id=f"cpu:0@{name}", host=name)]
+    facts = HostFacts.of_this_machine(name, devices, [1], changes.pop("config", CONFIG))
+    token, clock = changes.pop("token", TOKEN), changes.pop("clock", time.time)
+    return Own(cluster, host, ADDRESSES[host.name], "lo", token, replace(facts, **changes), clock)
+
+
+class Side:
+    """A machine in a thread of its own: what it said, and how it ended."""
+
+    def __init__(self, act: Callable[[Console], Any]) -> None:
+        self._screen = io.StringIO()
+        self.error: BaseException | None = None
+        self.result: Any = None
+
+        def run() -> None:
+            try:
+                self.result = act(Console(file=self._screen, width=400))
+            except BaseException as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def wait(self, seconds: float = 15.0) -> Side:
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), self.said
+        return self
+
+    @property
+    def said(self) -> str:
+        return self._screen.getvalue()
+
+    @property
+    def told(self) -> str:
+        """The error, one line."""
+        text = str(self.error)
+        assert isinstance(self.error, (SetupError, RunFailedError)), repr(self.error)
+        assert "\n" not in text
+        return text
+
+
+@pytest.fixture
+def lead(tmp_path: Path) -> Iterator[Callable[[Own], Side]]:
+    """Let a machine lead: its run is over as soon as all have joined."""
+    sides = []
+
+    def start(one: Own) -> Side:
+        def act(console: Console) -> Any:
+            with all_joined(one, tmp_path, console) as met:
+                return met
+
+        sides.append(Side(act))
+        return sides[-1]
+
+    yield start
+    for side in sides:
+        side.wait()
+
+
+def until_said(side: Side, text: str) -> None:
+    """Return when a machine has said something."""
+    deadline = time.monotonic() + 10
+    while text not in side.said:
+        assert time.monotonic() < deadline, side.said
+        threading.Event().wait(0.01)
+
+
+def follow(one: Own) -> Side:
+    """Let a machine join, and hear how the run ends."""
+
+    def act(console: Console) -> Any:
+        channel, _ = join(one, console)
+        try:
+            while (order := channel.receive(time.monotonic() + 10))["op"] != "end":
+                pass
+            return order
+        finally:
+            channel.close()
+
+    return Side(act)
+
+
+def test_they_meet_in_any_order(lead: Callable[[Own], Side], port: int) -> None:
+    late = follow(own("c", port, "abc"))
+    leader = lead(own("a", port, "abc"))
+    other = follow(own("b", port, "abc"))
+    assert [device.id for device in leader.wait().result.devices] == ["cpu:0@b", "cpu:0@c"]
+    assert "a leads and waits at 127.0.0.2" in leader.said
+    assert "b (127.0.0.3) has joined with cpu:0@b." in leader.said
+    for side in (late.wait(), other.wait()):
+        assert side.error is None
+        assert side.result["code"] == 0
+    assert "has joined a at 127.0.0.2" in other.said
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hetexp": "9.9"}, "and 9.9 on b: install the same version on both."),
+        ({"torch": "1.0.0"}, "and 1.0.0 on b: both need the same release"),
+        ({"config": {"trainer": {"max_steps": 20, "seed": 0}}}, "`trainer.max_steps` is 10 on a and 20 on b"),
+        ({"config": {"trainer": {"max_steps": 10}}}, "`trainer.seed` is 0 on a and absent on b"),
+    ],
+)
+def test_what_differs_is_told_on_both_sides(
+    changes: dict[str, Any], told: str, lead: Callable[[Own], Side], port: int
+) -> None:
+    leader, member = lead(own("a", port)), follow(own("b", port, **changes))
+    assert told in leader.wait().told
+    assert told in member.wait().told
+
+
+def test_a_clock_that_is_wrong_is_told_on_both_sides(lead: Callable[[Own], Side], port: int) -> None:
+    leader, member = lead(own("a", port)), follow(own("b", port, clock=lambda: time.time() - 100))
+    told = "The clock of b is 100 s behind that of a, and 5 s are the most (cluster.clock_skew_seconds)"
+    assert told in leader.wait().told
+    assert told in member.wait().told
+
+
+def test_all_that_came_are_told_when_one_does_not_fit(lead: Callable[[Own], Side], port: int) -> None:
+    leader = lead(own("a", port, "abc"))
+    good = follow(own("b", port, "abc"))
+    until_said(leader, "b (127.0.0.3) has joined")
+    bad = follow(own("c", port, "abc", hetexp="9.9"))
+    for side in (leader, good, bad):
+        assert "9.9 on c: install the same version" in side.wait().told
+
+
+def test_who_does_not_come_is_named_on_every_side(lead: Callable[[Own], Side], port: int) -> None:
+    started = time.monotonic()
+    leader, member = lead(own("a", port, "abc", 1.5)), follow(own("b", port, "abc", 5))
+    for side in (leader, member):
+        assert "c (127.0.0.4) did not join at 127.0.0.2:" in side.wait().told
+        assert "within 1.5 s (cluster.join_seconds)" in side.told
+    assert time.monotonic() - started < 10
+
+
+def test_a_wrong_token_is_told_on_both_sides_and_written_down(
+    lead: Callable[[Own], Side], port: int, tmp_path: Path
+) -> None:
+    leader, member = lead(own("a", port, seconds=2)), follow(own("b", port, token=b"u" * 64))
+    why = "its token is not this cluster's"
+    assert why in member.wait().told
+    assert f"Refused meanwhile: 127.0.0.3: {why}" in leader.wait().told
+    assert f"refused 127.0.0.3: {why}" in (tmp_path / LOG).read_text()
+
+
+def test_two_machines_cannot_be_the_same_one(lead: Callable[[Own], Side], port: int) -> None:
+    leader = lead(own("a", port, "abc"))
+    first = follow(own("b", port, "abc"))
+    until_said(leader, "b (127.0.0.3) has joined")
+    second = follow(own("b", port, "abc"))
+    assert "b has joined already, from 127.0.0.3: is node=… right?" in second.wait().told
+    third = follow(own("c", port, "abc"))
+    for side in (leader, first, third):
+        assert side.wait().error is None
+
+
+def test_a_name_that_is_not_in_the_file_may_not_join(lead: Callable[[Own], Side], port: int) -> None:
+    leader = lead(own("a", port))
+    stranger = follow(own("d", port))
+    assert "d is none of the machines that may join here (b)." in stranger.wait().told
+    follow(own("b", port)).wait()
+    assert leader.wait().error is None
+
+
+def test_a_closed_port_is_told_within_the_bound(port: int) -> None:
+    started = time.monotonic()
+    member = follow(own("b", port, seconds=1.0)).wait()
+    assert f"a at 127.0.0.2:{port}, which leads, did not answer within 1 s" in member.told
+    assert "nobody listens there" in member.told
+    assert "b waits for a at 127.0.0.2" in member.said
+    assert time.monotonic() - started < 5
+
+
+def test_a_firewall_that_drops_is_told_within_the_bound(port: int) -> None:
+    """A full queue of connections drops new ones without a word, as such a firewall does."""
+    with socket.create_server(("127.0.0.2", port), backlog=0) as server:
+        waiting = []
+        for _ in range(8):
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+            waiting.append(one)
+        started = time.monotonic()
+        member = follow(own("b", port, seconds=1.5)).wait()
+        assert "nothing answers (a firewall that drops, or a wrong address)" in member.told
+        assert time.monotonic() - started < 6
+        for one in waiting:
+            one.close()
+
+
+def test_a_service_that_is_not_hetexp_is_told_within_the_bound(port: int) -> None:
+    with socket.create_server(("127.0.0.2", port)):  # it takes connections, and says nothing
+        member = follow(own("b", port)).wait()
+    assert "is no leader of this cluster, or has ended: nothing answers" in member.told
+
+
+def test_a_port_that_is_taken_is_told(lead: Callable[[Own], Side], port: int) -> None:
+    with socket.create_server(("127.0.0.2", port)):
+        told = lead(own("a", port)).wait().told
+    assert f"`cluster.port` must be a port that this process may open at 127.0.0.2, but is {port}" in told
+
+
+def test_strangers_neither_join_nor_disturb(lead: Callable[[Own], Side], port: int, tmp_path: Path) -> None:
+    leader = lead(own("a", port))
+    until_said(leader, "leads and waits")
+    silent = [socket.create_connection(("127.0.0.2", port)) for _ in range(MOST_STRANGERS)]
+    for one in silent:
+        one.recv(1)  # it is being served
+    crowd = socket.create_connection(("127.0.0.2", port))
+    assert crowd.recv(1) == b""  # closed at once
+    for one in (*silent, crowd):
+        one.close()
+    for body in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x80\x04\x95"):
+        with socket.create_connection(("127.0.0.2", port)) as one:
+            one.sendall(body)
+    member = follow(own("b", port))
+    assert member.wait().error is None
+    assert leader.wait().error is None
+    log = (tmp_path / LOG).read_text()
+    assert f"more than {MOST_STRANGERS} connections at a time are not answered" in log
+    assert "where 4096 are the most" in log
+
+
+def test_a_member_cannot_reach_any_port_of_the_leader(tmp_path: Path, port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as secret:
+        one = own("a", port)
+
+        def act(console: Console) -> Any:
+            with all_joined(one, tmp_path, console):
+                over.wait(10)
+
+        over = threading.Event()
+        leader = Side(act)
+        member = follow(own("b", port))
+        until_said(leader, "has joined")
+        connection = socket.create_connection(("127.0.0.2", port))
+        channel: Channel = introduce(connection, TOKEN, "store", "b", 2.0)
+        channel.send({"port": secret.getsockname()[1]})
+        with pytest.raises(ConnectionResetError):
+            channel.receive(time.monotonic() + 5)
+        channel.close()
+        over.set()
+        leader.wait()
+        member.wait()
+        secret.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            secret.accept()
