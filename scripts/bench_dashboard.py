@@ -206,8 +206,9 @@ def fill(url: str, devices: int) -> None:
         newest = select(device_metrics).where(device_metrics.c.time_ms == (now - 1) * 1000)
         like = [dict(row) for row in connection.execute(newest).mappings()]
         for level, moments in means:
-            for moment in moments:
-                rows = [{**row, "time_ms": moment * 1000, "level": level} for row in like]
+            for first in range(0, len(moments), 1000):
+                some = [(moment, row) for moment in moments[first : first + 1000] for row in like]
+                rows = [{**row, "time_ms": moment * 1000, "level": level} for moment, row in some]
                 connection.execute(device_metrics.insert(), rows)
     store.close()
 
