@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.model import adapters
 from hetexp.model.base import unknown
-from hetexp.model.decoder import EMBEDDING, HEAD, LAYERS, NORM, ROTARY, Decoder, base_name, why_not_cut
+from hetexp.model.decoder import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    NORM,
+    ROTARY,
+    Decoder,
+    answers,
+    base_name,
+    why_not_cut,
+)
 from hetexp.model.exported import Exported
 from hetexp.model.four_bit import Kind, keep_in_four_bits
 from hetexp.model.layered import Pieces
@@ -96,7 +106,8 @@ class HFCausalLM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits [batch, seq, vocab_size] of tokens [batch, seq], int64."""
-        logits: Tensor = self.lm(input_ids=tokens, use_cache=False).logits
+        with answers(tokens):
+            logits: Tensor = self.lm(input_ids=tokens, use_cache=False).logits
         return logits
 
     def pieces(self) -> Pieces:

@@ -130,7 +130,8 @@ def _run(model: nn.Module, built: RunMemory, precision: str, size: int) -> list[
                 # Views: the counter's hooks on a module's arguments refuse leaves.
                 output = call(tree_map_only(torch.Tensor, lambda tensor: tensor.view_as(tensor), payload))
                 result = built.local_loss(output, targets) if is_last else output
-            _backward(result, [*model.parameters(), *held])
+            with _as_on_device(first, precision):  # a layer that computes its activations again does so here
+                _backward(result, [*model.parameters(), *held])
         sent = 0 if is_last else _bytes([one for one in tree_leaves(output) if isinstance(one, torch.Tensor)])
         found.append(_Pass(counter.get_total_flops(), _storage_bytes(kept), sent))
         # As the next rank gets it: a tensor of its own, whose gradient goes back.
