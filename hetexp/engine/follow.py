@@ -13,6 +13,7 @@ from hetexp.core.plan import Plan
 from hetexp.engine.local import own_device
 from hetexp.engine.meeting import Meeting
 from hetexp.engine.part import take_part_of
+from hetexp.engine.probe import ProbeServer
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.selection import select_devices
 
@@ -29,7 +30,17 @@ def follow(meeting: Meeting, composed: DictConfig | None) -> None:
         Exception: whatever ended this rank.
     """
     selection = _selected(composed)
-    meeting.tell("device", own_device(selection, meeting.seat, meeting.address))
+    probe = ProbeServer(meeting.address) if meeting.seat.local_rank == 0 else None
+    meeting.tell("device", own_device(selection, meeting.seat, meeting.address, probe))
+    try:
+        _obey(meeting)
+    finally:
+        if probe is not None:
+            probe.close()
+
+
+def _obey(meeting: Meeting) -> None:
+    """Do what rank 0 says until it says that nothing more comes."""
     while True:
         order = meeting.next_order()
         if "plan" not in order:

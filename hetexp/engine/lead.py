@@ -25,6 +25,7 @@ from hetexp.core.summary import blank_summary
 from hetexp.engine.local import gathered, own_device, threads_of
 from hetexp.engine.meeting import POLL_SECONDS, Meeting, hosted
 from hetexp.engine.part import FAILED, take_part_of
+from hetexp.engine.probe import slowest
 from hetexp.hardware.detection import Inventory
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.selection import select_devices
@@ -60,6 +61,7 @@ class Lead:
             self.meeting.tell("device", mine)
             told = self.meeting.gather("device")
             self._selection = gathered(told, self.seat.engine)
+            self._measure_network(self._selection, told)
             devices = self._selection.devices
             if len(devices) == len(told):
                 self._cores = {device.id: one["cores"] for device, one in zip(devices, told, strict=True)}
@@ -68,6 +70,22 @@ class Lead:
         return replace(
             found, devices=list(found.devices), reasons=list(found.reasons), problems=list(found.problems)
         )
+
+    def _measure_network(self, selection: Selection, told: list[dict[str, Any]]) -> None:
+        """Measure the network between the hosts; that of emulated devices is the catalogue's."""
+        if selection.problems or any(device.backend == "emulated" for device in selection.devices):
+            return
+        try:
+            link = slowest(told)
+        except OSError as error:
+            selection.problems.append(f"The hosts must reach each other, but do not: {error}.")
+            return
+        if link is not None:
+            selection.network = link
+            rate, latency = link.gb_per_second * 8e3, link.latency_seconds * 1e3
+            selection.reasons.append(
+                f"The network between the hosts has {rate:,.0f} Mbit/s after {latency:.2g} ms, as measured."
+            )
 
     def check(self, config: Config) -> list[str]:
         """Return what speaks against a configuration where the ranks have been started already."""

@@ -12,6 +12,7 @@ from hetexp.core.config import variables
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.seat import Seat
+from hetexp.engine.probe import ProbeServer
 from hetexp.hardware.backend import VISIBILITY, backend_class, environment_together
 from hetexp.hardware.catalogue import Link
 from hetexp.hardware.cpu import CpuBackend, cpu_count
@@ -19,7 +20,9 @@ from hetexp.hardware.pool import Selection
 from hetexp.launch.interpreter import is_own
 
 
-def own_device(selection: Selection, seat: Seat, address: str) -> dict[str, Any]:
+def own_device(
+    selection: Selection, seat: Seat, address: str, probe: ProbeServer | None = None
+) -> dict[str, Any]:
     """Return what this process tells rank 0 of its device.
 
     A host that is to compute on its CPU has as many CPU ranks as processes.
@@ -27,6 +30,7 @@ def own_device(selection: Selection, seat: Seat, address: str) -> dict[str, Any]
     Args:
         selection: what the configuration chooses of this host's devices.
         address: of this host.
+        probe: what rank 0 measures the network with, on one rank of each host.
     """
     devices, problems = list(selection.devices), list(selection.problems)
     place = seat.local_rank
@@ -56,6 +60,7 @@ def own_device(selection: Selection, seat: Seat, address: str) -> dict[str, Any]
         "problems": problems,
         "network": selection.network.model_dump() if selection.network is not None else None,
         "cores": cpu_count(),
+        "probe": [probe.port, probe.token] if probe is not None else None,
     }
 
 

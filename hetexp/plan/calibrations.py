@@ -172,11 +172,18 @@ def _job_entry(plan: Plan, config: Config, devices: list[str]) -> tuple[str, dic
         "route": asdict(plan.way),
         "wire": plan.wire,
         "variables": config.comm.env,
-        "network": plan.network,
+        "network": _network(plan),
         "hosts": [device.host for device in plan.devices],
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},
     }
     return f"job-{_hash(facts)}.json", facts
+
+
+def _network(plan: Plan) -> dict[str, Any] | str | None:
+    """Return what the network between hosts is; of one that is measured each time its magnitude."""
+    if plan.network is None or any(device.backend == "emulated" for device in plan.devices):
+        return plan.network
+    return f"{plan.network['gb_per_second']:.0e}"
 
 
 def _work_facts(plan: Plan, config: Config) -> dict[str, Any]:

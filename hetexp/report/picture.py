@@ -306,6 +306,8 @@ def _order(device: Device) -> tuple[bool, int, int]:
 
 
 def _network_name(plan: Plan) -> str | None:
+    if plan.network is not None and str(plan.network.get("source", "")).startswith("measured"):
+        return "measured"
     name = plan.config["hardware"].get("network")
     return str(name) if name is not None else None
 
