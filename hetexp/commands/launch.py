@@ -115,6 +115,9 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     raw, config, selection, wrong = check(composed, here)
     problems += wrong
     origin = None
+    if config is not None and config.cluster.hosts:
+        fix = "A script of one's own has the devices of one machine."
+        problems.append(must_be("cluster.hosts", "empty (cluster=none)", config.cluster.names, fix))
     if config is not None:
         words = (str(script.absolute()), *script_arguments)
         try:

@@ -336,6 +336,9 @@ class _Run:
         if isinstance(again, str):
             self._print(f"The run does not start again: {again}")
             return None
+        if not all(is_here(device) for device in again.plan.all_devices):
+            self._print("The run does not start again: other machines do not reach its checkpoint.")
+            return None
         step = survival.newest_step
         told = ", ".join(f"{self._device(number).id} ({one.kind})" for number, one in lost.items())
         rest = ", ".join(device.id for device in again.plan.all_devices)

@@ -14,6 +14,8 @@ from machines import Cluster, Machine, until
 from safetensors.torch import load_file
 from support import Train, difference
 
+pytestmark = pytest.mark.timeout(400)  # two or three launchers at once, each of which starts like a command
+
 EXACT = (
     "trainer.max_steps=8",
     "trainer.max_epochs=null",
@@ -95,6 +97,17 @@ def test_a_machine_that_is_lost_is_done_without(cluster: Start) -> None:
     kinds = {failure["kind"] for failure in leader.summary["failures"]}
     assert kinds == {"HostLost"}
     assert leader.summary["checkpoint"] is not None
+
+
+def test_a_rank_of_another_machine_comes_back(cluster: Start) -> None:
+    fault = "fault.events=[{kind: death, device: 'cpu:0@b', at_step: 12}]"
+    both = cluster(["[cpu]", "[cpu]"], *LONG, fault, "fault.respawn_seconds=0.1")
+    leader, member = both.start("a"), both.start("b")
+    until(lambda: "takes part from step" in leader.screen, [leader, member])
+    assert "cpu:0@b was lost at step" in leader.screen
+    leader.process.terminate()
+    assert (leader.wait(), member.wait()) == (143, 1)
+    assert [failure["kind"] for failure in leader.summary["failures"]] == ["SIGKILL"]
 
 
 def test_without_the_leader_a_machine_ends_its_ranks(cluster: Start) -> None:
