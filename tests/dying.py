@@ -19,7 +19,7 @@ class Newcomer(Net):
 
     Args:
         dies: number of the member that dies.
-        talks: with the group's store, after which it does; 0: as soon as it has told that it is prepared.
+        talks: with the group's store, after which it does.
         fails: number of the member whose first group does not form.
     """
 
@@ -47,8 +47,6 @@ def _die_after(talks: int) -> None:
 
     def prepared(self: survival.Survival) -> None:
         prepare(self)
-        if talks == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
         for name in ("set", "get", "check", "add"):
             setattr(WatchedStore, name, counted(getattr(WatchedStore, name)))
 
