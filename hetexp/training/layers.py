@@ -25,6 +25,9 @@ from hetexp.training.estimate import RunMemory
 
 SIZES = (2, 3)
 """Samples of two passes, whose difference is one sample's; normalising over a batch refuses a single one."""
+LARGE_BYTES = 2 * 2**30
+"""Weights of a model that is counted without data where it can be, on emulated devices, too: nobody should need
+its memory only to plan."""
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,7 +66,7 @@ def describe_layers(
     passes = None
     with on_meta(built.model) as model:
         states = _states(config, model)
-        if not emulated:
+        if not emulated or _bytes([*model.parameters()]) > LARGE_BYTES:
             with contextlib.suppress(Exception):  # a person's own model runs any code, and may need values
                 passes = _passes(model, built, precision)
     if passes is None:

@@ -17,6 +17,7 @@ from language_model import architecture, override, saved_base, write_lines
 from hetexp.cli import main
 from hetexp.model.hf_causal_lm import HFCausalLM
 
+pytestmark = pytest.mark.timeout(300)  # each rank imports transformers where the server has not
 STEPS = 20
 COMMON = (
     "model=hf_causal_lm",
@@ -124,8 +125,8 @@ def test_only_adapters_are_exchanged_and_saved(train: Train) -> None:
 
 
 def test_a_rank_with_ignored_labels_only(train: Train, tmp_path: Path) -> None:
-    """90 labels on one rank, none on the other: the mean is one over 90."""
-    lines = [{"prompt": "", "completion": "x" * 89}, {"prompt": "y" * 60, "completion": "z"}]
+    """90 labels on one rank, 10 on the other, and then none: the mean is one over all that count."""
+    lines = [{"prompt": "", "completion": "x" * 89}, {"prompt": "y" * 60, "completion": "z" * 9}]
     file = write_lines(tmp_path / "lines.jsonl", lines)
     common = (
         *COMMON[:3],
