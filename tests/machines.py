@@ -105,7 +105,7 @@ class Cluster:
             machine.process.wait(10)
 
 
-def until(happened: Callable[[], bool], machines: Sequence[Machine], seconds: float = 120.0) -> None:
+def until(happened: Callable[[], bool], machines: Sequence[Machine], seconds: float = 240.0) -> None:
     """Return when something has happened; fail where it does not in time, or a machine has ended."""
     deadline = time.monotonic() + seconds
     while not happened():
