@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -18,8 +19,10 @@ from support import Run, Train, start_run
 
 from hetexp.launch import process as ranks
 
-# Ranks of the tests of adapters would each import it for seconds; the server goes without what is missing.
-ranks.PRELOADED = (*ranks.PRELOADED, "peft")
+# Ranks of the tests of adapters would each import it for seconds; the server goes without what is missing. It
+# imports bitsandbytes, which opens the card: no process that is forked afterwards could use it.
+if importlib.util.find_spec("bitsandbytes") is None:
+    ranks.PRELOADED = (*ranks.PRELOADED, "peft")
 # For whatever test starts the session's server first: all ranks are forked from one that has imported torch.
 multiprocessing.set_forkserver_preload(list(ranks.PRELOADED))
 SHARED_MEMORY = Path("/dev/shm")
