@@ -23,7 +23,7 @@ STEPS = 20
 COMMON = (
     "model=hf_causal_lm",
     "model.rank=2",
-    override(architecture("starcoder2")),  # computes in float64 all through
+    override(architecture("starcoder2")),  # in float64 but for angles
     "data=sft_jsonl",
     "data.max_length=80",
     f"trainer.max_steps={STEPS}",
@@ -44,12 +44,19 @@ NEEDED_GIB = 32
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_card_and_the_cpu(train: Train, layout: str) -> None:
-    reference = train(*COMMON, "hardware.devices=[cuda:0]", "strategy=single")
+    """No further from one device than one kind of device is from the other.
+
+    transformers computes angles of rotary embeddings in float32, whose sines differ between a card and a CPU
+    in the last bit.
+    """
+    card = train(*COMMON, "hardware.devices=[cuda:0]", "strategy=single")
+    cpu = train(*COMMON, "hardware.devices=[cpu]", "strategy=single")
     run = train(*COMMON, "hardware.devices=[cuda:0,cpu]", *LAYOUTS[layout])
-    loss, parameters = worst(run, reference, STEPS)
-    print(f"{layout}: loss {loss:.2e}, parameters {parameters:.2e}")
-    assert loss <= 1e-12
-    assert parameters <= 1e-11
+    (loss, parameters), usual = worst(run, card, STEPS), worst(cpu, card, STEPS)
+    print(f"{layout}: loss {loss:.2e}, parameters {parameters:.2e}; the CPU's {usual[0]:.2e}, {usual[1]:.2e}")
+    assert loss <= max(1e-12, 2 * usual[0])
+    assert parameters <= max(1e-11, 2 * usual[1])
+    assert usual[0] < 1e-8
 
 
 def test_8b_in_four_bits() -> None:
@@ -78,6 +85,6 @@ def test_8b_in_four_bits() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     print(f"losses {losses}, peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     assert losses == sorted(losses, reverse=True)
