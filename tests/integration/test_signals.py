@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,10 @@ IGNORING = ("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh")
 """What `nohup` and a `&` in a script do to a run."""
 
 
+def checkpoints_of(run: Launched) -> list[Path]:
+    return list(run.run_dir.glob("checkpoints/step_*"))
+
+
 class Runs(dict[str, Launched]):
     """Runs side by side, by name."""
 
@@ -42,6 +47,8 @@ class Runs(dict[str, Launched]):
     def wait_until_training(self) -> None:
         for run in self.values():
             run.wait_until_training()
+            # A save goes on in the background while the run trains.
+            wait_for(partial(checkpoints_of, run), f"a checkpoint of {run.run_dir}")
 
     def are_gone(self) -> None:
         """Check what must be true some seconds after every launcher got its signal."""

@@ -163,7 +163,10 @@ WRONG = {
         [TWO, "balancing.weights=[1,2]"],
         ["`balancing.weights` is not a key", "[1,2]", "It is one with balancing=manual."],
     ),
-    "key of other models": (["model.dropout=0.5"], ["`model.dropout`", "0.5", "model=gpt or model=mlp"]),
+    "key of other models": (
+        ["model.dropout=0.5"],
+        ["`model.dropout`", "0.5", "model=gpt or model=hf_causal_lm or model=mlp"],
+    ),
     "key without its section": (["max_steps=5"], ["`max_steps`", "5", "Did you mean `trainer.max_steps`?"]),
     "key of another framework": (
         ["batch_size=8"],
@@ -273,7 +276,7 @@ WRONG = {
     ),
     "sweep over options that have a key": (
         ["-m", "model=mlp,gpt", "model.dropout=0.1"],
-        ["`model.dropout`", "model=gpt or model=mlp", "write ++model.dropout=…"],
+        ["`model.dropout`", "model=gpt or model=hf_causal_lm or model=mlp", "write ++model.dropout=…"],
     ),
     "sweep into a file": (
         ["-m", "trainer.seed=0,1", "hydra.sweep.dir=/etc/hostname/sweep"],

@@ -21,7 +21,7 @@ def test_a_rank_that_waits_in_a_collective_is_told() -> None:
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda rank: LibraryExchange("gloo", store, rank, 2, 60.0), range(2))
         waiting = pool.submit(one.sum_, torch.ones(4))
-        assert shut_all() >= 2
+        assert shut_all() >= 1  # the other end may have closed itself by then
         with pytest.raises(PeerLostError):
             waiting.result(timeout=20.0)
         with pytest.raises(PeerLostError):

@@ -311,7 +311,7 @@ def test_experts_balance_loss_is_least_where_tokens_spread_evenly() -> None:
 def test_experts_have_a_gradient_whether_a_token_uses_them_or_not() -> None:
     model = small_gpt(num_experts=8, experts_per_token=1).double()
     layer: Any = model.blocks[0].mlp
-    logits, balance = model(batch("gpt", 1)[:, :2])
+    logits, balance, _ = model(batch("gpt", 1)[:, :2])
     (logits.sum() + balance.sum()).backward()
     gradients = [expert.input.weight.grad for expert in layer.experts]
     assert all(gradient is not None for gradient in gradients)

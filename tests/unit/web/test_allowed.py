@@ -70,7 +70,8 @@ def test_messages_say_what_is_accepted() -> None:
     )
     assert "Did you mean `float32`?" in refused("trainer.precision", "float33")
     ((_, message),) = allowed.problems_of({}, "scaling")  # a sweep
-    assert message.startswith("`experiment` must be one of gpt_text, none, or null")
+    shipped = "gpt_text, lora_8b, lora_small, none, sae_digits"
+    assert message.startswith(f"`experiment` must be one of {shipped}, or null")
 
 
 def fitting(one: allowed.Allowed) -> st.SearchStrategy[Any]:
