@@ -33,7 +33,6 @@ JOB = (
     "trainer.global_batch_size=32",
     "trainer.max_epochs=null",
     "trainer.precision=float64",
-    "trainer.eval_every=0",
     "trainer.checkpoint_every=0",
     "optimizer=sgd",
 )
@@ -47,7 +46,12 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
 
 def measure(folder: Path, steps: int, width: int) -> dict[str, Any]:
     """Return all figures: one row a link and strategy, beside a single device."""
-    job = (*JOB, f"model.hidden_sizes=[{width},{width}]", f"trainer.max_steps={steps}")
+    job = (
+        *JOB,
+        f"model.hidden_sizes=[{width},{width}]",
+        f"trainer.max_steps={steps}",
+        f"trainer.eval_every={steps}",
+    )
     exact = alone(folder / "single", (*job, "strategy=single", "trainer.log_every=10"))
     rows = []
     for mbit in LINKS:
@@ -74,29 +78,40 @@ def row(mbit: float, name: str, one: Ran, ddp: Ran, exact: Ran) -> dict[str, Any
         "mbit_per_second": mbit,
         "strategy": name,
         "step_seconds": one.step_seconds,
+        "predicted_seconds": one.summary["predicted_step_s"],
         "sent_bytes": one.sent_bytes,
         "fewer_bytes": ddp.sent_bytes / one.sent_bytes if one.sent_bytes else math.inf,
-        "last_loss": one.losses[-1],
-        "loss_over_ddp": one.losses[-1] / ddp.losses[-1] - 1,
+        "eval_loss": eval_loss(one),
+        "loss_over_ddp": eval_loss(one) / eval_loss(ddp) - 1,
         "from_single": max(abs(mine - its) / abs(its) for mine, its in pairs),
         "exact": one.summary["exact"],
     }
 
 
+def eval_loss(one: Ran) -> float:
+    """Return the loss over the test data at the end."""
+    return float(one.summary["final"]["eval"]["loss"])
+
+
 def table(found: dict[str, Any]) -> str:
     """Return the figures as a table of Markdown."""
     lines = [
-        "| link | strategy | s a step | MB between boxes | ddp ÷ its bytes | loss against ddp "
+        "| link | strategy | s a step | predicted | MB between boxes | ddp ÷ its bytes | test loss against ddp "
         "| largest difference from one device |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for one in found["rows"]:
         lines.append(
             f"| {one['mbit_per_second']:g} Mbit/s | {one['strategy']} | {one['step_seconds']:.4f} "
+            f"| {_seconds(one['predicted_seconds'])} "
             f"| {one['sent_bytes'] / 1e6:.1f} | {one['fewer_bytes']:.1f} | {one['loss_over_ddp']:+.2%} "
             f"| {one['from_single']:.1e} |"
         )
     return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
 
 
 def main() -> None:

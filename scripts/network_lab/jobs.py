@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Ran:
     step_seconds: float
     """Median of the log lines but the first."""
     sent_bytes: int
-    """That left all boxes together, start and end of the run included."""
+    """That left all boxes together after the first log line: measuring and the self-test are before it."""
     screen: str
 
 
@@ -40,7 +41,7 @@ def run(lab: Sequence[Box], ranks_a_box: int, folder: Path, overrides: Sequence[
         RuntimeError: a rank failed; carries rank 0's screen.
     """
     folder.mkdir(parents=True)
-    size, before = len(lab) * ranks_a_box, sum(box.sent_bytes() for box in lab)
+    size, before = len(lab) * ranks_a_box, 0
     words = [sys.executable, str(TRAIN), "hardware=cpu", f"hydra.run.dir={folder / 'run'}", *overrides]
     processes, screen = [], folder / "screen_0.txt"
     for node, box in enumerate(lab):
@@ -66,7 +67,13 @@ def run(lab: Sequence[Box], ranks_a_box: int, folder: Path, overrides: Sequence[
                         stderr=subprocess.STDOUT,
                     )
                 )
+    metrics = folder / "run" / "metrics.jsonl"
     try:
+        while all(process.poll() is None for process in processes):
+            if metrics.exists() and metrics.stat().st_size:
+                before = sum(box.sent_bytes() for box in lab)
+                break
+            time.sleep(0.01)
         codes = [process.wait(LIMIT_SECONDS) for process in processes]
     finally:
         for process in processes:
