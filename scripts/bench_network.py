@@ -78,7 +78,6 @@ def row(mbit: float, name: str, one: Ran, ddp: Ran, exact: Ran) -> dict[str, Any
         "mbit_per_second": mbit,
         "strategy": name,
         "step_seconds": one.step_seconds,
-        "predicted_seconds": one.summary["predicted_step_s"],
         "sent_bytes": one.sent_bytes,
         "fewer_bytes": ddp.sent_bytes / one.sent_bytes if one.sent_bytes else math.inf,
         "eval_loss": eval_loss(one),
@@ -96,22 +95,17 @@ def eval_loss(one: Ran) -> float:
 def table(found: dict[str, Any]) -> str:
     """Return the figures as a table of Markdown."""
     lines = [
-        "| link | strategy | s a step | predicted | MB between boxes | ddp ÷ its bytes | test loss against ddp "
+        "| link | strategy | s a step | MB between boxes | ddp ÷ its bytes | test loss against ddp "
         "| largest difference from one device |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in found["rows"]:
         lines.append(
             f"| {one['mbit_per_second']:g} Mbit/s | {one['strategy']} | {one['step_seconds']:.4f} "
-            f"| {_seconds(one['predicted_seconds'])} "
             f"| {one['sent_bytes'] / 1e6:.1f} | {one['fewer_bytes']:.1f} | {one['loss_over_ddp']:+.2%} "
             f"| {one['from_single']:.1e} |"
         )
     return "\n".join(lines)
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
 
 
 def main() -> None:
