@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from hetexp.cluster.wire import shut
+from hetexp.cluster.wire import accepted, shut
 
 PIECE = 2**16
 
@@ -29,19 +29,13 @@ class Forward:
 
     def close(self) -> None:
         """Close the port and all its connections."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        shut(self._listener)
         self._thread.join()
         for connection in list(self._open):
             shut(connection)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        for connection, _ in accepted(self._listener):
             self._open.add(connection)
             threading.Thread(target=self._carry, args=(connection,), name="forwarded", daemon=True).start()
 

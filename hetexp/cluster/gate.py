@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from hetexp.cluster.facts import HostFacts
 from hetexp.cluster.forward import join_both
-from hetexp.cluster.wire import Channel, RefusedError, WireError, answer_stranger, shut
+from hetexp.cluster.wire import Channel, RefusedError, WireError, accepted, answer_stranger, shut
 from hetexp.core.errors import SetupError, must_be
 
 MOST_STRANGERS = 16
@@ -90,30 +89,19 @@ class Gate:
 
     def close(self) -> None:
         """Close the port and all that came through it but the machines' own channels."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        shut(self._listener)
         self._thread.join()
         for connection in list(self._open):
             shut(connection)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError as error:
-                if error.errno in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.EINTR):
-                    time.sleep(0.05)  # the descriptors of this process are used up for a moment
-                    continue
-                return
+        for connection, peer in accepted(self._listener):
             if not self._strangers.acquire(blocking=False):
-                self._refused(peer[0], f"more than {MOST_STRANGERS} connections at a time are not answered")
+                self._refused(peer, f"more than {MOST_STRANGERS} connections at a time are not answered")
                 connection.close()
                 continue
             self._open.add(connection)
-            threading.Thread(
-                target=self._meet, args=(connection, peer[0]), name="stranger", daemon=True
-            ).start()
+            threading.Thread(target=self._meet, args=(connection, peer), name="stranger", daemon=True).start()
 
     def _meet(self, connection: socket.socket, peer: str) -> None:
         kept = False

@@ -11,6 +11,7 @@ handshake.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -19,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 PROTOCOL = 1
@@ -167,6 +169,19 @@ def shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
+
+
+def accepted(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
+    """Yield connections and the addresses that they come from, until the listener is shut."""
+    while True:
+        try:
+            connection, peer = listener.accept()
+        except OSError as error:
+            if error.errno not in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.EINTR):
+                return
+            time.sleep(0.05)  # the descriptors of this process are used up for a moment
+            continue
+        yield connection, peer[0]
 
 
 def _refuse(connection: socket.socket, why: str) -> None:
