@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,13 +21,25 @@ def last_rows(path: Path, most_bytes: int) -> list[dict[str, Any]]:
             text = file.read(most_bytes)
     except OSError:
         return []
-    found = []
-    for part in (text if size <= most_bytes else text.partition(b"\n")[2]).splitlines():
+    return list(_rows((text if size <= most_bytes else text.partition(b"\n")[2]).splitlines()))
+
+
+def all_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file's whole lines, as they are asked for; none without such a file."""
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        yield from _rows(file)
+
+
+def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         with suppress(ValueError):
-            row = json.loads(part)
+            row = json.loads(line)
             if isinstance(row, dict):
-                found.append(row)
-    return found
+                yield row
 
 
 class Appended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,6 @@ class MetricsFile(Logger):
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the file; the summary has a file of its own."""
         self._file.close()
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a metrics file, in their order; none where there is no file yet."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for text in file:
-            if text.endswith("\n"):
-                yield json.loads(text)
 
 
 def _cut_half_line(path: Path) -> None:

@@ -29,6 +29,8 @@ class TensorBoardLogger(Logger):
         self.folder = folder
         self.flush_seconds = flush_seconds
         self._writer: SummaryWriter | None = None
+        self._before: list[Path] = []
+        """Files of processes that wrote into the folder before this one."""
 
     def start(self, run: RunInfo) -> None:
         """Open the event file.
@@ -41,8 +43,9 @@ class TensorBoardLogger(Logger):
         except ModuleNotFoundError as error:
             fix = "TensorBoard is not installed (pip install 'hetexp[tensorboard]', or logger=none)"
             raise ModuleNotFoundError(fix, name=error.name) from error
-        folder = str(run.run_dir / self.folder)
-        self._writer = SummaryWriter(folder, flush_secs=self.flush_seconds)
+        folder = run.run_dir / self.folder
+        self._before = list(folder.glob("events.out.tfevents.*"))
+        self._writer = SummaryWriter(str(folder), flush_secs=self.flush_seconds)
         self._writer.add_text("name", run.name)
         self._writer.add_text("tags", ", ".join(run.tags))
         self._writer.add_text("config", _as_code(run.config))
@@ -60,12 +63,8 @@ class TensorBoardLogger(Logger):
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write all of it anew, and delete what processes before wrote: its last points may be missing."""
-        own = getattr(getattr(self._writer, "file_writer", None), "event_writer", None)
-        if own is not None:
-            self._writer.flush()  # type: ignore[union-attr]  # there is a writer, as it has a file
-            current = Path(own._file_name)
-            for path in set(current.parent.glob("events.out.tfevents.*")) - {current}:
-                path.unlink()
+        for path in self._before:
+            path.unlink()
         super().retell(lines)
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:

@@ -30,6 +30,7 @@ from hetexp.core.config import Config
 from hetexp.core.errors import ConfigError
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate
+from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data, same_shape
 from hetexp.data.dealt import DealtSampler
@@ -40,7 +41,7 @@ from hetexp.hardware.links import links_of
 from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.guard import GuardedLogger
-from hetexp.logger.jsonl import MetricsFile, read_lines
+from hetexp.logger.jsonl import MetricsFile
 from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout
 from hetexp.optimizer.build import build_optimizer, build_schedule
@@ -469,13 +470,13 @@ def start_loggers(parts: Parts) -> tuple[Logger, ...]:
     """
     info = run_info(parts)
     path = Path(parts.plan.run_dir) / "metrics.jsonl"
-    before = list(read_lines(path))
     metrics: Logger = MetricsFile(path)
+    begun = path.stat().st_size > 0
     tracker: Logger = GuardedLogger(instantiate(parts.config.logger))
     for logger in (metrics, tracker):
         logger.start(info)
-    if before:
-        tracker.retell(before)
+    if begun:
+        tracker.retell(all_rows(path))
     return metrics, tracker
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetexp.core.lines import Appended, last_rows
+from hetexp.core.lines import Appended, all_rows, last_rows
 
 
 def test_last_rows_are_whole_objects(tmp_path: Path) -> None:
@@ -30,3 +30,10 @@ def test_appended_lines_come_once(tmp_path: Path) -> None:
     path.write_bytes(b"new\n")  # as a run that starts again from a checkpoint
     assert lines.read() == [b"new"]
     lines.close()
+
+
+def test_all_rows_of_a_file_that_is_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert list(all_rows(path)) == []
+    path.write_text('{"step": 1}\n{"step": 2}\nnot one\n{"step": 3}\n{"st')
+    assert [row["step"] for row in all_rows(path)] == [1, 2, 3]
