@@ -123,6 +123,8 @@ def take_part(plan: Plan, rank: int) -> None:
     except Exception:
         job.close(1)
         raise
+    finally:
+        job.end_threads()
     if plan.measuring and job.parts is not None:
         for parameter in job.parts.model.parameters():
             parameter.data, parameter.grad = parameter.data.new_empty(0), None
@@ -195,6 +197,7 @@ class _Rank:
         self.newcomer, self.member = member is not None, rank if member is None else member
         self.parts: Parts | None = None  # held until the process ends, see `end`
         self.progress: Progress | None = None
+        self._survival: Survival | None = None
         self._save_seconds: float | None = None
         """Longest wait for a save under way at the end; `None`: `fault.stop_seconds`."""
 
@@ -230,7 +233,7 @@ class _Rank:
         config = read_config(self.plan.config)
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
         store.set(f"hello/{self.member}", platform.node())
-        survival = Survival(store, self.member)
+        self._survival = survival = Survival(store, self.member)
         if self.newcomer:
             parts = build_newcomer(self.plan, config, self.rank, self.member, store)
             self.parts, self.progress = parts, Progress()
@@ -315,6 +318,15 @@ class _Rank:
             # After a failure nothing may keep this rank from ending: the disk may be full.
             with contextlib.suppress(OSError) if exit_code else contextlib.nullcontext():
                 logger.finish(summary or {}, exit_code)
+
+    def end_threads(self) -> None:
+        """End the threads of this rank, whose process goes on afterwards."""
+        from hetexp.training.wiring import end_exchanging
+
+        if self._survival is not None:
+            self._survival.stop()
+        if self.parts is not None:
+            end_exchanging(self.parts)
 
 
 class _ScriptRank:

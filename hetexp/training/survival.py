@@ -67,6 +67,10 @@ class Survival:
         """Begin to watch."""
         self._watch.start()
 
+    def stop(self) -> None:
+        """Watch no longer, in a process that goes on afterwards."""
+        self._watch.stop()
+
     def _obsolete(self) -> bool:
         """Tell whether nobody comes to this group any more."""
         if self._forming:  # some may have gone on to a newer one already, whatever that changes

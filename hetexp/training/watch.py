@@ -38,10 +38,18 @@ class Watch:
         """Number of the newest epoch that broke a group."""
         self._request = 0
         self._hurry = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
     def start(self) -> None:
         """Begin to watch: epochs and requests from the present ones on."""
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer. A process that goes on must not end with a thread inside torch's store: it aborts."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     @property
     def epoch(self) -> int:
@@ -78,7 +86,7 @@ class Watch:
     def _look(self) -> None:
         store, request = another_connection(self._store), self._latest(LATEST_REQUEST)
         pause = threading.Event()
-        while True:
+        while not self._over.is_set():
             try:
                 number = self._epoch.number + 1
                 if store.check([Epoch.key(number)]):

@@ -230,7 +230,7 @@ def leave_group(parts: Parts) -> None:
     if parts.exchange is not None:
         parts.exchange.abandon()
     parts.communicator.abandon()
-    ended = all(one.close(LEAVE_SECONDS) for one in (parts.hook, parts.paced) if one is not None)
+    ended = end_exchanging(parts)
     if parts.exchange is not None and ended:
         parts.exchange.close()
     elif not ended:  # it still reads the exchange's memory
@@ -242,6 +242,11 @@ def leave_group(parts: Parts) -> None:
     parts.exchange, parts.hook, parts.paced, parts.guard = None, None, None, None
     parts.communicator = SoloCommunicator()
     let_go(held)
+
+
+def end_exchanging(parts: Parts) -> bool:
+    """End the threads that exchange gradients; tell whether they have ended."""
+    return all(one.close(LEAVE_SECONDS) for one in (parts.hook, parts.paced) if one is not None)
 
 
 def _balancer(parts: Parts) -> Balancer:

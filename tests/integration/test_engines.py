@@ -164,16 +164,21 @@ def test_a_missing_variable_is_one_line(tmp_path: Path) -> None:
 
 RAYS_WORKER = """
 import sys
+import threading
 import torch.distributed as dist
 from hetexp.engine.main import train_function
 dist.init_process_group("gloo")  # as Ray Train does before it calls the worker's function
 summary = train_function(sys.argv[1:], run_dir="run")
 print("goes on", None if summary is None else summary["status"])
+print("threads:", [thread.name for thread in threading.enumerate()])
 """
 
 
 def test_function_for_ray_train(tmp_path: Path) -> None:
-    """Variables and group are those that ray.train.torch.config sets; ray itself is not installed."""
+    """Variables and group are those that ray.train.torch.config sets; ray itself is not installed.
+
+    No thread of a training may be left: one inside torch's store at the interpreter's end aborts the process.
+    """
     port = free_port()
     environments = [torch_variables(rank, 2, port) | {"NODE_RANK": "0"} for rank in (0, 1)]
     command = [sys.executable, "-c", RAYS_WORKER, *OPTIONS, "balancing=equal"]
@@ -181,4 +186,5 @@ def test_function_for_ray_train(tmp_path: Path) -> None:
     assert ranks.wait() == [0, 0], ranks.screens
     assert "goes on completed" in ranks.screens[0]
     assert "goes on None" in ranks.screens[1]
+    assert all("threads: ['MainThread']" in screen for screen in ranks.screens)
     assert len(run_in(tmp_path).losses) == 6
