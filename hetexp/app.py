@@ -523,6 +523,7 @@ def _of_cluster(config: Config, selection: Any, met: Met | None) -> list[str]:
     """Name this machine's devices as all machines know them, add those that it has met, and check all."""
     from hetexp.cluster.devices import of_host, problems_over_hosts
     from hetexp.cluster.role import own_role
+    from hetexp.hardware.link_probe import in_words
     from hetexp.hardware.selection import network_between, threads_for
 
     try:
@@ -535,6 +536,9 @@ def _of_cluster(config: Config, selection: Any, met: Met | None) -> list[str]:
         selection.devices += met.devices
         selection.threads += tuple(met.threads)
         selection.reasons.append(f"{host.name} leads; {', '.join(met.names)} joined it.")
+        selection.network = met.network
+        if met.network is not None:
+            selection.reasons.append(in_words(met.network))
     network_between(config.hardware, selection)
     return problems_over_hosts(config, selection.devices)
 

@@ -1,13 +1,12 @@
 """Measure strategies between boxes on slow links: `sudo python scripts/bench_network.py --out network.json`.
 
-The boxes are network namespaces of this machine (`scripts/network_lab`), two with two ranks each.
+The boxes are network namespaces of this machine (`scripts/network_lab`), each a machine of a cluster.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import sys
 import tempfile
@@ -16,94 +15,170 @@ from pathlib import Path
 from typing import Any
 
 from network_lab.boxes import boxes, problem
-from network_lab.jobs import Ran, alone, run
+from network_lab.jobs import Ran, alone, predicted, run
 
 LINKS = (1000.0, 100.0)
 """Mbit/s."""
+LABS = ((2, 2), (3, 1))
+"""Boxes, and ranks in each."""
 SYNC_EVERY = 50
+SPEED_STEPS = 3 * SYNC_EVERY
 JOB = (
+    "logger=none",
+    "diagram=false",
+    "monitor=none",
+    "hardware.threads_per_rank=1",
+    "trainer.global_batch_size=32",
+    "trainer.max_epochs=null",
+    "trainer.checkpoint_every=0",
+    f"trainer.log_every={SYNC_EVERY}",
+)
+SPEED_JOB = (
+    *JOB,
     "model=mlp",
     "data=synthetic",
     "data.num_samples=2048",
     "data.num_test_samples=256",
-    "logger=none",
-    "diagram=false",
-    "hardware.threads_per_rank=1",
-    "balancing=equal",
-    "trainer.global_batch_size=32",
-    "trainer.max_epochs=null",
     "trainer.precision=float64",
-    "trainer.checkpoint_every=0",
     "optimizer=sgd",
+    f"trainer.max_steps={SPEED_STEPS}",
+    f"trainer.eval_every={SPEED_STEPS}",
 )
+LOSS_JOB = (
+    *JOB,
+    "model=gpt",
+    "model.num_layers=2",
+    "model.embedding_size=64",
+    "data=text",
+    "data.sequence_length=64",
+    "trainer.schedule=cosine",
+    "trainer.warmup_steps=20",
+)
+MEASURES = ("strategy=ddp", "balancing=profiled", "balancing.drop_slower=false", "trainer.max_steps=1")
+"""A run that measures the devices, for predictions; so short that it tells nothing against them."""
+LOCAL = (f"strategy.sync_every={SYNC_EVERY}",)
+MOMENTUM = (*LOCAL, "strategy.outer_lr=1", "strategy.outer_momentum=0.5", "strategy.outer_nesterov=true")
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "ddp": ("strategy=ddp",),
     "pipeline": ("strategy=pipeline",),
-    "local_sgd": ("strategy=local_sgd", f"strategy.sync_every={SYNC_EVERY}"),
-    "hierarchical_sgd": ("strategy=hierarchical_sgd", f"strategy.sync_every={SYNC_EVERY}"),
+    "local_sgd": ("strategy=local_sgd", *LOCAL),
+    "hierarchical_sgd": ("strategy=hierarchical_sgd", *LOCAL),
+}
+FOR_LOSS: dict[str, tuple[str, ...]] = {
+    "ddp": ("strategy=ddp",),
+    "local_sgd": ("strategy=local_sgd", *MOMENTUM),
+    "hierarchical_sgd": ("strategy=hierarchical_sgd", *MOMENTUM),
+    "pipeline": ("strategy=pipeline",),
+    "pipeline, bfloat16": ("strategy=pipeline", "comm.boundary_wire=bfloat16"),
+    "pipeline, int8": ("strategy=pipeline", "comm.boundary_wire=int8"),
 }
 
 
-def measure(folder: Path, steps: int, width: int) -> dict[str, Any]:
-    """Return all figures: one row a link and strategy, beside a single device."""
-    job = (
-        *JOB,
-        f"model.hidden_sizes=[{width},{width}]",
-        f"trainer.max_steps={steps}",
-        f"trainer.eval_every={steps}",
-    )
-    exact = alone(folder / "single", (*job, "strategy=single", "trainer.log_every=10"))
+def speeds(folder: Path, width: int) -> list[dict[str, Any]]:
+    """Return what each strategy takes in each lab on each link, what was predicted, and how exact it is."""
+    job = (*SPEED_JOB, f"model.hidden_sizes=[{width},{width}]")
+    exact = alone(folder / "single", (*job, "strategy=single"))
     rows = []
-    for mbit in LINKS:
-        with boxes(2, mbit) as lab:
-            found = {
-                name: run(lab, 2, folder / f"{mbit:g}" / name, (*job, *words, "trainer.log_every=10"))
-                for name, words in STRATEGIES.items()
-            }
-        rows += [row(mbit, name, one, found["ddp"], exact) for name, one in found.items()]
+    for count, ranks in LABS:
+        names = [name for name in STRATEGIES if ranks > 1 or name != "hierarchical_sgd"]
+        for mbit in LINKS:
+            here = folder / f"{count}x{ranks}-{mbit:g}"
+            home = here / "home"
+            with boxes(count, mbit) as lab:
+                run(lab, ranks, here / "measures", home, (*job, *MEASURES))
+                told = predicted(lab, ranks, here / "predicts", home, (*job, "balancing=equal"))
+                for name in names:
+                    words = (*job, "balancing=equal", *STRATEGIES[name])
+                    one = run(lab, ranks, here / name, home, words)
+                    rows.append(speed_row((count, ranks, mbit), name, one, exact, told[name]))
+    return rows
+
+
+def speed_row(
+    where: tuple[int, int, float], name: str, one: Ran, exact: Ran, foretold: float
+) -> dict[str, Any]:
+    """Return the figures of one run, beside the single device's losses and the prediction."""
+    count, ranks, mbit = where
+    pairs = list(zip(one.losses, exact.losses, strict=True))
     return {
-        "command": " ".join(["python scripts/bench_network.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.system()} {platform.machine()}, {platform.python_version()}",
-        "steps": steps,
-        "width": width,
-        "rows": rows,
+        "boxes": count,
+        "ranks_a_box": ranks,
+        "mbit_per_second": mbit,
+        "strategy": name,
+        "predicted_seconds": foretold,
+        "step_seconds": one.step_seconds,
+        "sent_bytes": one.sent_bytes,
+        "from_single": max(abs(mine - its) / abs(its) for mine, its in pairs),
     }
 
 
-def row(mbit: float, name: str, one: Ran, ddp: Ran, exact: Ran) -> dict[str, Any]:
-    """Return the figures of one run, compared with ddp's on the same link and with the single device's."""
-    pairs = list(zip(one.losses, exact.losses, strict=True))
+def losses(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """Return the loss that each strategy reaches between two boxes, and the bytes between them."""
+    job = (*LOSS_JOB, "balancing=equal", f"trainer.max_steps={steps}", f"trainer.eval_every={steps}")
+    with boxes(2, LINKS[0]) as lab:
+        found = {
+            name: run(lab, 2, folder / name.replace(", ", "-"), folder / "home", (*job, *words))
+            for name, words in FOR_LOSS.items()
+        }
+    return [loss_row(name, one, found["ddp"]) for name, one in found.items()]
+
+
+def loss_row(name: str, one: Ran, ddp: Ran) -> dict[str, Any]:
+    """Return the figures of one run, beside ddp's."""
+    mine, its = (float(ran.summary["final"]["eval"]["loss"]) for ran in (one, ddp))
     return {
-        "mbit_per_second": mbit,
         "strategy": name,
         "step_seconds": one.step_seconds,
         "sent_bytes": one.sent_bytes,
-        "fewer_bytes": ddp.sent_bytes / one.sent_bytes if one.sent_bytes else math.inf,
-        "eval_loss": eval_loss(one),
-        "loss_over_ddp": eval_loss(one) / eval_loss(ddp) - 1,
-        "from_single": max(abs(mine - its) / abs(its) for mine, its in pairs),
-        "exact": one.summary["exact"],
+        "fewer_bytes": ddp.sent_bytes / one.sent_bytes,
+        "eval_loss": mine,
+        "loss_over_ddp": mine / its - 1,
     }
 
 
-def eval_loss(one: Ran) -> float:
-    """Return the loss over the test data at the end."""
-    return float(one.summary["final"]["eval"]["loss"])
+def orders(rows: list[dict[str, Any]]) -> list[tuple[str, list[str], list[str]]]:
+    """Return each lab and link in words, and its strategies, the fastest first: as predicted, as measured."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in rows:
+        where = f"{one['boxes']} boxes of {one['ranks_a_box']}, {one['mbit_per_second']:g} Mbit/s"
+        found.setdefault(where, []).append(one)
+
+    def by(key: str, ones: list[dict[str, Any]]) -> list[str]:
+        return [one["strategy"] for one in sorted(ones, key=lambda one: float(one[key]))]
+
+    return [(where, by("predicted_seconds", some), by("step_seconds", some)) for where, some in found.items()]
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the figures as a table of Markdown."""
+def speed_table(rows: list[dict[str, Any]]) -> str:
+    """Return the speeds as a table of Markdown."""
     lines = [
-        "| link | strategy | s a step | MB between boxes | ddp ÷ its bytes | test loss against ddp "
+        "| boxes × ranks | link | strategy | predicted, s a step | measured | ratio | MB between boxes "
         "| largest difference from one device |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for one in found["rows"]:
+    for one in rows:
+        ratio = one["step_seconds"] / one["predicted_seconds"]
+        where = f"{one['boxes']} × {one['ranks_a_box']} | {one['mbit_per_second']:g} Mbit/s"
         lines.append(
-            f"| {one['mbit_per_second']:g} Mbit/s | {one['strategy']} | {one['step_seconds']:.4f} "
-            f"| {one['sent_bytes'] / 1e6:.1f} | {one['fewer_bytes']:.1f} | {one['loss_over_ddp']:+.2%} "
-            f"| {one['from_single']:.1e} |"
+            f"| {where} | {one['strategy']} | {one['predicted_seconds']:.4f} | {one['step_seconds']:.4f} "
+            f"| {ratio:.2f} | {one['sent_bytes'] / 1e6:.1f} | {one['from_single']:.1e} |"
+        )
+    for where, foretold, measured in orders(rows):
+        verdict = "as predicted" if foretold == measured else f"predicted was {' < '.join(foretold)}"
+        lines.append(f"\n{where}: {' < '.join(measured)}, {verdict}.")
+    return "\n".join(lines)
+
+
+def loss_table(rows: list[dict[str, Any]]) -> str:
+    """Return the losses as a table of Markdown."""
+    lines = [
+        "| strategy | s a step | MB between boxes | ddp ÷ its bytes | validation loss | against ddp |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        lines.append(
+            f"| {one['strategy']} | {one['step_seconds']:.4f} | {one['sent_bytes'] / 1e6:.1f} "
+            f"| {one['fewer_bytes']:.1f} | {one['eval_loss']:.4f} | {one['loss_over_ddp']:+.2%} |"
         )
     return "\n".join(lines)
 
@@ -112,16 +187,23 @@ def main() -> None:
     """Run the measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--width", type=int, default=256, help="of the two hidden layers")
+    parser.add_argument("--width", type=int, default=1024, help="of the two hidden layers, for speed")
+    parser.add_argument("--steps", type=int, default=1500, help="of the language model, for the loss")
     arguments = parser.parse_args()
     why = problem()
     if why is not None:
         sys.exit(why)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), arguments.steps, arguments.width)
+        found: dict[str, Any] = {
+            "command": " ".join(["python scripts/bench_network.py", *sys.argv[1:]]),
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{platform.system()} {platform.machine()}, {platform.python_version()}",
+            "speeds": speeds(Path(folder, "speeds"), arguments.width),
+        }
+        print(speed_table(found["speeds"]), flush=True)
+        found["losses"] = losses(Path(folder, "losses"), arguments.steps)
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(table(found))
+    print(f"\n{loss_table(found['losses'])}")
 
 
 if __name__ == "__main__":

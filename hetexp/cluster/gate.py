@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -55,6 +56,7 @@ class Gate:
         self._arrived = threading.Condition()
         self._arrivals: list[Arrival] = []
         self._stores: set[int] = set()
+        self._probes: queue.SimpleQueue[tuple[str, socket.socket]] = queue.SimpleQueue()
         self._open: set[socket.socket] = set()
         self._lines = 0
         self.refusals: Counter[str] = Counter()
@@ -75,6 +77,22 @@ class Gate:
                     return None
                 self._arrived.wait(min(left, 0.2))
             return self._arrivals.pop(0)
+
+    def next_probe(self, name: str, seconds: float) -> socket.socket:
+        """Return the connection over which a machine lets the way to it be measured.
+
+        Raises:
+            OSError: none came in time.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                one, connection = self._probes.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                raise TimeoutError("it did not answer in time") from None
+            if one == name:
+                return connection
+            shut(connection)
 
     def shut_out(self) -> list[Arrival]:
         """Let nobody in any more, and return who has come and has not been asked for, to be told why."""
@@ -109,6 +127,9 @@ class Gate:
             purpose, name, channel = self._prove(connection, peer)
             if purpose == "member":
                 kept = self._take_member(name, channel, peer)
+            elif purpose == "probe":
+                kept = True
+                self._probes.put((name, connection))
             else:
                 self._take_store(channel)
         except RefusedError as error:

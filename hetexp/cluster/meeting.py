@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from hetexp.core.cluster import ClusterConfig, HostEntry
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import HetexpError, RunFailedError, SetupError
+from hetexp.hardware.catalogue import Link
+from hetexp.hardware.link_probe import LIMIT_SECONDS, measured, slowest
+from hetexp.hardware.link_probe import answer as answer_probe
 from hetexp.launch.hosts import reachable
 
 TRY_SECONDS = 5.0
@@ -54,6 +57,8 @@ class Met:
     devices: list[DeviceSpec] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    network: Link | None = None
+    """The slowest way from the leader to one of them; `None`: it was not measured."""
 
 
 def own_part(
@@ -97,16 +102,13 @@ def all_joined(own: Own, folder: Path, console: Console) -> Iterator[Met]:
     with ExitStack() as stack:
         stack.callback(gate.close)
         arrivals = _gather(own, gate, tell)
+        met = _met(own, gate, arrivals, tell)
         for name in cluster.names[1:]:
             one = arrivals[name]
             one.channel.send({"op": "welcome"})
             hosts[name] = JoinedHost(
                 name, one.address, one.channel, cluster.silence_seconds, tell, gate.serve_store
             )
-        met = Met(names=cluster.names[1:])
-        for name in met.names:
-            met.devices += arrivals[name].facts.devices
-            met.threads += arrivals[name].facts.threads
         code, text = 1, "the leader was interrupted"
         try:
             with reachable(hosts, own.interface):
@@ -118,6 +120,31 @@ def all_joined(own: Own, folder: Path, console: Console) -> Iterator[Met]:
         finally:
             for joined in hosts.values():
                 joined.end(code, text)
+
+
+def _met(own: Own, gate: Gate, arrivals: dict[str, Arrival], tell: Callable[[str], None]) -> Met:
+    """Return what the machines bring, and how fast the network is where no device is emulated."""
+    met = Met(names=own.cluster.names[1:])
+    for name in met.names:
+        met.devices += arrivals[name].facts.devices
+        met.threads += arrivals[name].facts.threads
+    if not any(device.backend == "emulated" for device in (*own.facts.devices, *met.devices)):
+        met.network = _measured(gate, arrivals, tell)
+    return met
+
+
+def _measured(gate: Gate, arrivals: dict[str, Arrival], tell: Callable[[str], None]) -> Link | None:
+    """Measure the way to each machine, one after the other: they may share a part of it."""
+    links = []
+    for name, one in arrivals.items():
+        try:
+            one.channel.send({"op": "probe"})
+            with gate.next_probe(name, LIMIT_SECONDS) as connection:
+                links.append(measured(connection))
+        except OSError as error:
+            tell(f"The network to {name} ({one.address}) could not be measured: {explain(error)}.")
+            return None
+    return slowest(links)
 
 
 def _gather(own: Own, gate: Gate, tell: Callable[[str], None]) -> dict[str, Arrival]:
@@ -223,6 +250,10 @@ def join(own: Own, console: Console) -> tuple[Channel, str]:
         channel.send(own.facts.to_dict() | {"time": own.clock()})
         # All others may still be on their way.
         answer = channel.receive(time.monotonic() + limit + cluster.answer_seconds)
+        if answer.get("op") == "probe":
+            with suppress(OSError), connect_for("probe", own, address).connection as probed:
+                answer_probe(probed)  # what goes wrong is told by the leader
+            answer = channel.receive(time.monotonic() + limit + cluster.answer_seconds)
     except RefusedError as error:
         connection.close()
         raise SetupError(f"{where} does not let {own.host.name} join: {error}.") from None
@@ -236,6 +267,16 @@ def join(own: Own, console: Console) -> tuple[Channel, str]:
     devices = ", ".join(device.id for device in own.facts.devices)
     tell(f"{own.host.name} has joined {where} with {devices}, and does what it says.")
     return channel, address
+
+
+def connect_for(purpose: str, own: Own, address: str) -> Channel:
+    """Return another connection to the leader that this machine has joined, after the same proof.
+
+    Raises:
+        WireError, OSError: it does not answer as it did before.
+    """
+    seconds = own.cluster.answer_seconds
+    return introduce(connect(own, address, seconds), own.token, purpose, own.facts.name, seconds)
 
 
 def connect(own: Own, address: str, seconds: float) -> socket.socket:

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from hetexp.cluster.forward import Forward
 from hetexp.cluster.host import BEATS
-from hetexp.cluster.meeting import Own, connect, join
-from hetexp.cluster.wire import Channel, WireError, introduce
+from hetexp.cluster.meeting import Own, connect_for, join
+from hetexp.cluster.wire import Channel, WireError
 from hetexp.core.errors import HetexpError, RunFailedError
 from hetexp.core.plan import Plan
 from hetexp.hardware.lease import Leases
@@ -206,12 +206,10 @@ class _Servant:
         )
 
     def _to_store(self, port: int) -> Any:
-        cluster = self._own.cluster
-        connection = connect(self._own, self._address, cluster.answer_seconds)
-        channel = introduce(connection, self._own.token, "store", self._own.host.name, cluster.answer_seconds)
+        channel = connect_for("store", self._own, self._address)
         channel.send({"port": port})
-        channel.receive(time.monotonic() + cluster.answer_seconds)
-        return connection
+        channel.receive(time.monotonic() + self._own.cluster.answer_seconds)
+        return channel.connection
 
     def _report(self) -> None:
         """Send what ranks have written since the last time, and who has ended."""

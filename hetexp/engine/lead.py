@@ -27,6 +27,7 @@ from hetexp.engine.meeting import POLL_SECONDS, Meeting, hosted
 from hetexp.engine.part import FAILED, take_part_of
 from hetexp.engine.probe import slowest
 from hetexp.hardware.detection import Inventory
+from hetexp.hardware.link_probe import in_words
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.selection import select_devices
 from hetexp.launch.diagrams import diagrams
@@ -82,10 +83,7 @@ class Lead:
             return
         if link is not None:
             selection.network = link
-            rate, latency = link.gb_per_second * 8e3, link.latency_seconds * 1e3
-            selection.reasons.append(
-                f"The network between the hosts has {rate:,.0f} Mbit/s after {latency:.2g} ms, as measured."
-            )
+            selection.reasons.append(in_words(link))
 
     def check(self, config: Config) -> list[str]:
         """Return what speaks against a configuration where the ranks have been started already."""

@@ -1,27 +1,22 @@
-"""How fast the network between the hosts of a job is: rank 0 asks one rank of each other host."""
+"""The network between the hosts of a job: rank 0 asks one rank of each other host, which listens for it."""
 
 from __future__ import annotations
 
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from hetexp.hardware import link_probe
 from hetexp.hardware.catalogue import Link
 
-ENOUGH_SECONDS = 0.25
-"""A message that takes so long tells the rate: a shaper may let shorter ones through at once."""
-FIRST_BYTES, MOST_BYTES = 2**16, 2**28
-ROUND_TRIPS = 5
-LIMIT_SECONDS = 20.0
-_LENGTH, _TOKEN = 8, 16
+_TOKEN = 16
 
 
 class ProbeServer:
-    """Takes in what one client sends and answers each message with a byte; a thread does it.
+    """Answers one client that measures the way to it; a thread does it.
 
     Args:
         address: of this host, to listen on.
@@ -41,25 +36,12 @@ class ProbeServer:
         self._listener.close()
 
     def _serve(self) -> None:
-        try:
+        with suppress(OSError):  # the client has ended, or nobody came
             client, _ = self._listener.accept()
             with client:
-                client.settimeout(LIMIT_SECONDS)
-                if _read(client, _TOKEN) != self.token.encode():
-                    return
-                while True:
-                    self._take(client, int.from_bytes(_read(client, _LENGTH), "big"))
-                    client.sendall(b"\0")
-        except OSError:  # the client has ended, or nobody came
-            return
-
-    def _take(self, client: socket.socket, length: int) -> None:
-        buffer = memoryview(bytearray(FIRST_BYTES))
-        while length:
-            taken = client.recv_into(buffer[: min(length, FIRST_BYTES)])
-            if not taken:
-                raise OSError("the client is gone")
-            length -= taken
+                client.settimeout(link_probe.LIMIT_SECONDS)
+                if link_probe.received(client, _TOKEN) == self.token.encode():
+                    link_probe.answer(client)
 
 
 def measured(address: str, port: int, token: str) -> Link:
@@ -68,17 +50,9 @@ def measured(address: str, port: int, token: str) -> Link:
     Raises:
         OSError: it does not answer.
     """
-    with socket.create_connection((address, port), timeout=LIMIT_SECONDS) as server:
-        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with socket.create_connection((address, port), timeout=link_probe.LIMIT_SECONDS) as server:
         server.sendall(token.encode())
-        trip = min(_send(server, 1) for _ in range(ROUND_TRIPS))
-        size, seconds = FIRST_BYTES, 0.0
-        while seconds < ENOUGH_SECONDS and size < MOST_BYTES:
-            size *= 2
-            seconds = _send(server, size)
-    rate = size / max(seconds - trip, 1e-9)
-    source = f"measured between the hosts, {size} bytes in {seconds:.3g} s"
-    return Link(gb_per_second=rate / 1e9, efficiency=1.0, latency_seconds=trip / 2, source=source)
+        return link_probe.measured(server)
 
 
 def slowest(told: Sequence[dict[str, Any]]) -> Link | None:
@@ -91,29 +65,4 @@ def slowest(told: Sequence[dict[str, Any]]) -> Link | None:
         OSError: a host does not answer.
     """
     others = {one["node"]: one for one in reversed(told) if one["probe"] and one["node"] != told[0]["node"]}
-    links = [measured(one["address"], *one["probe"]) for one in others.values()]
-    if not links:
-        return None
-    latency = max(link.latency_seconds for link in links)
-    return min(links, key=lambda link: link.gb_per_second).model_copy(update={"latency_seconds": latency})
-
-
-def _send(server: socket.socket, length: int) -> float:
-    """Return the seconds from the first byte of a message to its answer."""
-    piece = bytes(min(length, FIRST_BYTES))
-    started = time.perf_counter()
-    server.sendall(length.to_bytes(_LENGTH, "big"))
-    for _ in range(length // len(piece)):
-        server.sendall(piece)
-    _read(server, 1)
-    return time.perf_counter() - started
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        piece = connection.recv(length - len(found))
-        if not piece:
-            raise OSError("the other end is gone")
-        found += piece
-    return found
+    return link_probe.slowest([measured(one["address"], *one["probe"]) for one in others.values()])

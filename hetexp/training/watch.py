@@ -46,7 +46,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer. A process that goes on must not end with a thread inside torch's store: it aborts."""
+        """Watch no longer: a process that ends with a thread inside torch's store may abort."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -67,6 +67,7 @@ def test_two_machines_train_as_one_device(cluster: Start, train: Train, tmp_path
     assert summary["status"] == "completed"
     assert [device["id"] for device in summary["devices"]] == ["cpu:0@a", "cpu:1@a", "cpu:0@b"]
     assert summary["comm"]["backend"] == "shm + gloo"
+    assert "The network between the hosts has" in leader.screen
     assert (leader.run_dir / "logs" / "rank_2.log").is_file()  # of the other machine
     assert not (member.run_dir / "member").exists()  # and nothing of it there
     secret = both.token_file.read_text()

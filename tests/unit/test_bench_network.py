@@ -6,23 +6,31 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from bench_network import row, table
+from bench_network import loss_row, loss_table, speed_row, speed_table
 from network_lab.boxes import PREFIX, Box, boxes, problem
 from network_lab.jobs import Ran
 
 
-def ran(losses: list[float], sent: int) -> Ran:
-    summary = {"exact": True, "final": {"eval": {"loss": losses[-1]}}}
-    return Ran(summary, losses, 0.1, sent, "")
+def ran(losses: list[float], sent: int, seconds: float = 0.1) -> Ran:
+    return Ran({"final": {"eval": {"loss": losses[-1]}}}, losses, seconds, sent)
 
 
-def test_a_row_compares_with_ddp_and_with_one_device() -> None:
-    one = row(100.0, "local_sgd", ran([2.0, 1.01], 10), ran([2.0, 1.0], 300), ran([2.0, 1.0], 0))
+def test_a_row_compares_with_one_device_and_with_the_prediction() -> None:
+    where, exact = (2, 2, 100.0), ran([2.0, 1.0], 0)
+    slow = speed_row(where, "ddp", ran([2.0, 1.01], 5_000_000, 0.3), exact, 0.2)
+    quick = speed_row(where, "pipeline", ran([2.0, 1.0], 10, 0.1), exact, 0.1)
+    assert slow["from_single"] == pytest.approx(0.01)
+    text = speed_table([slow, quick])
+    assert "| 2 × 2 | 100 Mbit/s | ddp | 0.2000 | 0.3000 | 1.50 | 5.0 | 1.0e-02 |" in text
+    assert "2 boxes of 2, 100 Mbit/s: pipeline < ddp, as predicted." in text
+    swapped = speed_table([slow | {"predicted_seconds": 0.01}, quick])
+    assert "pipeline < ddp, predicted was ddp < pipeline." in swapped
+
+
+def test_a_loss_is_compared_with_ddps() -> None:
+    one = loss_row("local_sgd", ran([2.0, 1.01], 10), ran([2.0, 1.0], 300))
     assert one["fewer_bytes"] == 30
-    assert one["loss_over_ddp"] == pytest.approx(0.01)
-    assert one["from_single"] == pytest.approx(0.01)
-    text = table({"rows": [one]})
-    assert "| 100 Mbit/s | local_sgd | 0.1000 | 0.0 | 30.0 | +1.00% | 1.0e-02 |" in text
+    assert "| local_sgd | 0.1000 | 0.0 | 30.0 | 1.0100 | +1.00% |" in loss_table([one])
 
 
 def listed() -> str:

@@ -133,6 +133,31 @@ def test_they_meet_in_any_order(lead: Callable[[Own], Side], port: int) -> None:
         assert side.error is None
         assert side.result["code"] == 0
     assert "has joined a at 127.0.0.2" in other.said
+    network = leader.result.network  # to the slower one, as measured over loopback
+    assert network.gb_per_second > 0.01
+    assert network.latency_seconds < 1
+
+
+def test_emulated_devices_are_not_measured(lead: Callable[[Own], Side], port: int) -> None:
+    other = follow(own("b", port, devices=(replace(CPU, backend="emulated"),)))
+    assert lead(own("a", port)).wait().result.network is None
+    assert other.wait().error is None
+
+
+def test_a_machine_that_cannot_be_measured_trains_all_the_same(
+    lead: Callable[[Own], Side], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetexp.cluster.meeting.LIMIT_SECONDS", 0.2)
+    leader, b = lead(own("a", port)), own("b", port)
+    until_said(leader, "leads and waits")
+    with socket.create_connection(("127.0.0.2", port), source_address=("127.0.0.3", 0)) as connection:
+        channel = introduce(connection, TOKEN, "member", "b", 2.0)
+        channel.send(b.facts.to_dict() | {"time": time.time()})
+        assert channel.receive(time.monotonic() + 10) == {"op": "probe"}  # and nothing is done for it
+        assert channel.receive(time.monotonic() + 10) == {"op": "welcome"}
+        assert channel.receive(time.monotonic() + 10)["op"] == "end"
+    assert leader.wait().result.network is None
+    assert "The network to b (127.0.0.3) could not be measured: nothing answers" in leader.said
 
 
 @pytest.mark.parametrize(
