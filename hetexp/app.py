@@ -597,7 +597,8 @@ def _check_run(config: Config, working_dir: Path) -> list[str]:
     from hetexp.training.loss import check_loss
 
     problems = check_loss(config.trainer.loss)
-    wish = Wish.read(config.resume, working_dir) if config.resume is not None else None
+    named = config.resume if _has_the_runs(config) else None
+    wish = Wish.read(named, working_dir) if named is not None else None
     if wish is not None and wish.path is not None:  # else the run folder must be known (`find`)
         path = working_dir / wish.path
         try:
@@ -610,6 +611,18 @@ def _check_run(config: Config, working_dir: Path) -> list[str]:
         except HetexpError as error:
             problems.append(str(error))
     return problems
+
+
+def _has_the_runs(config: Config) -> bool:
+    """Return whether runs' folders are on this machine: in a cluster they are on the one that leads."""
+    from hetexp.cluster.role import own_role
+
+    if not config.cluster.hosts:
+        return True
+    try:
+        return own_role(config.cluster, config.node) is config.cluster.leader
+    except ConfigError:  # told already
+        return False
 
 
 def trains_apart(config: Config) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from hetexp.core.cluster import HostEntry
 from hetexp.core.config import Config, HardwareConfig
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import must_be
 from hetexp.core.instantiate import locate
 
 
@@ -51,7 +50,4 @@ def problems_over_hosts(config: Config, devices: Sequence[DeviceSpec]) -> list[s
             f"`cluster.hosts` must have no emulated devices ({', '.join(emulated)}): machines have no clock "
             "in common by which they could be paced. Emulate on one machine, with `host` beside the devices."
         )
-    if config.resume is not None:
-        fix = "Machines have no folder in common yet: go on on one machine, or begin anew."
-        problems.append(must_be("resume", "null over several machines", config.resume, fix))
     return problems

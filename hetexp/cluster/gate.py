@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetexp.cluster.facts import HostFacts
+from hetexp.cluster.files import send_folder
 from hetexp.cluster.forward import join_both
 from hetexp.cluster.wire import Channel, RefusedError, WireError, accepted, answer_stranger, shut
 from hetexp.core.errors import SetupError, must_be
+from hetexp.launch.process import Start
 
 MOST_STRANGERS = 16
 """Connections at a time that have not proved themselves yet; more are closed at once."""
 MOST_LINES = 1000
 """Lines of the file that refusals are written to."""
+SILENCE_SECONDS = 60.0
+"""Longest that a machine which is sent a checkpoint may take nothing of it."""
 LOG = "cluster.log"
 
 
@@ -56,6 +60,7 @@ class Gate:
         self._arrived = threading.Condition()
         self._arrivals: list[Arrival] = []
         self._stores: set[int] = set()
+        self._folders: set[str] = set()
         self._probes: queue.SimpleQueue[tuple[str, socket.socket]] = queue.SimpleQueue()
         self._open: set[socket.socket] = set()
         self._lines = 0
@@ -101,9 +106,11 @@ class Gate:
             left, self._arrivals = self._arrivals, []
         return left
 
-    def serve_store(self, port: int) -> None:
-        """Let machines that have proved themselves reach a store of this one."""
-        self._stores.add(port)
+    def serve(self, start: Start) -> None:
+        """Let machines that have proved themselves reach what a rank needs: its store, and its checkpoint."""
+        self._stores.add(start.store_port)
+        if start.checkpoint is not None:
+            self._folders.add(start.checkpoint)
 
     def close(self) -> None:
         """Close the port and all that came through it but the machines' own channels."""
@@ -130,6 +137,8 @@ class Gate:
             elif purpose == "probe":
                 kept = True
                 self._probes.put((name, connection))
+            elif purpose == "files":
+                self._send_files(channel)
             else:
                 self._take_store(channel)
         except RefusedError as error:
@@ -168,6 +177,14 @@ class Gate:
             join_both(channel.connection, store)
         finally:
             self._open.discard(store)
+
+    def _send_files(self, channel: Channel) -> None:
+        """Send a checkpoint that another machine's ranks go on from."""
+        folder = channel.receive(time.monotonic() + self._seconds).get("folder")
+        if folder not in self._folders:
+            raise WireError(f"no checkpoint {folder!r}")
+        channel.connection.settimeout(SILENCE_SECONDS)
+        send_folder(channel, Path(str(folder)))
 
     def _refused(self, peer: str, why: str) -> None:
         self.refusals[f"{peer}: {why}"] += 1

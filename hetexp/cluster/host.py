@@ -82,7 +82,8 @@ class JoinedHost(Host):
         channel: to its launcher.
         silence_seconds: longest silence before it counts as lost.
         tell: shows a line to the person.
-        serves: told the port of each store that its ranks are to reach.
+        serves: told of each start, so that the rank there reaches what it needs of this machine.
+        returns: waits for the machine to join again, until it is asked to stop; its new connection.
     """
 
     def __init__(
@@ -92,22 +93,42 @@ class JoinedHost(Host):
         channel: Channel,
         silence_seconds: float,
         tell: Callable[[str], None],
-        serves: Callable[[int], None],
+        serves: Callable[[Start], None],
+        returns: Callable[[Callable[[], bool]], Channel | None],
     ) -> None:
         self.name, self.address = name, address
-        self._channel, self._silence, self._tell, self._serves = channel, silence_seconds, tell, serves
-        self._ranks: dict[int, RemoteRank] = {}
+        self._silence, self._tell, self._serves, self._returns = silence_seconds, tell, serves, returns
         self._next = 0
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
         self.lost_because: str | None = None
         """Why it is gone; `None` while it is there, and after a run's end."""
-        channel.connection.settimeout(silence_seconds)
+        self._begin(channel)
+
+    def _begin(self, channel: Channel) -> None:
+        """Hear the machine over a connection on which nothing has been started yet."""
+        for thread in self._threads:
+            thread.join(5.0)
+        self._channel = channel
+        self._ranks: dict[int, RemoteRank] = {}
+        self._closed = threading.Event()
+        self.lost_because = None
+        channel.connection.settimeout(self._silence)
         self._threads = [
-            threading.Thread(target=one, name=f"host {name}", daemon=True) for one in (self._hear, self._beat)
+            threading.Thread(target=one, name=f"host {self.name}", daemon=True)
+            for one in (self._hear, self._beat)
         ]
         for thread in self._threads:
             thread.start()
+
+    def comes_back(self, wakes: Callable[[], bool]) -> bool:
+        if self.lost_because is None:
+            return True
+        channel = self._returns(wakes)
+        if channel is None:
+            return False
+        self._begin(channel)
+        return True
 
     def start(self, start: Start, method: str) -> RemoteRank:
         """Start a rank there.
@@ -116,7 +137,7 @@ class JoinedHost(Host):
             OSError: the machine is gone.
         """
         plan = start.plan_path.read_text(encoding="utf-8")
-        self._serves(start.store_port)
+        self._serves(start)
         with self._lock:
             if self.lost_because is not None:
                 raise OSError(f"{self.name} {self.lost_because}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,9 @@ def all_joined(own: Own, folder: Path, console: Console) -> Iterator[Met]:
         for name in cluster.names[1:]:
             one = arrivals[name]
             one.channel.send({"op": "welcome"})
+            back = partial(_back, own, gate, one, tell)
             hosts[name] = JoinedHost(
-                name, one.address, one.channel, cluster.silence_seconds, tell, gate.serve_store
+                name, one.address, one.channel, cluster.silence_seconds, tell, gate.serve, back
             )
         code, text = 1, "the leader was interrupted"
         try:
@@ -188,6 +190,32 @@ def _gather(own: Own, gate: Gate, tell: Callable[[str], None]) -> dict[str, Arri
             _say_end(one.channel, f"The run does not start. {text}")
         raise
     return arrivals
+
+
+def _back(
+    own: Own, gate: Gate, before: Arrival, tell: Callable[[str], None], wakes: Callable[[], bool]
+) -> Channel | None:
+    """Wait for a machine that was lost to join again; return its new connection, `None`: it did not come."""
+    name, limit = before.facts.name, own.cluster.join_seconds
+    tell(
+        f"{own.host.name} waits for {name} ({before.address}) to join again, up to {limit:g} s "
+        "(cluster.join_seconds): start the same command there once more."
+    )
+    devices = [(device.id, device.name) for device in before.facts.devices]
+    deadline = time.monotonic() + limit
+    while (one := gate.next_arrival(deadline, wakes)) is not None:
+        problems = differences(own.facts, one.facts, one.clock, own.cluster.clock_skew_seconds)
+        if one.facts.name != name:
+            problems = [f"{own.host.name} waits for {name} alone, and not for {one.facts.name}."]
+        elif [(device.id, device.name) for device in one.facts.devices] != devices:
+            problems.append(f"{name} must bring the devices that it had before.")
+        if not problems:
+            tell(f"{name} ({one.address}) has joined again.")
+            one.channel.send({"op": "welcome"})
+            return one.channel
+        tell(f"{one.address} may not join: {' '.join(problems)}")
+        _say_end(one.channel, f"{own.host.name}: {' '.join(problems)}")
+    return None
 
 
 def _did_not_come(missing: Sequence[str], own: Own, gate: Gate) -> str:

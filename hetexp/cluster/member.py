@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hetexp.cluster.files import receive_folder
 from hetexp.cluster.forward import Forward
 from hetexp.cluster.host import BEATS
 from hetexp.cluster.meeting import Own, connect_for, join
@@ -83,6 +84,8 @@ class _Servant:
         self._own, self._channel, self._address = own, channel, address
         self._folder, self._working_dir = folder, working_dir
         self._ranks: dict[int, _Rank] = {}
+        self._resumed: str | None = None
+        """The leader's checkpoint of which a copy is here."""
         self._forwards: dict[int, Forward] = {}
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._over = threading.Event()
@@ -183,7 +186,7 @@ class _Servant:
                 member=None if member is None else number,
             )
             self._ranks[key] = _Rank(key, Member(number, device, start_rank(start, order["method"]), log))
-        except (OSError, HetexpError, TypeError, ValueError) as error:
+        except (OSError, HetexpError, WireError, TypeError, ValueError) as error:
             told = f"Rank {rank} cannot be started on {self._own.host.name}: {error}."
             write_failure(log, RankFailure(number, "StartError", told, time=time.time()))
             self._ship(key, "failure", failure_path(log).read_bytes())
@@ -194,16 +197,36 @@ class _Servant:
         port = plan.store_port
         if port not in self._forwards:
             self._forwards[port] = Forward(lambda: self._to_store(port))
-        here = str(self._working_dir)
+        here, config, resume = str(self._working_dir), plan.config, plan.config.get("resume")
+        if resume is not None and not plan.measuring:
+            config = {**config, "resume": str(self._fetched(str(resume)))}
         paths = tuple(dict.fromkeys([here, str(Path(sys.path[0]).absolute())]))
         return replace(
             plan,
+            config=config,
             run_dir=str(folder),
             working_dir=here,
             import_paths=paths,
             store_host="127.0.0.1",
             store_port=self._forwards[port].port,
         )
+
+    def _fetched(self, checkpoint: str) -> Path:
+        """Return this machine's copy of a checkpoint of the leader's, of which it keeps one.
+
+        Raises:
+            CheckpointError, OSError, WireError: it did not arrive as it was.
+        """
+        parent = self._folder / "resume"
+        target = parent / Path(checkpoint).name
+        if self._resumed != checkpoint:
+            shutil.rmtree(parent, ignore_errors=True)  # nobody goes on from an older one any more
+            channel = connect_for("files", self._own, self._address)
+            with channel.connection:
+                channel.send({"folder": checkpoint})
+                receive_folder(channel, target, self._own.cluster.silence_seconds)
+            self._resumed = checkpoint
+        return target
 
     def _to_store(self, port: int) -> Any:
         channel = connect_for("store", self._own, self._address)

@@ -4,8 +4,8 @@ A frame is its length (four bytes, the most significant first) and so many bytes
 unpickled. Both sides prove themselves by HMAC-SHA256 over both sides' fresh random numbers, with their role
 in it, so that no recorded or reflected message proves anything. From then on every frame of a control
 connection carries an HMAC over its direction, its number and its bytes under a key of this connection: it
-can be read on the way, not changed, repeated or left out. Connections for a `store` or a `probe` carry raw
-bytes after the handshake.
+can be read on the way, not changed, repeated or left out. Connections for a `store`, a `probe` or
+`files` carry raw bytes after the handshake.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FRAME_BYTES = 32 * 2**20
 """Longest frame after that: a plan, a piece of a log."""
 _LENGTH = struct.Struct(">I")
 _MAC_BYTES = hashlib.sha256().digest_size
-PURPOSES = ("member", "store", "probe")
+PURPOSES = ("member", "store", "probe", "files")
 
 
 class WireError(Exception):

@@ -165,8 +165,11 @@ class Plan:
 
     @property
     def config_hash(self) -> str:
-        """Short hash of the configuration; ranks compare it before they train."""
-        text = json.dumps(self.config, sort_keys=True)
+        """Short hash of the configuration; ranks compare it before they train.
+
+        Where the checkpoint is that they go on from is each machine's own.
+        """
+        text = json.dumps({**self.config, "resume": None}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def write(self, path: Path, durable: bool = True) -> None:

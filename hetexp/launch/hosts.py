@@ -8,7 +8,7 @@ What is known here is so for as long as the launcher that leads a cluster has jo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,14 @@ class Host(ABC):
 
         Raises:
             OSError: the machine is gone.
+        """
+
+    @abstractmethod
+    def comes_back(self, wakes: Callable[[], bool]) -> bool:
+        """Return whether the machine is there; where it is gone it gets its time to join again.
+
+        Args:
+            wakes: asked now and then whether to stop waiting.
         """
 
 
@@ -52,6 +60,16 @@ def reachable(others: Mapping[str, Any], interface: str) -> Iterator[None]:
 def host_of(device: DeviceSpec) -> Host | None:
     """Return the machine that a device is in, `None` for this one."""
     return _others.get(device.host) if device.host is not None else None
+
+
+def all_there(devices: Iterable[DeviceSpec], wakes: Callable[[], bool]) -> bool:
+    """Return whether the machines of some devices are there; one that is gone gets its time to join again.
+
+    Args:
+        wakes: asked now and then whether to stop waiting.
+    """
+    hosts = {id(host): host for device in devices if (host := host_of(device)) is not None}
+    return all(host.comes_back(wakes) for host in hosts.values())
 
 
 def is_here(device: DeviceSpec) -> bool:

@@ -28,7 +28,7 @@ from hetexp.hardware.lease import Leases
 from hetexp.launch.control import Desk
 from hetexp.launch.diagrams import diagrams
 from hetexp.launch.display import Display, show_plan, show_summary
-from hetexp.launch.hosts import is_here
+from hetexp.launch.hosts import all_there, is_here
 from hetexp.launch.members import Member, end_all, environment_of, pause_for, start_member
 from hetexp.launch.orders import Orders
 from hetexp.launch.preflight import check_machine
@@ -128,7 +128,7 @@ def _run_ranks(
                 run.end()
             if plan.measuring and not run.failures and not caught and (run_dir / CALIBRATION).exists():
                 return blank_summary(plan, "completed"), caught, ""
-            again = run.again(restarts) if not caught else None
+            again = run.again(restarts, caught) if not caught else None
             if again is None:
                 return run.conclude(caught), caught, run.told
             before, plan, config = run, again.plan, again.config
@@ -324,8 +324,12 @@ class _Run:
         if self._orders is not None:
             self._orders.close()
 
-    def again(self, restarts: Restarts) -> Again | None:
-        """Return how the run starts again, where it ended for devices that were lost; `None`: it is over."""
+    def again(self, restarts: Restarts, caught: list[signal.Signals]) -> Again | None:
+        """Return how the run starts again, where it ended for devices that were lost; `None`: it is over.
+
+        Args:
+            caught: the signals that came; one that comes while a machine is waited for ends the run.
+        """
         survival = self.survival
         own = [failure for failure in self.failures if not failure.peer_lost]
         silent = {failure.rank for failure in own if failure.kind == "NotResponding"}
@@ -336,8 +340,8 @@ class _Run:
         if isinstance(again, str):
             self._print(f"The run does not start again: {again}")
             return None
-        if not all(is_here(device) for device in again.plan.all_devices):
-            self._print("The run does not start again: other machines do not reach its checkpoint.")
+        if not all_there(again.plan.devices, lambda: bool(caught)):
+            self._print("The run does not start again without them.")
             return None
         step = survival.newest_step
         told = ", ".join(f"{self._device(number).id} ({one.kind})" for number, one in lost.items())

@@ -62,6 +62,7 @@ def start_member(
         log_path=path,
         member=number if begins else None,
         store_port=plan.store_port,
+        checkpoint=plan.config.get("resume"),
     )
     host = host_of(device)
     try:

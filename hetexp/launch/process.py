@@ -45,6 +45,8 @@ class Start:
     """Its number where it joins a training that goes on already, `None` at a run's beginning."""
     store_port: int = 0
     """Of the store that it meets the others in; a rank of another machine reaches it through that one."""
+    checkpoint: str | None = None
+    """Folder that the run goes on from; another machine is sent a copy."""
 
     @property
     def number(self) -> int:

@@ -35,10 +35,12 @@ Start = Callable[..., Cluster]
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Start]:
-    made = []
+    made: list[Cluster] = []
 
     def make(devices: list[str], *overrides: str) -> Cluster:
-        made.append(Cluster(tmp_path, devices, *overrides))
+        folder = tmp_path / f"cluster_{len(made)}"
+        folder.mkdir()
+        made.append(Cluster(folder, devices, *overrides))
         return made[-1]
 
     yield make
@@ -71,9 +73,71 @@ def test_two_machines_train_as_one_device(cluster: Start, train: Train, tmp_path
     assert (leader.run_dir / "logs" / "rank_2.log").is_file()  # of the other machine
     assert not (member.run_dir / "member").exists()  # and nothing of it there
     secret = both.token_file.read_text()
-    written = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    written = [path for path in both.folder.rglob("*") if path.is_file()]
     assert len(written) > 5
-    assert not any(secret.encode() in path.read_bytes() for path in written)
+    assert not any(secret.encode() in path.read_bytes() for path in written if path != both.token_file)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_machines_go_on_from_a_checkpoint_of_the_leaders(strategy: str, cluster: Start, train: Train) -> None:
+    """Only the leader has it; the other machine's ranks get a copy."""
+    words = (*EXACT, f"strategy={strategy}")
+    first = cluster(["[cpu]", "[cpu]"], *words, "trainer.max_steps=4")
+    leader, member = first.start("a"), first.start("b")
+    assert (leader.wait(), member.wait()) == (0, 0), leader.screen + member.screen
+    second = cluster(["[cpu]", "[cpu]"], *words, f"resume={leader.run_dir}/step:4")
+    again, member = second.start("a"), second.start("b")
+    assert (again.wait(), member.wait()) == (0, 0), again.screen + member.screen
+    assert "resume: goes on from" in again.screen
+    alone = train("hardware=cpu", "strategy=single", "data=synthetic", "model=mlp", *EXACT)
+    saved = load_file(again.run_dir / "checkpoints" / "step_00000008" / "model.safetensors")
+    assert difference(saved, alone.parameters(8)) <= 1e-12
+    assert not (member.run_dir / "member").exists()
+    none = cluster(["[cpu]", "[cpu]"], *words, f"resume={leader.run_dir}/step:3")
+    refused, member = none.start("a"), none.start("b")
+    assert (refused.wait(), member.wait()) == (2, 1)
+    assert "`resume` must be the step of a checkpoint in" in refused.screen
+    assert "(4), but is 'step:3' instead" in refused.screen.replace("\n", " ")
+
+
+PIPELINE = (
+    *("strategy=pipeline", "trainer.max_steps=16", "fault.min_devices=2", "fault.respawn_seconds=0.1"),
+    "comm.timeout_seconds=30",
+)
+"""Both devices are needed: a pipeline that may would go on with the stages cut for the rest."""
+
+
+def test_a_pipeline_starts_again_with_a_rank_of_another_machine(cluster: Start, train: Train) -> None:
+    """From the last step whose checkpoint has the parts of all stages, as if nothing had happened."""
+    fault = "fault.events=[{kind: death, device: 'cpu:0@b', at_step: 10}]"
+    both = cluster(["[cpu]", "[cpu]"], *EXACT, *PIPELINE, fault)
+    leader, member = both.start("a"), both.start("b")
+    assert (leader.wait(), member.wait()) == (0, 0), leader.screen + member.screen
+    assert "start again from step 8" in leader.screen
+    assert [failure["kind"] for failure in leader.summary["failures"]] == ["SIGKILL"]
+    as_alone(leader, train)
+
+
+def test_a_pipeline_waits_for_a_machine_that_was_lost(cluster: Start, train: Train) -> None:
+    stays = "fault.events=[{kind: stall, device: 'cpu:0@a', at_step: 9, seconds: 60}]"
+    both = cluster(["[cpu]", "[cpu]"], *EXACT, *PIPELINE, stays, "fault.heartbeat_seconds=100")
+    leader, lost = both.start("a"), both.start("b")
+    until(lambda: leader.steps() >= 8, [leader, lost])
+    lost.process.kill()
+    lost.wait()
+    until(lambda: "a waits for b (127.0.0.3) to join again" in leader.screen, [leader])
+    back = both.start("b")
+    assert (leader.wait(), back.wait()) == (0, 0), leader.screen + back.screen
+    assert "b (127.0.0.3) has joined again." in leader.screen
+    assert {failure["kind"] for failure in leader.summary["failures"]} == {"HostLost"}
+    as_alone(leader, train)
+
+
+def as_alone(leader: Machine, train: Train) -> None:
+    words = (*EXACT, "trainer.max_steps=16")
+    alone = train("hardware=cpu", "strategy=single", "data=synthetic", "model=mlp", *words)
+    saved = load_file(leader.run_dir / "checkpoints" / "step_00000016" / "model.safetensors")
+    assert difference(saved, alone.parameters(16)) <= 1e-12
 
 
 def test_a_machine_that_is_lost_is_done_without(cluster: Start) -> None:

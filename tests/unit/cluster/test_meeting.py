@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hetexp.cluster.wire import Channel, introduce
 from hetexp.core.cluster import ClusterConfig, HostEntry
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError, SetupError
+from hetexp.launch.hosts import all_there
 
 TOKEN = b"t" * 64
 CPU = DeviceSpec(id="cpu:0", backend="cpu", index=0, name="CPU", vendor="cpu")
@@ -99,6 +101,12 @@ def lead(tmp_path: Path) -> Iterator[Callable[[Own], Side]]:
         side.wait()
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine here answers when the network is measured; that is waited for no longer than a moment."""
+    monkeypatch.setattr("hetexp.cluster.meeting.LIMIT_SECONDS", 0.1)
+
+
 def until_said(side: Side, text: str) -> None:
     """Return when a machine has said something."""
     deadline = time.monotonic() + 10
@@ -144,10 +152,10 @@ def test_emulated_devices_are_not_measured(lead: Callable[[Own], Side], port: in
     assert other.wait().error is None
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_machine_that_cannot_be_measured_trains_all_the_same(
-    lead: Callable[[Own], Side], port: int, monkeypatch: pytest.MonkeyPatch
+    lead: Callable[[Own], Side], port: int
 ) -> None:
-    monkeypatch.setattr("hetexp.cluster.meeting.LIMIT_SECONDS", 0.2)
     leader, b = lead(own("a", port)), own("b", port)
     until_said(leader, "leads and waits")
     with socket.create_connection(("127.0.0.2", port), source_address=("127.0.0.3", 0)) as connection:
@@ -308,9 +316,74 @@ def test_a_member_cannot_reach_any_port_of_the_leader(tmp_path: Path, port: int)
         with pytest.raises(ConnectionResetError):
             channel.receive(time.monotonic() + 5)
         channel.close()
+        channel = introduce(socket.create_connection(("127.0.0.2", port)), TOKEN, "files", "b", 2.0)
+        channel.send({"folder": str(tmp_path)})  # nor any folder of its
+        with pytest.raises(ConnectionResetError):
+            channel.receive(time.monotonic() + 5)
+        channel.close()
         over.set()
         leader.wait()
         member.wait()
         secret.settimeout(0)
         with pytest.raises(BlockingIOError):
             secret.accept()
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_machine_that_was_lost_joins_again(tmp_path: Path, port: int) -> None:
+    """With the devices that it had before; others are told why not."""
+    one = own("a", port)
+
+    def act(console: Console) -> Any:
+        with all_joined(one, tmp_path, console) as met:
+            lost.wait(10)
+            until_said(leader, "closed its connection")
+            return all_there(met.devices, lambda: False)
+
+    lost = threading.Event()
+    leader = Side(act)
+    with member_of(port, "b"):
+        lost.set()
+    until_said(leader, "a waits for b (127.0.0.3) to join again, up to 20 s")
+    other = own("b", port, devices=(replace(CPU, id="cpu:7@b", host="b"),))
+    assert "b must bring the devices that it had before." in str(follow(other).wait().error)
+    back = follow(own("b", port)).wait()
+    assert back.error is None
+    assert leader.wait().result is True
+    assert "b (127.0.0.3) has joined again." in leader.said
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_machine_that_stays_away_is_waited_for_until_a_signal_comes(tmp_path: Path, port: int) -> None:
+    one, asked = own("a", port), iter([False, True, True])
+
+    def act(console: Console) -> Any:
+        with all_joined(one, tmp_path, console) as met:
+            lost.wait(10)
+            until_said(leader, "closed its connection")
+            return all_there(met.devices, lambda: next(asked))
+
+    lost = threading.Event()
+    leader = Side(act)
+    with member_of(port, "b"):
+        lost.set()
+    assert leader.wait().result is False
+
+
+@contextmanager
+def member_of(port: int, name: str) -> Iterator[Channel]:
+    """Join as a machine that is lost as soon as the block ends."""
+    deadline = time.monotonic() + 10
+    while True:
+        with suppress(ConnectionRefusedError):
+            connection = socket.create_connection(("127.0.0.2", port), source_address=(ADDRESSES[name], 0))
+            break
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    with connection:
+        channel = introduce(connection, TOKEN, "member", name, 2.0)
+        facts = own(name, port).facts
+        channel.send(facts.to_dict() | {"time": time.time()})
+        while channel.receive(time.monotonic() + 10) != {"op": "welcome"}:
+            pass
+        yield channel
