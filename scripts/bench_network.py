@@ -32,6 +32,7 @@ JOB = (
     "trainer.max_epochs=null",
     "trainer.checkpoint_every=0",
     f"trainer.log_every={SYNC_EVERY}",
+    "balancing=equal",
 )
 SPEED_JOB = (
     *JOB,
@@ -57,21 +58,27 @@ LOSS_JOB = (
 MEASURES = ("strategy=ddp", "balancing=profiled", "balancing.drop_slower=false", "trainer.max_steps=1")
 """A run that measures the devices, for predictions; so short that it tells nothing against them."""
 LOCAL = (f"strategy.sync_every={SYNC_EVERY}",)
-MOMENTUM = (*LOCAL, "strategy.outer_lr=1", "strategy.outer_momentum=0.5", "strategy.outer_nesterov=true")
+MOMENTUM = (
+    *("strategy.sync_every=25", "strategy.outer_lr=1"),
+    *("strategy.outer_momentum=0.5", "strategy.outer_nesterov=true"),
+)
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "ddp": ("strategy=ddp",),
     "pipeline": ("strategy=pipeline",),
     "local_sgd": ("strategy=local_sgd", *LOCAL),
     "hierarchical_sgd": ("strategy=hierarchical_sgd", *LOCAL),
 }
-FOR_LOSS: dict[str, tuple[str, ...]] = {
-    "ddp": ("strategy=ddp",),
-    "local_sgd": ("strategy=local_sgd", *MOMENTUM),
-    "hierarchical_sgd": ("strategy=hierarchical_sgd", *MOMENTUM),
-    "pipeline": ("strategy=pipeline",),
-    "pipeline, bfloat16": ("strategy=pipeline", "comm.boundary_wire=bfloat16"),
-    "pipeline, int8": ("strategy=pipeline", "comm.boundary_wire=int8"),
+FOR_LOSS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "ddp": ("strategy=ddp",),
+        "local_sgd": ("strategy=local_sgd", *MOMENTUM),
+        "pipeline": ("strategy=pipeline",),
+        "pipeline, bfloat16": ("strategy=pipeline", "comm.boundary_wire=bfloat16"),
+        "pipeline, int8": ("strategy=pipeline", "comm.boundary_wire=int8"),
+    },
+    2: {"ddp": ("strategy=ddp",), "hierarchical_sgd": ("strategy=hierarchical_sgd", *MOMENTUM)},
 }
+"""Ranks in each of two boxes → what they train."""
 
 
 def speeds(folder: Path, width: int) -> list[dict[str, Any]]:
@@ -86,10 +93,9 @@ def speeds(folder: Path, width: int) -> list[dict[str, Any]]:
             home = here / "home"
             with boxes(count, mbit) as lab:
                 run(lab, ranks, here / "measures", home, (*job, *MEASURES))
-                told = predicted(lab, ranks, here / "predicts", home, (*job, "balancing=equal"))
+                told = predicted(lab, ranks, here / "predicts", home, job)
                 for name in names:
-                    words = (*job, "balancing=equal", *STRATEGIES[name])
-                    one = run(lab, ranks, here / name, home, words)
+                    one = run(lab, ranks, here / name, home, (*job, *STRATEGIES[name]))
                     rows.append(speed_row((count, ranks, mbit), name, one, exact, told[name]))
     return rows
 
@@ -114,19 +120,23 @@ def speed_row(
 
 def losses(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Return the loss that each strategy reaches between two boxes, and the bytes between them."""
-    job = (*LOSS_JOB, "balancing=equal", f"trainer.max_steps={steps}", f"trainer.eval_every={steps}")
+    job, rows = (*LOSS_JOB, f"trainer.max_steps={steps}", f"trainer.eval_every={steps}"), []
     with boxes(2, LINKS[0]) as lab:
-        found = {
-            name: run(lab, 2, folder / name.replace(", ", "-"), folder / "home", (*job, *words))
-            for name, words in FOR_LOSS.items()
-        }
-    return [loss_row(name, one, found["ddp"]) for name, one in found.items()]
+        for ranks, jobs in FOR_LOSS.items():
+            here = folder / f"{ranks}"
+            found = {
+                name: run(lab, ranks, here / name.replace(", ", "-"), here / "home", (*job, *words))
+                for name, words in jobs.items()
+            }
+            rows += [loss_row(ranks, name, one, found["ddp"]) for name, one in found.items()]
+    return rows
 
 
-def loss_row(name: str, one: Ran, ddp: Ran) -> dict[str, Any]:
+def loss_row(ranks: int, name: str, one: Ran, ddp: Ran) -> dict[str, Any]:
     """Return the figures of one run, beside ddp's."""
     mine, its = (float(ran.summary["final"]["eval"]["loss"]) for ran in (one, ddp))
     return {
+        "ranks_a_box": ranks,
         "strategy": name,
         "step_seconds": one.step_seconds,
         "sent_bytes": one.sent_bytes,
@@ -172,13 +182,14 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
 def loss_table(rows: list[dict[str, Any]]) -> str:
     """Return the losses as a table of Markdown."""
     lines = [
-        "| strategy | s a step | MB between boxes | ddp ÷ its bytes | validation loss | against ddp |",
-        "|---|---|---|---|---|---|",
+        "| boxes × ranks | strategy | s a step | MB between boxes | ddp ÷ its bytes | validation loss "
+        "| against ddp |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in rows:
         lines.append(
-            f"| {one['strategy']} | {one['step_seconds']:.4f} | {one['sent_bytes'] / 1e6:.1f} "
-            f"| {one['fewer_bytes']:.1f} | {one['eval_loss']:.4f} | {one['loss_over_ddp']:+.2%} |"
+            f"| 2 × {one['ranks_a_box']} | {one['strategy']} | {one['step_seconds']:.4f} "
+            f"| {one['sent_bytes'] / 1e6:.1f} | {one['fewer_bytes']:.1f} | {one['eval_loss']:.4f} | {one['loss_over_ddp']:+.2%} |"
         )
     return "\n".join(lines)
 

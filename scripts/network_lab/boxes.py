@@ -12,6 +12,8 @@ from pathlib import Path
 
 PREFIX = "hxlab"
 SUBNET = "10.213.7"
+MOST = 16
+"""Boxes of a lab."""
 _BURST, _LATENCY = "64kb", "100ms"
 
 
@@ -57,11 +59,14 @@ def boxes(count: int, mbit_per_second: float) -> Iterator[list[Box]]:
 
 def remove() -> None:
     """Kill what runs in the lab's boxes, and remove them and the bridge."""
+    for number in range(MOST):  # by themselves they go some time after their namespace
+        if Path(f"/sys/class/net/{PREFIX}{number}").exists():
+            _run("ip", "link", "delete", f"{PREFIX}{number}")
     listed = _run("ip", "netns", "list").split()
     for name in (word for word in listed if word.startswith(f"{PREFIX}-")):
         for pid in _run("ip", "netns", "pids", name).split():
             subprocess.run(["kill", "-9", pid], check=False, stderr=subprocess.DEVNULL)
-        _run("ip", "netns", "delete", name)  # its end of the link goes with it, and so does the other
+        _run("ip", "netns", "delete", name)
     if Path(f"/sys/class/net/{PREFIX}").exists():
         _run("ip", "link", "delete", PREFIX)
 

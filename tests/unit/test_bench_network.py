@@ -28,9 +28,9 @@ def test_a_row_compares_with_one_device_and_with_the_prediction() -> None:
 
 
 def test_a_loss_is_compared_with_ddps() -> None:
-    one = loss_row("local_sgd", ran([2.0, 1.01], 10), ran([2.0, 1.0], 300))
+    one = loss_row(1, "local_sgd", ran([2.0, 1.01], 10), ran([2.0, 1.0], 300))
     assert one["fewer_bytes"] == 30
-    assert "| local_sgd | 0.1000 | 0.0 | 30.0 | 1.0100 | +1.00% |" in loss_table([one])
+    assert "| 2 × 1 | local_sgd | 0.1000 | 0.0 | 30.0 | 1.0100 | +1.00% |" in loss_table([one])
 
 
 def listed() -> str:
