@@ -189,7 +189,8 @@ def loss_table(rows: list[dict[str, Any]]) -> str:
     for one in rows:
         lines.append(
             f"| 2 × {one['ranks_a_box']} | {one['strategy']} | {one['step_seconds']:.4f} "
-            f"| {one['sent_bytes'] / 1e6:.1f} | {one['fewer_bytes']:.1f} | {one['eval_loss']:.4f} | {one['loss_over_ddp']:+.2%} |"
+            f"| {one['sent_bytes'] / 1e6:.1f} | {one['fewer_bytes']:.1f} | {one['eval_loss']:.4f} "
+            f"| {one['loss_over_ddp']:+.2%} |"
         )
     return "\n".join(lines)
 

@@ -37,7 +37,7 @@ from hetexp.launch.requests import Requests
 from hetexp.launch.restart import Again, Restarts, keep_faults
 from hetexp.launch.stopped import StoppedWatch
 from hetexp.launch.store import bind, host_store
-from hetexp.launch.survival import Survival
+from hetexp.launch.survival import NONE_HERE, Survival
 from hetexp.launch.watch import UNSEEN
 from hetexp.monitor.follow import Follower, followed
 
@@ -339,6 +339,9 @@ class _Run:
         again = restarts.after(survival.membership.whole, [self._device(number) for number in lost])
         if isinstance(again, str):
             self._print(f"The run does not start again: {again}")
+            return None
+        if not is_here(again.plan.devices[0]):
+            self._print(f"The run does not start again. {NONE_HERE}")
             return None
         if not all_there(again.plan.devices, lambda: bool(caught)):
             self._print("The run does not start again without them.")

@@ -25,6 +25,7 @@ from hetexp.launch.watch import Watch
 from hetexp.plan.replan import replan
 from hetexp.strategy.base import Strategy
 
+NONE_HERE = "No device of this machine, where the run's folder is, is left."
 FORMING_TRIES = 4
 """Epochs in a row whose group did not form, after which the members' own error ends the run."""
 
@@ -141,7 +142,7 @@ class Survival:
             )
             return False
         if not is_here(rest[0].device):  # the first rank writes the run's folder
-            self.refused = "No device of this machine, where the run's folder is, is left."
+            self.refused = NONE_HERE
             self._say(f"The run does not go on. {self.refused}")
             return False
         if any(member.process.poll() is not None for member in rest):
