@@ -111,6 +111,7 @@ def test_float64_steps_equal_one_device(train: Train) -> None:
 
 
 def test_only_adapters_are_exchanged_and_saved(train: Train) -> None:
+    """Case 46: frozen weights are no bytes on the wire and none in a checkpoint."""
     short = (*COMMON, "trainer.precision=float32", override(architecture()), "trainer.max_steps=2")
     run = train(*short, *UNEQUAL)
     saved = run.parameters()
@@ -125,7 +126,7 @@ def test_only_adapters_are_exchanged_and_saved(train: Train) -> None:
 
 
 def test_a_rank_with_ignored_labels_only(train: Train, tmp_path: Path) -> None:
-    """90 labels on one rank, 10 on the other, and then none: the mean is one over all that count."""
+    """Case 2: 90 labels on one rank, 10 on the other, and then none: the mean is one over all that count."""
     lines = [{"prompt": "", "completion": "x" * 89}, {"prompt": "y" * 60, "completion": "z" * 9}]
     file = write_lines(tmp_path / "lines.jsonl", lines)
     common = (

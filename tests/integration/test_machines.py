@@ -55,7 +55,7 @@ def ranks_of(machine: Machine) -> list[psutil.Process]:
 
 
 def test_two_machines_train_as_one_device(cluster: Start, train: Train, tmp_path: Path) -> None:
-    """2 + 1 ranks: shared memory on the one machine, gloo between the two."""
+    """Case 51: 2 + 1 ranks; shared memory on the one machine, gloo between the two."""
     both = cluster(["[{device: cpu, count: 2}]", "[cpu]"], *EXACT)
     member = both.start("b")
     until(lambda: "waits for a at 127.0.0.2" in member.screen, [member])

@@ -1,4 +1,4 @@
-"""Every schedule of torch's trains a tied model exactly, frozen parameters and skipped steps included."""
+"""Case 43: every schedule of torch's trains a tied model exactly, frozen parameters and skipped steps too."""
 
 from __future__ import annotations
 

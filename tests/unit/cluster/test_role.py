@@ -1,4 +1,4 @@
-"""A machine finds its role by `node`, its name or an address, and its address must be its own."""
+"""Case 51: a machine finds its role by `node`, its name or an address, and its address must be its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both sides prove that they know the token before anything else is read, and nothing else gets through."""
+"""Case 52: both sides prove that they know the token before anything else is read. Nothing else enters."""
 
 from __future__ import annotations
 

@@ -66,6 +66,7 @@ def test_pieces_give_what_the_model_itself_gives(kind: str) -> None:
 
 
 def test_a_piece_needs_nothing_of_the_others() -> None:
+    """Case 45: adapters and buffers follow their layer."""
     expected = built()(TOKENS)
     payload: Any = TOKENS
     for start, end in [(0, 2), (2, 4), (4, 5)]:

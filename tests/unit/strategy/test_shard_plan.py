@@ -1,4 +1,4 @@
-"""Each mistake in the layers of stages is named."""
+"""Case 45: each mistake in the layers of stages is named."""
 
 from __future__ import annotations
 
