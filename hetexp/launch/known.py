@@ -30,7 +30,7 @@ def known_of(plan: Plan, config: Config, built: RunMemory) -> Known:
     Args:
         built: holds the run's model and a sample.
     """
-    from hetexp.training.catalogue_curves import known_from_catalogue
+    from hetexp.training.catalogue_curves import exchange_of, known_from_catalogue
 
     likes = list(_likes(config))
     for like in likes:
@@ -46,6 +46,9 @@ def known_of(plan: Plan, config: Config, built: RunMemory) -> Known:
             devices, sources = list(known.devices), list(known.sources)
             devices[place], sources[place] = one, MEASURED
             known = replace(known, devices=tuple(devices), sources=tuple(sources))
+    if MEASURED in known.sources and not known.exchange.buckets:
+        # Of devices that were measured, but not together as they are now: what they exchange is not free.
+        known = replace(known, exchange=exchange_of(config, strategy, built, plan.paced))
     return known
 
 

@@ -38,6 +38,8 @@ MOST_DAYS = 30
 cards beside it, firmware) is slow, and no fact that could be in a key."""
 WRONG_BY = 0.1
 """Fraction by which a run's steps may differ from what was predicted before the calibration is dropped."""
+LINKS_GBIT = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 100.0, 200.0, 400.0)
+"""What links between hosts have: Ethernet's rates, and those of radio below."""
 LEAST_WINDOWS, LEAST_STEPS = 3, 30
 """Log lines and steps after the first line from which a run's step time is judged."""
 
@@ -180,10 +182,12 @@ def _job_entry(plan: Plan, config: Config, devices: list[str]) -> tuple[str, dic
 
 
 def _network(plan: Plan) -> dict[str, Any] | str | None:
-    """Return what the network between hosts is; of one that is measured each time its magnitude."""
+    """Return what the network between hosts is; of one that is measured each time the kind of link."""
     if plan.network is None or any(device.backend == "emulated" for device in plan.devices):
         return plan.network
-    return f"{plan.network['gb_per_second']:.0e}"
+    gbit = plan.network["gb_per_second"] * 8
+    # What is measured is never more than the link has, and differs a little each time.
+    return next((f"{link:g} Gbit/s" for link in LINKS_GBIT if gbit <= link), "more")
 
 
 def _work_facts(plan: Plan, config: Config) -> dict[str, Any]:

@@ -88,13 +88,31 @@ def known_from_catalogue(
         replace(d, backend="emulated", card_facts=card.model_dump(mode="json")) if card is not None else d
         for d, card in zip(devices, cards, strict=True)
     ]
-    cap_bytes = int(getattr(strategy, "bucket_cap_mb", BUCKET_CAP_MB) * 2**20)
     return Known(
         devices=tuple(curves),
         sources=tuple(CATALOGUE if card is not None else NOTHING for card in cards),
         linked=tuple(linked),
-        exchange=Exchange(in_buckets(work.gradients, cap_bytes)),
+        exchange=_exchange(work, strategy),
     )
+
+
+def exchange_of(config: Config, strategy: Strategy, built: RunMemory, emulated: bool) -> Exchange:
+    """Return what a run exchanges by its model alone; nothing where that could not be built.
+
+    Args:
+        built, emulated: as for `known_from_catalogue`.
+    """
+    if built.reason is not None:
+        return Exchange()
+    try:
+        return _exchange(count(config, built, emulated), strategy)
+    except Exception:  # a person's own model runs any code
+        return Exchange()
+
+
+def _exchange(work: CountedWork, strategy: Strategy) -> Exchange:
+    cap_bytes = int(getattr(strategy, "bucket_cap_mb", BUCKET_CAP_MB) * 2**20)
+    return Exchange(in_buckets(work.gradients, cap_bytes))
 
 
 def count(config: Config, built: RunMemory, emulated: bool) -> CountedWork:

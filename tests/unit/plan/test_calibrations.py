@@ -135,6 +135,14 @@ def test_the_exchange_is_that_of_these_devices_in_this_order(monkeypatch: pytest
     assert known_devices(plan, config) == [FAST, SLOW]
 
 
+def test_a_network_that_measures_a_little_otherwise_is_the_same_kind_of_link() -> None:
+    plan, config = job()
+    store(replace(plan, network={"gb_per_second": 0.119}), config, measured())
+    assert find(replace(plan, network={"gb_per_second": 0.094}), config) is not None
+    for other in (0.012, 0.3, 1000.0):
+        assert find(replace(plan, network={"gb_per_second": other}), config) is None
+
+
 def test_another_batch_is_measured_and_a_device_alone_is_known() -> None:
     store(*job(), measured())
     larger = job(trainer={"global_batch_size": 256})
