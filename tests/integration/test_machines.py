@@ -199,6 +199,19 @@ def test_where_only_other_machines_are_left_the_run_ends_and_says_so(cluster: St
     assert leader.summary["checkpoint"] is not None
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_sweep_is_refused_before_anybody_is_waited_for(name: str, cluster: Start, tmp_path: Path) -> None:
+    both = cluster(["[cpu]", "[cpu]"])
+    sweep = tmp_path / "sweep"
+    machine = both.start(name, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={sweep}", "trainer.seed=0,1")
+    assert machine.wait() == 1
+    for job in "01":
+        told = (sweep / job / "error.txt").read_text(encoding="utf-8")
+        assert "`cluster.hosts` must be empty in a sweep (-m). Start its jobs one by one" in told
+        assert not (sweep / job / "plan.json").exists()
+    assert "waits for" not in machine.screen
+
+
 def test_strangers_at_the_port_leave_a_training_unharmed(cluster: Start) -> None:
     both = cluster(["[cpu]", "[cpu]"], *LONG)
     leader, member = both.start("a"), both.start("b")

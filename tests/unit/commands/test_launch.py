@@ -15,6 +15,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 
 SCRIPT = own_loop.__file__
+HERE = "{name: a, address: 127.0.0.2}"
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +81,10 @@ def test_auto_follows_and_nothing_is_measured() -> None:
         ([SCRIPT, "resume=nowhere", "hardware=cpu"], "`resume`"),
         ([SCRIPT, "balancing=manual", "hardware.devices=[cpu,cpu]"], "`balancing.weights`"),
         ([SCRIPT, "hydra.run.dir=old"], "`hydra.run.dir` must be a new folder"),
+        (
+            [SCRIPT, f"cluster.hosts=[{HERE},{{name: b, address: 127.0.0.3}}]", "node=a", "hardware=cpu"],
+            "`cluster.hosts` must be empty (cluster=none), but is",
+        ),
     ],
 )
 def test_refusals(
