@@ -213,6 +213,7 @@ def test_a_sweep_is_refused_before_anybody_is_waited_for(name: str, cluster: Sta
 
 
 def test_strangers_at_the_port_leave_a_training_unharmed(cluster: Start) -> None:
+    """Case 52, in a training."""
     both = cluster(["[cpu]", "[cpu]"], *LONG)
     leader, member = both.start("a"), both.start("b")
     until(lambda: leader.steps() >= 5, [leader, member])
