@@ -93,7 +93,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="that are measured; 100, tiny 4")
     parser.add_argument("--warm-steps", type=int, help="before them; 20, tiny 2")
     parser.add_argument("--log-every", type=int, help="steps; 10, tiny 2")
-    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--precision", choices=["bfloat16", "float32"], help="bfloat16, on a CPU float32")
     parser.add_argument("--out", type=Path, help="where results are kept as JSON")
 
 
@@ -103,6 +103,8 @@ def complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     for name, (value, tiny) in usual.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, tiny if arguments.tiny else value)
+    if arguments.precision is None:  # not every processor computes in bfloat16
+        arguments.precision = "float32" if arguments.device == "cpu" else "bfloat16"
     for name in (*usual, "ranks"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(arguments, name)}")

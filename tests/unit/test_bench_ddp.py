@@ -46,7 +46,11 @@ def test_both_see_the_same_shapes_and_whole_batches(model: str) -> None:
 
 @pytest.mark.parametrize("model", TASKS)
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_runs_may_start(count: int, model: str) -> None:
+def test_the_runs_may_start_on_every_processor(
+    count: int, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_bfloat16 = ("float64", "float32")
+    monkeypatch.setattr("hetexp.hardware.cpu._native_precisions", lambda: without_bfloat16)
     job = job_of(arguments_of([*CPU, "--ranks", str(count)]), count, 4, model)
     *_, problems = check(compose_config(job.words()), Path.cwd())
     assert problems == []
