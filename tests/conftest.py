@@ -12,10 +12,12 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from support import Run, Train, start_run
+from xdist.scheduler import LoadFileScheduling
 
 from hetexp.launch import process as ranks
 
@@ -35,6 +37,7 @@ SET_BY_IMPORTS = {
     "KMP_INIT_AT_FORK",
 }
 """Variables that other libraries set when they are first imported."""
+GPU = "tests/gpu/"
 LONG = (
     "integration/test_environments.py",
     "integration/test_launchers.py",
@@ -61,11 +64,27 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files: at the end the other workers would wait for them.
 
-    The others follow by their number of tests, which is xdist's own order.
+    Tests that need a card come first, since one worker runs them all. Files that are not long follow by their
+    number of tests, which is xdist's own order.
     """
     files = Counter(item.path for item in items)
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    places |= {item.path: -1 for item in items if item.nodeid.startswith(GPU)}
     items.sort(key=lambda item: (places.get(item.path, len(LONG)), -files[item.path]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Give all files of `tests/gpu` to one worker: side by side they would find their card busy."""
+    return CardsTakeTurns(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class CardsTakeTurns(LoadFileScheduling):  # type: ignore[misc] # xdist has no types
+    """Hands out tests by file, and all tests that need a card as one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return GPU if file.startswith(GPU) else file
 
 
 def _enable_loggers() -> None:
