@@ -13,10 +13,11 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.seat import Seat
 from hetexp.engine.probe import ProbeServer
-from hetexp.hardware.backend import VISIBILITY, backend_class, environment_together
+from hetexp.hardware.backend import VISIBILITY, environment_together
 from hetexp.hardware.catalogue import Link
 from hetexp.hardware.cpu import CpuBackend, cpu_count
 from hetexp.hardware.pool import Selection
+from hetexp.hardware.selection import threads_for
 from hetexp.launch.interpreter import is_own
 
 
@@ -127,17 +128,17 @@ def _tell_doubles(selection: Selection) -> None:
 
 
 def threads_of(plan: Plan, cores: dict[str, int], wanted: int | None) -> tuple[int, ...]:
-    """Return each rank's CPU threads: as wanted, else its host's cores shared by the ranks on its CPU.
+    """Return the CPU threads of each rank: as wanted, else its part of its host's cores.
 
     Args:
         cores: of the host of each device, by the device's id.
     """
-    threads = []
-    for device in plan.devices:
-        here = [one for one in plan.devices if one.host == device.host]
-        computing = sum(backend_class(one.backend).computes_on_cpu for one in here)
-        threads.append(wanted or max(1, cores[device.id] // max(1, computing)))
-    return tuple(threads)
+    threads: dict[str, int] = {}
+    for host in {device.host for device in plan.devices}:
+        here = [device for device in plan.devices if device.host == host]
+        of_each = threads_for(here, wanted, cores[here[0].id])
+        threads |= {device.id: count for device, count in zip(here, of_each, strict=True)}
+    return tuple(threads[device.id] for device in plan.devices)
 
 
 def take_environment(plan: Plan, rank: int) -> None:

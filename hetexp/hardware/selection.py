@@ -19,6 +19,10 @@ from hetexp.hardware.emulated import EmulatedBackend
 from hetexp.hardware.found import Found
 from hetexp.hardware.pool import CardPool, Selection, add_cpus, check_power
 
+CARD_THREADS = 4
+"""Most CPU threads of a card's rank by default. It prepares batches on them. Ranks whose threads outnumber
+the cores wait for each other: ResNet-50 on two ranks was 8 times slower so (docs/benchmarks.md)."""
+
 _NAME = re.compile(r"(?P<backend>[a-z]+)(?::(?P<which>\w+))?")
 
 
@@ -110,12 +114,26 @@ def _as_ordered(device: DeviceSpec, key: str, entry: DeviceEntry, selection: Sel
     )
 
 
-def threads_for(devices: Sequence[DeviceSpec], wanted: int | None) -> tuple[int, ...]:
-    """Return each rank's CPU threads: as wanted, else the cores shared by the ranks that compute on them."""
+def threads_for(
+    devices: Sequence[DeviceSpec], wanted: int | None, cores: int | None = None
+) -> tuple[int, ...]:
+    """Return the CPU threads of each rank of one host.
+
+    All ranks share the host's cores. A card's rank takes at most `CARD_THREADS` of them, and the ranks that
+    compute on the CPU share the rest.
+
+    Args:
+        devices: all devices of the host, one a rank.
+        wanted: `hardware.threads_per_rank`; it holds for each rank.
+        cores: of the host; by default those that this process may use.
+    """
     if wanted is not None:
         return (wanted,) * len(devices)
-    computing = sum(backend_class(d.backend).computes_on_cpu for d in devices)
-    return (max(1, cpu_count() // max(computing, 1)),) * len(devices)
+    cores = cpu_count() if cores is None else cores
+    on_cpu = [backend_class(device.backend).computes_on_cpu for device in devices]
+    card = max(1, min(CARD_THREADS, cores // max(len(devices), 1)))
+    left = cores - card * on_cpu.count(False)
+    return tuple(max(1, left // on_cpu.count(True)) if computes else card for computes in on_cpu)
 
 
 def _entries(config: HardwareConfig, known: Catalogue, selection: Selection) -> list[tuple[str, DeviceEntry]]:

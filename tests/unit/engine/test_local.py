@@ -89,8 +89,9 @@ def test_threads_are_shared_on_each_host() -> None:
         DeviceSpec("cpu:0@a", "cpu", 0, "CPU", "cpu", host="a"),
         DeviceSpec("cpu:1@a", "cpu", 1, "CPU", "cpu", host="a"),
         DeviceSpec("cpu:0@b", "cpu", 0, "CPU", "cpu", host="b"),
+        DeviceSpec("cuda:0@c", "cuda", 0, "card", "nvidia", host="c"),
     ]
     plan = plan_on(devices, unbuilt_config())
-    cores = {"cpu:0@a": 8, "cpu:1@a": 8, "cpu:0@b": 6}
-    assert threads_of(plan, cores, None) == (4, 4, 6)
-    assert threads_of(plan, cores, 2) == (2, 2, 2)
+    cores = {"cpu:0@a": 8, "cpu:1@a": 8, "cpu:0@b": 6, "cuda:0@c": 32}
+    assert threads_of(plan, cores, None) == (4, 4, 6, 4)
+    assert threads_of(plan, cores, 2) == (2, 2, 2, 2)

@@ -496,19 +496,25 @@ def test_threads_as_wanted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "cores", "each"),
+    ("names", "cores", "threads"),
     [
-        (["cpu"], 8, 8),
-        (["cpu", "cpu"], 8, 4),
-        (["cpu", "emulated:rtx_3090", "emulated:arc_a770"], 8, 2),
-        (["cpu", "cuda:0"], 8, 8),  # a card's rank hardly computes on the cores
-        (["cuda:0"], 8, 8),
-        (["cpu", "cpu", "cpu"], 2, 1),
+        (["cpu"], 8, (8,)),
+        (["cpu", "cpu"], 8, (4, 4)),
+        (["cpu", "emulated:rtx_3090", "emulated:arc_a770"], 8, (2, 2, 2)),
+        (["cpu", "cpu", "cpu"], 2, (1, 1, 1)),
+        (["cuda:0"], 32, (4,)),  # more would collate a batch more slowly
+        (["cuda:0", "cuda:1"], 32, (4, 4)),
+        (["cuda:0", "cuda:1"], 6, (3, 3)),
+        (["cuda:0", "cuda:1"], 1, (1, 1)),
+        (["cpu", "cuda:0"], 16, (12, 4)),  # the CPU's rank computes on the rest
+        (["cpu", "cuda:0", "cpu"], 9, (3, 3, 3)),
+        (["cpu", "cuda:0"], 2, (1, 1)),
+        (["cpu", "cuda:0"], 1, (1, 1)),
     ],
 )
-def test_threads_are_shared_by_those_who_compute_on_the_cores(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], cores: int, each: int
+def test_all_ranks_share_the_cores_and_a_cards_rank_takes_few(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], cores: int, threads: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(module, "cpu_count", lambda: cores)
-    devices = select(names, [NVIDIA]).devices
-    assert threads_for(devices, None) == (each,) * len(names)
+    devices = select(names, [NVIDIA, NVIDIA_2]).devices
+    assert threads_for(devices, None) == threads
