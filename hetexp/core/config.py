@@ -101,10 +101,12 @@ class HardwareConfig(Section):
     """Highest power limit that a chosen card may have."""
     check_memory: bool = True
     """Whether memory is estimated (the data set is built once more for it) and what does not fit refused."""
-    missing: Literal["auto", "emulate", "error", "drop"] = "auto"
-    """What to do when a vendor of the mix is absent: `auto` emulates only if all of them are."""
+    missing: Literal["auto", "emulate", "emulate_all", "error", "drop"] = "auto"
+    """What to do when a vendor of the mix is absent: `auto` emulates only if all of them are, `emulate` the
+    absent ones beside the real cards, `emulate_all` the whole mix."""
     threads_per_rank: PositiveInt | None = None
-    """CPU threads of each rank; by default the cores are shared by the ranks that compute on them."""
+    """CPU threads of each rank; by default all ranks of the host share its cores, and a card's rank takes at
+    most four."""
     time_scale: PositiveFloat | None = None
     """Emulated seconds take this many real ones; by default the smallest that this machine can keep."""
     efficiency: Annotated[float, Field(gt=0, le=1)] | None = None

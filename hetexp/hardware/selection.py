@@ -67,7 +67,11 @@ def _take_entries(config: HardwareConfig, selection: Selection, pool: CardPool, 
     entries = _entries(config, known, selection)
     real = _real_cards(entries, pool)
     missing = [position for position, cards in real.items() if not cards]
-    stand_in = config.missing == "emulate" or (config.missing == "auto" and len(missing) == len(real))
+    if config.missing == "emulate_all":
+        missing = _all_unless_complete(entries, real, pool)
+    stand_in = config.missing in ("emulate", "emulate_all") or (
+        config.missing == "auto" and len(missing) == len(real)
+    )
     for position, (key, entry) in enumerate(entries):
         if entry.python is not None and not Path(entry.python).is_file():
             selection.problems.append(must_be(f"{key}.python", "the path of an interpreter", entry.python))
@@ -80,7 +84,7 @@ def _take_entries(config: HardwareConfig, selection: Selection, pool: CardPool, 
             _add_vendor(selection, key, entry, real[position], pool)
             _tell_left_out(selection, entry, real[position], pool)
         elif stand_in:
-            _add_stand_in(selection, key, entry, known)
+            _add_stand_in(selection, key, entry, known, real[position])
         elif config.missing == "drop":
             selection.reasons.append(f"No {_wanted(entry)} was found: left out (hardware.missing=drop).")
         else:
@@ -185,6 +189,19 @@ def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> d
     return real
 
 
+def _all_unless_complete(
+    entries: Sequence[tuple[str, DeviceEntry]], real: dict[int, list[Found]], pool: CardPool
+) -> list[int]:
+    """Return the positions of all entries for cards, unless this machine can drive the cards of each."""
+    positions = [position for position in real if entries[position][1].vendor != "cpu"]
+    for position in positions:
+        entry = entries[position][1]
+        usable = [card for card in real[position] if pool.why_not(card, entry.python) is None]
+        if len(usable) < (entry.count or 1):
+            return positions
+    return []
+
+
 def _wanted(entry: DeviceEntry) -> str:
     return f"{entry.vendor} card" if entry.match is None else entry.match
 
@@ -245,7 +262,14 @@ def _add_real(
         selection.devices.append(pool.spec(card, entry.python))
 
 
-def _add_stand_in(selection: Selection, key: str, entry: DeviceEntry, catalogue: Catalogue) -> None:
+def _add_stand_in(
+    selection: Selection, key: str, entry: DeviceEntry, catalogue: Catalogue, there: Sequence[Found]
+) -> None:
+    """Emulate an entry's card.
+
+    Args:
+        there: the entry's cards that are in this machine; the run does not take them.
+    """
     wanted = _wanted(entry)
     if entry.emulate_as is None:
         selection.problems.append(
@@ -253,7 +277,13 @@ def _add_stand_in(selection: Selection, key: str, entry: DeviceEntry, catalogue:
         )
         return
     _add_emulated(selection, f"`{key}.emulate_as`", entry.emulate_as, entry, catalogue)
-    selection.reasons.append(f"No {wanted} was found: {entry.emulate_as} is emulated instead.")
+    if there:
+        selection.reasons.append(
+            f"This machine cannot drive the whole mix: {entry.emulate_as} is emulated instead of "
+            f"{there[0].spec} (hardware.missing=emulate_all)."
+        )
+    else:
+        selection.reasons.append(f"No {wanted} was found: {entry.emulate_as} is emulated instead.")
 
 
 def _add_emulated(
@@ -285,7 +315,7 @@ def _absent(key: str, entry: DeviceEntry, pool: CardPool, mix: Sequence[tuple[st
     there = ", ".join(_with_reason(card, pool) for card in pool.cards) or "no accelerator"
     fix = (
         "Use hardware.missing=emulate to emulate the missing card beside the real ones, or "
-        "hardware.missing=drop to go without it."
+        "hardware.missing=drop to go without it. hardware.missing=emulate_all emulates the whole mix."
     )
     if mix:
         names = ",".join(f"emulated:{other.emulate_as}" for _, other in mix)

@@ -105,6 +105,32 @@ def test_emulate_stands_in_beside_real_cards(found: list[DeviceSpec], chosen: li
 
 
 @pytest.mark.parametrize(
+    ("found", "drivable", "chosen"),
+    [
+        ([], True, ["emulated:0", "emulated:1"]),
+        ([NVIDIA], True, ["emulated:0", "emulated:1"]),
+        ([INTEL], True, ["emulated:0", "emulated:1"]),
+        ([NVIDIA, INTEL], False, ["emulated:0", "emulated:1"]),
+        ([NVIDIA, INTEL], True, ["cuda:0", "xpu:0"]),
+    ],
+)
+def test_emulate_all_emulates_every_card_of_an_incomplete_mix(
+    found: list[DeviceSpec], drivable: bool, chosen: list[str]
+) -> None:
+    selection = select(MIX, found, drivable, missing="emulate_all")
+    assert ids(selection) == chosen
+    emulated = sum("is emulated instead" in reason for reason in selection.reasons)
+    assert emulated == sum(name.startswith("emulated") for name in chosen)
+    assert not found or not emulated or any(str(found[0]) in reason for reason in selection.reasons)
+
+
+def test_emulate_all_counts_the_cards_and_leaves_the_cpu_as_it_is() -> None:
+    mix = [{"vendor": "nvidia", "emulate_as": "rtx_3090", "count": 2}, {"vendor": "cpu"}]
+    assert ids(select(mix, [NVIDIA], missing="emulate_all")) == ["emulated:0", "emulated:1", "cpu:0"]
+    assert ids(select(mix, [NVIDIA, NVIDIA_2], missing="emulate_all")) == ["cuda:0", "cuda:1", "cpu:0"]
+
+
+@pytest.mark.parametrize(
     ("found", "chosen"),
     [([NVIDIA], ["cuda:0"]), ([INTEL], ["xpu:0"]), ([NVIDIA, INTEL], ["cuda:0", "xpu:0"])],
 )
