@@ -7,6 +7,7 @@ gives them so (`hetexp.model.exported.Exported`). Those files stand alone then, 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import hetexp
 from hetexp.checkpoint.folder import read_packed
 from hetexp.checkpoint.tensor_file import write_tensors
-from hetexp.core.errors import CheckpointError
+from hetexp.core.errors import CheckpointError, ConfigError
 from hetexp.core.files import fsync_dir, write_json
 from hetexp.core.instantiate import locate
 from hetexp.model.exported import Exported
@@ -23,7 +24,12 @@ from hetexp.model.exported import Exported
 WEIGHTS, CONFIG, ABOUT = "model.safetensors", "config.json", "hetexp.json"
 
 
-def export(checkpoint: Path, output: Path, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def export(
+    checkpoint: Path,
+    output: Path,
+    dtype: torch.dtype | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """Write the weights of a checkpoint into a folder, and return what `config.json` or `hetexp.json` says.
 
     Tied tensors come under each of their names, so that torch loads them strictly
@@ -33,6 +39,7 @@ def export(checkpoint: Path, output: Path, dtype: torch.dtype | None = None) -> 
         checkpoint: its folder.
         output: made where it is missing; files of these names are replaced.
         dtype: of floating-point tensors; `None`: as they are.
+        say: gets the sentence that the model's class is not trusted, so that nothing asks it for its format.
 
     Raises:
         CheckpointError: it is incomplete or damaged, or the folder cannot be written.
@@ -48,7 +55,7 @@ def export(checkpoint: Path, output: Path, dtype: torch.dtype | None = None) -> 
         "run_id": state["extra"]["run_id"],
         "hetexp": hetexp.__version__,
     }
-    kept = _as_others_keep_it(tensors, state) or Exported(WEIGHTS, tensors, {})
+    kept = _as_others_keep_it(tensors, state, say) or Exported(WEIGHTS, tensors, {})
     kept = kept if dtype is None else kept.to(dtype)
     about["weights"] = kept.file
     temporary = output / f".{kept.file}.{os.getpid()}.tmp"
@@ -68,14 +75,21 @@ def export(checkpoint: Path, output: Path, dtype: torch.dtype | None = None) -> 
     return about
 
 
-def _as_others_keep_it(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Exported | None:
+def _as_others_keep_it(
+    tensors: dict[str, torch.Tensor], state: dict[str, Any], say: Callable[[str], None]
+) -> Exported | None:
     """Return what the model's class makes of its tensors, `None` where it says nothing.
 
     Raises:
         CheckpointError: it cannot, as a library of its is missing.
     """
     try:
-        tell = getattr(locate(state["extra"]["config"]["model"]["_target_"]), "exported", None)
+        target = state["extra"]["config"]["model"]["_target_"]
+        tell = getattr(locate(target, "model._target_"), "exported", None)
+    except ConfigError as error:
+        for problem in error.problems:
+            say(problem)
+        return None
     except Exception:  # a person's own class, which need not be here
         return None
     if not callable(tell):

@@ -6,10 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.ending import add_trust, exit_code
 
 if TYPE_CHECKING:
     from hetexp.core.plan import Plan
@@ -52,13 +53,16 @@ def _parser() -> argparse.ArgumentParser:
         "--output", metavar="FOLDER", help="where to write (default: the run folder, or the current one)"
     )
     parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of options of your own")
+    add_trust(parser)
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.files import folder_problem
+    from hetexp.core.instantiate import only_trusted
     from hetexp.report.diagram import write_diagrams
+    from hetexp.report.picture import strategy_problems
 
     formats = [name.strip() for name in (options.format or DEFAULT).split(",")]
     problems = [
@@ -68,7 +72,8 @@ def _run(options: argparse.Namespace) -> int:
     ][:1]
     given = Path(options.config[0]) if len(options.config) == 1 else None
     sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
-    if given is not None and (given.exists() or "=" not in given.name):
+    stored = given is not None and (given.exists() or "=" not in given.name)
+    if given is not None and stored:
         folder = Path(options.output) if options.output else given if given.is_dir() else given.parent
         plan, remarks, wrong = _read(given)
     else:
@@ -81,7 +86,10 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(problems)
     assert plan is not None
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = write_diagrams(plan, folder, formats, remarks)
+    with only_trusted(options.trust) if stored else nullcontext():
+        drawn = write_diagrams(plan, folder, formats, remarks)
+        for problem in strategy_problems(plan):
+            print(problem, file=sys.stderr)
     for path in drawn.paths:
         print(path)
     if drawn.problem is not None:

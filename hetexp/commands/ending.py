@@ -1,9 +1,32 @@
-"""How a command ends where something that was typed cannot be used."""
+"""What several commands share: the option `--trust`, and how they end if they cannot use what was typed."""
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
 from collections.abc import Callable
+
+_PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add `--trust`, for commands that read a folder which a stranger may have written."""
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        type=_package,
+        metavar="PACKAGE",
+        help="run this package's code if the folder's configuration names it; else only classes of hetexp "
+        "are built. May be given several times",
+    )
+
+
+def _package(text: str) -> str:
+    if not _PACKAGE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"must be the name of a package, but is {text!r} instead")
+    return text
 
 
 def exit_code(run: Callable[[], int], drives_torch: bool = True) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.ending import add_trust, exit_code
 
 _EPILOG = """\
 DIR gets model.safetensors, every tensor by the name that the model has for it, and config.json. Of adapters
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the files")
     parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; by default as they are")
     parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
+    add_trust(parser)
     return parser
 
 
@@ -48,6 +49,7 @@ def _run(options: argparse.Namespace) -> int:
     from hetexp.checkpoint.choose import Wish, choose
     from hetexp.checkpoint.export import ABOUT, CONFIG, WEIGHTS, export
     from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.instantiate import only_trusted
 
     wish = Wish.read(options.run, Path.cwd())
     if wish.path is None:
@@ -60,6 +62,8 @@ def _run(options: argparse.Namespace) -> int:
     chosen = choose(Path(wish.path), wish.which, contents=False)
     for sentence in chosen.skipped:
         print(sentence)
-    about = export(chosen.folder, options.output, getattr(torch, options.dtype) if options.dtype else None)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    with only_trusted(options.trust):
+        about = export(chosen.folder, options.output, dtype, say=lambda text: print(text, file=sys.stderr))
     print(f"Weights of step {about['step']} ({chosen.folder}): {options.output / about['weights']}")
     return 0

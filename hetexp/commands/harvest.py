@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.ending import add_trust, exit_code
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, metavar="N", help="most vectors to train on; by default all")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples of a pass (32)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add_trust(parser)
     return parser
 
 
@@ -52,6 +53,7 @@ def _run(options: argparse.Namespace) -> int:
     from hetexp.checkpoint.choose import Wish, choose
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.files import write_json
+    from hetexp.core.instantiate import only_trusted
     from hetexp.data.activations import SOURCE
     from hetexp.training.source import SourceModel
 
@@ -66,7 +68,8 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(must_be("--output", "a new or an empty folder", str(options.output)))
     sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
     chosen = choose(Path(wish.path), wish.which)
-    source = SourceModel(chosen.folder, options.layer)
+    with only_trusted(options.trust):
+        source = SourceModel(chosen.folder, options.layer)
     dtype = getattr(torch, options.dtype)
     options.output.mkdir(parents=True, exist_ok=True)
     counts = {}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.ending import add_trust, exit_code
 
 if TYPE_CHECKING:
     from hetexp.checkpoint.merge import Parent
@@ -25,7 +25,7 @@ examples
 def main(arguments: Sequence[str]) -> int:
     """Merge, say how the result compares with its parents; return 2 where it cannot be done."""
     options = _parser().parse_args(arguments)
-    return exit_code(lambda: _run(options))
+    return exit_code(lambda: _run_trusting(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,7 +63,15 @@ def _parser() -> argparse.ArgumentParser:
         help="factor of the adapters' products (alpha / rank), where the model's layers do not tell it",
     )
     parser.add_argument("--force", action="store_true", help="merge models that began from other weights")
+    add_trust(parser)
     return parser
+
+
+def _run_trusting(options: argparse.Namespace) -> int:
+    from hetexp.core.instantiate import only_trusted
+
+    with only_trusted(options.trust):
+        return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -130,6 +138,8 @@ def _parts(parent: Parent) -> tuple[Parts | None, str]:
     import torch.distributed as dist
 
     from hetexp.core.config import read_config
+    from hetexp.core.errors import ConfigError
+    from hetexp.core.instantiate import untrusted
     from hetexp.core.plan import Plan
     from hetexp.hardware.cpu import CpuBackend
     from hetexp.training.wiring import build_parts
@@ -141,10 +151,13 @@ def _parts(parent: Parent) -> tuple[Parts | None, str]:
         "hardware": {"devices": ["cpu"]},
         "strategy": {"_target_": "hetexp.strategy.single.Single"},
         "balancing": {"_target_": "hetexp.balancing.equal.Equal"},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0},  # no step is taken
         "trainer": raw["trainer"] | {"precision": "float64" if double else "float32", "fast_dev_run": 0},
         "fault": {"events": []},
         "resume": None,
     }
+    if problems := untrusted({name: raw.get(name) for name in ("model", "data")}):
+        return None, " ".join(problems)
     try:
         config = read_config(raw)
         plan = Plan(
@@ -163,6 +176,8 @@ def _parts(parent: Parent) -> tuple[Parts | None, str]:
             working_dir=str(Path.cwd()),
         )
         return build_parts(plan, config, 0, dist.HashStore()), ""
+    except ConfigError as error:
+        return None, " ".join(error.problems)
     except Exception as error:  # a person's own classes run any code
         cause = error.__cause__ or error
         return None, f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"

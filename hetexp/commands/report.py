@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.ending import add_trust, exit_code
 
 _EPILOG = """\
 examples
@@ -47,13 +48,16 @@ def parser() -> argparse.ArgumentParser:
         "--wandb", action="store_true", help="save a report in W&B instead of these files, and print its URL"
     )
     add_arguments(made)
+    add_trust(made)
     return made
 
 
 def _run(options: argparse.Namespace) -> int:
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.files import folder_problem
+    from hetexp.core.instantiate import only_trusted
     from hetexp.report.comparison import compare
+    from hetexp.report.notes import refused
     from hetexp.report.runs import read_runs
 
     given = {"--dry-run": options.dry_run, "--project": options.project, "--entity": options.entity}
@@ -66,7 +70,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.wandb:
         from hetexp.report.wandb_report import main_wandb
 
-        main_wandb(compare(runs, title), options)
+        with only_trusted(options.trust):
+            main_wandb(compare(runs, title), options)
         return 0
     problem = folder_problem(folder)
     if problem:
@@ -74,8 +79,11 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(must_be("--output", "a folder that can be written", str(folder), told))
     from hetexp.report.write import TABLES, TEXT, write_files
 
-    comparison = compare(runs, title)
-    page = write_files(comparison, folder)
+    with only_trusted(options.trust):
+        comparison = compare(runs, title)
+        page = write_files(comparison, folder)
+        for problem in refused(comparison):
+            print(problem, file=sys.stderr)
     print(comparison.answer)
     print(f"Report: {page}")
     print(f"Beside it: {', '.join((TEXT, *TABLES))}")

@@ -2,20 +2,76 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import pkgutil
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from hetexp.core.config import explain, own_arguments
-from hetexp.core.errors import ConfigError, did_you_mean
+from hetexp.core.errors import ConfigError, did_you_mean, must_be
 
 _RESERVED = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
+COMPONENTS = (
+    *("hetexp.strategy", "hetexp.balancing", "hetexp.model", "hetexp.data", "hetexp.training.loss"),
+    "torch.optim",
+)
+"""Packages whose classes may always be built: they run no code but their own, whatever their arguments."""
+_ACCEPTED = "a class of hetexp or of a package that you trust"
+_LONGEST_SHOWN = 120
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """What may be built inside one `only_trusted` block."""
+
+    packages: tuple[str, ...]
+    how: str
+
+    def covers(self, name: str) -> bool:
+        return _inside(name, (*COMPONENTS, *self.packages))
+
+
+_limits: ContextVar[tuple[_Limit, ...]] = ContextVar("limits", default=())
+"""Of all blocks that the current thread is in."""
+
+
+@contextmanager
+def only_trusted(packages: Sequence[str] = (), how: str = "--trust {}") -> Iterator[None]:
+    """Inside the block, refuse to build or import what neither hetexp nor a trusted package defines.
+
+    Whatever reads a configuration from a folder does so in such a block: a stranger may have written it. A
+    block inside another one allows no more than both do.
+
+    Args:
+        packages: names of the packages, or of single modules, that the user trusts.
+        how: the words by which the user trusts the package in `{}`.
+    """
+    before = _limits.set((*_limits.get(), _Limit(tuple(packages), how)))
+    try:
+        yield
+    finally:
+        _limits.reset(before)
+
+
+def untrusted(node: Any, key: str = "") -> list[str]:
+    """Return what `only_trusted` refuses in a configuration, one sentence for each value.
+
+    Args:
+        node: plain types; every `_target_` counts, however deep.
+        key: Hydra key of the node.
+    """
+    problems = [problem for limit in _limits.get() for problem in _untrusted(node, key, limit)]
+    return list(dict.fromkeys(problems))
 
 
 def instantiate(node: Mapping[str, Any], /, **extra: Any) -> Any:
@@ -26,11 +82,13 @@ def instantiate(node: Mapping[str, Any], /, **extra: Any) -> Any:
         extra: arguments added to, or put in place of, those of the node.
 
     Raises:
-        ConfigError: the class refused its arguments with one.
+        ConfigError: the class refused its arguments with one, or `only_trusted` refuses a class.
     """
     import hydra.utils
     from hydra.errors import InstantiationException
 
+    if problems := untrusted({**dict(node), **extra}):
+        raise ConfigError(problems)
     try:
         return hydra.utils.instantiate(dict(node), _convert_="all", **extra)
     except InstantiationException as error:
@@ -40,15 +98,96 @@ def instantiate(node: Mapping[str, Any], /, **extra: Any) -> Any:
         raise
 
 
-def locate(target: str) -> Any:
+def locate(target: str, key: str = "_target_") -> Any:
     """Return the class or function of a dotted path.
 
+    Args:
+        target: the path.
+        key: Hydra key of the path, for the message of a refusal.
+
     Raises:
+        ConfigError: `only_trusted` refuses it.
         Exception: whatever importing its module raises, `ImportError` or `AttributeError` for a wrong path.
     """
     if ":" in target:  # resolve_name's other form, which Hydra does not read
         raise ImportError("a dotted path has no colon")
+    for limit in _limits.get():
+        _trusted(key, target, limit)
     return pkgutil.resolve_name(target)
+
+
+def _untrusted(node: Any, key: str, limit: _Limit) -> Iterator[str]:
+    if isinstance(node, str) and "${" in node:  # Hydra would resolve it, even to another `_target_`
+        yield must_be(_shown(key), "a plain value in a stored configuration", _shown(node))
+    elif isinstance(node, Mapping):
+        for name, value in node.items():
+            inner = f"{key}.{name}" if key else str(name)
+            if name != "_target_":
+                yield from _untrusted(value, inner, limit)
+                continue
+            try:
+                _trusted(inner, value, limit)
+            except ConfigError as error:
+                yield from error.problems
+    elif isinstance(node, (list, tuple)):
+        for position, item in enumerate(node):
+            yield from _untrusted(item, f"{key}[{position}]", limit)
+
+
+def _trusted(key: str, target: Any, limit: _Limit) -> None:
+    """Check that a dotted path leads to something trusted, by trusted modules only.
+
+    A module has names that it imported from elsewhere (`hetexp.training.loss.torch.load`). So the path is
+    walked as Hydra walks it, and each step must be defined where a trusted package is.
+
+    Raises:
+        ConfigError: it does not.
+    """
+
+    def refusal(why: str) -> ConfigError:
+        return ConfigError(must_be(_shown(key), _ACCEPTED, _shown(target), why))
+
+    def by_trust(package: str) -> str:
+        if not all(name.isidentifier() for name in package.split(".")):
+            return "It is no dotted path."
+        return f"If you trust its code, add {limit.how.format(package)}."
+
+    if not isinstance(target, str):
+        raise refusal("A dotted path is text.")
+    around = target.rpartition(".")[0] or target
+    if not limit.covers(target):
+        raise refusal(by_trust(around))
+    names = target.split(".")
+    try:
+        found, path, home = importlib.import_module(names[0]), names[0], names[0]
+        for name in names[1:]:
+            path = f"{path}.{name}"
+            if isinstance(found, ModuleType) and not hasattr(found, name):
+                found = importlib.import_module(path)
+            else:
+                found = getattr(found, name)
+            if isinstance(found, ModuleType):
+                if found.__name__ != path:
+                    raise refusal(f"It leads out of the package, into the module {found.__name__}.")
+            elif not limit.covers(home := str(getattr(found, "__module__", "an unknown module"))):
+                raise refusal(f"It comes from {home}. {by_trust(home)}")
+    except ConfigError:
+        raise
+    except Exception as error:  # an import runs any code and so raises anything
+        why = f"It cannot be imported ({_first_line(error)})."
+        raise refusal(why) from error
+    if not isinstance(found, type) and not _inside(home, limit.packages):
+        raise refusal(f"It is no class. {by_trust(around)}")
+
+
+def _inside(name: str, packages: Sequence[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _shown(text: object) -> str:
+    """Return a stranger's text as a message may show it: short, and without control characters."""
+    plain = "".join(character if character.isprintable() else "?" for character in str(text))
+    return plain if len(plain) <= _LONGEST_SHOWN else f"{plain[:_LONGEST_SHOWN]}…"
 
 
 def parameters(target: str) -> dict[str, inspect.Parameter]:

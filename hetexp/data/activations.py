@@ -32,6 +32,8 @@ class Source:
     path: Path
     """Of `source.json`."""
     samples: int
+    trusted: tuple[str, ...] = ()
+    """Packages whose classes the source model may be of, beside hetexp's own."""
 
 
 class Vectors:
@@ -76,6 +78,8 @@ class Activations:
         loss_recovered: samples of the source model's evaluation data, at most, on which evaluations find how
             much of its loss is kept where the reconstruction takes the activations' place; 0: none. The
             folder must be of `hetexp harvest`.
+        trust: packages whose code may run if the source model or its data are of them. Without, only
+            classes of hetexp are built.
 
     Raises:
         ConfigError: the folder is missing, or its files hold no such vectors.
@@ -93,6 +97,7 @@ class Activations:
         normalise: Literal["mean_norm", "none"] = "mean_norm",
         limit: PositiveInt | None = None,
         loss_recovered: NonNegativeInt = 0,
+        trust: list[str] | None = None,
     ) -> None:
         training, evaluation, problems = _find(folder, loss_recovered)
         if problems:
@@ -109,7 +114,8 @@ class Activations:
         judged = Rows(evaluation) if evaluation else rows
         first = 0 if evaluation else count - num_test
         self.evaluation = Vectors(judged, first, len(judged), factor)  # type: ignore[assignment]
-        self.source = Source(Path(folder).expanduser() / SOURCE, loss_recovered) if loss_recovered else None
+        path = Path(folder).expanduser() / SOURCE
+        self.source = Source(path, loss_recovered, tuple(trust or ())) if loss_recovered else None
         self.facts = {"input_size": len(mean), "mean": (mean * factor).tolist(), "scale": factor}
 
     @staticmethod

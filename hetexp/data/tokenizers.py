@@ -36,7 +36,8 @@ def load_tokenizer(folder: str | None) -> Any:
         return _bytes()
     accepted = "a folder with a tokenizer that transformers reads"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(folder).expanduser()), local_files_only=True)
+        path = str(Path(folder).expanduser())
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many classes, whatever is wrong with the files
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(must_be("data.tokenizer", accepted, folder, reason)) from error

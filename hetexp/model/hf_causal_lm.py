@@ -87,7 +87,7 @@ class HFCausalLM(nn.Module):
         attention: Literal["sdpa", "eager"] = "sdpa",
     ) -> None:
         super().__init__()
-        if problems := self.check(folder, architecture, targets=targets):
+        if problems := self.check(folder, architecture, targets, attention):
             raise ConfigError(problems)
         self.base_dtype = getattr(torch, base_dtype) if base_dtype is not None else None
         # Adapters begin alike on all ranks, however many random numbers the base has taken.
@@ -167,6 +167,7 @@ class HFCausalLM(nn.Module):
         folder: str | None = None,
         architecture: dict[str, Any] | None = None,
         targets: str | list[str] = "all-linear",
+        attention: str = "sdpa",
         **_: Any,
     ) -> list[str]:
         """Return what is missing, one sentence a problem."""
@@ -185,6 +186,8 @@ class HFCausalLM(nn.Module):
             problems.append(must_be("model.architecture", accepted, architecture))
         if isinstance(targets, list) and not targets:
             problems.append(must_be("model.targets", "all-linear or at least one name", targets))
+        if attention not in ("sdpa", "eager"):  # transformers takes other words for code to download
+            problems.append(must_be("model.attention", "sdpa or eager", attention))
         return problems
 
 
@@ -198,12 +201,13 @@ def _base(
     """Build the language model, with its weights unless tensors are made without data here."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    about = {"attn_implementation": attention}
+    # Else transformers may ask on the terminal whether to run code of the folder.
+    about = {"attn_implementation": attention, "trust_remote_code": False}
     try:
         if folder is not None:
             path = str(Path(folder).expanduser())
             if torch.empty(0).is_meta:
-                config = AutoConfig.from_pretrained(path, local_files_only=True)
+                config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
                 lm = AutoModelForCausalLM.from_config(config, dtype=dtype, **about)
             else:
                 lm = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype, **about)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hetexp.report.baselines import CALIBRATED, OWN
 from hetexp.report.figures import eval_loss
+from hetexp.report.picture import strategy_problems
 from hetexp.report.profiles import fault_of
 from hetexp.report.results import Comparison, Variant
 from hetexp.report.runs import RunRecord
@@ -28,6 +29,13 @@ def notes_of(found: Comparison) -> Iterator[str]:
         yield from _comparability(found.variants, runs)
         yield from _baselines(found)
         yield from _provenance(runs)
+    yield from refused(found)
+
+
+def refused(found: Comparison) -> list[str]:
+    """Return why the drawing of the best plan lacks its strategy's part, if it does."""
+    plan = found.best.runs[0].plan if found.best is not None else None
+    return strategy_problems(plan) if plan is not None else []
 
 
 def _unfinished(failed: Sequence[RunRecord]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hetexp.core.config import own_arguments
 from hetexp.core.device import GIB, DeviceSpec
-from hetexp.core.instantiate import instantiate
+from hetexp.core.instantiate import instantiate, untrusted
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Stage
 from hetexp.hardware.links import links_of
@@ -191,6 +191,7 @@ def picture_of(plan: Plan, remarks: Sequence[str] = ()) -> Picture:
     told = list(remarks)
     if plan.fallback is not None:
         told.insert(0, "Not {from} but {to}: {reason}".format_map(plan.fallback))
+    told += strategy_problems(plan)
     return Picture(
         title=tuple(_title(plan.name)),
         lines=tuple(_facts(plan, strategy)),
@@ -201,6 +202,11 @@ def picture_of(plan: Plan, remarks: Sequence[str] = ()) -> Picture:
         network=network,
         remarks=tuple(told),
     )
+
+
+def strategy_problems(plan: Plan) -> list[str]:
+    """Return why the strategy may not be built here: then the picture lacks what only its class knows."""
+    return untrusted({"strategy": own_arguments("strategy", plan.config.get("strategy"))})
 
 
 def shortened(text: str, longest: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from hetexp.core.errors import ConfigError
+from hetexp.core.instantiate import locate
 from hetexp.model.base import WithAuxiliary
 from hetexp.training import many_logits
 from hetexp.training.many_logits import ManyLogits
@@ -155,7 +155,7 @@ _SHIPPED: dict[str, type[Loss]] = {
 
 def build_loss(name: str) -> Loss:
     """Return the loss of that name, or an object of the class at that dotted path."""
-    loss_class = _SHIPPED.get(name) or pkgutil.resolve_name(name)
+    loss_class = _SHIPPED.get(name) or locate(name, "trainer.loss")
     loss: Loss = loss_class()
     return loss
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from hetexp.checkpoint.folder import STATE, load_checkpoint
 from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError, ConfigError, did_you_mean, must_be
+from hetexp.core.instantiate import only_trusted, untrusted
 from hetexp.data.base import build_data
 from hetexp.model.base import WithAuxiliary, build_model
 from hetexp.training.loss import Loss, build_loss
@@ -34,7 +35,7 @@ class SourceModel:
 
     Raises:
         CheckpointError: the checkpoint is damaged or not there.
-        ConfigError: there is no such layer.
+        ConfigError: there is no such layer, or `only_trusted` refuses a class of the checkpoint.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class SourceModel:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"The source model's checkpoint cannot be read: {error}.") from error
         config = state["extra"]["config"]
+        if problems := untrusted({name: config[name] for name in ("model", "data")}):
+            raise ConfigError(problems)
         self.data = build_data(config["data"])
         self.model = build_model(config["model"], self.data.facts).eval().requires_grad_(False)
         if config["trainer"].get("precision") == "float64":
@@ -63,11 +66,17 @@ class SourceModel:
         self.num_samples = there if num_samples is None else min(there, num_samples)
 
     @classmethod
-    def judging(cls, path: Path, num_samples: int, scale: float) -> SourceModel:
+    def judging(cls, path: Path, num_samples: int, scale: float, trusted: Sequence[str] = ()) -> SourceModel:
         """Return the model that a `source.json` names.
 
+        Args:
+            path: of the file. It and the checkpoint may be a stranger's, even if the training is not.
+            num_samples: of its evaluation data, at most.
+            scale: what the autoencoder's vectors are multiplied by.
+            trusted: packages whose classes may be built, beside hetexp's own.
+
         Raises:
-            ConfigError: the file does not say.
+            ConfigError: the file does not say, or a class of the checkpoint is not trusted.
         """
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
@@ -75,7 +84,8 @@ class SourceModel:
         except (OSError, ValueError, KeyError, TypeError) as error:
             accepted = "0 where source.json does not name a checkpoint and a layer"
             raise ConfigError(must_be("data.loss_recovered", accepted, num_samples, f"{error}.")) from error
-        return cls(checkpoint, layer, num_samples, scale)
+        with only_trusted(trusted, how="{} to data.trust"):
+            return cls(checkpoint, layer, num_samples, scale)
 
     def vectors(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Tensor]:
         """Yield the layer's outputs over a data set in its order, as vectors [any number, width]."""

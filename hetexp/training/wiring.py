@@ -123,7 +123,11 @@ def _build_alone(
         train, evaluation = same_shape(train), None if evaluation is None else same_shape(evaluation)
     num_samples = len(train)  # type: ignore[arg-type]  # map-style, as build_data checked
     wanted = getattr(data, "source", None)  # before the seed is set: to build a model draws numbers
-    source = None if wanted is None else SourceModel.judging(wanted.path, wanted.samples, data.facts["scale"])
+    source = (
+        None
+        if wanted is None
+        else SourceModel.judging(wanted.path, wanted.samples, data.facts["scale"], wanted.trusted)
+    )
     strategy = instantiate(config.strategy)
     sampler = _sampler(plan, config, strategy, num_samples)
     # The same seed and the CPU's generator on every rank: the same weights whatever the device.

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import functools
+import json
+from collections import OrderedDict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from pydantic import BaseModel, Field, PositiveInt
 
 from hetexp.core.errors import ConfigError
-from hetexp.core.instantiate import check_component, instantiate, locate, parameters
+from hetexp.core.instantiate import (
+    check_component,
+    instantiate,
+    locate,
+    only_trusted,
+    parameters,
+    untrusted,
+)
 
 
 class Net:
@@ -336,3 +346,103 @@ def test_locate_and_parameters() -> None:
         locate("no_such_package.Net")
     with pytest.raises(AttributeError):
         locate("torch.nn.Lineer")
+
+
+CONF = Path(__file__).parents[3] / "conf"
+SHIPPED = [
+    path
+    for group in ("strategy", "balancing", "model", "data", "optimizer")
+    for path in sorted((CONF / group).glob("*.yaml"))
+    if path.stem != "custom"
+]
+MLP = "hetexp.model.mlp.MLP"
+OPEN = f"{__name__}.Open"
+LOADED = {"_target_": "torch.load", "f": "weights.pt", "weights_only": False}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_all_that_ships_is_built_without_trust(path: Path) -> None:
+    node = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    assert isinstance(node, dict)
+    kept = {name: value for name, value in node.items() if "${" not in str(value)}  # runs store plain values
+    with only_trusted():
+        assert untrusted(kept, path.parent.name) == []
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        LOADED,
+        {"_target_": MLP, "hidden_sizes": [{"deep": [LOADED]}]},
+        {"_target_": MLP, "_args_": [LOADED]},
+        {"_target_": MLP, "_recursive_": False, "hidden_sizes": LOADED},
+        {"_target_": "torch.load", "_partial_": True},
+        {"_target_": "hydra.utils.get_method", "path": "os.system"},
+        {"_target_": "hetexp.core.instantiate.instantiate", "node": {}},
+        {"_target_": "hetexp.core.files.write_text", "path": "x", "text": "y"},
+        {"_target_": "hetexp.data.tokenizers.load_tokenizer", "folder": "x"},  # no class
+        {"_target_": "hetexp.model.mlp.MLP.register_module"},
+        {"_target_": "hetexp.model.mlp.torch.load", "f": "x"},
+        {"_target_": "hetexp.model.base.ConfigError", "problems": "x"},  # from elsewhere in hetexp
+        {"_target_": "hetexp.model.mlp"},
+        {"_target_": "hetexp.model..mlp.MLP"},
+        {"_target_": "hetexp.model.none.None"},
+        {"_target_": "hetexp_model.Net"},
+        {"_target_": "torch.optim.optimizer.torch.load", "f": "x"},
+        {"_target_": "torch.optim.lr_scheduler.warn", "text": "x"},
+        {"_target_": ["torch", "load"]},
+        {"_target_": None},
+        {"_target_": "${oc.decode:torch.load}"},
+        {"_target_": MLP, "hidden_sizes": "${oc.decode:'{_target_: torch.load, f: weights.pt}'}"},
+        [["_target_", "torch.load"], ["f", "weights.pt"]],
+    ],
+    ids=lambda node: json.dumps(node)[:60],
+)
+def test_what_a_stored_configuration_may_not_build(
+    node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was called")
+
+    monkeypatch.setattr("torch.load", never)
+    monkeypatch.setattr("hydra.utils.instantiate", never)
+    monkeypatch.chdir(tmp_path)
+    with only_trusted(), pytest.raises(ConfigError) as told:
+        instantiate(node)
+    assert all(" must be a" in problem and " instead." in problem for problem in told.value.problems)
+
+
+def test_arguments_from_elsewhere_are_checked_too() -> None:
+    with only_trusted(), pytest.raises(ConfigError, match=r"add --trust torch\."):
+        instantiate({"_target_": MLP}, hidden_sizes=LOADED)
+
+
+def test_a_trusted_package_is_its_own_code_only() -> None:
+    node = {"_target_": OPEN, "width": 3}
+    with only_trusted(), pytest.raises(ConfigError, match=rf"add --trust {__name__}\."):
+        instantiate(node)
+    with only_trusted([__name__]):
+        assert instantiate(node).width == 3
+        assert locate(OPEN) is Open
+        assert instantiate({"_target_": f"{__name__}.Judging.check", "low": 2}) != []  # a function of it
+        for name in ("torch.load", "OrderedDict", "functools.reduce"):
+            with pytest.raises(ConfigError, match="leads out of the package|comes from collections"):
+                instantiate({"_target_": f"{__name__}.{name}"})
+        with only_trusted(["torch"]), pytest.raises(ConfigError, match="--trust"):
+            instantiate(node)
+    with only_trusted([__name__, "collections"]):
+        assert isinstance(instantiate({"_target_": f"{__name__}.OrderedDict"}), OrderedDict)
+    assert instantiate(node).width == 3
+
+
+def test_all_refusals_come_at_once_and_show_no_control_characters() -> None:
+    node = {"model": {"_target_": "evil\x1b[2J" + "x" * 500}, "data": LOADED, "optimizer": {"lr": 1}}
+    with only_trusted(how="{} to data.trust"):
+        problems = untrusted(node)
+    assert [problem.partition(" ")[0] for problem in problems] == ["`model._target_`", "`data._target_`"]
+    assert "\x1b" not in problems[0]
+    assert len(problems[0]) < 400
+    assert problems[1].endswith(
+        "but is 'torch.load' instead. If you trust its code, add torch to data.trust."
+    )
+    assert untrusted(node) == []

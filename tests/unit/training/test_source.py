@@ -15,7 +15,9 @@ from torch import nn
 from hetexp.checkpoint.folder import TrainingState, save_checkpoint
 from hetexp.cli import main
 from hetexp.core.call import call_model
+from hetexp.core.errors import ConfigError
 from hetexp.data.base import build_data
+from hetexp.data.synthetic import Synthetic
 from hetexp.model.base import build_model
 from hetexp.training.source import SourceModel
 
@@ -33,13 +35,17 @@ TOKENS = {
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run that has trained nothing, with a checkpoint."""
+    return saved(tmp_path / "run", TOKENS)
+
+
+def saved(run: Path, tokens: dict[str, Any]) -> Path:
     torch.manual_seed(0)
-    model = build_model(GPT, build_data(TOKENS).facts)
-    config = unbuilt_config(model=GPT, data=TOKENS)
+    model = build_model(GPT, build_data(tokens).facts)
+    config = unbuilt_config(model=GPT, data=tokens)
     extra: dict[str, Any] = {"run_id": "run", "config": config}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    save_checkpoint(tmp_path / "run" / "checkpoints", model, optimizer, TrainingState(4, {}, {}, extra))
-    return tmp_path / "run"
+    save_checkpoint(run / "checkpoints", model, optimizer, TrainingState(4, {}, {}, extra))
+    return run
 
 
 def harvested(run: Path, *words: str) -> Path:
@@ -81,6 +87,21 @@ class Identity(nn.Module):
 class Zero(nn.Module):
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(vectors)
+
+
+class Own(Synthetic):
+    """Data of a person's own package."""
+
+
+def test_a_training_builds_only_a_trusted_source(tmp_path: Path) -> None:
+    """The folder of activations may be a stranger's, even if the training is not."""
+    out = harvested(saved(tmp_path / "run", TOKENS | {"_target_": f"{__name__}.Own"}), "--trust", __name__)
+    data = {"_target_": "hetexp.data.activations.Activations", "folder": str(out), "loss_recovered": 5}
+    source = build_data(data).source  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=rf"`data\._target_` must be .* add {__name__} to data\.trust\."):
+        SourceModel.judging(source.path, source.samples, 1.0, source.trusted)
+    source = build_data(data | {"trust": [__name__]}).source  # type: ignore[attr-defined]
+    assert SourceModel.judging(source.path, source.samples, 1.0, source.trusted).num_samples == 5
 
 
 def test_what_a_reconstruction_costs(run: Path) -> None:
