@@ -1,28 +1,129 @@
-"""Which run holds which card. A lease is a locked file: it ends with its owner, however that one ends."""
+"""Which run holds which card. A lease is a locked file: it ends with its owner, however that one ends.
+
+All users of a machine share one folder of leases, in which each of them may make files and links. So no link
+in it is followed, and nothing is written into a file that is there already.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import getpass
 import json
+import logging
 import os
 import re
+import stat
 import tempfile
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger(__name__)
+
 ACQUIRE_SECONDS = 0.2
 """Longest wait for a lease: another process that only asks who holds it has it for a moment."""
 _UNLEASED = ("cpu", "emulated")
 """Backends whose devices any number of runs may use."""
 _CHOOSING = "choosing.lock"
+_FOLDER = "hetexp-leases"
+_EVERYBODYS, _OWN = 0o1777, 0o700
+"""Modes of the shared folder, as of `/tmp` itself, and of one user's."""
+_POLL_SECONDS = 0.05
+_LONGEST_NOTE = 65_536
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Flags that open no link, and do not wait for the other end of a pipe."""
+_OR_SHARE = "choose another card, or share them (hardware.share_devices=true)"
 _reserved: set[Path] = set()
 """Files of the leases that this process holds for whatever it starts."""
+_warned: set[Path] = set()
+"""Shared folders that this process has said it does not use."""
+
+
+class _Lock:
+    """A lock of a file that any user may have made, with the methods of `FileLock` that leases need.
+
+    `FileLock` itself refuses another user's file in a folder that all may write to.
+    """
+
+    _held: weakref.WeakSet[_Lock] = weakref.WeakSet()
+
+    def __init__(self, path: Path) -> None:
+        self.lock_file = str(path)
+        self._descriptor: int | None = None
+
+    def acquire(self, timeout: float = -1) -> None:
+        """Take it within so many seconds; a negative number: wait for as long as it takes.
+
+        Raises:
+            Timeout: another process has it.
+            OSError: the file cannot be opened, or is a link.
+        """
+        until = time.monotonic() + timeout
+        while not self._try():
+            if timeout >= 0 and time.monotonic() >= until:
+                raise Timeout(self.lock_file)
+            time.sleep(_POLL_SECONDS)
+
+    def release(self) -> None:
+        """Give it back; the file stays, as others may wait for it."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            self._held.discard(self)
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _try(self) -> bool:
+        descriptor = self._open()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink > 0:  # else it was removed before it was locked
+                self._descriptor, descriptor = descriptor, -1
+                self._held.add(self)
+                return True
+        except BlockingIOError:
+            pass
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        return False
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | _NO_LINK
+        try:
+            # Two steps: Linux may refuse O_CREAT for a file that is there and another user's.
+            descriptor = os.open(self.lock_file, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            os.fchmod(descriptor, 0o666)  # whatever the umask is
+        except FileExistsError:
+            descriptor = os.open(self.lock_file, flags)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise OSError(errno.EINVAL, "it is no regular file", self.lock_file) from None
+        return descriptor
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        """In a new child, close what it has inherited: else it would hold its parent's leases."""
+        for lock in list(cls._held):
+            lock.release()
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_Lock._after_fork)
 
 
 class Leases:
@@ -42,35 +143,34 @@ class Leases:
         if cpu is not None and any(d.backend in _UNLEASED for d in devices):
             self._devices[cpu] = "this machine's CPU"
         self._owner, self._reserve = owner, reserve
-        self._locks: list[FileLock] = []
+        self._locks: list[_Lock | FileLock] = []
 
     def __enter__(self) -> Leases:
         """Take all leases or none.
 
         Raises:
-            SetupError: another run holds one of the cards.
+            SetupError: another run holds one of the cards, or the file of a lease cannot be opened.
         """
         taken: list[str] = []
+        broken: list[str] = []
         for path, device in self._devices.items():
             if path in _reserved:
                 continue
-            lock = FileLock(path, timeout=ACQUIRE_SECONDS, mode=0o666)
+            lock = _lock(path)
             try:
-                lock.acquire()
+                lock.acquire(timeout=ACQUIRE_SECONDS)
             except Timeout:
                 taken.append(f"{device} is held by {_told(path)}")
                 continue
+            except OSError as error:
+                broken.append(_unopened(path, error, f"The lease of {device}", _OR_SHARE))
+                continue
             self._locks.append(lock)
-            with contextlib.suppress(OSError):  # it is for people only
-                _note(path).write_text(
-                    json.dumps({"owner": self._owner, "pid": os.getpid(), "user": _user()}), encoding="utf-8"
-                )
-        if taken:
+            _write_note(path, {"owner": self._owner, "pid": os.getpid(), "user": _user()})
+        if taken or broken:
             self.__exit__()
-            raise SetupError(
-                "; ".join(taken)
-                + ". Wait for it, choose another card, or share them (hardware.share_devices=true)."
-            )
+            told = [f"{'; '.join(taken)}. Wait for it, {_OR_SHARE}."] if taken else []
+            raise SetupError(" ".join([*told, *broken]))
         if self._reserve:
             _reserved.update(self._devices)
         return self
@@ -88,16 +188,16 @@ class Leases:
         Raises:
             SetupError: another run holds it.
         """
-        path = _file(device)
-        if device.backend in _UNLEASED or any(Path(lock.lock_file) == path for lock in self._locks):
+        name = _name(device)
+        if device.backend in _UNLEASED or any(Path(lock.lock_file).name == name for lock in self._locks):
             return
         more = Leases([device], self._owner).__enter__()
         self._locks += more._locks
 
     def release(self, device: DeviceSpec) -> None:
         """Give the lease of a device back before the others."""
-        path = _file(device)
-        for lock in [one for one in self._locks if Path(one.lock_file) == path]:
+        name = _name(device)
+        for lock in [one for one in self._locks if Path(one.lock_file).name == name]:
             self._locks.remove(lock)
             _let_go(lock)
 
@@ -108,12 +208,16 @@ class Leases:
 
 def holder(device: DeviceSpec) -> str | None:
     """Return who holds a card, in words; `None` where no other run does."""
-    return None if device.backend in _UNLEASED else _holder(_file(device))
+    if device.backend in _UNLEASED:
+        return None
+    with contextlib.suppress(SetupError):  # told when a lease is taken
+        return _holder(_file(device))
+    return None
 
 
 def held_by_others() -> frozenset[str]:
     """Return the names of all leases of cards that other processes hold."""
-    leases = [path for path in folder().glob("*.lock") if path.name != _CHOOSING]
+    leases = [path for path in _files("*.lock") if path.name != _CHOOSING]
     return frozenset(path.stem for path in leases if _holder(path) is not None)
 
 
@@ -123,48 +227,134 @@ def owners() -> list[tuple[str, int]]:
     The locks are not touched. One that was killed leaves its note: whoever asks looks whether it lives.
     """
     found = []
-    for path in folder().glob("*.json"):
+    for path in _files("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(path.read_text(encoding="utf-8"))
+            note = _read_note(path)
             found.append((str(note["owner"]), int(note["pid"])))
     return list(dict.fromkeys(found))
 
 
-def choosing() -> FileLock:
-    """Return the lock under which cards are chosen and taken where several runs do so at the same time."""
-    return FileLock(folder() / _CHOOSING, mode=0o666)
+@contextlib.contextmanager
+def choosing() -> Iterator[None]:
+    """Hold the lock under which cards are chosen and taken if several runs do so at the same time.
+
+    Raises:
+        SetupError: its file cannot be opened.
+    """
+    path = folder() / _CHOOSING
+    lock = _lock(path)
+    try:
+        lock.acquire()
+    except OSError as error:
+        fix = "or set TMPDIR to a folder of your own"
+        raise SetupError(_unopened(path, error, "The lock under which runs choose cards", fix)) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _holder(path: Path) -> str | None:
     if path in _reserved or not path.exists():
         return None
-    lock = FileLock(path, mode=0o666)
+    lock = _lock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         return _told(path)
-    except OSError:  # another user's file that we may not open
+    except OSError:  # another user's file that we may not open, or a link
         return None
     lock.release()
     return None
 
 
 def folder() -> Path:
-    """Return the folder of leases, which all users of the machine share."""
-    path = Path(tempfile.gettempdir()) / "hetexp-leases"
-    if not path.is_dir():
-        path.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):
-            path.chmod(0o1777)
-    return path
+    """Return the folder of leases: that of all users, or this user's own if the other is not safe to use.
+
+    Raises:
+        SetupError: neither is.
+    """
+    shared = Path(tempfile.gettempdir()) / _FOLDER
+    if fcntl is None:  # on Windows each user has a folder of temporary files
+        shared.mkdir(parents=True, exist_ok=True)
+        return shared
+    unsafe = _unsafe(shared, _EVERYBODYS)
+    if unsafe is None:
+        return shared
+    own = shared.with_name(f"{_FOLDER}-{os.geteuid()}")
+    if (problem := _unsafe(own, _OWN)) is not None:
+        raise SetupError(
+            f"`{own}` must be a folder that only you may write to, but {problem}. Remove it, set TMPDIR to a "
+            "folder of your own, or share the cards (hardware.share_devices=true)."
+        )
+    if shared not in _warned:
+        _warned.add(shared)
+        log.warning(
+            "`%s` must be a folder for all users, but %s. Leases of cards are in %s instead, so that hetexp "
+            "does not see those of other users.",
+            shared,
+            unsafe,
+            own,
+        )
+    return own
+
+
+def _unsafe(path: Path, mode: int) -> str | None:
+    """Make a folder of this mode if there is none, and return why it is not safe to use; `None`: it is.
+
+    Any user may have made the shared one: all may write to it, and none may remove another's files.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(_OWN, parents=True)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode):
+            return "it is a link" if stat.S_ISLNK(found.st_mode) else "it is no folder"
+        own = found.st_uid == os.geteuid()
+        if own and stat.S_IMODE(found.st_mode) != mode:
+            with contextlib.suppress(OSError):
+                path.chmod(mode)
+            found = path.lstat()
+    except OSError as error:
+        return f"it cannot be used ({error.strerror})"
+    bits = stat.S_IMODE(found.st_mode)
+    if (mode == _EVERYBODYS and bits & mode == mode) or (own and not bits & (stat.S_IWGRP | stat.S_IWOTH)):
+        return None
+    return f"it belongs to user {found.st_uid} and has mode {bits:o}"
+
+
+def _files(pattern: str) -> list[Path]:
+    try:
+        return list(folder().glob(pattern))
+    except (SetupError, OSError):  # told when a lease is taken
+        return []
+
+
+def _name(device: DeviceSpec) -> str:
+    key = device.uuid or device.pci or device.id.partition(".")[0]
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', key)}.lock"
 
 
 def _file(device: DeviceSpec) -> Path:
-    key = device.uuid or device.pci or device.id.partition(".")[0]
-    return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '-', key)}.lock"
+    return folder() / _name(device)
 
 
-def _let_go(lock: FileLock) -> None:
+def _lock(path: Path) -> _Lock | FileLock:
+    shared = fcntl is not None and path.parent.name.startswith(_FOLDER)
+    return _Lock(path) if shared else FileLock(path, mode=0o666)  # the CPU's is in the folder of a sweep
+
+
+def _unopened(path: Path, error: OSError, what: str, fix: str) -> str:
+    reason = "it is a link" if error.errno in (errno.ELOOP, errno.EMLINK) else error.strerror or str(error)
+    owner = ""
+    with contextlib.suppress(OSError):
+        owner = f" of user {path.lstat().st_uid}"
+    return (
+        f"{what} cannot be taken: `{path}`{owner} cannot be opened ({reason}). Have it removed, {_OR_SHARE}."
+    )
+
+
+def _let_go(lock: _Lock | FileLock) -> None:
     with contextlib.suppress(OSError):
         _note(Path(lock.lock_file)).unlink()
     lock.release()
@@ -174,9 +364,31 @@ def _note(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
+def _write_note(path: Path, note: dict[str, Any]) -> None:
+    """Write who has a lease beside it; what lies there already is removed, never written into."""
+    with contextlib.suppress(OSError):  # it is for people only
+        _note(path).unlink(missing_ok=True)
+        descriptor = os.open(_note(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o644)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(note, file)
+
+
+def _read_note(path: Path) -> Any:
+    """Return what a note says.
+
+    Raises:
+        OSError: it is a link, no regular file, or may not be read.
+        ValueError: it is no JSON.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | _NO_LINK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return json.loads(file.read(_LONGEST_NOTE))
+
+
 def _told(path: Path) -> str:
     try:
-        note = json.loads(_note(path).read_text(encoding="utf-8"))
+        note = _read_note(_note(path))
         return f"the run {note['owner']} (process {note['pid']} of {note['user']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another hetexp run"
