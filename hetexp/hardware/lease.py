@@ -350,7 +350,7 @@ def _unopened(path: Path, error: OSError, what: str, fix: str) -> str:
     with contextlib.suppress(OSError):
         owner = f" of user {path.lstat().st_uid}"
     return (
-        f"{what} cannot be taken: `{path}`{owner} cannot be opened ({reason}). Have it removed, {_OR_SHARE}."
+        f"{what} cannot be taken: `{path}`{owner} cannot be opened ({reason}). Have it removed, {fix}."
     )
 
 
