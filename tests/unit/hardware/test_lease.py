@@ -237,15 +237,20 @@ def test_ones_own_folder_gets_the_right_mode(shared: Path) -> None:
 
 
 def test_a_forked_child_holds_no_lease() -> None:
-    reads, writes = os.pipe()
+    (reads, writes), (ready, go) = os.pipe(), os.pipe()
     with Leases([CARD], "outputs/one"):
         child = os.fork()
         if child == 0:
             os.close(writes)
+            os.write(go, b"1")  # whatever a fork does is done
             os.read(reads, 1)
             os._exit(0)
-        assert holder(CARD) is not None
-    assert holder(CARD) is None
+        os.read(ready, 1)
+        held = holder(CARD)
+    after = holder(CARD)
     os.close(writes)
     os.waitpid(child, 0)
-    os.close(reads)
+    for descriptor in (reads, ready, go):
+        os.close(descriptor)
+    assert held is not None
+    assert after is None
