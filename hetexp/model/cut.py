@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from hetexp.core.call import call_model
 from hetexp.core.errors import ConfigError
 from hetexp.model.layered import Pieces, call_layer, pieces_of
 
@@ -128,7 +129,7 @@ class Piece(nn.Module):
         """Return what the next piece takes, or the model's output."""
         payload = inputs if payload is None else payload
         if self._begin is not None:
-            payload = self._begin(payload)
+            payload = call_model(self._begin, payload)
         for layer in self.layers:
             payload = call_layer(layer, payload)
         return payload if self._finish is None else self._finish(payload)

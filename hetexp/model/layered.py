@@ -30,7 +30,8 @@ class Pieces:
     finish_names: tuple[str, ...] = ()
     """The same of `finish`."""
     begin: Callable[[Any], Any] = _as_it_is
-    """From the model's inputs to what the first layer takes; a method of the model at hand."""
+    """From the model's inputs to what the first layer takes; a method of the model at hand. Inputs that are a
+    dict become its keyword arguments, as they do for the model."""
     finish: Callable[[Any], Any] = _as_it_is
     """From what the last layer gives to the model's output."""
     shared_names: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ from hetexp.balancing.fit import fit_curve, median_errors, sizes_to_measure
 from hetexp.balancing.solver import solve
 from hetexp.comm.rendezvous import exchange
 from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
+from hetexp.core.call import call_model
 from hetexp.core.cost import Channel
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split
@@ -278,9 +279,9 @@ def _output(parts: Parts, inputs: Any) -> Any:
     """Return what the model makes of inputs on the host, by the passes that training will run."""
     moved = parts.to_device(inputs)
     if parts.compiled is None:
-        return parts.model(moved)
+        return call_model(parts.model, moved)
     any_batch_size(moved)
-    return parts.compiled(moved)
+    return call_model(parts.compiled, moved)
 
 
 def _fitted(parts: Parts, passes: _Passes) -> DeviceCalibration:
@@ -457,4 +458,7 @@ def _first(value: Any, count: int) -> Any:
         return value[:count]
     if isinstance(value, dict):
         return {key: _first(item, count) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_first(item, count) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -12,6 +12,7 @@ from torch import nn
 from hetexp.checkpoint.model_state import pack_model
 from hetexp.comm.boundary import Layout
 from hetexp.comm.codec import codec_of
+from hetexp.core.call import call_model
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Stage
 from hetexp.model.cut import Piece, Whole, keep_only, whole_of
@@ -93,7 +94,7 @@ def trace(model: nn.Module, whole: Whole, inputs: Any, starts: set[int]) -> dict
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     payloads = {0: inputs}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        payload = whole.pieces.begin(inputs)
+        payload = call_model(whole.pieces.begin, inputs)
         for number, name in enumerate(whole.pieces.layer_names):
             if number and number in starts:
                 payloads[number] = payload

@@ -41,6 +41,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hetexp.model.layered import Pieces
 from hetexp.training.loss import Loss
 
 
@@ -70,6 +71,24 @@ class Net(nn.Module):
 
     def forward(self, x, scale):
         return self.linear(x) * scale[:, None]
+
+
+class Deep(nn.Module):
+    def __init__(self, width=None):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, 1)])
+
+    def forward(self, x, scale):
+        x = self.begin(x, scale)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def begin(self, x, scale):
+        return x * scale[:, None]
+
+    def pieces(self):
+        return Pieces(("layers.0", "layers.1"), begin=self.begin)
 
 
 class Absolute(Loss):
@@ -118,6 +137,27 @@ def test_a_persons_own_model_data_and_loss(train: Train, user_code: Path) -> Non
     # Each sample once, and the first two a second time a rank: they show the model's inputs to the backend.
     assert [i for i in read_by_ranks(user_code) if i > 1] == list(range(2, 25))
     assert all(math.isfinite(loss) for loss in run.losses)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_dict_inputs_train_with_measured_shares(train: Train, user_code: Path, strategy: str) -> None:
+    """Measuring and cutting call the model as training does."""
+    own = (
+        "model=custom",
+        "model._target_=my_project.Deep",
+        "data=custom",
+        "data._target_=my_project.Recorded",
+        "+data.num_samples=24",
+        f"+data.folder={user_code}",
+        "trainer.loss=my_project.Absolute",
+        "trainer.global_batch_size=8",
+        "trainer.max_epochs=1",
+        "trainer.log_every=1",
+        "trainer.precision=float64",
+    )
+    run = train(*own, "hardware.devices=[cpu,cpu]", f"strategy={strategy}", "balancing=auto")
+    alone = train(*own, "hardware=cpu", "strategy=single")
+    assert run.losses == pytest.approx(alone.losses, rel=1e-12)
 
 
 def test_shares_that_round_to_zero(train: Train) -> None:

@@ -15,6 +15,7 @@ from hetexp.model.convnet import ConvNet
 from hetexp.model.cut import Piece, Whole, keep_only, whole_of
 from hetexp.model.gpt import GPT
 from hetexp.model.layered import Pieces
+from hetexp.training.cutting import trace
 
 IMAGES = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randint(5, (3, 6), generator=torch.Generator().manual_seed(0))
@@ -54,6 +55,16 @@ def test_pieces_compute_what_the_whole_computes(
         payload = piece(payload)
     torch.testing.assert_close(payload, expected, rtol=0, atol=0)
     assert names == set(state)
+
+
+def test_inputs_that_are_a_dict_become_keyword_arguments() -> None:
+    model = Masked()
+    whole, inputs = whole_of(model), {"tokens": TOKENS}
+    payload = Piece(model, whole.pieces, 0, 2)(inputs)
+    torch.testing.assert_close(Piece(model, whole.pieces, 2, 3)(payload), model(**inputs), rtol=0, atol=0)
+    traced = trace(model, whole, inputs, {2})
+    assert traced[0] is inputs
+    torch.testing.assert_close(traced[2], payload, rtol=0, atol=0)
 
 
 def test_everything_follows_its_layer() -> None:

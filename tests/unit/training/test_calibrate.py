@@ -33,6 +33,7 @@ from hetexp.training.calibrate import (
     channel_of,
     joint_steps,
 )
+from hetexp.training.loss import Loss
 from hetexp.training.state import Parts
 
 
@@ -117,6 +118,38 @@ def test_a_quiet_device_is_measured_up_and_down_and_no_more(measure: Any) -> Non
     assert found.curve.fixed_seconds == pytest.approx(0.02, rel=1e-3)
     assert found.curve.seconds_per_sample == pytest.approx(0.003, rel=1e-3)
     assert found.backward_share == pytest.approx(2 / 3, rel=0.05)
+
+
+def test_inputs_and_targets_of_several_parts_are_measured(
+    make_parts: Callable[..., Parts], clock: Clock
+) -> None:
+    """A pass of some samples has all parts of these samples, and calls the model as training does."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(1, 2)
+
+        def forward(self, value: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+            assert len(value) == len(more[0])
+            output: torch.Tensor = self.linear(value + more[0])
+            return output
+
+    class Both(Loss):
+        def count(self, targets: Any) -> int:
+            return len(targets[0])
+
+        def total(self, output: torch.Tensor, targets: Any) -> torch.Tensor:
+            assert len(output) == len(targets[0]) == len(targets[1])
+            clock.work(0.001 * len(output))
+            return output.sum() + targets[1].sum()
+
+    one = torch.zeros(1)
+    data = [({"value": one, "more": (one,)}, (one, one))] * 32
+    parts = make_parts(SoloCommunicator(), model=Named(), train=data, global_batch_size=32)
+    parts.loss = Both()
+    found = _fitted(parts, _measure_passes(parts, 1.0))
+    assert found.curve.seconds_per_sample == pytest.approx(0.001, rel=1e-3)
 
 
 def test_the_first_pass_of_a_size_does_not_count(measure: Any) -> None:
