@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,7 +50,10 @@ class Loss(ABC):
 
 
 class CrossEntropy(Loss):
-    """Classification: output [batch, classes] or [batch, seq, classes], targets [batch] or [batch, seq]."""
+    """Classification: output [batch, classes] or [batch, seq, classes], targets [batch] or [batch, seq].
+
+    Targets may have dimensions of size 1 besides, as labels in a column do, [batch, 1].
+    """
 
     takes_half = True
 
@@ -65,7 +71,7 @@ class CrossEntropy(Loss):
             raise ConfigError(
                 f"`trainer.loss` cross_entropy needs classes, but the targets are numbers. {fix}"
             )
-        rows, wanted = output.flatten(0, -2), targets.flatten()
+        rows, wanted = _paired(output, targets)
         if rows.dtype in HALF and rows.numel() > many_logits.CHUNK:
             total: torch.Tensor = ManyLogits.apply(rows, wanted, IGNORED)  # type: ignore[no-untyped-call]
             return total
@@ -74,7 +80,34 @@ class CrossEntropy(Loss):
         )
 
     def correct(self, output: torch.Tensor, targets: torch.Tensor) -> int:
-        return int(((output.argmax(dim=-1) == targets) & (targets != IGNORED)).sum())
+        rows, wanted = _paired(output, targets)
+        return int(((rows.argmax(dim=-1) == wanted) & (wanted != IGNORED)).sum())
+
+
+def _paired(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of each prediction, [rows, classes], and its class, [rows].
+
+    Raises:
+        ConfigError: the shapes do not say which class belongs to which prediction.
+    """
+    shape = output.shape[:-1]
+    if len(shape) and shape.numel() == targets.numel():
+        ends, wanted = _row_ends(shape), _row_ends(targets.shape)
+        if ends <= wanted or wanted <= ends:
+            return output.flatten(0, -2), targets.flatten()
+    shapes = f"{list(output.shape)} and {list(targets.shape)}"
+    raise ConfigError(
+        "`trainer.loss` cross_entropy needs outputs [batch, …, classes] and one class for each of their rows "
+        f"[batch, …], but their shapes are {shapes}."
+    )
+
+
+def _row_ends(shape: Sequence[int]) -> set[int]:
+    """Return the products of a shape's first dimensions.
+
+    Two shapes of equally many elements keep the same order where the products of one include the other's.
+    """
+    return set(accumulate(shape, operator.mul))
 
 
 class MeanSquaredError(Loss):

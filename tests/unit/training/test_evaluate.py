@@ -77,6 +77,22 @@ def test_every_row_once_and_the_same_accuracy(
     assert all(model.training for model in models)
 
 
+@pytest.mark.parametrize("weights", [[1.0], [3.0, 1.0], [0.0, 1.0]])
+@pytest.mark.parametrize("batch_size", [1, 8, 64])
+def test_labels_in_a_column_give_the_same_accuracy(
+    make_parts: MakeParts, weights: list[float], batch_size: int
+) -> None:
+    inputs, targets = rows().tensors
+    column = TensorDataset(inputs, targets[:, None])
+
+    def rank(comm: Communicator) -> dict[str, float]:
+        return evaluate(
+            make_parts(comm, weights, model=Wrong(), evaluation=column, global_batch_size=batch_size)
+        )
+
+    assert [result["accuracy"] for result in FakeGroup(len(weights)).run(rank)] == [19 / 21] * len(weights)
+
+
 def test_ranks_take_contiguous_parts_by_their_shares(make_parts: MakeParts) -> None:
     _, models = run(make_parts, [17.0, 4.0])
     assert models[0].seen == list(range(17))

@@ -81,6 +81,38 @@ def test_right_predictions_do_not_count_where_the_label_is_ignored() -> None:
     assert CrossEntropy().correct(output, torch.tensor([0, IGNORED, IGNORED])) == 1
 
 
+@pytest.mark.parametrize(
+    ("output", "targets"),
+    [((6, 3), (6, 1)), ((6, 1, 3), (6,)), ((2, 3, 3), (2, 3, 1)), ((6, 3), (2, 3)), ((2, 3, 3), (6,))],
+)
+def test_labels_in_a_column_are_labels(output: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    """Whatever dimensions of size 1 there are: the classes are those of the rows, in their order."""
+    loss, scores, classes = CrossEntropy(), draw(0, 6, 3), labels(1, 3, 6)
+    classes[4] = IGNORED
+    scores[0, classes[0]] = 9.0
+    args = scores.reshape(output), classes.reshape(targets)
+    assert loss.correct(*args) == loss.correct(scores, classes) > 0
+    assert loss.total(*args) == loss.total(scores, classes)
+
+
+@pytest.mark.parametrize(
+    ("output", "targets"),
+    [
+        ((6, 3), (6, 2)),  # one-hot, or two labels each
+        ((6, 3), (1,)),
+        ((6, 1, 3), (1, 2)),
+        ((2, 3, 4), (3, 2)),  # as many, in another order
+        ((6,), (6,)),
+    ],
+)
+def test_labels_of_other_shapes_are_refused(output: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    args = torch.zeros(output), torch.zeros(targets, dtype=torch.int64)
+    for ask in (CrossEntropy().total, CrossEntropy().correct):
+        with pytest.raises(ConfigError) as caught:
+            ask(*args)
+        assert f"{list(output)} and {list(targets)}" in str(caught.value)
+
+
 def test_only_ignored_labels_give_zero_and_a_gradient_of_zero() -> None:
     output = draw(1, 3, 5).requires_grad_()
     targets = torch.full((3,), IGNORED)
