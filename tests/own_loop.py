@@ -19,12 +19,26 @@ from torch.utils.data import TensorDataset
 
 import hetexp
 from hetexp.data.sampler import GlobalSampler, Position
+from hetexp.training.loss import Loss
 
 BATCH = 32
 CLIP = 0.5
 SEED = 3
 SAMPLES = 66
 """Two batches and a tail of 2, of which most ranks get nothing."""
+
+
+CLASS_WEIGHTS = torch.tensor([0.5, 1.7, 1.1], dtype=torch.float64)
+
+
+class Weighted(Loss):
+    """Cross entropy whose mean is taken over the classes' weights, as torch's own is."""
+
+    def count(self, targets: torch.Tensor) -> float:
+        return float(CLASS_WEIGHTS[targets].sum())
+
+    def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output, targets, CLASS_WEIGHTS.to(output), reduction="sum")
 
 
 def tokens() -> TensorDataset:
@@ -53,16 +67,23 @@ def make(case: str) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     model: nn.Module
     if case == "tokens":
         model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 11)).double()
+    elif case == "weighted":
+        model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3)).double()
     elif case == "norm":
         model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).double()
     else:
         model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if case == "weighted":
+        inputs, classes = rows(masked=False).tensors
+        return model, optimizer, TensorDataset(inputs.double(), classes)
     return model, optimizer, tokens() if case == "tokens" else rows(masked=case == "norm")
 
 
-def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def mean_loss(output: torch.Tensor, targets: torch.Tensor, case: str = "") -> torch.Tensor:
     """Return the mean over what has a label; NaN where nothing has."""
+    if case == "weighted":
+        return functional.cross_entropy(output, targets, CLASS_WEIGHTS)
     return functional.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
@@ -78,7 +99,7 @@ def plain_loop(case: str, steps: int) -> Iterator[tuple[float, dict[str, torch.T
         indices, position = sampler.batch(position)
         inputs, targets = data[indices.tolist()]
         optimizer.zero_grad()
-        loss = mean_loss(model(inputs), targets)
+        loss = mean_loss(model(inputs), targets, case)
         loss.backward()
         if case == "tokens":
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -115,10 +136,11 @@ def main() -> None:
         for inputs, targets in run.batches():
             if run.rank == 1 and run.step == options.fail_at:
                 raise ArithmeticError("this script does not like its data")
-            loss = mean_loss(run.model(inputs), targets)
+            loss = mean_loss(run.model(inputs), targets, options.case)
             losses.append(float(loss.detach()))
             counts.append(int((targets != -100).sum()))
-            run.backward(loss, count=counts[-1])
+            weighted = options.case == "weighted"
+            run.backward(loss, count=CLASS_WEIGHTS[targets].sum() if weighted else counts[-1])
             if run.step_due:
                 norm = run.clip_norm(CLIP if options.case == "tokens" else 1e9)
                 optimizer.step()

@@ -164,7 +164,7 @@ class Run:
         return self._collate([self._parts.train_data[0]])
 
     def backward(
-        self, loss: torch.Tensor, count: int | None = None, *, reduction: Reduction = "mean"
+        self, loss: torch.Tensor, count: Number | None = None, *, reduction: Reduction = "mean"
     ) -> None:
         """Do `loss.backward()` so that the step's gradient is that of the mean over the whole batch.
 
@@ -174,8 +174,8 @@ class Run:
 
         Args:
             loss: of the last batch, from what `model` returned.
-            count: of how many elements the loss is the mean (unmasked tokens, say); by default the batch's
-                samples. Where it is 0 the loss is not looked at.
+            count: of how many elements the loss is the mean (unmasked tokens, say), or the sum of their
+                weights; by default the batch's samples. Where it is 0 the loss is not looked at.
             reduction: `sum` for a loss that is the sum over them.
 
         Raises:

@@ -176,7 +176,7 @@ class _Given:
 class _OfTheScript(Loss):
     """Stands where a configured loss would be: a script computes its own."""
 
-    def count(self, targets: Any) -> int:
+    def count(self, targets: Any) -> float:
         raise NotImplementedError
 
     def total(self, output: Any, targets: Any) -> torch.Tensor:

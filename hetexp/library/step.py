@@ -12,6 +12,7 @@ from hetexp.core.errors import UsageError, must_be
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.pacing import tensors
 from hetexp.library.front import Call, keeping_statistics
+from hetexp.training.loss import as_count
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import widened
@@ -42,9 +43,9 @@ class ScriptStep:
         self._start: Any = None
         self._outputs: list[Any] = []
         self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
-        self.count = 0
+        self.count: float = 0
         """Elements that the loss is the mean of, on this rank, so far."""
-        self.global_count = 0
+        self.global_count: float = 0
 
     @property
     def rows(self) -> int:
@@ -99,12 +100,15 @@ class ScriptStep:
         with keeping_statistics(parts.model), parts.autocast():
             return widened(parts.model(*args, **kwargs))
 
-    def backward(self, loss: torch.Tensor, count: int | None, reduction: Reduction) -> None:
+    def backward(self, loss: torch.Tensor, count: float | torch.Tensor | None, reduction: Reduction) -> None:
         """Go back from the microbatch's loss; after the last one exchange, and scale the gradient."""
         self._check_backward(loss, reduction)
+        given = self.rows if count is None else as_count(count)
+        if given is None:
+            raise UsageError(must_be("count", "a finite number from 0 on", count))
         if self.rows:  # what stands in is no work of this device
             self._meter.span(self._start, self._parts.backend.mark())
-        counted = 0 if not self.rows else self.rows if count is None else int(count)
+        counted = given if self.rows else 0
         self.count += counted
         if self.is_last:
             self._normalizer.start(self.count)

@@ -11,14 +11,15 @@ from torch.utils.data import DataLoader
 from hetexp.core.call import call_model
 from hetexp.core.split import apportion
 from hetexp.data.loader import chop, cut
+from hetexp.training.loss import count_of
 from hetexp.training.state import Parts
 
 
 def evaluate(parts: Parts) -> dict[str, float]:
     """Run the model over the evaluation data, each rank on its contiguous part.
 
-    No sample is padded, repeated or left out: ranks add up sums and integer counts, so the accuracy is
-    bit-equal for every number of ranks and every split.
+    No sample is padded, repeated or left out: ranks add up sums and counts. Where these are whole, as they
+    are unless elements have weights, the accuracy is bit-equal for every number of ranks and every split.
 
     Returns:
         `loss` (mean over samples or unmasked tokens), `accuracy` where the loss defines it, and `samples`;
@@ -26,14 +27,14 @@ def evaluate(parts: Parts) -> dict[str, float]:
     """
     if parts.eval_data is None:
         return {}
-    loss_total, integers, measured = _sums(parts, _batches(parts, parts.rank))
+    loss_total, counts, measured = _sums(parts, _batches(parts, parts.rank))
     parts.communicator.meet()  # a slow device may take longer than a collective would wait
     # A rank without samples never asked the loss, so "no rank said no" is what a maximum can tell.
-    integers = parts.communicator.all_reduce(integers)
+    counts = parts.communicator.all_reduce(counts)
     loss_sum = parts.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))
     if parts.hooks is not None and parts.hooks.measures:
         measured = _added_up(parts, measured)
-    result = _result(parts, float(loss_sum), integers, measured)
+    result = _result(parts, float(loss_sum), counts, measured)
     return result | _spliced(parts) if parts.source is not None else result
 
 
@@ -93,7 +94,7 @@ def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor, to
 
     Then come the sums that the model itself measures, where it does and there are samples.
     """
-    loss_total, count, correct, samples = 0.0, 0, 0, 0
+    loss_total, count, correct, samples = 0.0, 0.0, 0.0, 0
     measured: torch.Tensor | None = None
     counts_correct = True
     parts.model.eval()
@@ -110,13 +111,14 @@ def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor, to
             if found is not None:
                 found = found.double().cpu()
                 measured = found if measured is None else measured + found
-            count += parts.loss.count(targets)
+            count += count_of(parts.loss, targets)
             right = parts.loss.correct(output, on_device)
             counts_correct &= right is not None
             correct += right or 0
             samples += _rows(targets)
     parts.model.train()
-    return loss_total, torch.tensor([count, correct, samples, int(not counts_correct)]), measured
+    counts = torch.tensor([count, correct, samples, not counts_correct], dtype=torch.float64)
+    return loss_total, counts, measured
 
 
 def _output(parts: Parts, number: int, inputs: Any, num_samples: int) -> Any:
@@ -128,10 +130,10 @@ def _output(parts: Parts, number: int, inputs: Any, num_samples: int) -> Any:
 
 
 def _result(
-    parts: Parts, loss_sum: float, integers: torch.Tensor, measured: torch.Tensor | None
+    parts: Parts, loss_sum: float, counts: torch.Tensor, measured: torch.Tensor | None
 ) -> dict[str, float]:
-    count, correct, samples, undefined = (int(value) for value in integers)
-    result = {"loss": loss_sum / count if count else float("nan"), "samples": float(samples)}
+    count, correct, samples, undefined = counts.tolist()
+    result = {"loss": loss_sum / count if count else float("nan"), "samples": samples}
     if not undefined and count:
         result["accuracy"] = correct / count
     if measured is not None and parts.hooks is not None:

@@ -14,6 +14,7 @@ from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.model.base import WithAuxiliary
 from hetexp.training.between import no_tally
 from hetexp.training.compiled import any_batch_size, tells_why_not
+from hetexp.training.loss import count_of
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.shortage import Shortage, ends_with_shortage, sizes_of
@@ -33,7 +34,7 @@ class Gradient:
 
     loss_sum: torch.Tensor
     """Sum over the local elements, on the device: reading it would wait for the device."""
-    global_count: int
+    global_count: float
     losses: list[torch.Tensor] = field(default_factory=list)
     """Of these sums, each microbatch's own."""
     factor: float = 1.0
@@ -61,11 +62,11 @@ class _Passes:
         self.exchanging = False
         """Whether it waits for the gradients of a backward pass, to exchange them."""
         self._looks = parts.looks
-        self._counted: tuple[float, int] | None = None
+        self._counted: tuple[float, float] | None = None
         self._before: list[Mark] | None = None
         """Of all parameters, when the backward pass that exchanges began."""
 
-    def factor(self) -> tuple[float, int]:
+    def factor(self) -> tuple[float, float]:
         """Return what the normaliser gives; waits for the other ranks the first time."""
         if self._counted is None:
             self._counted = self._normalizer.factor()
@@ -137,7 +138,7 @@ def take_gradient(
     Raises:
         DeviceMemoryError: memory ran out, and the other ranks cannot be told of it.
     """
-    normalizer.start(sum(parts.loss.count(targets) for _, targets in microbatches))
+    normalizer.start(sum(count_of(parts.loss, targets) for _, targets in microbatches))
     parts.optimizer.zero_grad(set_to_none=True)
     if parts.paced is not None:
         parts.paced.begin_step()

@@ -34,7 +34,7 @@ FIX = "Lower `optimizer.lr` or set `trainer.clip_norm`; trainer.non_finite=skip 
 class Since:
     """What a rank did since the last sync."""
 
-    count: int = 0
+    count: float = 0
     """Samples or unmasked tokens that it trained on."""
     left_out: int = 0
     """Local steps whose gradient was not finite."""

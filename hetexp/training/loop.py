@@ -299,7 +299,8 @@ class Window:
         self.energy = EnergyMeter(driven(parts), parts.plan.all_devices)
         self._loss_sum: torch.Tensor | float = 0.0
         self.num_steps = 0
-        self._count = self._local_count = self._samples = 0
+        self._count = self._local_count = 0.0
+        self._samples = 0
         self._seconds = self._resumed_at = 0.0
         self._last: StepResult | None = None
         self.warned = False
@@ -349,7 +350,7 @@ class Window:
             raise
 
     @property
-    def loss(self) -> tuple[torch.Tensor | float, int]:
+    def loss(self) -> tuple[torch.Tensor | float, float]:
         """Sum and count of the loss so far, this rank's own."""
         return self._loss_sum, self._local_count
 
@@ -408,8 +409,8 @@ class Window:
         totals.global_samples += self._samples
         totals.steps += self.num_steps
         totals.start = totals.start or replace(totals)
-        self._loss_sum, self._seconds, self._count, self._samples, self.num_steps = 0.0, 0.0, 0, 0, 0
-        self._local_count = 0
+        self._loss_sum, self._seconds, self._count, self._samples, self.num_steps = 0.0, 0.0, 0.0, 0, 0
+        self._local_count = 0.0
         return loss
 
     def _line(

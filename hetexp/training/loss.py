@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from hetexp.core.errors import ConfigError
+from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.instantiate import locate
 from hetexp.model.base import WithAuxiliary
 from hetexp.training import many_logits
@@ -32,20 +33,26 @@ class Loss(ABC):
     given it in float32."""
 
     @abstractmethod
-    def count(self, targets: Any) -> int:
-        """Return how many elements of the targets the mean is taken over (samples, unmasked tokens …)."""
+    def count(self, targets: Any) -> float:
+        """Return how many elements of the targets the mean is taken over (samples, unmasked tokens …).
+
+        Elements may have weights: then it is the sum of these.
+        """
 
     def counts(self, targets: Any) -> torch.Tensor:
-        """Return how many of these elements each sample has, [batch], int64."""
+        """Return how many of these elements each sample has, [batch]."""
         rows = [_sample(targets, index) for index in range(num_rows(targets))]
-        return torch.tensor([self.count(row) for row in rows], dtype=torch.int64)
+        return torch.tensor([count_of(self, row) for row in rows], dtype=torch.float64)
 
     @abstractmethod
     def total(self, output: Any, targets: Any) -> torch.Tensor:
         """Return the sum of the loss over these elements, a scalar."""
 
-    def correct(self, output: Any, targets: Any) -> int | None:
-        """Return how many elements are predicted right, `None` where that has no meaning."""
+    def correct(self, output: Any, targets: Any) -> float | None:
+        """Return how many elements are predicted right, `None` where that has no meaning.
+
+        The accuracy is this divided by `count`, so that elements have the same weights here.
+        """
         return None
 
 
@@ -147,6 +154,28 @@ class Reconstruction(Loss):
                 f"{shapes}."
             )
         return functional.mse_loss(output, targets, reduction="sum")
+
+
+def as_count(value: Any) -> float | None:
+    """Return a count as a number of Python's, `None` where no mean can be taken over it."""
+    single = hasattr(value, "item") and math.prod(value.shape) == 1
+    number = value.item() if single else value
+    usable = isinstance(number, (int, float)) and 0 <= number < math.inf  # which NaN is not
+    return number if usable else None
+
+
+def count_of(loss: Loss, targets: Any) -> float:
+    """Return over how many elements of the targets the mean is taken.
+
+    Raises:
+        ConfigError: the loss gives something else.
+    """
+    given = loss.count(targets)
+    number = as_count(given)
+    if number is None:
+        key = f"{type(loss).__name__}.count"
+        raise ConfigError(must_be(key, "a finite number from 0 on for any targets", given))
+    return number
 
 
 def total_loss(loss: Loss, output: Any, targets: Any) -> torch.Tensor:

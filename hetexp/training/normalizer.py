@@ -1,9 +1,10 @@
 """The one place where a gradient is scaled.
 
 With the loss summed locally, rank r's backward gives g_r = ∇ Σ_{i in its slice} loss_i. The exact gradient of
-the global batch is (Σ_r g_r) / N with N the *global* count of samples or unmasked tokens. An exchange that
-averages over W ranks yields (Σ_r g_r) / W instead, so each local sum is multiplied by W / N beforehand. N is
-known only after a small all-reduce, which travels while the forward pass runs. See pytorch/pytorch#67253.
+the global batch is (Σ_r g_r) / N with N the *global* count of samples or unmasked tokens, or the sum of their
+weights. An exchange that averages over W ranks yields (Σ_r g_r) / W instead, so each local sum is multiplied
+by W / N beforehand. N is known only after a small all-reduce, which travels while the forward pass runs. See
+pytorch/pytorch#67253.
 
 The same all-reduce carries one more number of each rank, where the loop has something to tell (the seconds
 that the step before took it: see `hetexp/training/balancer.py`), and two of the first rank, where the run may
@@ -22,6 +23,8 @@ import torch
 
 from hetexp.comm.communicator import Communicator, Pending
 from hetexp.training.precision import LossScale
+
+_PART = 2**32
 
 
 class LossNormalizer:
@@ -52,29 +55,30 @@ class LossNormalizer:
         """Asked on the first rank for the newest epoch and request, as a step begins; `None`: nobody is."""
         self.noticed = (0, 0)
         """What it answered in the step of the last `factor`; the same on every rank."""
-        self.window: tuple[torch.Tensor | float, int] | None = None
+        self.window: tuple[torch.Tensor | float, float] | None = None
         """Sum and count of the own loss since the last log line, where the step ends with one and its loss
         is to be known before anybody's weights change; `None`: there is no hurry."""
         self.window_loss: float | None = None
         """The mean loss that came of it, the same on every rank; `None` where nothing counted."""
-        self.local_count = 0
+        self.local_count: float = 0
         """Of this rank, in the last step that began."""
         self._pending: Pending | None = None
 
-    def start(self, local_count: int) -> None:
+    def start(self, local_count: float) -> None:
         """Begin a step with this rank's count; every rank must call it once a step."""
         self.local_count = local_count
         notices: Sequence[int] = ()
         if self.notices is not None:
             notices = self.notices() if self._communicator.rank == 0 else (0, 0)
-        numbers = torch.tensor([local_count, *notices], dtype=torch.int64)
+        # In two parts: sums of whole counts stay exact, however large they are.
+        numbers = torch.tensor([*divmod(local_count, _PART), *notices], dtype=torch.float64)
         if self.tell is not None:
             told = torch.zeros(self._communicator.world_size, dtype=torch.float64)
             told[self._communicator.rank] = self.tell
-            numbers = torch.cat([numbers.double(), told])
+            numbers = torch.cat([numbers, told])
         self._pending = self._communicator.all_reduce_async(numbers)
 
-    def factor(self) -> tuple[float, int]:
+    def factor(self) -> tuple[float, float]:
         """Wait for the other ranks' counts.
 
         Returns:
@@ -82,14 +86,14 @@ class LossNormalizer:
             scale included, and the global count.
         """
         assert self._pending is not None, "start() comes first"
-        count, *self.told = self._pending.wait().tolist()
+        parts, rest, *self.told = self._pending.wait().tolist()
         if self.notices is not None:
             epoch, request, *self.told = self.told
             self.noticed = int(epoch), int(request)
-        global_count = int(count)  # exact up to 2^53, as a float, too
+        global_count = int(parts) * _PART + (int(rest) if rest.is_integer() else rest)
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         if self._per == "per_rank":
-            return scale / max(self.local_count, 1), global_count
+            return scale / (self.local_count or 1), global_count
         return (scale * self._averaged_over / global_count if global_count else 0.0), global_count
 
     def share_loss(self, loss_sum: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from hetexp.core.errors import CheckpointError, ConfigError, did_you_mean, must_
 from hetexp.core.instantiate import only_trusted, untrusted
 from hetexp.data.base import build_data
 from hetexp.model.base import WithAuxiliary, build_model
-from hetexp.training.loss import Loss, build_loss
+from hetexp.training.loss import Loss, build_loss, count_of
 
 Replace = Callable[[Tensor], Tensor]
 
@@ -136,7 +136,7 @@ class SourceModel:
         some = Subset(self.data.evaluation, range(first, end))
         for inputs, targets in DataLoader(some, batch_size=batch_size):
             there, wanted = _moved(inputs, device, dtype), _moved(targets, device, dtype)
-            sums[0] += self.loss.count(targets)
+            sums[0] += count_of(self.loss, targets)
             for place, way in enumerate(ways, 1):
                 with torch.inference_mode(), self._replaced(way):
                     sums[place] += float(self.loss.total(self._call(there), wanted))

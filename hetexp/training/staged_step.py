@@ -9,6 +9,7 @@ import torch
 
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.out_of_memory import is_out_of_memory
+from hetexp.training.loss import count_of
 from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
@@ -29,7 +30,7 @@ def staged_step(
     """
     staging, microbatches = parts.staging, batch.microbatches
     assert staging is not None
-    count = sum(parts.loss.count(targets) for _, targets in microbatches) if staging.is_last else 0
+    count = sum(count_of(parts.loss, targets) for _, targets in microbatches) if staging.is_last else 0
     normalizer.start(count)
     buffers = KeptBuffers(parts.model) if parts.looks else None
     parts.optimizer.zero_grad(set_to_none=True)

@@ -27,7 +27,7 @@ class StepResult:
 
     loss_sum: torch.Tensor
     """Sum over the local elements, on the device: reading it would wait for the device."""
-    global_count: int
+    global_count: float
     grad_norm: torch.Tensor | None
     """Before clipping, of the whole batch."""
     learning_rate: float
@@ -43,7 +43,7 @@ class StepResult:
     """What they were multiplied by before backward."""
     synchronised: bool = True
     """Whether all ranks hold the same weights after it, as after every joint step."""
-    local_count: int = 0
+    local_count: float = 0
     """Of `global_count`, this rank's own, where the ranks took the step together."""
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+import own_loop
 import pytest
 import torch
-from support import Run, Train, start_run, worst
+from support import Run, Train, difference, start_run, worst
+from torch.nn import functional
 
 from hetexp.core.instantiate import instantiate
+from hetexp.core.plan import Plan
+from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.training.loss import IGNORED
 
 STEPS = 20
@@ -91,6 +95,49 @@ def test_float64_steps_equal_one_device(
     loss, parameters = worst(train(*model, *COMMON, *layout, *options), reference, STEPS)
     assert loss <= 1e-12
     assert parameters <= 1e-12
+
+
+WEIGHTED = (*MLP, "data.num_classes=3", "trainer.loss=own_loop.Weighted", "optimizer=sgd")
+LOCAL = ("strategy.sync_every=1",)
+WEIGHTED_ON = {
+    "ddp": (*split(5, 2, 1), "trainer.accumulate=2"),
+    "local_sgd": (*split(5, 2, 1), *LOCAL),
+    "hierarchical_sgd": (*split(5, 2, 1), *LOCAL, "strategy.groups=[[0,1],[2]]"),
+    "pipeline": split(1, 1),
+    "hybrid": (*split(5, 2, 1), "strategy.groups=[[0,1],[2]]"),
+}
+
+
+@pytest.mark.parametrize("strategy", WEIGHTED_ON)
+def test_weighted_elements_equal_one_device(train: Train, single: Callable[..., Run], strategy: str) -> None:
+    """The mean is taken over a sum of weights: no rank's count is whole."""
+    reference = single(*WEIGHTED, *COMMON, "trainer.max_steps=8")
+    run = train(*WEIGHTED, *COMMON, "trainer.max_steps=8", f"strategy={strategy}", *WEIGHTED_ON[strategy])
+    loss, parameters = worst(run, reference, 8)
+    assert loss <= 1e-12
+    assert parameters <= 1e-12
+    evaluations = [one.summary["final"]["eval"]["loss"] for one in (run, reference)]
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-12)
+
+
+def test_weighted_elements_have_the_mean_of_torch(single: Callable[..., Run]) -> None:
+    run = single(*WEIGHTED, *COMMON, "trainer.max_steps=8")
+    config = Plan.read(run.folder / "plan.json").config
+    data = instantiate(config["data"])
+    model = instantiate(config["model"] | data.facts).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["optimizer"]["lr"])
+    sampler, position = GlobalSampler(240, 32, 0), Position()
+    for step in range(1, 9):
+        indices, position = sampler.batch(position)
+        inputs, targets = (torch.stack(list(each)) for each in zip(*(data.train[i] for i in indices)))
+        if step > 1:  # what the first step begins with is not saved
+            loss = functional.cross_entropy(model(inputs.double()), targets, own_loop.CLASS_WEIGHTS)
+            assert run.losses[step - 1] == pytest.approx(loss.item(), rel=1e-12)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert difference(model.state_dict(), run.parameters(step)) <= 1e-12
+        model.load_state_dict(run.parameters(step))
 
 
 @pytest.mark.parametrize("model", [MLP, GPT], ids=["mlp", "gpt"])

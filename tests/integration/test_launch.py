@@ -50,6 +50,17 @@ def test_a_loop_with_tokens_equals_one_device(tmp_path: Path) -> None:
     assert sum(ranks[0]["counts"]) > 5 * sum(ranks[2]["counts"])
 
 
+def test_a_loop_with_weighted_classes_equals_one_device(tmp_path: Path) -> None:
+    """torch's mean over the sum of the classes' weights, of which no rank's is whole."""
+    shares = ("hardware.devices=[cpu,cpu,cpu]", "balancing=manual", "balancing.weights=[5,2,1]")
+    run, ranks = launched(tmp_path, shares, "weighted", "--steps", "8", "--accumulate", "2")
+    reference = list(own_loop.plain_loop("weighted", 8))
+    assert run.losses == pytest.approx([loss for loss, _ in reference], rel=1e-12)
+    for rank in ranks:
+        for told, (_, weights) in zip(rank["steps"], reference, strict=True):
+            assert difference(told["weights"], weights) <= 1e-12
+
+
 def test_a_loop_with_rows_whatever_the_shares(tmp_path: Path) -> None:
     """BatchNorm over unequal parts, empty ones and such in which nothing counts, in float64."""
     run, ranks = launched(tmp_path, SHARES, "norm", "--steps", "7")

@@ -227,6 +227,15 @@ def test_a_loss_that_is_none() -> None:
         run.backward(output.sum())
 
 
+@pytest.mark.parametrize("count", [math.nan, -1, math.inf, torch.tensor(-0.5), "3", torch.ones(2)])
+def test_a_count_that_is_no_number(count: Any) -> None:
+    model, optimizer, data = own_loop.make("rows")
+    run = hetexp.setup(model, optimizer, data, global_batch_size=32)
+    inputs, targets = next(run.batches())
+    with pytest.raises(UsageError, match="`count` must be a finite number from 0 on, but is "):
+        run.backward(own_loop.mean_loss(run.model(inputs), targets), count=count)
+
+
 def test_accumulation_without_step_due() -> None:
     run, optimizer = small(accumulate=2)
     batches = run.batches()

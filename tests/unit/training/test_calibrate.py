@@ -142,7 +142,8 @@ def test_inputs_and_targets_of_several_parts_are_measured(
         def total(self, output: torch.Tensor, targets: Any) -> torch.Tensor:
             assert len(output) == len(targets[0]) == len(targets[1])
             clock.work(0.001 * len(output))
-            return output.sum() + targets[1].sum()
+            total: torch.Tensor = output.sum() + targets[1].sum()
+            return total
 
     one = torch.zeros(1)
     data = [({"value": one, "more": (one,)}, (one, one))] * 32

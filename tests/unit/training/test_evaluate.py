@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import own_loop
 import pytest
 import torch
 from torch import nn
@@ -91,6 +92,22 @@ def test_labels_in_a_column_give_the_same_accuracy(
         )
 
     assert [result["accuracy"] for result in FakeGroup(len(weights)).run(rank)] == [19 / 21] * len(weights)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [5.0, 2.0, 1.0], [0.0, 1.0]])
+def test_weighted_elements_have_the_mean_of_torch(make_parts: MakeParts, weights: list[float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(21, 3, generator=generator, dtype=torch.float64)
+    data = TensorDataset(inputs, torch.randint(3, (21,), generator=generator))
+    options: dict[str, Any] = {"loss": "own_loop.Weighted", "precision": "float64"}
+    model = nn.Linear(3, 3).double()
+
+    def rank(comm: Communicator) -> dict[str, float]:
+        return evaluate(make_parts(comm, weights, model=model, evaluation=data, **options))
+
+    expected = nn.functional.cross_entropy(model(inputs), data.tensors[1], own_loop.CLASS_WEIGHTS).item()
+    for result in FakeGroup(len(weights)).run(rank):
+        assert result == {"loss": pytest.approx(expected, rel=1e-12), "samples": 21}
 
 
 def test_ranks_take_contiguous_parts_by_their_shares(make_parts: MakeParts) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
+import own_loop
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +23,7 @@ from hetexp.training.loss import (
     MeanSquaredError,
     build_loss,
     check_loss,
+    count_of,
     summed,
     total_loss,
 )
@@ -214,6 +218,49 @@ def test_counts_of_samples_sum_to_the_count(loss: Loss) -> None:
     counts = loss.counts(targets)
     assert counts.tolist() == [loss.count(targets[index : index + 1]) for index in range(6)]
     assert int(counts.sum()) == loss.count(targets)
+
+
+class Counting(Loss):
+    """Gives whatever it is told to."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def count(self, targets: Any) -> float:
+        answer: float = self.answer
+        return answer
+
+    def total(self, output: Any, targets: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [(3, 3), (0, 0), (0.25, 0.25), (torch.tensor(7), 7), (torch.tensor([0.5]), 0.5), (np.float32(1.5), 1.5)],
+)
+def test_counts_of_any_kind_of_number(answer: Any, count: float) -> None:
+    found = count_of(Counting(answer), None)
+    assert (found, type(found)) == (count, type(count))
+
+
+@pytest.mark.parametrize(
+    "answer", [math.nan, -1, -0.5, math.inf, None, "3", torch.tensor([1.0, 2.0]), torch.tensor(math.nan)]
+)
+def test_a_count_that_is_no_number_is_refused(answer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`Counting\.count` must be a finite number from 0 on"):
+        count_of(Counting(answer), None)
+    with pytest.raises(ConfigError, match=r"`Counting\.count` must be a finite number from 0 on"):
+        Counting(answer).counts(torch.zeros(2))
+
+
+def test_counts_of_weighted_samples() -> None:
+    targets = torch.tensor([0, 1, 2, 1])
+    weights = own_loop.CLASS_WEIGHTS[targets]
+    assert own_loop.Weighted().counts(targets).tolist() == weights.tolist()
+    output, auxiliary = draw(0, 4, 3), draw(1, 4)
+    with_it = total_loss(own_loop.Weighted(), WithAuxiliary(output, auxiliary), targets)
+    alone = own_loop.Weighted().total(output, targets)
+    assert float(with_it - alone) == pytest.approx(float((auxiliary * weights).sum()), rel=1e-12)
 
 
 def test_an_auxiliary_loss_counts_at_each_element_of_its_sample() -> None:

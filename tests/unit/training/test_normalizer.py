@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +14,8 @@ from hetexp.comm.fake import FakeGroup
 from hetexp.training.normalizer import LossNormalizer
 
 
-def factors(counts: list[int], averaged_over: int, per: str = "global") -> list[tuple[float, int]]:
-    def rank(comm: Communicator) -> tuple[float, int]:
+def factors(counts: Sequence[float], averaged_over: int, per: str = "global") -> list[tuple[float, float]]:
+    def rank(comm: Communicator) -> tuple[float, float]:
         normalizer = LossNormalizer(comm, averaged_over, per)  # type: ignore[arg-type]
         normalizer.start(counts[comm.rank])
         return normalizer.factor()
@@ -67,13 +69,30 @@ def test_counts_beyond_floats_stay_exact() -> None:
     assert [total for _, total in factors([big, 2], 2)] == [big + 2] * 2
 
 
+@pytest.mark.parametrize("tells", [False, True])
+def test_counts_that_are_not_whole_travel_as_they_are(tells: bool) -> None:
+    counts = [0.3, 2**33 + 0.25, 4, 0.0]
+
+    def rank(comm: Communicator) -> tuple[float, float]:
+        normalizer = LossNormalizer(comm, 4)
+        normalizer.tell = 1.0 if tells else None
+        normalizer.start(counts[comm.rank])
+        return normalizer.factor()
+
+    told = FakeGroup(4).run(rank)
+    assert told == [told[0]] * 4
+    assert told[0][1] == pytest.approx(sum(counts), rel=1e-15)
+    assert told[0][0] == 4 / told[0][1]
+    assert factors([0.3, 0.2], 2, "per_rank")[0][0] == 1 / 0.3
+
+
 def test_a_step_starts_with_its_count() -> None:
     with pytest.raises(AssertionError, match="start"):
         LossNormalizer(SoloCommunicator(), 1).factor()
 
 
 def test_every_rank_learns_what_each_told() -> None:
-    def rank(comm: Communicator) -> tuple[tuple[float, int], list[float]]:
+    def rank(comm: Communicator) -> tuple[tuple[float, float], list[float]]:
         normalizer = LossNormalizer(comm, 3)
         normalizer.tell = 0.1 + comm.rank
         normalizer.start(5 * comm.rank)
