@@ -363,15 +363,18 @@ class _ScriptRank:
         """
         from hetexp.comm.rendezvous import connect_store
         from hetexp.library.setup import Launched, begin_as
+        from hetexp.training.random_states import seed_all
 
         assert self.plan.script is not None
-        limit = read_config(self.plan.config).launch.timeout_seconds
+        config = read_config(self.plan.config)
+        limit = config.launch.timeout_seconds
         store = connect_store(self.plan.store_host, self.plan.store_port, limit)
         store.set(f"hello/{self.rank}", platform.node())
         self.launched = Launched(self.plan, self.rank, store, lambda: store.set(READY, "0"))
         begin_as(self.launched)
         sys.argv = [self.plan.script, *self.plan.script_arguments]
         sys.path.insert(0, str(Path(self.plan.script).parent))
+        seed_all(config.trainer.seed)  # every rank draws the same split, until `setup`
         try:
             runpy.run_path(self.plan.script, run_name="__main__")
         except _Terminated:

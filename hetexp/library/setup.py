@@ -32,6 +32,7 @@ from hetexp.library.run import Run
 from hetexp.plan.exchange_checks import float64_problem
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
+from hetexp.training.random_states import seed_all
 from hetexp.training.state import Parts
 from hetexp.training.wiring import (
     agree,
@@ -97,7 +98,7 @@ def setup(
         eval_dataset: for `Run.evaluate`.
         accumulate: microbatches that each device cuts its part of a batch into.
         microbatch_size: or most samples of a microbatch; devices then differ in their number.
-        seed: of the order of samples, and of dropout under `hetexp launch`.
+        seed: of the order of samples, and under `hetexp launch` of dropout and random samples.
         drop_last: leave out the rest of an epoch that fills no batch.
         num_workers: data loader processes of each device.
         prefetch_factor: microbatches that each of them loads ahead.
@@ -201,8 +202,8 @@ def _parts(
             "model": model_facts(model),
         }
         run_on = tuple(agree(plan, config, rank, store, facts))
-        if plan.world_size > 1:  # dropout differs from rank to rank, as the samples do
-            torch.manual_seed(config.trainer.seed + 1 + rank)
+        if plan.world_size > 1:  # dropout and random samples differ from rank to rank, as the samples do
+            seed_all(config.trainer.seed + 1 + rank)
     _move(model, optimizer, device)
     policy = instantiate(config.balancing)
     settings = policy.settings if policy.follows else None

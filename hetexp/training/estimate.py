@@ -29,6 +29,7 @@ from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
 from hetexp.strategy.base import Strategy
 from hetexp.training.loss import build_loss, summed
+from hetexp.training.random_states import seeded
 
 _Rank = tuple[DeviceSpec, int, str, int | None]
 """Device, local batch size, precision, most samples of a pass."""
@@ -61,9 +62,10 @@ class RunMemory:
         self.reason: str | None = None
         """Why there is no estimate at all."""
         try:
-            data = build_data(config.data)
+            with seeded(config.trainer.seed):
+                data = build_data(config.data)
+                self.sample = next(iter(DataLoader(same_shape(data.train), batch_size=1)))
             self.data_facts = data.facts
-            self.sample = next(iter(DataLoader(same_shape(data.train), batch_size=1)))
             inputs, targets = self.sample
             self.model = _build(config, data.facts, precisions)
             self._loss = build_loss(config.trainer.loss)

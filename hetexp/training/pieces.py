@@ -11,6 +11,7 @@ from hetexp.core.config import Config
 from hetexp.data.base import build_data
 from hetexp.model.base import build_model
 from hetexp.model.cut import whole_of
+from hetexp.training.random_states import seeded
 
 
 def layer_names(config: Config) -> tuple[str, ...]:
@@ -22,13 +23,14 @@ def layer_names(config: Config) -> tuple[str, ...]:
         ConfigError: the model cannot be cut.
         Exception: whatever a person's own classes raise.
     """
-    return _layer_names(json.dumps([config.model, config.data], sort_keys=True))
+    return _layer_names(json.dumps([config.model, config.data, config.trainer.seed], sort_keys=True))
 
 
 @lru_cache(maxsize=8)
 def _layer_names(described: str) -> tuple[str, ...]:
-    model_node, data_node = json.loads(described)
-    facts = build_data(data_node).facts
+    model_node, data_node, seed = json.loads(described)
+    with seeded(seed):
+        facts = build_data(data_node).facts
     try:
         with torch.device("meta"):
             model = build_model(model_node, facts)

@@ -1,7 +1,8 @@
-"""The state of all random numbers of all ranks, in one file of a checkpoint: integers and bytes.
+"""Random numbers of Python, NumPy and torch: what they begin with, and their states in a checkpoint.
 
-A run that goes on with the same kinds of devices in the same order draws the same numbers as one that was
-never interrupted: dropout masks, augmentations. Elsewhere each state goes where there is such a device.
+The states of all ranks are in one file of integers and bytes. A run that goes on with the same kinds of
+devices in the same order draws the same numbers as one that was never interrupted: dropout masks,
+augmentations. Elsewhere each state goes where there is such a device.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
@@ -21,13 +23,44 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hetexp.hardware.backend import ACCELERATORS
-from hetexp.training.state import Parts
+
+if TYPE_CHECKING:
+    from hetexp.training.state import Parts
 
 log = logging.getLogger(__name__)
 
 FILE = "random.safetensors"
 _NAMED = 6
 """Most states that a warning lists."""
+
+
+def seed_all(seed: int) -> None:
+    """Seed what Python, NumPy and torch draw in this process, and on its cards."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let the block draw what a rank draws after `seed_all`, and put the process's generators back."""
+    with undrawn():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)  # a launcher touches no card
+        yield
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Put this process's generators back after the block; cards have their own."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 @dataclass(frozen=True)

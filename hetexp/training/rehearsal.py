@@ -12,6 +12,7 @@ from hetexp.hardware.emulated import SCALE_MARGIN
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.random_states import undrawn
 from hetexp.training.state import Parts, Progress
 from hetexp.training.steps import train_step
 
@@ -57,16 +58,17 @@ def undone(parts: Parts) -> Iterator[None]:
     """Let the block train, and put weights, optimizer, schedule and random states back afterwards."""
     weights = copy.deepcopy(parts.model.state_dict())
     optimizer = copy.deepcopy(parts.optimizer.state_dict())
-    generator = torch.get_rng_state()
+    cards = parts.backend.random_states()
     parts.model.train()
-    yield
+    with undrawn():
+        yield
+    parts.backend.set_random_states(cards)
     parts.backend.resume()
     parts.optimizer.zero_grad(set_to_none=True)
     parts.model.load_state_dict(weights)
     parts.optimizer.state.clear()
     parts.optimizer.load_state_dict(optimizer)
     restart_schedule(parts.schedule, 0)
-    torch.set_rng_state(generator)
     if parts.local is not None:
         parts.local.forget()
 

@@ -19,6 +19,7 @@ from hetexp.core.instantiate import only_trusted, untrusted
 from hetexp.data.base import build_data
 from hetexp.model.base import WithAuxiliary, build_model
 from hetexp.training.loss import Loss, build_loss, count_of
+from hetexp.training.random_states import seeded
 
 Replace = Callable[[Tensor], Tensor]
 
@@ -48,7 +49,8 @@ class SourceModel:
         config = state["extra"]["config"]
         if problems := untrusted({name: config[name] for name in ("model", "data")}):
             raise ConfigError(problems)
-        self.data = build_data(config["data"])
+        with seeded(config["trainer"].get("seed", 0)):  # its own split, as in its training
+            self.data = build_data(config["data"])
         self.model = build_model(config["model"], self.data.facts).eval().requires_grad_(False)
         if config["trainer"].get("precision") == "float64":
             self.model.double()

@@ -55,6 +55,7 @@ from hetexp.training.host_group import HostGroup
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale, check_device
+from hetexp.training.random_states import seed_all
 from hetexp.training.shortage import recovering_guard
 from hetexp.training.source import SourceModel
 from hetexp.training.staging import NothingTrained, Staging
@@ -117,12 +118,14 @@ def _build_alone(
     """
     trainer = config.trainer
     backend, device = open_device(plan, config, rank, store)
+    # The same seed on every rank: a split that is drawn while the data are built is the same on all of them.
+    seed_all(trainer.seed)
     data = build_data(config.data)
     train, evaluation = data.train, data.evaluation
     if plan.stages or plan.paced:
         train, evaluation = same_shape(train), None if evaluation is None else same_shape(evaluation)
     num_samples = len(train)  # type: ignore[arg-type]  # map-style, as build_data checked
-    wanted = getattr(data, "source", None)  # before the seed is set: to build a model draws numbers
+    wanted = getattr(data, "source", None)
     source = (
         None
         if wanted is None
@@ -130,8 +133,8 @@ def _build_alone(
     )
     strategy = instantiate(config.strategy)
     sampler = _sampler(plan, config, strategy, num_samples)
-    # The same seed and the CPU's generator on every rank: the same weights whatever the device.
-    torch.manual_seed(trainer.seed)
+    # Again, and by the CPU's generator: the same weights whatever the device, and whatever the data drew.
+    seed_all(trainer.seed)
     model = build_model(config.model, data.facts, trainer.activation_checkpointing)
     if not config.debug.dropout:
         told = without_dropout(model)
@@ -145,8 +148,8 @@ def _build_alone(
         agree_late(plan, member, store, facts)
     inputs, _ = next(iter(DataLoader(same_shape(train), batch_size=min(2, num_samples))))
     cut = part_of(plan, config, rank, model, inputs) if plan.stages else None
-    # From here on dropout differs from rank to rank, as the samples do.
-    torch.manual_seed(trainer.seed + 1 + (rank if member is None else member))
+    # From here on dropout and random samples differ from rank to rank, as the samples do.
+    seed_all(trainer.seed + 1 + (rank if member is None else member))
     model.to(device)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, model if cut is None else trained_part(model, cut))

@@ -89,6 +89,64 @@ def test_a_loop_with_rows_whatever_the_shares(tmp_path: Path) -> None:
     assert more.summary["steps"] == 9
 
 
+RANDOM = """
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+import hetexp
+
+order = np.random.permutation(32).tolist()
+print("split", order, random.random(), flush=True)
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        noise = np.random.randn(4) + random.gauss(0.0, 1.0) + torch.randn(4).numpy()
+        if get_worker_info() is None:
+            print("drawn", noise.tolist(), flush=True)
+        return torch.tensor(index + noise, dtype=torch.float32)
+
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+workers = len(__import__("sys").argv) - 1
+data = Subset(Noisy(), order[:24])
+run = hetexp.setup(model, optimizer, data, global_batch_size=8, log_every=1, num_workers=workers)
+for batch in run.batches():
+    run.backward(run.model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_that_draws_repeats(tmp_path: Path, ranks: int, workers: int) -> None:
+    """What it draws before `setup` is the same on all ranks: its weights, a split. Its samples differ."""
+    script = tmp_path / "draws.py"
+    script.write_text(RANDOM)
+    options = (f"hardware.devices=[{','.join(['cpu'] * ranks)}]",)
+    runs = [start_script(tmp_path / name, script, options, *["w"] * workers) for name in ("one", "again")]
+    assert runs[0].losses == runs[1].losses
+    logs = [
+        (run.folder / "logs" / f"rank_{rank}.log").read_text().splitlines()
+        for run in runs
+        for rank in range(ranks)
+    ]
+    splits = [[line for line in log if line.startswith("split")] for log in logs]
+    assert splits == [splits[0]] * len(logs)
+    drawn = [{line for line in log if line.startswith("drawn")} for log in logs]
+    if ranks > 1 and not workers:
+        assert drawn[0] and not drawn[0] & drawn[1]
+
+
 def test_emulated_cards_are_paced_and_followed(tmp_path: Path) -> None:
     slow = "{device: 'emulated:t4', slow: 3}"
     mix = (f"hardware.devices=['emulated:t4',{slow}]", "balancing=auto")

@@ -36,10 +36,13 @@ def layout(*weights: float) -> tuple[str, ...]:
 USER_CODE = '''
 import json
 import os
+import random
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import Subset, get_worker_info
 
 from hetexp.model.layered import Pieces
 from hetexp.training.loss import Loss
@@ -62,6 +65,43 @@ class Recorded(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(4, generator=generator)
         return {"x": x, "scale": torch.tensor(2.0)}, x.sum(0, keepdim=True)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Adds noise of all generators to each sample, and tells it where no loader process does."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        noise = np.random.randn(4) + random.gauss(0.0, 1.0) + torch.randn(4).numpy()
+        if get_worker_info() is None:
+            print("drawn", index, noise.tolist(), flush=True)
+        return torch.tensor(index + noise, dtype=torch.float32), torch.tensor([float(index)])
+
+
+class Drawn:
+    """Draws which of these samples are for evaluation, by all generators."""
+
+    facts = {"width": 4}
+
+    def __init__(self):
+        order = np.random.permutation(64)
+        first = random.randrange(8) + int(torch.randint(8, ()))
+        order = np.roll(order, first).tolist()
+        print("split", order, flush=True)
+        self.train, self.evaluation = Subset(Noisy(), order[:48]), Subset(Noisy(), order[48:])
+
+
+class Plain(nn.Module):
+    def __init__(self, width=None):
+        super().__init__()
+        self.linear = nn.Linear(width, 1)
+        with torch.no_grad():
+            self.linear.weight += random.random() + np.random.rand()
+
+    def forward(self, x):
+        return self.linear(x)
 
 
 class Net(nn.Module):
@@ -158,6 +198,48 @@ def test_dict_inputs_train_with_measured_shares(train: Train, user_code: Path, s
     run = train(*own, "hardware.devices=[cpu,cpu]", f"strategy={strategy}", "balancing=auto")
     alone = train(*own, "hardware=cpu", "strategy=single")
     assert run.losses == pytest.approx(alone.losses, rel=1e-12)
+
+
+RANDOM = (
+    "model=custom",
+    "model._target_=my_project.Plain",
+    "data=custom",
+    "data._target_=my_project.Drawn",
+    "trainer.loss=my_project.Absolute",
+    "trainer.global_batch_size=16",
+    "trainer.max_epochs=2",
+    "trainer.log_every=1",
+)
+
+
+def logged(run: Run, word: str) -> list[list[str]]:
+    """What each rank has written after this word."""
+    logs = (path.read_text().splitlines() for path in sorted((run.folder / "logs").glob("rank_*.log")))
+    return [[line for line in lines if line.startswith(word)] for lines in logs]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("weights", [(1.0,), (3.0, 1.0)], ids=["one", "two"])
+def test_random_splits_and_samples_follow_the_seed(
+    train: Train, user_code: Path, weights: tuple[float, ...], workers: int
+) -> None:
+    """Of Python, NumPy and torch, in data, model and samples; the same command has the same losses."""
+    options = (*RANDOM, *layout(*weights), f"trainer.num_workers={workers}")
+    one, again = train(*options), train(*options)
+    assert one.losses == again.losses
+    assert one.summary["final"]["eval"] == again.summary["final"]["eval"]
+    assert difference(one.parameters(), again.parameters()) == 0.0
+    splits = [rank for run in (one, again) for rank in logged(run, "split")]
+    assert splits == [splits[0]] * (2 * len(weights))
+    drawn = [{line.partition("[")[2] for line in rank} for rank in logged(one, "drawn")]
+    if len(weights) > 1 and not workers:  # but for the first samples, which all ranks read to build the model
+        assert len(drawn[0] & drawn[1]) == 2
+
+
+def test_another_seed_draws_another_split(train: Train, user_code: Path) -> None:
+    options = (*RANDOM, *layout(1, 1), "trainer.max_steps=1", "trainer.max_epochs=null")
+    splits = [logged(train(*options, f"trainer.seed={seed}"), "split") for seed in (1, 2)]
+    assert splits[0][0] == splits[0][1] != splits[1][0] == splits[1][1]
 
 
 def test_shares_that_round_to_zero(train: Train) -> None:

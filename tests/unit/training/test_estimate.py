@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 import types
@@ -9,18 +10,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support import unbuilt_config
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hetexp.core.config import read_config
 from hetexp.core.device import GIB, DeviceSpec
+from hetexp.data.base import build_data
 from hetexp.hardware.memory_estimate import MemoryEstimate
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.single import Single
 from hetexp.training.estimate import RunMemory
+from hetexp.training.pieces import layer_names
+from hetexp.training.random_states import seed_all
 
 CARD = DeviceSpec("cuda:0", "cuda", 0, "Some card", "nvidia", 8 * GIB, architecture="sm_90")
 HOST = DeviceSpec("cpu:0", "cpu", 0, "Some CPU", "cpu", 8 * GIB)
@@ -277,6 +283,53 @@ def test_a_persons_own_model_with_inputs_by_name(project: Any) -> None:
     project.Net, project.Samples = Net, Samples
     found = estimate(run_memory(model={"_target_": "a_project.Net"}, data={"_target_": "a_project.Samples"}))
     assert found.weights == 512 + 512
+
+
+class Drawn:
+    """Draws which samples it has, and what is in them, by all generators."""
+
+    def __init__(self) -> None:
+        self.facts = {"input_shape": [3], "num_classes": 2 + random.randrange(1000)}
+        self.shift = float(np.random.randn()) + float(torch.randn(()))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        noise = random.gauss(0.0, 1.0) + np.random.randn(3) + torch.randn(3).numpy()
+        return torch.tensor(self.shift + noise, dtype=torch.float32), 0
+
+
+def test_data_are_drawn_as_by_a_rank_and_nothing_else_is(project: Any) -> None:
+    project.Drawn = Drawn
+    data = {"_target_": "a_project.Drawn"}
+    seed_all(4)
+    rank, samples = build_data(data), []
+    for before in (0, 1):
+        seed_all(before)
+        expected = random.random(), float(np.random.rand()), float(torch.rand(()))
+        seed_all(before)
+        memory = run_memory(data=data, seed=4)
+        assert memory.data_facts == rank.facts
+        assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
+        samples.append(memory.sample[0])
+    assert torch.equal(*samples)
+
+
+def test_layers_are_those_of_the_ranks_data(project: Any) -> None:
+    """A model may have as many layers as its data say."""
+    project.Drawn = Drawn
+    project.Deep = lambda input_shape=None, num_classes=None: nn.Sequential(
+        *(nn.Linear(3, 3) for _ in range(num_classes))
+    )
+    raw = unbuilt_config(model={"_target_": "a_project.Deep"}, data={"_target_": "a_project.Drawn"})
+    names = []
+    for seed in (4, 5):
+        raw["trainer"]["seed"] = seed
+        names.append(layer_names(read_config(raw)))
+        seed_all(seed)
+        assert len(names[-1]) == build_data(raw["data"]).facts["num_classes"]
+    assert names[0] != names[1]
 
 
 class Reads(Net):

@@ -21,7 +21,15 @@ from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.training.loop import train
-from hetexp.training.random_states import FILE, match_states, random_files, restore_random
+from hetexp.training.random_states import (
+    FILE,
+    match_states,
+    random_files,
+    restore_random,
+    seed_all,
+    seeded,
+)
+from hetexp.training.rehearsal import undone
 from hetexp.training.resuming import resume
 from hetexp.training.state import Parts
 
@@ -88,6 +96,39 @@ def draw() -> tuple[Any, ...]:
         *(random.random(), random.gauss(0.0, 1.0), float(np.random.rand()), float(np.random.randn())),
         *torch.rand(2).tolist(),
     )
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32 + 5])
+def test_a_seed_is_one_of_all_generators(seed: int) -> None:
+    """Also beyond what NumPy takes: a rank's seed is above the run's."""
+    told = []
+    for number in (seed, seed + 1, seed):
+        seed_all(number)
+        told.append(draw())
+    after = draw()
+    assert told[0] == told[2]
+    assert all(one != other for one, other in zip(told[0], told[1], strict=True))
+    seed_all(seed)
+    assert draw() == told[0]
+    with seeded(seed + 1):
+        assert draw() == told[1]
+    assert draw() == after
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_what_is_undone_has_drawn_nothing(make_parts: MakeParts, device: str) -> None:
+    """A calibration is made once and kept: the runs after it draw what the first one did."""
+    parts = parts_on(make_parts, SoloCommunicator(), [device])
+    before = parts.backend.random_states()
+    seed_all(3)
+    expected = draw()
+    seed_all(3)
+    with undone(parts):
+        draw()
+        parts.backend.set_random_states([state + 1 for state in before])
+    assert draw() == expected
+    pairs = zip(parts.backend.random_states(), before, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_the_process_draws_on_as_if_nothing_had_been(make_parts: MakeParts, tmp_path: Path) -> None:

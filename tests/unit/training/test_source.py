@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from support import unbuilt_config
 from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
 from hetexp.checkpoint.folder import TrainingState, save_checkpoint
 from hetexp.cli import main
@@ -19,6 +22,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.data.base import build_data
 from hetexp.data.synthetic import Synthetic
 from hetexp.model.base import build_model
+from hetexp.training.random_states import seed_all
 from hetexp.training.source import SourceModel
 
 GPT = {"_target_": "hetexp.model.gpt.GPT", "num_layers": 2, "num_heads": 2, "embedding_size": 8}
@@ -67,6 +71,35 @@ def test_vectors_are_the_layers_outputs_in_order(run: Path) -> None:
     torch.testing.assert_close(vectors, found[0].flatten(0, 1))
     data = build_data({"_target_": "hetexp.data.activations.Activations", "folder": str(out)})
     assert len(data.train) == 60 and len(data.evaluation) == 42  # type: ignore[arg-type]
+
+
+class Split:
+    """Draws which samples are for evaluation."""
+
+    facts: ClassVar[dict[str, int]] = {"vocab_size": 7, "sequence_length": 6}
+
+    def __init__(self) -> None:
+        tokens = torch.arange(84).reshape(14, 6) % 7
+        order = np.random.permutation(14).tolist()
+        data = TensorDataset(tokens, tokens)
+        self.train, self.evaluation = Subset(data, order[:7]), Subset(data, order[7:])
+
+
+def test_it_is_asked_about_samples_that_it_has_not_trained_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The split is the one of its own training, whatever was drawn before."""
+    monkeypatch.setitem(sys.modules, "own_split", sys.modules[__name__])
+    config = unbuilt_config(model=GPT, data={"_target_": "own_split.Split"}, trainer={"seed": 5})
+    model = build_model(GPT, Split.facts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = TrainingState(5, {}, {}, {"run_id": "run", "config": config})
+    save_checkpoint(run / "checkpoints", model, optimizer, kept)
+    seed_all(5)
+    trained_with = build_data(config["data"])
+    for _ in range(2):
+        source = SourceModel(run / "checkpoints" / "step_00000005", "blocks.1")
+        assert source.data.evaluation.indices == trained_with.evaluation.indices  # type: ignore[union-attr]
 
 
 def test_shards_and_a_limit(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
