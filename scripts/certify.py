@@ -87,7 +87,10 @@ class Case:
         return [*words, *self.options]
 
 
-HEAD = ("strategy", "model", "samples a rank", "options", "verdict", "loss", "parameters", "control")
+HEAD = (
+    *("strategy", "model", "samples a rank", "options"),
+    *("verdict", "loss", "parameters", "gradient norm", "control"),
+)
 ACCUMULATE, CLIP, MICROBATCHES = (
     "trainer.accumulate=4",
     "trainer.clip_norm=0.5",
@@ -122,10 +125,10 @@ def row(case: Case, certificate: Certificate | None, problem: str = "") -> str:
     options = ", ".join(option.partition(".")[2] for option in case.options) or "–"
     cells = [case.strategy, case.model, shares, options]
     if certificate is None:
-        return f"| {' | '.join(cells)} | {problem} | | | |"
+        return f"| {' | '.join(cells)} | {problem} | | | | |"
     run, control = certificate.run, certificate.control
     cells += [f"**{certificate.verdict}**" if certificate.verdict != "exact" else "exact"]
-    cells += [f"{run.loss_error:.1e}", f"{run.parameter_error:.1e}"]
+    cells += [f"{run.loss_error:.1e}", f"{run.parameter_error:.1e}", f"{run.grad_norm_error:.1e}"]
     cells += [f"{control.parameter_error:.1e}" if control is not None else "–"]
     return f"| {' | '.join(cells)} |"
 
@@ -143,8 +146,8 @@ def page(rows: list[str], steps: int, devices: Sequence[str]) -> str:
             "",
             f"{steps} steps with AdamW in float64, 240 samples in global batches of 32 (so with short ones), "
             "beside the same steps on one device with the whole batch in",
-            "one piece. The two errors are the largest of all steps, |Δ loss| / |loss| and ‖Δθ‖₂ / ‖θ‖₂; at "
-            f"most {EXACT:g} is exact. GPTs are masked: six tokens of ten do not count.",
+            "one piece. The three errors are the largest of all steps, |Δ loss| / |loss|, ‖Δθ‖₂ / ‖θ‖₂ and "
+            f"|Δ‖g‖₂| / ‖g‖₂; at most {EXACT:g} is exact. GPTs are masked: six tokens of ten do not count.",
             "The control averages over ranks as plain data parallelism does, and must fail on unequal "
             "shares; its parameters' error is told.",
             "",

@@ -17,3 +17,11 @@ class Choosy(DDP):
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         others = [device.id for device in devices if device.vendor != "nvidia"]
         return [f"`strategy` must be ddp for {', '.join(others)}, but is 'choosy' instead."] if others else []
+
+
+class Loud(DDP):
+    """Trains with a gradient that is one percent too large."""
+
+    def averaged_over(self, world_size: int) -> int:
+        """Return what every rank multiplies its sum by, and a hundredth of it."""
+        return world_size * 1.01  # type: ignore[return-value]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 EXACT = 1e-12
-"""Largest relative difference in float64, of the loss and of the parameters (docs/architecture.md)."""
+"""Largest relative difference in float64, of loss, parameters and gradient norm (docs/architecture.md)."""
 FLOAT32_FACTOR = 2.0
 """In float32: times the largest difference between runs on one device that differ in microbatch size only."""
 
@@ -61,8 +61,15 @@ class Comparison:
         return max(step.grad_norm_error for step in self.steps)
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Tell whether loss and parameters are as near as they must be, at every step."""
-        return self.loss_error <= tolerance.loss and self.parameter_error <= tolerance.parameters
+        """Tell whether loss, parameters and gradient norm are as near as they must be, at every step.
+
+        The norm shows a scale of the gradient, to which clipping and optimizers like Adam are blind.
+        """
+        return (
+            self.loss_error <= tolerance.loss
+            and self.parameter_error <= tolerance.parameters
+            and self.grad_norm_error <= tolerance.grad_norm
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types."""
@@ -80,6 +87,7 @@ class Tolerance:
 
     loss: float = EXACT
     parameters: float = EXACT
+    grad_norm: float = EXACT
     source: str = "float64"
 
     @classmethod
@@ -88,6 +96,7 @@ class Tolerance:
         return cls(
             FLOAT32_FACTOR * max(one.loss_error for one in others),
             FLOAT32_FACTOR * max(one.parameter_error for one in others),
+            FLOAT32_FACTOR * max(one.grad_norm_error for one in others),
             "twice what microbatches of another size change on one device",
         )
 
@@ -160,8 +169,8 @@ class Certificate:
                 ],
             ),
             "",
-            f"Allowed: loss {self.tolerance.loss:.1e}, parameters {self.tolerance.parameters:.1e} "
-            f"({self.tolerance.source}).",
+            f"Allowed: loss {self.tolerance.loss:.1e}, parameters {self.tolerance.parameters:.1e}, "
+            f"gradient norm {self.tolerance.grad_norm:.1e} ({self.tolerance.source}).",
             "",
             self._of_control(),
         ]

@@ -53,3 +53,18 @@ def test_plain_averaging_on_unequal_shares_is_not_exact_in_float32_either(
     assert "not exact" in capsys.readouterr().out
     told = json.loads((tmp_path / "certificate.json").read_text())
     assert 0 < told["tolerance"]["parameters"] < 1e-5 < told["run"]["parameter_error"]
+
+
+def test_a_gradient_of_one_percent_too_much_is_not_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Neither the clipped gradient nor AdamW's step show a factor that all gradients have in common.
+    options = ["model=mlp", "model.hidden_sizes=[16]", "trainer.clip_norm=0.5"]
+    options += ["optimizer.lr=1.0e-5", "optimizer.eps=1.0e-20"]  # hides the 1e-6 that clipping adds to a norm
+    loud = "strategy._target_=choosy.Loud"
+    words = ["verify", *COMMON, *options, loud, "--steps", "3", "--output", str(tmp_path)]
+    assert main(words) == 1
+    assert "not exact" in capsys.readouterr().out
+    told = json.loads((tmp_path / "certificate.json").read_text())["run"]
+    assert told["loss_error"] <= 1e-12 and told["parameter_error"] <= 1e-12
+    assert told["grad_norm_error"] == pytest.approx(0.01)

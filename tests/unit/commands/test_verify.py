@@ -36,7 +36,9 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "start_rank", never)
 
 
-def run_folder(folder: Path, factor: float = 1.0, steps: int = 2, loss: float = 2.0) -> Path:
+def run_folder(
+    folder: Path, factor: float = 1.0, steps: int = 2, loss: float = 2.0, norm: float = 0.5
+) -> Path:
     """Write what two steps of a run leave behind; its second tensor is off by a factor from step 2 on."""
     folder.mkdir()
     lines = []
@@ -49,7 +51,7 @@ def run_folder(folder: Path, factor: float = 1.0, steps: int = 2, loss: float = 
             "b": torch.full((2,), 2.0 * off, dtype=torch.float64),
         }
         save_file(tensors, inner / "model.safetensors")
-        lines.append({"step": step, "train/loss": loss, "train/grad_norm": 0.5 * off})
+        lines.append({"step": step, "train/loss": loss, "train/grad_norm": norm * off})
         lines.append({"step": step, "eval/loss": 1.0})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -73,7 +75,7 @@ def test_numbers_that_are_none_are_as_far_off_as_can_be(tmp_path: Path) -> None:
     found = compare(run_folder(tmp_path / "run", factor=float("nan"), loss=float("nan")), reference)
     assert found.loss_error == found.parameter_error == found.grad_norm_error == float("inf")
     assert found.steps[1].worst_tensor == "b"
-    assert not found.within(Tolerance(1e9, 1e9))
+    assert not found.within(Tolerance(1e9, 1e9, 1e9))
 
 
 def certificate(run: Comparison, control: Comparison | None, differ: bool = True) -> Certificate:
@@ -96,6 +98,18 @@ def test_verdicts(tmp_path: Path) -> None:
     twice = Tolerance.of_microbatches([near, wrong])
     assert twice.parameters == 2 * wrong.parameter_error
     assert Certificate(FACTS, wrong, twice).verdict == "exact"
+
+
+def test_a_gradient_that_only_its_norm_shows_to_be_wrong_is_not_exact(tmp_path: Path) -> None:
+    reference = run_folder(tmp_path / "alone")
+    loud = compare(run_folder(tmp_path / "loud", norm=0.5 * 1.01), reference)
+    assert loud.loss_error == loud.parameter_error == 0.0
+    assert certificate(loud, None, differ=False).verdict == "not exact"
+    cut = compare(run_folder(tmp_path / "cut", norm=0.5 * (1 + 1e-7)), reference)
+    allowed = Tolerance.of_microbatches([cut])
+    assert allowed.grad_norm == 2 * cut.grad_norm_error
+    assert Certificate(FACTS, cut, allowed).verdict == "exact"
+    assert Certificate(FACTS, loud, allowed).verdict == "not exact"
 
 
 def test_what_a_person_reads(tmp_path: Path) -> None:
