@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hetexp.core.errors import CheckpointError
 
-_MACHINE_KEYS = ("foreach", "fused", "capturable", "differentiable")
+MACHINE_KEYS = ("foreach", "fused", "capturable", "differentiable")
 """How a step is computed, not what: these stay as the optimizer at hand has them, on its own device."""
 
 
@@ -95,7 +95,7 @@ def restore_optimizer(
     optimizer.state.clear()
     for entry, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
         for key, value in entry["values"].items():
-            if key not in _MACHINE_KEYS:
+            if key not in MACHINE_KEYS:
                 current = group.get(key)
                 device = current.device if isinstance(current, Tensor) else torch.device("cpu")
                 group[key] = _decode(value, tensors, device)

@@ -339,7 +339,7 @@ class Run:
             parts.config = parts.config.model_copy(update={"resume": str(path)})
         if parts.config.resume is None:
             return False
-        self._progress = self._outcome.progress = resuming.resume(parts)
+        self._progress = self._outcome.progress = resuming.resume(parts, configured=False)
         self._step = self._before = None
         return True
 

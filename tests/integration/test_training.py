@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import Run, Train, difference
+from torch.nn import functional
+from torch.utils.data import default_collate
 
-from hetexp.core.errors import ConfigError
+from hetexp.core.errors import ConfigError, RunFailedError
+from hetexp.data.sampler import GlobalSampler, Position
+from hetexp.data.synthetic import Synthetic
+from hetexp.model.mlp import MLP
 from hetexp.report.diagram import has_dot
 
 TINY = (
@@ -129,6 +135,20 @@ class Deep(nn.Module):
 
     def pieces(self):
         return Pieces(("layers.0", "layers.1"), begin=self.begin)
+
+
+class Slowing(torch.optim.SGD):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        for group in self.param_groups:
+            group["steps"] = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                parameter.grad /= group["steps"]
+        return super().step(closure)
 
 
 class Absolute(Loss):
@@ -319,6 +339,76 @@ def test_resume_takes_a_run_folder(train: Train) -> None:
     first = train(*TINY, "trainer.max_steps=4", "trainer.checkpoint_every=3", "hardware=cpu")
     second = train(*TINY, "trainer.max_steps=6", f"resume={first.folder}", "hardware=cpu")
     assert [row["step"] for row in second.metrics if "train/loss" in row] == [5, 6]
+
+
+def plain_steps(first: Run, steps: int, **settings: float) -> dict[str, torch.Tensor]:
+    """Go on from a run of SGD by plain torch, with other settings, and return the weights."""
+    data, sampler = Synthetic(num_samples=64), GlobalSampler(64, 16, 0)
+    model = MLP((16,), data.facts["input_shape"], data.facts["num_classes"]).double()
+    model.load_state_dict(first.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
+    (folder,) = (first.folder / "checkpoints").iterdir()
+    moments = load_file(folder / "optimizer.safetensors")
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter]["momentum_buffer"] = moments[f"{name}/momentum_buffer"]
+    position = Position.from_dict(json.loads((folder / "state.json").read_text())["position"])
+    for _ in range(steps):
+        indices, position = sampler.batch(position)
+        inputs, targets = default_collate([data.train[index] for index in indices.tolist()])
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs.double()), targets).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+SGD = (
+    *(*TINY, "data.num_samples=64", "trainer.global_batch_size=16", "trainer.precision=float64"),
+    *("trainer.max_epochs=null", "optimizer=sgd", "optimizer.momentum=0.9", "hardware=cpu"),
+)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ({"weight_decay": 20.0, "lr": 0.01}, ("weight_decay=20.0 (before: 0.0)", "lr=0.01 (before: 0.05)")),
+        ({"momentum": 0.5, "weight_decay": 0.1}, ("momentum=0.5 (before: 0.9)", "weight_decay=0.1")),
+    ],
+)
+def test_other_settings_of_the_optimizer_hold_on_resume(
+    train: Train, typed: dict[str, float], said: tuple[str, ...]
+) -> None:
+    """Case 83: as a new optimizer of torch does that takes the old one's state."""
+    first = train(*SGD, "trainer.max_steps=6")
+    words = [f"optimizer.{key}={value}" for key, value in typed.items()]
+    second = train(*SGD, *words, "trainer.max_steps=9", f"resume={first.folder}")
+    settings = {"lr": 0.05, "momentum": 0.9, **typed}
+    assert difference(second.parameters(), plain_steps(first, 3, **settings)) <= 1e-12
+    (line,) = (line for line in second.screen.splitlines() if "resume: the optimizer" in line)
+    assert all(part in line for part in said)
+
+
+def test_settings_that_the_saved_state_has_nothing_for_are_refused(train: Train) -> None:
+    alone = (*TINY, "hardware=cpu")
+    first = train(*alone, "trainer.max_steps=2")
+    with pytest.raises(RunFailedError, match=r"(?s)amsgrad=True \(before: False\).*max_exp_avg_sq"):
+        train(*alone, "trainer.max_steps=4", "optimizer.amsgrad=true", f"resume={first.folder}")
+
+
+@pytest.mark.parametrize("words", [(), ("optimizer._target_=my_project.Slowing",)])
+def test_a_run_that_goes_on_as_it_was_takes_all_from_the_checkpoint(
+    train: Train, user_code: Path, words: tuple[str, ...]
+) -> None:
+    """What an optimizer counts in its groups, too."""
+    common = (*SGD, *words)
+    whole = train(*common, "trainer.max_steps=6", "trainer.checkpoint_every=3")
+    rest = train(*common, "trainer.max_steps=6", f"resume={whole.folder}/step:3")
+    assert difference(rest.parameters(), whole.parameters()) == 0.0
+    assert "the optimizer has this run's" not in rest.screen
+    other = train(*common, "optimizer.lr=0.01", "trainer.max_steps=6", f"resume={whole.folder}/step:3")
+    state = json.loads((other.folder / "checkpoints" / "step_00000006" / "state.json").read_text())
+    (group,) = state["optimizer"]["param_groups"]
+    assert group["values"]["lr"] == group["values"]["initial_lr"] == 0.01
+    assert group["values"].get("steps") == (6 if words else None)
 
 
 def test_a_path_with_an_equals_sign(train: Train, tmp_path: Path) -> None:

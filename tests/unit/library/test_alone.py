@@ -121,6 +121,23 @@ def test_a_checkpoint_in_the_middle_of_an_epoch(loop: Loop, tmp_path: Path) -> N
         run.resume(tmp_path / "nothing")
 
 
+def test_a_scripts_optimizer_takes_its_settings_from_the_checkpoint(
+    loop: Loop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by `load_state_dict`: what a script changed in the groups while it trained goes on."""
+    loop("rows", 2, save=2)
+    assert not caplog.messages
+    model, optimizer, data = own_loop.make("rows")
+    optimizer.param_groups[0] |= {"momentum": 0.5, "weight_decay": 0.1}
+    given: dict[str, Any] = {"global_batch_size": own_loop.BATCH, "seed": own_loop.SEED}
+    run = hetexp.setup(model, optimizer, data, run_dir=tmp_path / "other", **given)
+    run.resume(tmp_path / "run")
+    (group,) = optimizer.param_groups
+    assert (group["momentum"], group["weight_decay"]) == (0.9, 0.0)
+    (told,) = caplog.messages
+    assert "checkpoint's momentum=0.9 (not 0.5), weight_decay=0 (not 0.1)" in told
+
+
 def test_what_is_written(loop: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = loop("rows", 4, log_every=2)
     assert run.log(mine=0.5, other=torch.tensor(2)) == {"mine": 0.5, "other": 2.0}
