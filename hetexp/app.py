@@ -150,9 +150,11 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration of a command line, for scripts and tests that start runs themselves."""
     from hydra import compose, initialize_config_dir
 
+    from hetexp.core.overrides import without_hydra
+
     register_resolvers()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose(CONFIG_NAME, list(overrides))
+        return without_hydra(compose(CONFIG_NAME, list(overrides), return_hydra_config=True))
 
 
 def _asks(arguments: argparse.Namespace) -> bool:
@@ -210,6 +212,7 @@ def _job(cfg: DictConfig, started: Started | None) -> None:
     from hydra.types import RunMode
 
     from hetexp.core.files import ending_when_full
+    from hetexp.core.overrides import without_idle_arguments
     from hetexp.core.sweep import of_a_run
     from hetexp.launch.sweep import run_job
     from hetexp.plan.planner import Request
@@ -230,6 +233,7 @@ def _job(cfg: DictConfig, started: Started | None) -> None:
     job_folder = Path.cwd()
     os.chdir(request.working_dir)  # with hydra.job.chdir, too, relative paths mean where the person stands
     try:
+        without_idle_arguments(cfg, job.runtime.choices, _as_texts(job.overrides.task))
         with ending_when_full(request.run_dir):
             if sweep is None:
                 run(cfg, request, started=started)

@@ -198,6 +198,17 @@ def parameters(target: str) -> dict[str, inspect.Parameter]:
         return {}
 
 
+def accepts(target: str, name: str) -> bool:
+    """Tell whether a target may take an argument; one that cannot be imported or has no signature may."""
+    if name in _RESERVED:
+        return True
+    try:
+        known = inspect.signature(locate(target)).parameters
+    except Exception:  # an import runs any code and so raises anything: `check_component` tells
+        return True
+    return name in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+
+
 def check_component(key: str, node: Any) -> list[str]:
     """Check a `_target_` node against its class's signature without building it.
 

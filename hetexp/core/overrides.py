@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 
+from hetexp.core.conf_folders import conf_dir, own_conf_dirs
+from hetexp.core.config import COMPONENTS
 from hetexp.core.errors import did_you_mean, must_be
 from hetexp.core.files import folder_problem
+from hetexp.core.instantiate import accepts
 from hetexp.core.sweep import name_problem
 
 if TYPE_CHECKING:
@@ -279,8 +282,56 @@ def compose_typed(
 
 
 def without_hydra(composed: Any) -> DictConfig:
-    """Return a composed configuration without what is Hydra's own."""
+    """Return a composed configuration without what is Hydra's own, and `without_idle_arguments`."""
+    hydra = composed.hydra
+    without_idle_arguments(composed, hydra.runtime.choices, [str(word) for word in hydra.overrides.task])
     return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+
+
+def without_idle_arguments(cfg: Any, choices: Mapping[str, Any], typed: Sequence[str]) -> None:
+    """Take out of `cfg` what only the class of a shipped option takes, where another `_target_` was given.
+
+    `optimizer._target_=torch.optim.RMSprop` leaves the arguments of AdamW behind. Those that the new class
+    does not take fall away; a typed value, or one of the user's own files, stays to be refused.
+
+    Args:
+        cfg: the composed configuration, with or without Hydra's own part.
+        choices: the option of each group.
+        typed: the overrides.
+    """
+    keys = {word.lstrip("+~").partition("=")[0] for word in typed}
+    for section in COMPONENTS:
+        node = cfg.get(section)
+        if not isinstance(node, DictConfig):
+            continue
+        shipped = _shipped_option(section, str(choices.get(section)))
+        target = node._get_node("_target_")
+        given = None if target is None or target._is_interpolation() else target._value()
+        if not isinstance(given, str) or shipped.get("_target_", given) == given:
+            continue
+        values: Any = OmegaConf.to_container(node, resolve=False)
+        with open_dict(node):
+            for name, value in shipped.items():
+                key = f"{section}.{name}"
+                is_typed = any(one == key or one.startswith((f"{key}.", f"{key}[")) for one in keys)
+                left = name in values and values[name] == value and not is_typed
+                if left and not accepts(given, name):
+                    del node[name]
+
+
+def _shipped_option(group: str, option: str) -> dict[str, Any]:
+    """Return what the file of a shipped option says; nothing if a file of the user takes its place."""
+    file = Path(group, f"{option}.yaml")
+    path = conf_dir() / file
+    if not path.is_file() or any((folder / file).is_file() for folder in own_conf_dirs(Path.cwd())):
+        return {}
+    said: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    inherited = [entry for entry in said.pop("defaults", ()) if isinstance(entry, str) and entry != "_self_"]
+    found: dict[str, Any] = {}
+    for name in inherited:
+        found |= _shipped_option(group, name)
+    found |= said
+    return found
 
 
 @contextlib.contextmanager
@@ -296,8 +347,6 @@ def config_loader(
     from hydra._internal.utils import create_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
-
-    from hetexp.core.conf_folders import conf_dir
 
     search_path = create_config_search_path(str(config_path or conf_dir()))
     if config_dir is not None:

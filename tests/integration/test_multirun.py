@@ -135,3 +135,20 @@ def test_two_runs_of_one_moment_get_two_folders(start: Start) -> None:
     for folder in folders:
         assert re.fullmatch(r"\d\d-\d\d-\d\d-[0-9a-f]{6}", folder.name)
         assert read(folder / "summary.json")["status"] == "completed"
+
+
+def test_another_class_by_its_path_leaves_the_arguments_of_the_first(start: Start) -> None:
+    """Case 92: a sweep over optimizers that no option has; a job goes on as it was."""
+    optimizers = ["torch.optim.RMSprop", "torch.optim.Adagrad"]
+    options = (*TINY, "launch.start_method=forkserver", "optimizer.lr=0.1")
+    run = start("sweep", "-m", *options, "trainer.max_steps=2", f"optimizer._target_={','.join(optimizers)}")
+    assert run.wait() == 0, run.screen
+    folders = jobs(run, 2)
+    for name, folder in zip(optimizers, folders, strict=True):
+        config = read(folder / "plan.json")["config"]["optimizer"]
+        assert config["_target_"] == name and config["lr"] == 0.1 and "betas" not in config
+        assert read(folder / "summary.json")["status"] == "completed"
+    more = (f"optimizer._target_={optimizers[0]}", "trainer.max_steps=4", f"resume={folders[0]}")
+    rest = start("rest", *options, *more, f"hydra.run.dir={run.run_dir.parent}/rest")
+    assert rest.wait() == 0, rest.screen
+    assert read(run.run_dir.parent / "rest" / "summary.json")["steps"] == 4

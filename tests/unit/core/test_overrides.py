@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from hetexp.app import CONFIG_NAME, check_command_line, conf_dir, register_resolvers
-from hetexp.core.overrides import Overrides
+from hetexp.app import CONFIG_NAME, check, check_command_line, compose_config, conf_dir, register_resolvers
+from hetexp.core.conf_folders import name_own_conf_dir
+from hetexp.core.grid import compose_jobs
+from hetexp.core.overrides import Overrides, compose_typed
 
 Type = Callable[..., Overrides]
 
@@ -239,3 +242,70 @@ def test_what_hydra_refuses_does_not_hide_the_rest(refused: str) -> None:
     found = "\n".join(check_command_line(arguments))
     for part in (refused[1:].partition("=")[0], "trainer.max_stps", "'mpl'"):
         assert part in found
+
+
+SMALL = ("hardware=cpu", "model=mlp", "data=synthetic", "balancing=equal")
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "left"),
+    [
+        (
+            ["optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.1"],
+            "optimizer",
+            {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-8, "maximize": False, "foreach": None},
+        ),
+        (["model=gpt", "model._target_=hetexp.model.mlp.MLP"], "model", {"dropout": 0.0}),
+        (["data=text", "data._target_=hetexp.data.synthetic.Synthetic"], "data", {"sequence_length": 128}),
+        (["balancing=auto", "balancing._target_=hetexp.balancing.equal.Equal"], "balancing", {}),
+        (["logger=csv", "logger._target_=hetexp.logger.base.NoLogger"], "logger", {}),
+    ],
+)
+def test_another_class_keeps_what_it_takes_of_the_options_arguments(
+    words: list[str], section: str, left: dict[str, Any]
+) -> None:
+    """Case 92: what is typed, composed for a script, or a job of a sweep."""
+    register_resolvers()
+    GlobalHydra.instance().clear()
+    typed, problems = compose_typed([*SMALL, *words])
+    assert typed is not None and not problems
+    assert not check(typed, Path.cwd(), leases=False)[3]
+    (job,), problems = compose_jobs([*SMALL, *words])
+    assert not problems
+    for composed in (typed, job.config, compose_config([*SMALL, *words])):
+        node = composed[section]
+        kept = {key: node[key] for key in node if not key.startswith("_")}
+        assert {key: value for key, value in kept.items() if key in left or value is not None} == left
+
+
+def test_a_typed_argument_that_the_class_does_not_take_is_refused(tmp_path: Path) -> None:
+    GlobalHydra.instance().clear()
+    words = [*SMALL, "optimizer._target_=torch.optim.RMSprop"]
+
+    def problems(*more: str) -> list[str]:
+        return check_command_line(get_args_parser().parse_args([*words, *more]))
+
+    assert problems() == []
+    (problem,) = problems("optimizer.amsgrad=false")  # as it is by default, but typed
+    assert "`optimizer.amsgrad` is not an argument of torch.optim.RMSprop" in problem
+    (problem,) = problems("optimizer.betas=[0.8,0.9]")
+    assert "`optimizer.betas` is not an argument" in problem
+    (tmp_path / "optimizer").mkdir()
+    shipped = (conf_dir() / "optimizer" / "adamw.yaml").read_text()
+    (tmp_path / "optimizer" / "adamw.yaml").write_text(shipped)
+    name_own_conf_dir(tmp_path)  # a file of the user's own is typed, too
+    try:
+        assert len(problems()) == 3
+    finally:
+        name_own_conf_dir(None)
+    (tmp_path / "optimizer" / "adamw.yaml").unlink()
+    (tmp_path / "experiment").mkdir()
+    said = "# @package _global_\noptimizer:\n  _target_: torch.optim.RMSprop\n  amsgrad: true\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(said)
+    name_own_conf_dir(tmp_path)
+    try:
+        words = [*SMALL, "experiment=mine"]
+        (problem,) = problems()
+        assert "`optimizer.amsgrad` is not an argument" in problem
+    finally:
+        name_own_conf_dir(None)
