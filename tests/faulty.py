@@ -55,7 +55,7 @@ class Data:
 
     def __init__(self, fault: str | None = None, after: int = 0, longer: int = 0) -> None:
         self.fault, self.after, self.read = fault, after, 0
-        self.length = 64 + longer * my_rank()
+        self.length = 64 + (longer and longer * my_rank())
         self._maybe_fail()
 
     def _maybe_fail(self) -> None:
@@ -102,6 +102,15 @@ class StopsAtTheEnd(Net):
         with contextlib.suppress(AssertionError):  # the launcher, which builds it, too, is no rank
             if my_rank() == 1:
                 atexit.register(FAULTS["SIGSTOP"])
+
+
+class BadToEvaluate:
+    """Training data that can be read, and evaluation data with a fault (see `Data`)."""
+
+    facts = Data.facts
+
+    def __init__(self, fault: str | None = None) -> None:
+        self.train, self.evaluation = Data(), Data(fault)
 
 
 class SlowToEvaluate:

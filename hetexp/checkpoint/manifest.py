@@ -108,6 +108,17 @@ def evaluation_of(folder: Path) -> dict[str, float]:
     return dict(_read_manifest(folder).get("evaluation") or {})
 
 
+def add_evaluation(folder: Path, evaluation: Mapping[str, float]) -> None:
+    """Write into a complete checkpoint what an evaluation of its weights said afterwards.
+
+    Raises:
+        OSError: the manifest could not be written, and is as it was.
+    """
+    manifest = _read_manifest(folder)
+    files = manifest.pop("files")
+    write_json(folder / MANIFEST, manifest | {"evaluation": dict(evaluation), "files": files})
+
+
 def step_of(folder: Path) -> int:
     """Return the step of a checkpoint's folder."""
     return int(folder.name.lstrip(".").split(".")[0][5:])

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from hetexp.core.call import call_model
 from hetexp.core.split import apportion
 from hetexp.data.loader import chop, cut
-from hetexp.training.loss import count_of
+from hetexp.training.loss import count_of, num_rows
 from hetexp.training.state import Parts
 
 
@@ -100,7 +100,7 @@ def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor, to
     parts.model.eval()
     with torch.inference_mode():
         for number, (inputs, targets) in enumerate(batches):
-            output = _output(parts, number, inputs, _rows(targets))
+            output = _output(parts, number, inputs, num_rows(targets))
             parts.communicator.alive()
             if output is None:
                 continue
@@ -115,7 +115,7 @@ def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor, to
             right = parts.loss.correct(output, on_device)
             counts_correct &= right is not None
             correct += right or 0
-            samples += _rows(targets)
+            samples += num_rows(targets)
     parts.model.train()
     counts = torch.tensor([count, correct, samples, not counts_correct], dtype=torch.float64)
     return loss_total, counts, measured
@@ -164,7 +164,3 @@ def _batches(parts: Parts, rank: int | None) -> Iterator[Any]:
         num_workers=trainer.num_workers,
         prefetch_factor=trainer.prefetch_factor if trainer.num_workers else None,
     )
-
-
-def _rows(targets: Any) -> int:
-    return len(targets) if isinstance(targets, torch.Tensor) else len(next(iter(targets.values())))

@@ -26,7 +26,7 @@ from hetexp.training.non_finite import explain
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError
 from hetexp.training.replicas import ReplicaCheck
-from hetexp.training.saving import finish_saving, save, save_before
+from hetexp.training.saving import add_evaluation, finish_saving, save, save_before
 from hetexp.training.state import Parts, Progress
 from hetexp.training.step import StepResult
 from hetexp.training.steps import train_step
@@ -219,8 +219,12 @@ class Training:
             self._log()
         if trainer.eval_every and progress.step % trainer.eval_every == 0:
             window.stop()
+            if progress.step == parts.total_steps and not trainer.fast_dev_run:
+                self.save(wait=True)  # an error in the last evaluation loses no training
             self._evaluate()
             outcome.stopped_early = should_stop(parts, progress, outcome.evaluation or {})
+            if trainer.early_stopping.patience is not None:
+                self.saved_at = -1  # what early stopping keeps has changed
             window.restart()
         if trainer.checkpoint_every and progress.step % trainer.checkpoint_every == 0:
             window.stop()
@@ -236,8 +240,10 @@ class Training:
 
     def _evaluate(self) -> None:
         step = self.progress.step
-        self.outcome.evaluation = evaluate_and_log(self.parts, self.progress, ("eval", step) in self.told)
-        self.evaluated_at = step
+        result = evaluate_and_log(self.parts, self.progress, ("eval", step) in self.told)
+        self.outcome.evaluation, self.evaluated_at = result, step
+        if self.saved_at == step:
+            add_evaluation(self.parts, step, result)
 
     def save(self, wait: bool = False) -> str | None:
         """Save where the run stands, unless that is done; all ranks call it. Return the path on rank 0."""
@@ -258,10 +264,10 @@ class Training:
         if self.stops:
             finish_saving(parts)
             return outcome
+        if not trainer.fast_dev_run:
+            self.save(wait=True)  # before the evaluation, an error in which loses no training then
         if self.evaluated_at != progress.step:
             self._evaluate()
-        if not trainer.fast_dev_run:
-            self.save(wait=True)
         finish_saving(parts)
         if parts.strategy.apart and not trainer.fast_dev_run:
             outcome.checkpoint, outcome.evaluation = merge_ranks(parts, progress) or (

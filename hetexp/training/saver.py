@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from hetexp.checkpoint.background import BackgroundWriter
 from hetexp.checkpoint.folder import Snapshot, SnapshotMemory, write_snapshot
+from hetexp.checkpoint.manifest import add_evaluation
 from hetexp.checkpoint.rotation import Rotation, rotate
 from hetexp.checkpoint.snapshot import LockPages
 from hetexp.core.errors import CheckpointError
@@ -67,6 +68,18 @@ class Saver:
 
         self._writer.start(write)
 
+    def add_evaluation(self, folder: Path, evaluation: Mapping[str, float], rotation: Rotation) -> None:
+        """Write an evaluation into the newest checkpoint, which may be the best now, and rotate again.
+
+        A manifest that cannot be written keeps the checkpoint as whole as it was, and is warned of.
+        """
+        self.settle("warn")
+        try:
+            add_evaluation(folder, evaluation)
+        except OSError as error:
+            log.warning("The evaluation is not in the manifest of '%s': %s", folder, error)
+        _rotate(folder.parent, rotation)
+
     def settle(self, on_error: OnError = "stop") -> None:
         """Wait for the write that is under way.
 
@@ -89,5 +102,9 @@ class Saver:
 
 def _write(parent: Path, snapshot: Snapshot, rotation: Rotation) -> None:
     write_snapshot(parent, snapshot)
+    _rotate(parent, rotation)
+
+
+def _rotate(parent: Path, rotation: Rotation) -> None:
     for folder in rotate(parent, rotation):
         log.info("%s is deleted: trainer.keep_last and keep_best keep others", folder.name)

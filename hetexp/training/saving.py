@@ -66,6 +66,14 @@ def save(
     return path
 
 
+def add_evaluation(parts: Parts, step: int, evaluation: Mapping[str, float]) -> None:
+    """Write an evaluation into the checkpoint that was saved at this step before; all ranks call it."""
+    if not evaluation or (parts.rank != 0 and not parts.strategy.apart):
+        return
+    parent = rank_folder(parts, parts.rank) if parts.strategy.apart else parts.checkpoints
+    parts.saver.add_evaluation(parent / folder_name(step), evaluation, _rotation(parts))
+
+
 def finish_saving(parts: Parts) -> None:
     """Wait until the last checkpoint is on the disk; all ranks call it.
 
@@ -171,9 +179,6 @@ class Content:
 def _write(parts: Parts, parent: Path, content: Content, wait: bool) -> str:
     """Write what this rank holds, or what was gathered from all of them."""
     trainer = parts.config.trainer
-    # Where each rank has its own, they go on from a step that all of them have: one may be behind.
-    most = trainer.keep_last + parts.strategy.apart if trainer.keep_last else None
-    rotation = Rotation(most, trainer.keep_best, trainer.early_stopping.metric)
 
     def take(memory: SnapshotMemory) -> Snapshot:
         gathered = content.gathered
@@ -187,8 +192,15 @@ def _write(parts: Parts, parent: Path, content: Content, wait: bool) -> str:
     parts.saver.write(
         parent,
         take,
-        rotation,
+        _rotation(parts),
         trainer.on_save_error,
         wait or not trainer.checkpoint_in_background,
     )
     return str(parent / folder_name(content.state.step))
+
+
+def _rotation(parts: Parts) -> Rotation:
+    trainer = parts.config.trainer
+    # Where each rank has its own, they go on from a step that all of them have: one may be behind.
+    most = trainer.keep_last + parts.strategy.apart if trainer.keep_last else None
+    return Rotation(most, trainer.keep_best, trainer.early_stopping.metric)

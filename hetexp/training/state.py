@@ -232,8 +232,10 @@ def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
         return value.to(device, dtype if value.is_floating_point() else value.dtype, non_blocking=True)
     if isinstance(value, dict):
         return {key: on_device(item, device, dtype) for key, item in value.items()}
-    if type(value) is tuple:
-        return tuple(on_device(item, device, dtype) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(on_device(item, device, dtype) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(on_device(item, device, dtype) for item in value)
     return value
 
 

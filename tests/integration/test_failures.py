@@ -223,3 +223,32 @@ def test_a_rank_that_stands_still_in_an_evaluation(train: Train, tmp_path: Path)
     assert "rank 1, cpu:1 (" in str(failed.error)
     assert failed.by_device["cpu:1"]["kind"] == "NotResponding"
     assert failed.seconds < 2 + 20
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("strategy=ddp",),
+        ("strategy=ddp", "trainer.eval_every=2", "trainer.checkpoint_every=2", "trainer.keep_last=1"),
+        ("strategy=local_sgd", "strategy.sync_every=2"),
+        ("strategy=independent", "strategy.merge=false"),
+        ("strategy=pipeline",),
+    ],
+    ids=lambda options: options[0].partition("=")[2] + ", asked for" * (len(options) > 2),
+)
+def test_an_error_in_the_last_evaluation_loses_no_training(
+    train: Train, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Case 62: all steps are saved, and a run that goes on from them does nothing but evaluate."""
+    data = ("data=custom", "data._target_=faulty.BadToEvaluate", "model=mlp", "model.hidden_sizes=[8,8]")
+    common = (*data, *options, "trainer.max_steps=2")
+    failed = Failed(train, tmp_path / "run", *common, "+data.fault=raise")
+    assert "this sample is broken" in str(failed.error)
+    run = train(*COMMON, *common, f"resume={tmp_path / 'run'}")
+    assert run.summary["status"] == "completed" and run.summary["steps"] == 2
+    assert [sorted(row) for row in run.metrics if "train/loss" in row] == []
+    assert run.summary["final"]["eval"]["loss"] > 0
+    if options[0] != "strategy=independent":
+        (folder,) = (run.folder / "checkpoints").glob("step_*")
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert manifest["evaluation"] == run.summary["final"]["eval"] | {"samples": 64.0}

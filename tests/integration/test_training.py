@@ -151,6 +151,32 @@ class Slowing(torch.optim.SGD):
         return super().step(closure)
 
 
+class Boxed(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x, ((x[0] > 0).long(), {"box": [x[:2], x[2:]]})
+
+
+class Boxes:
+    """Targets in several parts, one within another."""
+
+    facts = {"input_shape": [4], "num_classes": 2}
+    train = evaluation = Boxed()
+
+
+class OfBoxes(Loss):
+    def count(self, targets):
+        return len(targets[0])
+
+    def total(self, output, targets):
+        label, boxes = targets
+        near = sum((output - box).abs().sum() for box in boxes["box"])
+        return nn.functional.cross_entropy(output, label, reduction="sum") + near
+
+
 class Absolute(Loss):
     def count(self, targets):
         return targets.numel()
@@ -260,6 +286,19 @@ def test_another_seed_draws_another_split(train: Train, user_code: Path) -> None
     options = (*RANDOM, *layout(1, 1), "trainer.max_steps=1", "trainer.max_epochs=null")
     splits = [logged(train(*options, f"trainer.seed={seed}"), "split") for seed in (1, 2)]
     assert splits[0][0] == splits[0][1] != splits[1][0] == splits[1][1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline", "local_sgd", "independent"])
+def test_targets_in_several_parts_are_evaluated(train: Train, user_code: Path, strategy: str) -> None:
+    """Case 62: lists, tuples and dicts, with the last batch shorter than the others."""
+    own = ("data=custom", "data._target_=my_project.Boxes", "trainer.loss=my_project.OfBoxes")
+    common = (*TINY[:2], *own, "trainer.max_steps=4", "trainer.global_batch_size=16")
+    shares = layout(3, 1) if strategy != "pipeline" else layout(1, 1)[:1]
+    run = train(*common, f"strategy={strategy}", *shares, "trainer.precision=float64")
+    assert run.summary["final"]["eval"]["loss"] > 0
+    if strategy in ("ddp", "pipeline"):
+        one = train(*common, "hardware=cpu", "trainer.precision=float64")
+        assert run.summary["final"]["eval"] == pytest.approx(one.summary["final"]["eval"], rel=1e-12)
 
 
 def test_shares_that_round_to_zero(train: Train) -> None:

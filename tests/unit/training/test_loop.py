@@ -17,6 +17,7 @@ from one_by_one import OneByOne
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hetexp.checkpoint.manifest import search_checkpoint
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.core.split import Split
@@ -347,6 +348,49 @@ def test_checkpoints_are_written_by_rank_0_when_asked_for(make_parts: MakeParts,
     assert ranks[1][1].checkpoint is None
     state = json.loads((tmp_path / "checkpoints" / folders[-1] / "state.json").read_text())
     assert state["extra"]["progress"]["samples"] == 40
+
+
+def manifests(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return what each checkpoint's manifest says of its evaluation, by step."""
+    found = [json.loads(path.read_text()) for path in (folder / "checkpoints").glob("step_*/manifest.json")]
+    return {one["step"]: one.get("evaluation") for one in sorted(found, key=lambda one: one["step"])}
+
+
+@pytest.mark.parametrize("eval_every", [0, 2])
+def test_the_last_evaluation_comes_after_the_last_checkpoint_and_into_it(
+    make_parts: MakeParts, tmp_path: Path, eval_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 62; whether it makes this checkpoint the best is told by then."""
+    there: list[list[int]] = []
+    evaluated = loop.evaluate
+
+    def evaluate(parts: Parts) -> dict[str, float]:
+        there.append(list(manifests(tmp_path)))
+        return evaluated(parts)
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    options = {"eval_every": eval_every, "checkpoint_every": 2, "checkpoint_in_background": False}
+    inputs, targets = batch_of(16, seed=7)  # what it learns
+    data = TensorDataset(inputs.float(), targets)
+    ((parts, outcome),) = train_on(
+        make_parts, [1.0], max_steps=6, train=data, evaluation=data, keep_last=1, keep_best=1, **options
+    )
+    assert there[-1][-1] == 6
+    assert outcome.evaluation is not None
+    assert manifests(tmp_path) == {6: outcome.evaluation}  # the older best one is gone
+    assert search_checkpoint(tmp_path / "checkpoints", contents=True)[1] == ()
+
+
+def test_a_checkpoint_has_what_early_stopping_keeps_of_its_step(
+    make_parts: MakeParts, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"early_stopping": {"patience": 5}, "eval_every": 2, "evaluation": _small()}
+    ((_, outcome),) = train_on(make_parts, [1.0], max_steps=4, **options)
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert outcome.progress.best is not None
+    saved = json.loads((folder / "state.json").read_text())["extra"]["progress"]
+    assert saved == outcome.progress.to_dict()
+    assert manifests(tmp_path) == {4: outcome.evaluation}
 
 
 def test_a_fast_run_writes_no_checkpoint(make_parts: MakeParts, tmp_path: Path) -> None:

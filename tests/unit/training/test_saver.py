@@ -22,6 +22,7 @@ from hetexp.checkpoint.folder import (
     load_checkpoint,
     packed_whole,
 )
+from hetexp.checkpoint.manifest import evaluation_of, verify
 from hetexp.checkpoint.rotation import Rotation
 from hetexp.checkpoint.tensor_file import write_tensors
 from hetexp.core.errors import CheckpointError
@@ -154,3 +155,21 @@ def test_what_cannot_be_stored_is_told_at_once(job: Job) -> None:
     with pytest.raises(CheckpointError, match="'odd' must be a dense tensor"):
         job.save()
     assert job.saver.leave(1.0)
+
+
+def test_an_evaluation_that_comes_later_is_in_the_manifest_and_decides_what_stays(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rotation = Rotation(1, 1, "loss")
+    for loss in (0.5, 0.25, 0.75):
+        job.go_on()
+        job.saver.write(job.folder, job.take, rotation, "warn", wait=False)
+        job.saver.add_evaluation(job.folder / f"step_{job.step:08d}", {"loss": loss}, rotation)
+    assert [one.name for one in sorted(job.folder.iterdir())] == ["step_00000002", "step_00000003"]
+    verify(find_checkpoint(job.folder))
+    assert evaluation_of(find_checkpoint(job.folder)) == {"loss": 0.75}
+    monkeypatch.setattr("hetexp.checkpoint.manifest.write_json", full)
+    job.saver.add_evaluation(job.folder / "step_00000003", {"loss": 0.1}, rotation)
+    assert "The evaluation is not in the manifest" in caplog.text
+    verify(find_checkpoint(job.folder))
+    assert evaluation_of(find_checkpoint(job.folder)) == {"loss": 0.75}
