@@ -172,8 +172,12 @@ def num_checkpoints(config: Config, done: int, total_steps: int) -> int:
 
 def most_checkpoints(config: Config, done: int, total_steps: int) -> int:
     """Return how many checkpoints of the steps after `done` there will be at one time, at most."""
+    from hetexp.checkpoint.rotation import KEPT_TIMED
+
     trainer, count = config.trainer, num_checkpoints(config, done, total_steps)
     # A new one is written before an older one goes.
+    if trainer.checkpoint_minutes and not trainer.fast_dev_run:
+        count = max(count, min(total_steps - done, KEPT_TIMED + 1))
     return min(count, trainer.keep_last + trainer.keep_best + 1) if trainer.keep_last else count
 
 

@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parameters", type=float, default=100.0, help="millions")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--checkpoints", type=int, default=4, help="a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: only the pieces of a save")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--precision", default="float32")
@@ -171,7 +171,7 @@ def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     return {
         "device": str(parts.plan.devices[0]),
         "parameters": sum(p.numel() for p in parts.model.parameters()),
-        "step_seconds": min(seconds["none"]) / steps,
+        "step_seconds": min(seconds["none"]) / steps if options.rounds else 0.0,
         "seconds": seconds,
         "save": parts_of_a_save(parts, place / "parts", 3),
     }
@@ -181,21 +181,23 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
     """Print the figures."""
     console = Console()
     size, step = result["save"]["bytes"] / 1e9, 1e3 * result["step_seconds"]
+    steps = f", steps of {step:.1f} ms, every {options.every} of them" if options.rounds else ""
     console.print(
-        f"{result['device']}: {result['parameters'] / 1e6:.1f} million parameters, steps of {step:.1f} ms, "
-        f"a checkpoint of {size:.2f} GB every {options.every} steps",
+        f"{result['device']}: {result['parameters'] / 1e6:.1f} million parameters, "
+        f"a checkpoint of {size:.2f} GB{steps}",
         highlight=False,
     )
     table = Table("checkpoints", "seconds, median", "cost, median", "cost of each round")
     without = result["seconds"]["none"]
-    for kind, times in result["seconds"].items():
+    for kind, times in result["seconds"].items() if options.rounds else ():
         # Of the time between two checkpoints: a round has half an interval more.
         share = 100 * (options.checkpoints + 0.5) / options.checkpoints
         costs = [share * (one / other - 1) for one, other in zip(times, without, strict=True)]
         rounds = ", ".join(f"{cost:+.1f} %" for cost in costs)
         median = f"{statistics.median(costs):+.1f} %" if kind != "none" else ""
         table.add_row(kind, f"{statistics.median(times):.2f}", median, rounds if kind != "none" else "")
-    console.print(table, f"The goal is {GOAL_PERCENT} % in the background.")
+    if options.rounds:
+        console.print(table, f"The goal is {GOAL_PERCENT} % in the background.")
     table = Table("piece of a save", "ms, median")
     for name, value in result["save"].items():
         if name != "bytes":

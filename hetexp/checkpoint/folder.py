@@ -69,6 +69,8 @@ class Snapshot:
     """Further ones, by name."""
     evaluation: Mapping[str, float] | None = None
     """Of these weights, where they were evaluated."""
+    timed: bool = False
+    """Whether it is saved only because the last checkpoint is old."""
     arrived: Callable[[], None] = lambda: None
     """Returns once the tensors are there; any thread may call it."""
 
@@ -95,6 +97,7 @@ class SnapshotMemory:
         state: TrainingState,
         files: Mapping[str, bytes] | None = None,
         evaluation: Mapping[str, float] | None = None,
+        timed: bool = False,
     ) -> Snapshot:
         """Copy what `pack_model` and `pack_optimizer` give; the snapshot before is lost.
 
@@ -115,7 +118,7 @@ class SnapshotMemory:
             weights_arrived()
             moments_arrived()
 
-        return Snapshot(weights, model[1], moments, described, files or {}, evaluation, arrived)
+        return Snapshot(weights, model[1], moments, described, files or {}, evaluation, timed, arrived)
 
 
 def packed_whole(
@@ -163,7 +166,8 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> Path:
     written: dict[str, Written] = {}
     snapshot.arrived()
     stages = snapshot.described.get("extra", {}).get(STAGES)
-    with write_folder(parent, snapshot.step, written, snapshot.evaluation, stages) as folder:
+    about = (snapshot.evaluation, stages, snapshot.timed)
+    with write_folder(parent, snapshot.step, written, *about) as folder:
         # Side by side: one file's checksum takes as long as the disk does, and cannot be shared out.
         with Beside(lambda: write_tensors(folder / MODEL, snapshot.model, snapshot.left_out)) as model:
             written[OPTIMIZER] = write_tensors(folder / OPTIMIZER, snapshot.optimizer, {})

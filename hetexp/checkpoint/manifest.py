@@ -48,6 +48,7 @@ def write_folder(
     written: Mapping[str, Written] | None = None,
     evaluation: Mapping[str, float] | None = None,
     stages: Mapping[str, Any] | None = None,
+    timed: bool = False,
 ) -> Iterator[Path]:
     """Give a hidden folder to write files into; it gets its manifest and its name when the block ends.
 
@@ -58,6 +59,7 @@ def write_folder(
         written: what is known of files when the block ends, by name; others are read again.
         evaluation: of the weights that are saved, where they were evaluated.
         stages: of a model in stages, whose parts it is of (`hetexp.checkpoint.stage_parts`).
+        timed: whether it is saved only because the last checkpoint is old, so that newer ones take its place.
 
     Raises:
         CheckpointError: the folder cannot be written (no space, no permission).
@@ -71,7 +73,7 @@ def write_folder(
             temporary.mkdir()
             held.enter_context(lock_folder(temporary))
             yield temporary
-            _seal(temporary, step, written or {}, evaluation, stages)
+            _seal(temporary, step, written or {}, evaluation, stages, timed)
             _replace(temporary, final)
             note_path(parent, step).unlink(missing_ok=True)
         except OSError as error:
@@ -106,6 +108,11 @@ def complete_checkpoints(parent: Path) -> list[Path]:
 def evaluation_of(folder: Path) -> dict[str, float]:
     """Return what a complete checkpoint's evaluation said; empty where there was none at its step."""
     return dict(_read_manifest(folder).get("evaluation") or {})
+
+
+def is_timed(folder: Path) -> bool:
+    """Return whether a complete checkpoint was saved only because the one before was old."""
+    return bool(_read_manifest(folder).get("timed"))
 
 
 def add_evaluation(folder: Path, evaluation: Mapping[str, float]) -> None:
@@ -238,6 +245,7 @@ def _seal(
     written: Mapping[str, Written],
     evaluation: Mapping[str, float] | None,
     stages: Mapping[str, Any] | None,
+    timed: bool,
 ) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
@@ -248,6 +256,7 @@ def _seal(
         files[path.name] = {"bytes": known.num_bytes, "sha256": known.sha256}
     about: dict[str, Any] = {"evaluation": dict(evaluation)} if evaluation else {}
     about |= {"stages": dict(stages)} if stages else {}
+    about |= {"timed": True} if timed else {}
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, **about, "files": files})
 
 

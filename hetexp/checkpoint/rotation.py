@@ -8,9 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetexp.checkpoint.manifest import complete_checkpoints, delete_folder, evaluation_of
+from hetexp.checkpoint.manifest import complete_checkpoints, delete_folder, evaluation_of, is_timed
 
 HIGHER_IS_BETTER = ("accuracy",)
+KEPT_TIMED = 2
+"""Newest checkpoints among which those by the clock stay, where all others do."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,13 @@ class Rotation:
     """How many checkpoints of a run stay."""
 
     keep_last: int | None
-    """Newest ones; `None`: all."""
+    """Newest ones; `None`: all, but those by the clock."""
     keep_best: int
     """Best ones beside them, of those that were evaluated at their step."""
     metric: str
     """Of the evaluation, by which they are compared."""
+    keep_timed: int = KEPT_TIMED
+    """Where all stay: one by the clock does if it is among so many newest ones."""
 
 
 def score(evaluation: Mapping[str, float], metric: str) -> float | None:
@@ -49,13 +53,15 @@ def rotate(parent: Path, rotation: Rotation) -> list[Path]:
     What is not complete is no checkpoint, and is let alone. One that is being read or cannot be deleted stays
     until the next time.
     """
-    if rotation.keep_last is None:
-        return []
     there = [folder for folder in complete_checkpoints(parent) if not folder.name.startswith(".")]
-    stay = {*there[-rotation.keep_last :], *best_of(there, rotation.metric)[: rotation.keep_best]}
+    if rotation.keep_last is None:
+        older = [folder for folder in there[: -rotation.keep_timed] if is_timed(folder)]
+    else:
+        older = there[: -rotation.keep_last]
+    best = best_of(there, rotation.metric)[: rotation.keep_best] if older else []
     deleted = []
-    for folder in there:
-        if folder not in stay:
+    for folder in older:
+        if folder not in best:
             with suppress(OSError):
                 if delete_folder(folder):
                     deleted.append(folder)

@@ -185,11 +185,13 @@ class TrainerConfig(Section):
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     checkpoint_every: NonNegativeInt = 0
-    """Steps between checkpoints; 0 writes one at the end only."""
+    """Steps between checkpoints; 0: by `checkpoint_minutes` and at the end only."""
+    checkpoint_minutes: NonNegativeFloat = 10
+    """Longest time without a checkpoint, by rank 0's clock; 0: none is written for that."""
     checkpoint_in_background: bool = True
     """Whether a checkpoint is written while the training goes on, off a copy in the host's memory."""
     keep_last: NonNegativeInt = 0
-    """How many of the newest checkpoints stay; 0: all."""
+    """How many of the newest checkpoints stay; 0: all, but of those by `checkpoint_minutes` two."""
     keep_best: NonNegativeInt = 1
     """How many stay beside them: the best by `early_stopping.metric`, of those evaluated at their step."""
     on_save_error: Literal["warn", "stop"] = "warn"

@@ -349,9 +349,7 @@ def _unopened(path: Path, error: OSError, what: str, fix: str) -> str:
     owner = ""
     with contextlib.suppress(OSError):
         owner = f" of user {path.lstat().st_uid}"
-    return (
-        f"{what} cannot be taken: `{path}`{owner} cannot be opened ({reason}). Have it removed, {fix}."
-    )
+    return f"{what} cannot be taken: `{path}`{owner} cannot be opened ({reason}). Have it removed, {fix}."
 
 
 def _let_go(lock: _Lock | FileLock) -> None:

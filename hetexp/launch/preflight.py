@@ -87,8 +87,8 @@ def check_checkpoint_space(folder: Path, needed: int, count: int) -> None:
         )
     if free < needed * count:
         _LOG.warning(
-            "%s has %s free: room for %d of the %d checkpoints of %s each that there will be at one time. "
-            "A larger trainer.checkpoint_every writes fewer, trainer.keep_last keeps fewer.",
+            "%s has %s free: room for %d of the %d checkpoints of %s each that there may be at one time. "
+            "A larger trainer.checkpoint_every or checkpoint_minutes writes fewer, keep_last keeps fewer.",
             folder,
             _size(free),
             free // needed,

@@ -135,6 +135,8 @@ class Training:
         """The loss of a log line, and after which step, where it was known before the weights changed."""
         self.told: set[tuple[str, int]] = set()
         """Lines that are in `metrics.jsonl` already, where what follows a step is done again."""
+        self._saved_seconds = time.perf_counter()
+        """When the last checkpoint was begun, or the training."""
         self.first_step = progress.step
         self.good = replace(progress)
         self.settled = True
@@ -169,13 +171,21 @@ class Training:
                     good = self._before
                     raise NonFiniteError(f"{told} {save_before(parts, good, self.first_step, self.saved_at)}")
             self._end_step(result.synchronised)
+            *news, due = normalizer.noticed
             if self.survivor is not None:
-                self.survivor.serve(self, normalizer.noticed)
-                if self.survivor.due(normalizer.noticed) and progress.step < parts.total_steps:
+                noticed = news[0], news[1]
+                self.survivor.serve(self, noticed)
+                if self.survivor.due(noticed) and progress.step < parts.total_steps:
                     window.stop()
                     return False
             if self.outcome.stopped_early or self.stops:
                 break
+            if parts.strategy.steps == "local":  # which hears of it with a line, and waits for a common step
+                due = window.save_due and (result.synchronised or parts.strategy.apart)
+            if due and progress.step < parts.total_steps:
+                window.stop()
+                self.save(timed=True)
+                window.restart()
         return True
 
     def _normalizer(self) -> LossNormalizer:
@@ -184,9 +194,20 @@ class Training:
         normalizer = LossNormalizer(
             parts.communicator, averaged_over, parts.config.debug.normalizer, parts.loss_scale
         )
-        if self.survivor is not None:
-            normalizer.notices = self.survivor.notices
+        normalizer.notices = self._notices
         return normalizer
+
+    def _notices(self) -> tuple[int, int, int]:
+        """Return what the first rank tells all as a step begins."""
+        epoch, request = self.survivor.notices() if self.survivor is not None else (0, 0)
+        return epoch, request, self._save_due()
+
+    def _save_due(self) -> bool:
+        """Tell whether the last checkpoint is so old, by this rank's clock, that another one is due."""
+        trainer = self.parts.config.trainer
+        if not trainer.checkpoint_minutes or trainer.fast_dev_run:
+            return False
+        return time.perf_counter() - self._saved_seconds >= 60 * trainer.checkpoint_minutes
 
     def _advance(self, batch: LocalBatch, result: StepResult, normalizer: LossNormalizer) -> None:
         """Count a step that is done."""
@@ -235,6 +256,7 @@ class Training:
     def _log(self) -> None:
         step = self.progress.step
         known = {"loss": self.loss_at[1]} if self.loss_at[0] == step else {}
+        self.window.save_due |= self._save_due()
         self.outcome.train_loss = self.window.log(self.progress, quiet=("train", step) in self.told, **known)
         self.logged_at = step
 
@@ -245,12 +267,18 @@ class Training:
         if self.saved_at == step:
             add_evaluation(self.parts, step, result)
 
-    def save(self, wait: bool = False) -> str | None:
-        """Save where the run stands, unless that is done; all ranks call it. Return the path on rank 0."""
+    def save(self, wait: bool = False, timed: bool = False) -> str | None:
+        """Save where the run stands, unless that is done; all ranks call it. Return the path on rank 0.
+
+        Args:
+            timed: only because of the time, so that the checkpoint makes room for newer ones.
+        """
         step, outcome = self.progress.step, self.outcome
         if self.saved_at != step:
+            self._saved_seconds, self.window.save_due = time.perf_counter(), False
             scores = outcome.evaluation if self.evaluated_at == step else None
-            outcome.checkpoint, self.saved_at = save(self.parts, self.progress, scores, wait=wait), step
+            outcome.checkpoint = save(self.parts, self.progress, scores, wait, timed)
+            self.saved_at = step
         return outcome.checkpoint
 
     def finish(self) -> Outcome:
@@ -311,6 +339,8 @@ class Window:
         self._last: StepResult | None = None
         self.warned = False
         """Whether a step that was left out has been told of."""
+        self.save_due = False
+        """Whether a checkpoint is due by this rank's clock; after `log`, by the first rank's."""
 
     def restart(self) -> None:
         """Let the clock run: steps follow."""
@@ -384,15 +414,16 @@ class Window:
         compute, waited, local_samples = self.meter.take()
         world = self.parts.communicator.world_size
         # One table for all, in which each rank fills its row; a count is that of all ranks or each one's own.
-        table = torch.zeros((world, 5), dtype=torch.float64)
+        table = torch.zeros((world, 6), dtype=torch.float64)
         peak = self.parts.backend.peak_memory_bytes()
         memory = math.nan if peak is None else peak / GIB
         local = self.parts.strategy.steps == "local"
         counted = self._local_count if self.parts.survives else self._count
-        mine = [float(self._loss_sum), counted, compute, local_samples, memory]
+        mine = [float(self._loss_sum), counted, compute, local_samples, memory, self.save_due]
         table[self.parts.rank] = torch.tensor(mine, dtype=torch.float64)
         table = self.parts.communicator.all_reduce(table)
-        losses, counts, computes, samples, memories = table.T.tolist()
+        losses, counts, computes, samples, memories, due = table.T.tolist()
+        self.save_due = bool(due[0])
         # What a rank that was lost had summed up since the last line is lost with it, and its count as well:
         # the mean is then over what the others have computed. A line a step loses nothing (`share_loss`).
         count = sum(counts) if local or self.parts.survives else self._count

@@ -7,8 +7,9 @@ by W / N beforehand. N is known only after a small all-reduce, which travels whi
 pytorch/pytorch#67253.
 
 The same all-reduce carries one more number of each rank, where the loop has something to tell (the seconds
-that the step before took it: see `hetexp/training/balancer.py`), and two of the first rank, where the run may
-change its members (`hetexp/training/survival.py`): so all ranks act on them at the end of the same step.
+that the step before took it: see `hetexp/training/balancer.py`), and three of the first rank: news of
+members and requests (`hetexp/training/survival.py`), and whether a checkpoint is due by its clock. So all
+ranks act on them at the end of the same step.
 
 Where a rank computes in float16, all ranks multiply by the one loss scale as well; `settle` in
 `hetexp/training/precision.py` divides the exchanged gradient by it again.
@@ -51,9 +52,10 @@ class LossNormalizer:
         """A number for all ranks to know, sent with the next count: of every rank or of none."""
         self.told: list[float] = []
         """What each rank told in the step of the last `factor`."""
-        self.notices: Callable[[], tuple[int, int]] | None = None
-        """Asked on the first rank for the newest epoch and request, as a step begins; `None`: nobody is."""
-        self.noticed = (0, 0)
+        self.notices: Callable[[], tuple[int, int, int]] | None = None
+        """Asked on the first rank, as a step begins, for the newest epoch and request, and whether its clock
+        asks for a checkpoint; `None`: nobody is."""
+        self.noticed = (0, 0, 0)
         """What it answered in the step of the last `factor`; the same on every rank."""
         self.window: tuple[torch.Tensor | float, float] | None = None
         """Sum and count of the own loss since the last log line, where the step ends with one and its loss
@@ -69,7 +71,7 @@ class LossNormalizer:
         self.local_count = local_count
         notices: Sequence[int] = ()
         if self.notices is not None:
-            notices = self.notices() if self._communicator.rank == 0 else (0, 0)
+            notices = self.notices() if self._communicator.rank == 0 else (0, 0, 0)
         # In two parts: sums of whole counts stay exact, however large they are.
         numbers = torch.tensor([*divmod(local_count, _PART), *notices], dtype=torch.float64)
         if self.tell is not None:
@@ -88,8 +90,8 @@ class LossNormalizer:
         assert self._pending is not None, "start() comes first"
         parts, rest, *self.told = self._pending.wait().tolist()
         if self.notices is not None:
-            epoch, request, *self.told = self.told
-            self.noticed = int(epoch), int(request)
+            epoch, request, due, *self.told = self.told
+            self.noticed = int(epoch), int(request), int(due)
         global_count = int(parts) * _PART + (int(rest) if rest.is_integer() else rest)
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         if self._per == "per_rank":

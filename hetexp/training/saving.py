@@ -9,7 +9,7 @@ from typing import Any
 
 from hetexp.checkpoint.folder import STAGES, Snapshot, SnapshotMemory, TrainingState, packed_whole
 from hetexp.checkpoint.manifest import folder_name
-from hetexp.checkpoint.rotation import Rotation
+from hetexp.checkpoint.rotation import KEPT_TIMED, Rotation
 from hetexp.core.errors import CheckpointError
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.random_states import random_files
@@ -37,6 +37,7 @@ def save(
     progress: Progress,
     evaluation: Mapping[str, float] | None = None,
     wait: bool = False,
+    timed: bool = False,
 ) -> str | None:
     """Write a checkpoint on rank 0, whose replica is as good as any; return its path there.
 
@@ -46,13 +47,14 @@ def save(
     Args:
         evaluation: of the weights as they are now, where they were evaluated.
         wait: until it is on the disk.
+        timed: whether it is written only because the last one is old (`trainer.checkpoint_minutes`).
 
     Raises:
         CheckpointError: it could not be written, or, with `trainer.on_save_error=stop`, the one before it.
     """
     files = random_files(parts)
     if parts.strategy.apart:
-        return _save_apart(parts, progress, files, evaluation, wait)
+        return _save_apart(parts, Content(_state(parts, progress), files, evaluation, timed), wait)
     path = None
     files |= rank_files(parts)
     gathered = gather(parts, progress.step) if parts.staging is not None else None
@@ -61,7 +63,8 @@ def save(
         if gathered is not None:
             state.extra[STAGES] = gathered.stages
         with parts.communicator.working():
-            path = _write(parts, parts.checkpoints, Content(state, files, evaluation, gathered), wait)
+            content = Content(state, files, evaluation, timed, gathered)
+            path = _write(parts, parts.checkpoints, content, wait)
     parts.communicator.meet()
     return path
 
@@ -121,16 +124,10 @@ def rank_folder(parts: Parts, rank: int) -> Path:
     return parts.checkpoints / f"rank_{rank}"
 
 
-def _save_apart(
-    parts: Parts,
-    progress: Progress,
-    files: dict[str, bytes],
-    evaluation: Mapping[str, float] | None,
-    wait: bool,
-) -> str:
+def _save_apart(parts: Parts, content: Content, wait: bool) -> str:
     """Write each rank's own checkpoint, which says what part of the data it is of."""
     assert parts.local is not None
-    state = _state(parts, progress)
+    state = content.state
     rank, device = parts.rank, parts.plan.devices[parts.rank]
     state.extra["devices"] = [state.extra["devices"][rank]]
     state.extra["part"] = {
@@ -142,7 +139,7 @@ def _save_apart(
         "seed": parts.config.trainer.seed,
     }
     with parts.communicator.working():
-        _write(parts, rank_folder(parts, rank), Content(state, files, evaluation), wait)
+        _write(parts, rank_folder(parts, rank), content, wait)
     parts.communicator.meet()
     return str(parts.checkpoints)
 
@@ -172,6 +169,7 @@ class Content:
     state: TrainingState
     files: dict[str, bytes]
     evaluation: Mapping[str, float] | None = None
+    timed: bool = False
     gathered: Packed | None = None
     """Model and optimizer of all ranks, where each has a part of them."""
 
@@ -187,7 +185,7 @@ def _write(parts: Parts, parent: Path, content: Content, wait: bool) -> str:
             if gathered is None
             else (gathered.model, gathered.optimizer)
         )
-        return memory.take(model, optimizer, content.state, content.files, content.evaluation)
+        return memory.take(model, optimizer, content.state, content.files, content.evaluation, content.timed)
 
     parts.saver.write(
         parent,
@@ -203,4 +201,5 @@ def _rotation(parts: Parts) -> Rotation:
     trainer = parts.config.trainer
     # Where each rank has its own, they go on from a step that all of them have: one may be behind.
     most = trainer.keep_last + parts.strategy.apart if trainer.keep_last else None
-    return Rotation(most, trainer.keep_best, trainer.early_stopping.metric)
+    timed = KEPT_TIMED + parts.strategy.apart
+    return Rotation(most, trainer.keep_best, trainer.early_stopping.metric, timed)

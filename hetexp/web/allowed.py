@@ -108,6 +108,7 @@ _TRAINER = (
     Allowed("trainer.warmup_steps", "int", "steps in which the learning rate grows", 0, 10_000_000),
     Allowed("trainer.eval_every", "int", "steps between evaluations; 0: at the end", 0, 10_000_000),
     Allowed("trainer.checkpoint_every", "int", "steps between checkpoints; 0: at the end", 0, 10_000_000),
+    Allowed("trainer.checkpoint_minutes", "float", "longest time without a checkpoint; 0: any", 0, 100_000),
     Allowed("trainer.log_every", "int", "steps between lines of the log", 1, 100_000),
     Allowed("trainer.drop_last", "bool", "leave out the last, smaller batch of an epoch"),
     Allowed("trainer.fast_dev_run", "int", "train and evaluate so many batches only", 0, 1000),

@@ -380,7 +380,7 @@ def test_resume_takes_a_run_folder(train: Train) -> None:
     assert [row["step"] for row in second.metrics if "train/loss" in row] == [5, 6]
 
 
-def plain_steps(first: Run, steps: int, **settings: float) -> dict[str, torch.Tensor]:
+def plain_steps(first: Run, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
     """Go on from a run of SGD by plain torch, with other settings, and return the weights."""
     data, sampler = Synthetic(num_samples=64), GlobalSampler(64, 16, 0)
     model = MLP((16,), data.facts["input_shape"], data.facts["num_classes"]).double()
@@ -573,3 +573,28 @@ def test_dropout_differs_between_ranks_and_repeats(train: Train) -> None:
     assert (weights, masks) == (told(again, "weights"), told(again, "mask"))
     assert one.losses == again.losses
     assert difference(one.parameters(), again.parameters()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (("strategy=ddp", *layout(3, 1)), [7, 8]),
+        (("strategy=pipeline", *layout(1, 1)[:1]), [7, 8]),
+        (("strategy=local_sgd", "strategy.sync_every=3", *layout(3, 1)), [6, 8]),
+        (("strategy=independent", "strategy.merge=false", *layout(3, 1)), [6, 7, 8]),
+        (("strategy=single", "hardware=cpu", "trainer.keep_last=1"), [8]),
+    ],
+    ids=lambda options: options[0].partition("=")[2] if isinstance(options[0], str) else "",
+)
+def test_a_run_is_saved_as_time_goes_by(train: Train, options: tuple[str, ...], kept: list[int]) -> None:
+    """A millisecond is over at each step; two checkpoints stay, or as many as are asked for."""
+    common = (*TINY, "trainer.max_steps=8", "trainer.global_batch_size=16", "data.num_samples=64")
+    run = train(*common, *options, "trainer.checkpoint_minutes=1.0e-9")
+    folders = {path.parent for path in (run.folder / "checkpoints").rglob("step_*")}
+    assert len(folders) == (2 if options[0] == "strategy=independent" else 1)
+    for folder in folders:
+        assert sorted(int(path.name[5:]) for path in folder.iterdir()) == kept
+    if options[0] != "strategy=single":
+        rest = train(*common, *options, f"resume={run.folder}", "trainer.max_steps=10")
+        assert rest.summary["steps"] == 10
+        assert [row["step"] for row in rest.metrics if "train/loss" in row] == [9, 10]

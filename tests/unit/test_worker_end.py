@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 from support import plan_on, unbuilt_config
 
+from hetexp.core.config import read_config
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.launch.report import RankFailure
-from hetexp.worker import HURRIED_SECONDS, _Rank, survived
+from hetexp.worker import HURRIED_SECONDS, _Rank, most_checkpoints, survived
 
 
 class Saver:
@@ -49,3 +50,19 @@ def test_who_hurries(failure: RankFailure, survives: bool, hurries: bool) -> Non
         job.hurry()
     job.close(1)
     assert saver.waited == (HURRIED_SECONDS if hurries else 30.0)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "most"),
+    [
+        ({}, 3),  # two by the clock, and the one that is written meanwhile
+        ({"checkpoint_minutes": 0}, 1),
+        ({"keep_last": 1, "keep_best": 0}, 2),
+        ({"checkpoint_every": 10}, 9),
+        ({"checkpoint_every": 10, "keep_last": 2}, 4),
+        ({"fast_dev_run": 100}, 0),
+    ],
+)
+def test_how_many_checkpoints_the_disk_must_hold(trainer: dict[str, Any], most: int) -> None:
+    config = read_config(unbuilt_config(trainer=trainer))
+    assert most_checkpoints(config, 10, 100) == most

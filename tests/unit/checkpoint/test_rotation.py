@@ -47,6 +47,28 @@ def test_the_newest_and_the_best_stay(
     assert steps(saved) == stay
 
 
+@pytest.mark.parametrize(
+    ("last", "timed", "kept", "stay"),
+    [
+        (None, {1, 2, 3, 4, 5, 6}, 2, [2, 5, 6]),  # the best, and the newest
+        (None, {1, 2, 3, 4, 5, 6}, 3, [2, 4, 5, 6]),
+        (None, {1, 3, 5}, 2, [2, 4, 5, 6]),
+        (None, {3, 4}, 2, [1, 2, 5, 6]),
+        (3, {1, 2, 3, 4, 5, 6}, 2, [2, 4, 5, 6]),  # asked for: as many as that, whatever they are
+        (1, {5, 6}, 2, [2, 6]),
+    ],
+)
+def test_those_by_the_clock_make_room(
+    tmp_path: Path, last: int | None, timed: set[int], kept: int, stay: list[int]
+) -> None:
+    for step, loss in LOSSES.items():
+        evaluation = {"loss": loss} if loss is not None else None
+        with write_folder(tmp_path, step, evaluation=evaluation, timed=step in timed) as folder:
+            (folder / "part").write_text(str(step))
+    rotate(tmp_path, Rotation(last, 1, "loss", kept))
+    assert steps(tmp_path) == stay
+
+
 def test_what_was_never_evaluated_is_not_the_best(saved: Path) -> None:
     assert evaluation_of(saved / "step_00000004") == {}
     assert score({}, "loss") is None and score({"loss": float("nan")}, "loss") is None

@@ -24,7 +24,10 @@ from hetexp.core.split import Split
 from hetexp.data.loader import LocalBatch, chop, cut
 from hetexp.data.sampler import Position
 from hetexp.hardware.cpu import CpuBackend
-from hetexp.training import loop
+from hetexp.strategy.independent import Independent
+from hetexp.strategy.local_sgd import LocalSGD
+from hetexp.training import loop, saving
+from hetexp.training.evaluate import evaluate as evaluated
 from hetexp.training.gradient import NO_SAMPLES
 from hetexp.training.loop import Outcome, Window, should_stop, train
 from hetexp.training.loss import CrossEntropy
@@ -362,14 +365,17 @@ def test_the_last_evaluation_comes_after_the_last_checkpoint_and_into_it(
 ) -> None:
     """Case 62; whether it makes this checkpoint the best is told by then."""
     there: list[list[int]] = []
-    evaluated = loop.evaluate
 
     def evaluate(parts: Parts) -> dict[str, float]:
         there.append(list(manifests(tmp_path)))
         return evaluated(parts)
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
-    options = {"eval_every": eval_every, "checkpoint_every": 2, "checkpoint_in_background": False}
+    options: dict[str, Any] = {
+        "eval_every": eval_every,
+        "checkpoint_every": 2,
+        "checkpoint_in_background": False,
+    }
     inputs, targets = batch_of(16, seed=7)  # what it learns
     data = TensorDataset(inputs.float(), targets)
     ((parts, outcome),) = train_on(
@@ -391,6 +397,95 @@ def test_a_checkpoint_has_what_early_stopping_keeps_of_its_step(
     saved = json.loads((folder / "state.json").read_text())["extra"]["progress"]
     assert saved == outcome.progress.to_dict()
     assert manifests(tmp_path) == {4: outcome.evaluation}
+
+
+class ClockOfEachRank:
+    """Stands in for the `time` module: each thread turns a clock of its own."""
+
+    def __init__(self) -> None:
+        self.of = threading.local()
+
+    def perf_counter(self) -> float:
+        return float(self.of.now)
+
+
+def saved_by_the_clock(
+    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch, make_strategy: Callable[[], Any], **options: Any
+) -> list[list[tuple[int, bool]]]:
+    """Train 11 steps of 150 s by rank 0's clock, of which rank 1's thinks differently.
+
+    Returns:
+        The steps that each rank saved, and whether only because of the time.
+    """
+    clock = ClockOfEachRank()
+    monkeypatch.setattr(loop, "time", clock)
+
+    def save(parts: Parts, progress: Progress, scores: Any, wait: bool, timed: bool) -> str | None:
+        clock.of.saved.append((progress.step, timed))
+        return saving.save(parts, progress, scores, True, timed)
+
+    monkeypatch.setattr(loop, "save", save)
+
+    def rank(comm: Communicator) -> list[tuple[int, bool]]:
+        clock.of.now, clock.of.saved = 0.0, []
+        given = {"max_steps": 11, "log_every": 1, "checkpoint_minutes": 5, **options}
+        parts = make_parts(comm, [1.0, 1.0], strategy=make_strategy(), **given)
+
+        def take_time(*_: Any) -> None:
+            clock.of.now += (150.0, 1e6)[comm.rank]
+
+        parts.model.register_forward_pre_hook(take_time)
+        train(parts, Progress())
+        return list(clock.of.saved)
+
+    return FakeGroup(2).run(rank)
+
+
+@pytest.mark.parametrize(
+    ("make_strategy", "timed", "kept"),
+    [
+        (lambda: None, [3, 6, 9], [9, 11]),
+        (lambda: LocalSGD(sync_every=3), [3, 6, 9], [9, 11]),  # the common steps that follow
+        (Independent, [2, 4, 6, 8, 10], [8, 10, 11]),  # a rank may be one behind
+    ],
+    ids=["joint", "local_sgd", "independent"],
+)
+def test_a_checkpoint_is_saved_when_the_first_ranks_clock_asks_for_it(
+    make_parts: MakeParts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_strategy: Callable[[], Any],
+    timed: list[int],
+    kept: list[int],
+) -> None:
+    monkeypatch.setattr(loop, "merge_ranks", lambda *_: None)
+    ranks = saved_by_the_clock(make_parts, monkeypatch, make_strategy)
+    assert ranks[0] == ranks[1] == [*((step, True) for step in timed), (11, False)]
+    for folder in {path.parent for path in (tmp_path / "checkpoints").rglob("step_*")}:
+        assert sorted(int(path.name[5:]) for path in folder.glob("step_*")) == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({"checkpoint_minutes": 0}, [(11, False)]),
+        # Those that are asked for count, too: another one is due only where none comes for so long.
+        ({"checkpoint_every": 2}, [(step, False) for step in (2, 4, 6, 8, 10, 11)]),
+        ({"checkpoint_every": 4}, [(3, True), (4, False), (7, True), (8, False), (11, False)]),
+        ({"fast_dev_run": 11, "max_steps": None}, []),
+    ],
+)
+def test_how_the_clock_goes_with_what_is_asked_for(
+    make_parts: MakeParts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    saved: list[tuple[int, bool]],
+) -> None:
+    ranks = saved_by_the_clock(make_parts, monkeypatch, lambda: None, **options)
+    assert ranks == [saved, saved]
+    there = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert there == [step for step, timed in saved if not timed]  # newer ones took the others' place
 
 
 def test_a_fast_run_writes_no_checkpoint(make_parts: MakeParts, tmp_path: Path) -> None:
