@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hydra.errors import HydraException
 
 from hetexp.app import compose_config, conf_dir
+from hetexp.app import main as train_main
+from hetexp.cli import main
+from hetexp.core.config import TrainerConfig
 from hetexp.core.words import written_out
 
 ROOT = conf_dir().parent
@@ -81,3 +85,57 @@ def test_launches_can_be_composed(line: str) -> None:
     script, *words = line.partition(" -- ")[0].split()
     assert script == "script.py" or (ROOT / script).exists()
     compose_config([word for word in words if not word.startswith("resume=")])
+
+
+def test_the_line_of_layers_is_that_of_the_contract() -> None:
+    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    layers = re.findall(r'"([^"]+)"', contract.partition("layers = [")[2].partition("]")[0])
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    shown = [part for part in text.split("\n\n") if part.startswith("`cli`")]
+    assert shown, "the line of layers begins with `cli`"
+    drawn = " → ".join(f"`{layer.replace('hetexp.', '')}`" for layer in layers)
+    assert [" ".join(part.split()) for part in shown] == [drawn]
+
+
+def test_every_strategy_and_precision_is_in_its_table() -> None:
+    """The tables of the guide's pages on which a reader chooses."""
+    strategies = {path.stem for path in (ROOT / "conf/strategy").glob("*.yaml")}
+    text = (ROOT / "docs/guide/strategies.md").read_text(encoding="utf-8")
+    table = text.partition("| `strategy=` |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == strategies
+    text = (ROOT / "docs/guide/first-run.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `trainer\.precision` \|.*", text, re.MULTILINE)
+    precisions = get_args(TrainerConfig.model_fields["precision"].annotation)
+    assert set(re.findall(r"`(\w+)`", row)) == set(precisions)
+
+
+def shown_by(page: str, command: str) -> tuple[list[str], list[str]]:
+    """Return the words of a command that a page shows, and the lines of output below it."""
+    text = (ROOT / "docs/guide" / page).read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^```\n\$ {command} (.+?)^```", text, re.MULTILINE | re.DOTALL)
+    words, *lines = block.splitlines()
+    return shlex.split(words), [line.rstrip() for line in lines]
+
+
+def test_the_mistakes_of_the_first_page_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, lines = shown_by("first-run.md", r"python train\.py")
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        train_main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_the_plan_of_the_guide_is_what_its_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each run of lines between two `…` is printed in this form, one run after the other."""
+    words, lines = shown_by("planning.md", "hetexp plan")
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["plan", *words]) == 0
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    for run in filter(None, "\n".join(lines).split("\n…")):
+        _, found, printed = printed.partition(run)
+        assert found, run
