@@ -7,7 +7,7 @@ JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers check browser second-venv clean
+.PHONY: help setup demo test lint types layers shape check browser second-venv clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ types: $(INSTALLED) ## mypy, strict
 layers: $(INSTALLED) ## imports go down only
 	$(BIN)/lint-imports
 
+shape: $(INSTALLED) ## the package's shape gets no worse: circles, long files, the way to a step
+	$(BIN)/python scripts/shape.py --check
+
 browser: $(INSTALLED) ## Playwright, for the tests of the dashboard's page; your system has the browser (apt-get install chromium)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
 
@@ -43,7 +46,7 @@ second-venv: $(INSTALLED) ## a second interpreter with another torch, for the te
 	$(BIN)/python tests/integration/make_second_venv.py .venv-second
 	@echo 'Now: HETEXP_SECOND_PYTHON=$(CURDIR)/.venv-second/bin/python make test'
 
-check: test lint types layers ## what CI runs
+check: test lint types layers shape ## what CI runs
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
