@@ -1,4 +1,12 @@
-"""Imported once by the fork server, so that a forked rank imports nothing slow again."""
+"""Imported once by the fork server, so that a forked rank imports nothing slow again.
+
+Besides torch these are all modules of hetexp that a rank may use, whatever its configuration. None of them
+opens a device, starts a thread or reads a variable of the environment when it is imported.
+"""
+
+import contextlib
+import importlib
+import pkgutil
 
 import hydra.utils  # noqa: F401
 import numpy  # noqa: F401
@@ -10,3 +18,35 @@ import torch.distributed
 import torch.distributed.pipelining
 import torch.nn.parallel
 import torch.utils.flop_counter  # noqa: F401
+
+PACKAGES = (
+    "core",
+    "balancing",
+    "hardware",
+    "model",
+    "data",
+    "optimizer",
+    "logger",
+    "comm",
+    "checkpoint",
+    "strategy",
+    "plan",
+    "training",
+    "library",
+)
+"""All that a rank uses."""
+ON_CARDS_ONLY = ("hetexp.training.triton_logits",)
+"""Modules that import what a vendor ships beside torch."""
+
+
+def import_all() -> None:
+    """Import every module of `PACKAGES`; one that needs a package which is not installed is left out."""
+    for name in PACKAGES:
+        package = importlib.import_module(f"hetexp.{name}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if module.name not in ON_CARDS_ONLY:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module.name)
+
+
+import_all()

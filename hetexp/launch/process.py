@@ -25,7 +25,8 @@ from hetexp.plan.exchange_checks import OTHER_JOBS
 
 WORKER = "hetexp.worker"
 """A layer above this one, hence known by name only."""
-PRELOADED: tuple[str, ...] = ("hetexp.launch.preload",)
+PRELOADED: tuple[str, ...] = ("hetexp.launch.preload", WORKER)
+"""What the fork server imports: all that a rank uses."""
 LAUNCHER_PID = "HETEXP_LAUNCHER_PID"
 CLUSTER_TOKEN = "HETEXP_CLUSTER_TOKEN"
 """Variable with the secret of a cluster's machines: no rank, and nothing that one writes, ever has it."""
