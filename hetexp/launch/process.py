@@ -12,12 +12,14 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+import hetexp
 from hetexp.hardware.backend import VISIBILITY
 from hetexp.launch.interpreter import RUN_WORKER, is_own
 from hetexp.launch.lifeline import die_with_parent, end_with_launcher
@@ -167,15 +169,26 @@ class ForkedRank:
 
 
 def start_rank(start: Start, method: str) -> RankProcess:
-    """Start a rank; one of another interpreter than the launcher's cannot be forked: it is a subprocess.
+    """Start a rank as a fork or a subprocess.
+
+    A rank of another interpreter than the launcher's cannot be forked. Nor can any where the fork server
+    would import another hetexp.
 
     Raises:
         OSError: no process can be had, or the disk has no room for its log.
     """
     start.log_path.open("ab").close()
-    if method == "forkserver" and is_own(start.interpreter):
+    if method == "forkserver" and is_own(start.interpreter) and _forks_import_this_hetexp():
         return ForkedRank(start)
     return SubprocessRank(start)
+
+
+def _forks_import_this_hetexp() -> bool:
+    """Return whether the fork server finds this hetexp: it searches the current folder first."""
+    spec = PathFinder.find_spec("hetexp", [str(Path.cwd())])
+    if spec is None or spec.origin is None:  # a plain folder of this name hides nothing
+        return True
+    return Path(spec.origin).resolve() == Path(hetexp.__file__).resolve()
 
 
 def _sentinel(pid: int) -> int | None:

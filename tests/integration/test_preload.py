@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched import TINY, TRAIN
 from support import Train
 
 from hetexp.launch.process import PRELOADED
@@ -99,3 +100,12 @@ def test_a_forked_rank_imports_no_module_of_hetexp(
     imported = {name for name in listed.read_text().splitlines() if name.partition(".")[0] == "hetexp"}
     assert "hetexp.worker" in imported
     assert imported - looked[2] == set()
+
+
+def test_another_hetexp_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
+    """The fork server would search that folder first; a rank that is a subprocess does not."""
+    (tmp_path / "hetexp").mkdir()
+    (tmp_path / "hetexp/__init__.py").write_text("raise RuntimeError('another hetexp')")
+    words = [*TINY, f"hydra.run.dir={tmp_path}/run", "launch.start_method=forkserver", "trainer.max_steps=1"]
+    ended = subprocess.run([sys.executable, TRAIN, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
