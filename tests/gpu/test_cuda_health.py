@@ -29,7 +29,7 @@ MIXED = ("hardware.devices=[cpu,cuda:0]", "balancing.weights=[3,1]")
 TWO = ("hardware.devices=[cuda:0,cuda:1]", "balancing.weights=[3,1]")
 
 
-@pytest.mark.parametrize("layout", [MIXED, TWO], ids=["cpu-cuda", "cuda-cuda"])
+@pytest.mark.parametrize("layout", [MIXED, TWO], ids=["cpu-cuda", "two_cards"])
 def test_a_bad_sample_is_named(train: Train, tmp_path: Path, layout: tuple[str, ...]) -> None:
     second, _ = GlobalSampler(64, 16, seed=0).batch(Position(0, 16))
     options = (*COMMON, *layout, f"+data.bad=[{int(second[13])}]")
