@@ -290,8 +290,10 @@ class _Run:
         for member in members:
             member.process.wait(max(deadline - time.monotonic(), 0.0))
         codes = {member: member.process.poll() for member in members}
+        found = {member: (_failure_of(member, code), code) for member, code in codes.items() if code}
+        self.survival.blame(found)
         known = {failure.rank: failure for failure in self.survival.causes}
-        failed = [_failure_of(member, code) for member, code in codes.items() if code]
+        failed = [failure for failure, _ in found.values()]
         self.failures += [known.pop(failure.rank, failure) for failure in failed] + list(known.values())
         if all(failure.peer_lost for failure in self.failures):
             self.failures += self._silent(codes)

@@ -121,6 +121,19 @@ class Survival:
             return False
         return self.remove({member: replace(found[member][0], kind=kind) for member, kind in lost.items()})
 
+    def blame(self, found: Mapping[Member, tuple[RankFailure, int]]) -> None:
+        """Count members that ended with the run as lost devices, if it has no cause yet and none failed itself.
+
+        A rank may lose its peer before the launcher hears what happened to that peer.
+
+        Args:
+            found: why each of them failed, and its exit code.
+        """
+        kinds = {member: device_trouble(failure, code) for member, (failure, code) in found.items()}
+        if self.begun and not self.causes and None not in kinds.values():
+            failures = [replace(found[member][0], kind=str(kind)) for member, kind in kinds.items()]
+            self.causes += [failure for failure in failures if not failure.peer_lost]
+
     def remove(self, lost: Mapping[Member, RankFailure]) -> bool:
         """Kill some members, and let the others go on; tell whether that can be.
 

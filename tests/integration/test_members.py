@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from support import Train
 
 from hetexp.checkpoint.manifest import search_checkpoint, step_of
 from hetexp.commands.control import main_add, main_control, main_drop
+from hetexp.launch import launcher
+from hetexp.launch.members import Member, pause_for
 
 THREE = "hardware.devices=[cpu,cpu,cpu]"
 SLOW = ("data=custom", "data._target_=slow_data.Slow", "trainer.precision=float64")
@@ -116,3 +119,42 @@ def test_what_cannot_form_anew_starts_again(train: Train, strategy: str) -> None
     steps = [row["step"] for row in run.metrics if "train/loss" in row]
     assert steps == sorted(set(steps))
     assert steps[-1] == 12
+
+
+def test_a_rank_that_misses_its_peer_is_heard_first(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over several machines: the peer's end comes by a connection of its own, and may come later."""
+    heard: dict[int, bool] = {}
+
+    def wait_for_news(members: Sequence[Member], seconds: float) -> None:
+        for member in members:
+            if member.device.id == "cpu:1" and member.number not in heard:
+                hear_late(member)
+        pause_for(members, seconds)
+
+    def hear_late(member: Member) -> None:
+        process, poll, wait = member.process, member.process.poll, member.process.wait
+        heard[member.number] = False
+
+        def waited(seconds: float) -> None:
+            heard[member.number] = True
+            wait(seconds)
+
+        monkeypatch.setattr(process, "poll", lambda: poll() if heard[member.number] else None)
+        monkeypatch.setattr(process, "wait", waited)
+
+    monkeypatch.setattr(launcher, "pause_for", wait_for_news)
+    common = [option for option in TINY if not option.startswith(("hardware.devices", "model"))]
+    run = train(
+        *common,
+        "hardware.devices=[cpu,cpu]",
+        "model=mlp",
+        "model.hidden_sizes=[8,8]",
+        "strategy=pipeline",
+        "trainer.max_steps=12",
+        "trainer.checkpoint_every=4",
+        "fault.survive=true",
+        "fault.events=[{kind: death, device: 'cpu:1', at_step: 6}]",
+    )
+    assert run.summary["status"] == "completed"
+    assert [(one["device"], one["kind"]) for one in run.summary["failures"]] == [("cpu:1", "SIGKILL")]
+    assert "start again from step 4." in run.screen or "starts again from step 4." in run.screen
