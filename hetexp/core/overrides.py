@@ -17,10 +17,8 @@ from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 
 from hetexp.core.conf_folders import conf_dir, own_conf_dirs
-from hetexp.core.config import COMPONENTS
 from hetexp.core.errors import did_you_mean, must_be
 from hetexp.core.files import folder_problem
-from hetexp.core.instantiate import accepts
 from hetexp.core.sweep import name_problem
 
 if TYPE_CHECKING:
@@ -299,6 +297,10 @@ def without_idle_arguments(cfg: Any, choices: Mapping[str, Any], typed: Sequence
         choices: the option of each group.
         typed: the overrides.
     """
+    # Completion checks no values, and what does is slow to import.
+    from hetexp.core.config import COMPONENTS
+    from hetexp.core.instantiate import accepts
+
     keys = {word.lstrip("+~").partition("=")[0] for word in typed}
     for section in COMPONENTS:
         node = cfg.get(section)
