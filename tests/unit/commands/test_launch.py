@@ -49,7 +49,8 @@ def test_a_plan_of_a_script(tmp_path: Path) -> None:
     assert Plan.read(path) == plan
 
 
-def test_auto_follows_and_nothing_is_measured() -> None:
+def test_auto_follows_and_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetexp.hardware.cpu._native_precisions", lambda: ("float32", "bfloat16"))
     plan, _ = made(SCRIPT, "hardware.devices=[cpu,cpu]", "trainer.precision=bf16", "hydra.run.dir=mine")
     assert plan.choices["balancing"] == "auto"
     assert plan.shares == (0.5, 0.5)
