@@ -122,7 +122,7 @@ class Survival:
         return self.remove({member: replace(found[member][0], kind=kind) for member, kind in lost.items()})
 
     def blame(self, found: Mapping[Member, tuple[RankFailure, int]]) -> None:
-        """Count members that ended with the run as lost devices, if it has no cause yet and none failed itself.
+        """Count members that ended with the run as lost devices, if it has no cause yet and none failed.
 
         A rank may lose its peer before the launcher hears what happened to that peer.
 
