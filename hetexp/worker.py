@@ -36,7 +36,7 @@ HURRIED_SECONDS = 0.5
 
 if TYPE_CHECKING:
     from hetexp.library.setup import Launched
-    from hetexp.training.state import Parts, Progress
+    from hetexp.training.state import Progress, TrainState
     from hetexp.training.survival import Survival
 
 
@@ -199,7 +199,7 @@ class _Rank:
     def __init__(self, plan: Plan, rank: int, member: int | None = None) -> None:
         self.plan, self.rank = plan, rank
         self.newcomer, self.member = member is not None, rank if member is None else member
-        self.parts: Parts | None = None  # held until the process ends, see `end`
+        self.parts: TrainState | None = None  # held until the process ends, see `end`
         self.progress: Progress | None = None
         self._survival: Survival | None = None
         self._save_seconds: float | None = None

@@ -34,7 +34,7 @@ from hetexp.core.config import Config
 from hetexp.core.errors import ConfigError
 from hetexp.plan.planner import Request, make_plan
 from hetexp.training.loop import train
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 from hetexp.training.wiring import build_parts
 
 GOAL_PERCENT = 3.5
@@ -76,7 +76,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def build(options: argparse.Namespace, place: Path) -> Parts:
+def build(options: argparse.Namespace, place: Path) -> TrainState:
     """Return the objects of the only rank."""
     raw, config, selection, problems = check(compose_config(words_of(options)), Path.cwd())
     if problems or config is None or selection is None:
@@ -85,7 +85,7 @@ def build(options: argparse.Namespace, place: Path) -> Parts:
     return build_parts(plan, config, 0, dist.HashStore())
 
 
-def timed(parts: Parts, config: Config, kind: str, every: int, steps: int) -> float:
+def timed(parts: TrainState, config: Config, kind: str, every: int, steps: int) -> float:
     """Return the wall clock of so many steps, everything that they started included."""
     changes: dict[str, Any] = {
         "checkpoint_every": every if kind != "none" else 0,
@@ -101,7 +101,7 @@ def timed(parts: Parts, config: Config, kind: str, every: int, steps: int) -> fl
     return time.perf_counter() - began
 
 
-def parts_of_a_save(parts: Parts, place: Path, rounds: int) -> dict[str, float]:
+def parts_of_a_save(parts: TrainState, place: Path, rounds: int) -> dict[str, float]:
     """Return the seconds that the pieces of a save take, with nothing else going on."""
     memory = SnapshotMemory(parts.backend.lock_pages)
     state = TrainingState(0, {}, {}, {})

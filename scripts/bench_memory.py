@@ -157,7 +157,7 @@ class Row:
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """`hetexp.training.state.Parts.local_loss`."""
+        """`hetexp.training.state.TrainState.local_loss`."""
         loss: torch.Tensor = self.case.loss.total(output.float(), targets)
         return loss
 

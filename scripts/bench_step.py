@@ -30,7 +30,7 @@ from hetexp.data.sampler import Position
 from hetexp.plan.planner import Request, make_plan
 from hetexp.training.loop import Window
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 from hetexp.training.steps import train_step
 from hetexp.training.wiring import build_parts
 
@@ -90,7 +90,7 @@ def words_of(layers: int) -> list[str]:
     ]
 
 
-def ours(parts: Parts) -> Callable[[], None]:
+def ours(parts: TrainState) -> Callable[[], None]:
     """Return a step of hetexp's loop."""
     window = Window(parts)
     window.restart()
@@ -104,7 +104,7 @@ def ours(parts: Parts) -> Callable[[], None]:
     return step
 
 
-def plain(parts: Parts) -> Callable[[], None]:
+def plain(parts: TrainState) -> Callable[[], None]:
     """Return a step of a plain loop with the same model and optimizer; its batch is there already."""
     model = copy.deepcopy(parts.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -22,7 +22,7 @@ from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.replicas import ReplicaCheck, ReplicaError
 from hetexp.training.shared_gradients import parameters_by_name
 from hetexp.training.staged_saving import gather
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 from hetexp.training.steps import train_step
 from hetexp.training.wiring import build_parts
 
@@ -78,7 +78,7 @@ def _rank(paths: list[Path], rank: int, port: int, steps: int, told: Any) -> Non
         parts.communicator.close()
 
 
-def _steps(parts: Parts, steps: int) -> list[dict[str, torch.Tensor]]:
+def _steps(parts: TrainState, steps: int) -> list[dict[str, torch.Tensor]]:
     normalizer = LossNormalizer(parts.communicator, parts.strategy.averaged_over(parts.plan.world_size))
     meter = Meter(parts.backend)
     found = []
@@ -94,7 +94,7 @@ def _steps(parts: Parts, steps: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def one_bad_gradient_stops_all(parts: Parts, batch: LocalBatch, normalizer: LossNormalizer) -> None:
+def one_bad_gradient_stops_all(parts: TrainState, batch: LocalBatch, normalizer: LossNormalizer) -> None:
     """Check that a gradient that is not finite on the last rank makes all of them leave the step out."""
     assert parts.staging is not None
     gradients = parts.staging.gradients
@@ -112,7 +112,7 @@ def one_bad_gradient_stops_all(parts: Parts, batch: LocalBatch, normalizer: Loss
     assert all(torch.equal(a, b) for a, b in zip(before, parts.model.parameters(), strict=True))
 
 
-def replicas_are_compared(parts: Parts) -> None:
+def replicas_are_compared(parts: TrainState) -> None:
     """Check that what several ranks hold is compared, and nothing else."""
     assert parts.staging is not None
     check = ReplicaCheck(parts)
@@ -127,7 +127,7 @@ def replicas_are_compared(parts: Parts) -> None:
             check.compare(2)
 
 
-def tied_are_equal(parts: Parts) -> None:
+def tied_are_equal(parts: TrainState) -> None:
     """Check that every rank that holds a parameter holds the same bits."""
     staging = parts.staging
     assert staging is not None

@@ -13,7 +13,7 @@ from hetexp.commands.ending import add_trust, exit_code
 
 if TYPE_CHECKING:
     from hetexp.checkpoint.merge import Parent
-    from hetexp.training.state import Parts
+    from hetexp.training.state import TrainState
 
 _EPILOG = """\
 examples
@@ -132,7 +132,7 @@ def _output(wanted: Path | None, runs: Sequence[Path]) -> Path:
     return first / "merged" / "checkpoints"
 
 
-def _parts(parent: Parent) -> tuple[Parts | None, str]:
+def _parts(parent: Parent) -> tuple[TrainState | None, str]:
     """Return one CPU's objects of a parent's configuration; without them, why they could not be built."""
     import torch
     import torch.distributed as dist

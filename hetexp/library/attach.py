@@ -11,10 +11,10 @@ from hetexp.core.errors import SetupError
 from hetexp.hardware.pacing import num_samples, tensors
 from hetexp.library.front import Call, Called, keeping_modes
 from hetexp.training.rehearsal import REHEARSED_STEPS, rehearse
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 
-def attach(parts: Parts, called: Called, call: Call) -> None:
+def attach(parts: TrainState, called: Called, call: Call) -> None:
     """Prepare the device for the model, and what the ranks do together within it; all of them call it.
 
     Args:
@@ -27,18 +27,18 @@ def attach(parts: Parts, called: Called, call: Call) -> None:
     parts.strategy.join(parts.module, parts.communicator, call, parts.backend.waiting)
 
 
-def find_pace(parts: Parts, call: Call, has_samples: bool) -> None:
+def find_pace(parts: TrainState, call: Call, has_samples: bool) -> None:
     """Rehearse a few steps where devices are emulated, and begin to pace them; all ranks call it.
 
     Args:
         has_samples: whether this rank has any of its own in the step.
     """
     with keeping_modes(parts.model):
-        steps: Callable[[Parts], None] = partial(_real_steps, call if has_samples else None)
+        steps: Callable[[TrainState], None] = partial(_real_steps, call if has_samples else None)
         parts.time_scale = rehearse(parts, steps)
 
 
-def _real_steps(call: Call | None, parts: Parts) -> None:
+def _real_steps(call: Call | None, parts: TrainState) -> None:
     """Do a few steps with whatever loss: only their time counts, and all is undone."""
     for _ in range(REHEARSED_STEPS):
         parts.optimizer.zero_grad(set_to_none=True)

@@ -25,7 +25,7 @@ from hetexp.training.loop import Outcome, Window, rebalance
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import widened
 from hetexp.training.result import report
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 from hetexp.training.step import StepResult
 
 Number = float | int | torch.Tensor
@@ -41,7 +41,7 @@ class Run:
         collate: makes a batch of a list of samples.
     """
 
-    def __init__(self, parts: Parts, called: Called, store: dist.Store, collate: Collate) -> None:
+    def __init__(self, parts: TrainState, called: Called, store: dist.Store, collate: Collate) -> None:
         self._parts, self._called, self._store, self._collate = parts, called, store, collate
         self.model = Front(parts.model, self._call)
         """To be called instead of the model: data parallel, with the same parameters and methods."""

@@ -33,7 +33,7 @@ from hetexp.plan.exchange_checks import float64_problem
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
 from hetexp.training.random_states import seed_all
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 from hetexp.training.wiring import (
     agree,
     connect,
@@ -186,7 +186,7 @@ class _OfTheScript(Loss):
 
 def _parts(
     plan: Plan, config: Config, rank: int, store: dist.Store, given: _Given, sampler: GlobalSampler
-) -> Parts:
+) -> TrainState:
     """Return this rank's parts, agreed on by all ranks, with a model that nothing wraps yet."""
     model, optimizer = given.model, given.optimizer
     strategy = instantiate(config.strategy)
@@ -210,7 +210,7 @@ def _parts(
     # The script steps a schedule of its own; what counts steps here must touch no rate of its optimizer.
     steps = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=0.0)
     plan, communicator, summed_by = connect(plan, config, rank, store, device, strategy)
-    return Parts(
+    return TrainState(
         plan=plan,
         config=config,
         rank=rank,

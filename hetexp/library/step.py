@@ -16,7 +16,7 @@ from hetexp.training.loss import as_count
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import widened
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 Reduction = Literal["mean", "sum"]
 
@@ -32,7 +32,9 @@ class ScriptStep:
     is one with fewer microbatches than others where all must do equally many passes.
     """
 
-    def __init__(self, parts: Parts, normalizer: LossNormalizer, meter: Meter, batch: LocalBatch) -> None:
+    def __init__(
+        self, parts: TrainState, normalizer: LossNormalizer, meter: Meter, batch: LocalBatch
+    ) -> None:
         self._parts, self._normalizer, self._meter = parts, normalizer, meter
         self.batch = batch
         self._rows = parts.pass_sizes(batch.local_samples)

@@ -15,20 +15,20 @@ from hetexp.hardware.pacing import tensors
 from hetexp.model.hooks import Probe, Shared, StepHooks
 
 if TYPE_CHECKING:
-    from hetexp.training.state import Parts
+    from hetexp.training.state import TrainState
 
 PROBED_AT_ONCE = 4096
 """Most samples of a pass that scores some, where the configuration sets no limit."""
 
 
-def no_tally(parts: Parts) -> torch.Tensor | None:
+def no_tally(parts: TrainState) -> torch.Tensor | None:
     """Return a tally of no samples; `None` where the model counts nothing."""
     size = parts.hooks.tally_size if parts.hooks is not None else 0
     return torch.zeros(size, dtype=torch.int64, device=parts.device) if size else None
 
 
 def share(
-    parts: Parts, step: int, tally: torch.Tensor | None, num_samples: int, before: int | None = None
+    parts: TrainState, step: int, tally: torch.Tensor | None, num_samples: int, before: int | None = None
 ) -> Shared | None:
     """Find what all ranks know of the samples of a step; all of them call it before any weights change.
 
@@ -57,7 +57,7 @@ def share(
     return replace(shared, probe=_probe(parts, hooks, step, size)) if size else shared
 
 
-def conclude(parts: Parts, shared: Shared | None) -> None:
+def conclude(parts: TrainState, shared: Shared | None) -> None:
     """Let the model do what it does after an update that all ranks have taken; no rank waits for another."""
     if parts.hooks is None:
         return
@@ -67,14 +67,14 @@ def conclude(parts: Parts, shared: Shared | None) -> None:
             parts.hooks.after_step(shared, parts.optimizer)
 
 
-def project(parts: Parts) -> None:
+def project(parts: TrainState) -> None:
     """Let the model change the gradient."""
     if parts.hooks is not None:
         with torch.no_grad():
             parts.hooks.project_gradients()
 
 
-def _probe(parts: Parts, hooks: StepHooks, step: int, size: int) -> Probe:
+def _probe(parts: TrainState, hooks: StepHooks, step: int, size: int) -> Probe:
     """Draw training samples and score them, each rank its part."""
     total = len(parts.train_data)  # type: ignore[arg-type]
     random = np.random.default_rng([parts.config.trainer.seed, step])
@@ -96,7 +96,7 @@ def _probe(parts: Parts, hooks: StepHooks, step: int, size: int) -> Probe:
     return Probe(scores, take, random)
 
 
-def _read(parts: Parts, indices: list[int]) -> Any:
+def _read(parts: TrainState, indices: list[int]) -> Any:
     """Return these samples of the training data, collated, on the host."""
     many = getattr(parts.train_data, "__getitems__", None)
     return default_collate(many(indices) if many else [parts.train_data[index] for index in indices])

@@ -38,7 +38,7 @@ from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.rehearsal import undone
 from hetexp.training.shortage import ends_with_shortage
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 from hetexp.training.steps import train_step
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class _Passes:
     """Samples of the largest pass that fits, where the memory did not suffice for more."""
 
 
-def calibrate(parts: Parts, store: dist.Store) -> dict[str, Any]:
+def calibrate(parts: TrainState, store: dist.Store) -> dict[str, Any]:
     """Return what was measured, the same on every rank: `devices` and `exchange`, as plain types.
 
     Times of emulated devices are modelled seconds.
@@ -111,14 +111,16 @@ def calibrate(parts: Parts, store: dist.Store) -> dict[str, Any]:
     return {"devices": [device.to_dict() for device in devices], "exchange": known.to_dict()}
 
 
-def _told(parts: Parts, store: dist.Store, topic: str, mine: DeviceCalibration) -> list[DeviceCalibration]:
+def _told(
+    parts: TrainState, store: dist.Store, topic: str, mine: DeviceCalibration
+) -> list[DeviceCalibration]:
     """Tell all ranks what this one measured, and return what each of them did."""
     limit = parts.config.comm.timeout_seconds
     told = exchange(store, topic, parts.rank, parts.plan.world_size, mine.to_dict(), limit)
     return [DeviceCalibration.from_dict(one) for one in told]
 
 
-def _measure_passes(parts: Parts, scale: float) -> _Passes:
+def _measure_passes(parts: TrainState, scale: float) -> _Passes:
     """Time passes of growing sizes, up to somewhat more than the device's likely share."""
     trainer = parts.config.trainer
     total = trainer.global_batch_size
@@ -147,7 +149,7 @@ def _measure_passes(parts: Parts, scale: float) -> _Passes:
     return passes
 
 
-def _first_size(parts: Parts, batch: tuple[Any, Any], most: int, scale: float) -> int:
+def _first_size(parts: TrainState, batch: tuple[Any, Any], most: int, scale: float) -> int:
     """Return a size up to `most` at which a pass takes this device no long time: it may be a CPU."""
     size = 1
     while size < most:
@@ -161,7 +163,12 @@ def _first_size(parts: Parts, batch: tuple[Any, Any], most: int, scale: float) -
 
 
 def _measure_more(
-    parts: Parts, batch: tuple[Any, Any], size: int, passes: _Passes, scale: float, repetitions: int = PASSES
+    parts: TrainState,
+    batch: tuple[Any, Any],
+    size: int,
+    passes: _Passes,
+    scale: float,
+    repetitions: int = PASSES,
 ) -> None:
     """Time more passes of a size that fitted before; where it no longer does, that is the limit."""
     if passes.most is not None and size > passes.most:
@@ -171,7 +178,7 @@ def _measure_more(
 
 
 def _measure_again(
-    parts: Parts, batch: tuple[Any, Any], passes: _Passes, scale: float, took_seconds: float
+    parts: TrainState, batch: tuple[Any, Any], passes: _Passes, scale: float, took_seconds: float
 ) -> None:
     """Repeat the sizes whose passes spread, in turn, until all are sure or it takes too long.
 
@@ -197,7 +204,7 @@ def _measure_again(
 
 
 def _time_if_it_fits(
-    parts: Parts,
+    parts: TrainState,
     batch: tuple[Any, Any],
     size: int,
     passes: _Passes,
@@ -225,7 +232,7 @@ def _time_if_it_fits(
 
 
 def _time_steps(
-    parts: Parts,
+    parts: TrainState,
     batch: tuple[Any, Any],
     size: int,
     passes: _Passes,
@@ -275,7 +282,7 @@ def _time_steps(
     ]
 
 
-def _output(parts: Parts, inputs: Any) -> Any:
+def _output(parts: TrainState, inputs: Any) -> Any:
     """Return what the model makes of inputs on the host, by the passes that training will run."""
     moved = parts.to_device(inputs)
     if parts.compiled is None:
@@ -284,7 +291,7 @@ def _output(parts: Parts, inputs: Any) -> Any:
     return call_model(parts.compiled, moved)
 
 
-def _fitted(parts: Parts, passes: _Passes) -> DeviceCalibration:
+def _fitted(parts: TrainState, passes: _Passes) -> DeviceCalibration:
     """Return the curve of a whole step, with the microbatches that the configuration cuts it into."""
     fit = fit_curve(passes.points)
     pieces, size, cap = parts.config.trainer.accumulate, parts.microbatch_size, None
@@ -315,7 +322,9 @@ def _in_pieces(curve: SpeedCurve, pieces: int) -> SpeedCurve:
     return replace(curve, fixed_seconds=curve.fixed_seconds * pieces, kinks=kinks)
 
 
-def _single_passes(parts: Parts, samples: int, own: Sequence[float], scale: float) -> list[tuple[int, float]]:
+def _single_passes(
+    parts: TrainState, samples: int, own: Sequence[float], scale: float
+) -> list[tuple[int, float]]:
     """Return the passes of joint steps as points of the curve.
 
     Args:
@@ -330,7 +339,7 @@ def _single_passes(parts: Parts, samples: int, own: Sequence[float], scale: floa
 
 
 def _beside_work(
-    parts: Parts,
+    parts: TrainState,
     devices: list[DeviceCalibration],
     split: Split,
     joint: Joint,
@@ -346,7 +355,9 @@ def _beside_work(
     return replace(known, other_seconds=max(0.0, other))
 
 
-def joint_steps(parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps: int = JOINT_STEPS) -> Joint:
+def joint_steps(
+    parts: TrainState, split: Split, warm_steps: int = WARM_STEPS, steps: int = JOINT_STEPS
+) -> Joint:
     """Time training steps with this split, exchange included; full batches only, where there are any.
 
     All ranks call it together. It trains: `undone` takes that back.
@@ -386,7 +397,7 @@ def joint_steps(parts: Parts, split: Split, warm_steps: int = WARM_STEPS, steps:
     return Joint(statistics.median(took), statistics.median(waited), own)
 
 
-def _rest(parts: Parts) -> None:
+def _rest(parts: TrainState) -> None:
     """Let all ranks finish what they do, and begin anew together."""
     parts.backend.pause()
     parts.backend.synchronize()
@@ -394,7 +405,7 @@ def _rest(parts: Parts) -> None:
     parts.backend.resume()
 
 
-def _measure_exchange(parts: Parts) -> Channel:
+def _measure_exchange(parts: TrainState) -> Channel:
     """Return the exchange of gradients as a channel of the cost model: a host's memory, or a ring.
 
     Of memory it is the latency of a sum, and the rate as between two ranks; of a ring the latency of a round.
@@ -430,7 +441,7 @@ def channel_of(small: float, large: float, ranks: int, shared: bool) -> Channel:
     return Channel(max(0.0, small - SMALL_BYTES * travelled / rate) / rounds, rate, shared)
 
 
-def _buckets(parts: Parts) -> tuple[tuple[float, int], ...]:
+def _buckets(parts: TrainState) -> tuple[tuple[float, int], ...]:
     """Return what leaves this model in a step; the first rank with samples tells all."""
     if parts.paced is not None and parts.paced.buckets:
         return tuple(parts.paced.buckets)
@@ -444,7 +455,7 @@ def _buckets(parts: Parts) -> tuple[tuple[float, int], ...]:
     return tuple(buckets)
 
 
-def _samples(parts: Parts, count: int) -> tuple[Any, Any]:
+def _samples(parts: TrainState, count: int) -> tuple[Any, Any]:
     """Return so many training samples as one batch on the host; they repeat where there are not as many."""
     indices = [i % len(parts.train_data) for i in range(count)]  # type: ignore[arg-type]
     loader = DataLoader(Subset(parts.train_data, indices), batch_size=count)

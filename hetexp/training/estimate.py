@@ -201,7 +201,7 @@ class RunMemory:
         return Workload(
             model=self.model,
             build_optimizer=lambda model: build_optimizer(self._config.optimizer, model, fuses),
-            # As `hetexp.training.state.Parts.local_loss` takes it.
+            # As `hetexp.training.state.TrainState.local_loss` takes it.
             loss=lambda output, targets: summed(self._loss, output, targets),
             sample=self.sample,
             precision=precision,

@@ -12,10 +12,10 @@ from hetexp.core.call import call_model
 from hetexp.core.split import apportion
 from hetexp.data.loader import chop, cut
 from hetexp.training.loss import count_of, num_rows
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 
-def evaluate(parts: Parts) -> dict[str, float]:
+def evaluate(parts: TrainState) -> dict[str, float]:
     """Run the model over the evaluation data, each rank on its contiguous part.
 
     No sample is padded, repeated or left out: ranks add up sums and counts. Where these are whole, as they
@@ -38,7 +38,7 @@ def evaluate(parts: Parts) -> dict[str, float]:
     return result | _spliced(parts) if parts.source is not None else result
 
 
-def _spliced(parts: Parts) -> dict[str, float]:
+def _spliced(parts: TrainState) -> dict[str, float]:
     """Return what the source model tells of the autoencoder, each rank asking it for a part of its data."""
     assert parts.source is not None
     first, end = parts.balancer.now(parts.source.num_samples).bounds(parts.rank)
@@ -52,12 +52,12 @@ def _spliced(parts: Parts) -> dict[str, float]:
     return parts.source.metrics(parts.communicator.all_reduce(sums))
 
 
-def evaluate_alone(parts: Parts) -> dict[str, float]:
+def evaluate_alone(parts: TrainState) -> dict[str, float]:
     """Run this rank's model over all evaluation data; no other rank takes part."""
     return _result(parts, *_sums(parts, _batches(parts, None))) if parts.eval_data is not None else {}
 
 
-def evaluate_apart(parts: Parts) -> list[dict[str, float]]:
+def evaluate_apart(parts: TrainState) -> list[dict[str, float]]:
     """Run every rank's own model over all evaluation data, and tell all what each one found.
 
     Returns:
@@ -80,7 +80,7 @@ def evaluate_apart(parts: Parts) -> list[dict[str, float]]:
     ]
 
 
-def _added_up(parts: Parts, measured: torch.Tensor | None) -> torch.Tensor | None:
+def _added_up(parts: TrainState, measured: torch.Tensor | None) -> torch.Tensor | None:
     """Add up what the ranks have measured, of which some may have had no samples; all of them call it."""
     length = torch.tensor([0 if measured is None else len(measured)])
     length = parts.communicator.all_reduce(length, "max")
@@ -89,7 +89,7 @@ def _added_up(parts: Parts, measured: torch.Tensor | None) -> torch.Tensor | Non
     return parts.communicator.all_reduce(measured) if int(length) else None
 
 
-def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor, torch.Tensor | None]:
+def _sums(parts: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tensor, torch.Tensor | None]:
     """Return the sum of the loss; elements, right ones, samples, and 1 where nobody knows what is right.
 
     Then come the sums that the model itself measures, where it does and there are samples.
@@ -121,7 +121,7 @@ def _sums(parts: Parts, batches: Iterator[Any]) -> tuple[float, torch.Tensor, to
     return loss_total, counts, measured
 
 
-def _output(parts: Parts, number: int, inputs: Any, num_samples: int) -> Any:
+def _output(parts: TrainState, number: int, inputs: Any, num_samples: int) -> Any:
     """Return what the model makes of a batch; `None` where another rank has the model's last layers."""
     if parts.staging is not None:
         return parts.staging.evaluate(inputs, number, num_samples)
@@ -130,7 +130,7 @@ def _output(parts: Parts, number: int, inputs: Any, num_samples: int) -> Any:
 
 
 def _result(
-    parts: Parts, loss_sum: float, counts: torch.Tensor, measured: torch.Tensor | None
+    parts: TrainState, loss_sum: float, counts: torch.Tensor, measured: torch.Tensor | None
 ) -> dict[str, float]:
     count, correct, samples, undefined = counts.tolist()
     result = {"loss": loss_sum / count if count else float("nan"), "samples": samples}
@@ -141,7 +141,7 @@ def _result(
     return result
 
 
-def _batches(parts: Parts, rank: int | None) -> Iterator[Any]:
+def _batches(parts: TrainState, rank: int | None) -> Iterator[Any]:
     """Yield a rank's batches of the evaluation data, or all of them, as large as a training microbatch."""
     trainer = parts.config.trainer
     total = len(parts.eval_data)  # type: ignore[arg-type]

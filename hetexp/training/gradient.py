@@ -18,7 +18,7 @@ from hetexp.training.loss import count_of
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.shortage import Shortage, ends_with_shortage, sizes_of
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class _ShortInForwardError(RuntimeError):
 class _Passes:
     """The passes of one step, and how far they have come."""
 
-    def __init__(self, parts: Parts, normalizer: LossNormalizer, meter: Meter) -> None:
+    def __init__(self, parts: TrainState, normalizer: LossNormalizer, meter: Meter) -> None:
         self._parts, self._normalizer, self._meter = parts, normalizer, meter
         self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
         self.losses: list[torch.Tensor] = []
@@ -123,7 +123,7 @@ class _Passes:
 
 
 def take_gradient(
-    parts: Parts,
+    parts: TrainState,
     step: int,
     microbatches: list[Any],
     normalizer: LossNormalizer,
@@ -169,7 +169,7 @@ def _nan_if_not_finite(total: torch.Tensor, factor: float) -> torch.Tensor:
     return total.detach() * 0.0 + factor
 
 
-def _end_with_nan(parts: Parts, passes: _Passes, said: str) -> None:
+def _end_with_nan(parts: TrainState, passes: _Passes, said: str) -> None:
     """Take part in what is left of the step's exchange."""
     assert parts.guard is not None
     passes.factor()

@@ -20,7 +20,7 @@ from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
 from hetexp.comm.communicator import Communicator
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.precision import LossScale
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
 if TYPE_CHECKING:
     from hetexp.training.loop import Training
@@ -42,13 +42,13 @@ class Carried:
     """What a policy has learned of their speeds."""
 
     @classmethod
-    def of(cls, parts: Parts) -> Carried:
+    def of(cls, parts: TrainState) -> Carried:
         """Return what is known in the present group."""
         pairs = zip(parts.plan.devices, parts.microbatch_limits, strict=True)
         limits = {device.id: limit for device, limit in pairs if limit is not None}
         return cls(limits, parts.balancer.to_dict())
 
-    def put_into(self, parts: Parts) -> None:
+    def put_into(self, parts: TrainState) -> None:
         """Let the next group know it; all ranks do so alike."""
         parts.microbatch_limits = [self.limits.get(device.id) for device in parts.plan.devices]
         parts.balancer.inherit(self.balancer)
@@ -135,7 +135,7 @@ def take(training: Training, store: dist.Store, donor: int, behind: bool, tensor
     return handled
 
 
-def state_of(parts: Parts) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def state_of(parts: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return all tensors of a training by name, and what else the optimizer keeps, as JSON can hold it."""
     names = first_names(parts.model)
     tensors = {f"model/{name}": parameter.detach() for parameter, name in names.items()}
@@ -146,7 +146,7 @@ def state_of(parts: Parts) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, packed
 
 
-def set_state(parts: Parts, tensors: dict[str, Tensor], packed: dict[str, Any]) -> None:
+def set_state(parts: TrainState, tensors: dict[str, Tensor], packed: dict[str, Any]) -> None:
     """Put what `state_of` returned on another rank into this one's model and optimizer."""
     parameters = named_parameters(parts.model)
     buffers = dict(parts.model.named_buffers())

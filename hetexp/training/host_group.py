@@ -13,7 +13,7 @@ from hetexp.comm.exchange import Exchange
 from hetexp.training.shared_gradients import SharedGradients
 
 if TYPE_CHECKING:
-    from hetexp.training.state import Parts
+    from hetexp.training.state import TrainState
 
 
 class HostGroup:
@@ -24,7 +24,7 @@ class HostGroup:
         store: that all ranks of the run share.
     """
 
-    def __init__(self, parts: Parts, ranks: Sequence[int], store: dist.Store) -> None:
+    def __init__(self, parts: TrainState, ranks: Sequence[int], store: dist.Store) -> None:
         self.ranks = tuple(ranks)
         trained = [p for p in parts.model.parameters() if p.requires_grad]
         sets = [(self.ranks, trained)] if len(ranks) > 1 else []

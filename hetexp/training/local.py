@@ -22,7 +22,7 @@ from hetexp.training.outer import OuterStep
 from hetexp.training.precision import LossScale, NonFiniteError
 
 if TYPE_CHECKING:
-    from hetexp.training.state import Parts
+    from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class LocalTraining:
         links: channels of emulated devices.
     """
 
-    def __init__(self, parts: Parts, links: Links | None = None) -> None:
+    def __init__(self, parts: TrainState, links: Links | None = None) -> None:
         strategy = parts.strategy
         assert isinstance(strategy, (LocalSGD, Independent))
         self.settings = strategy if isinstance(strategy, LocalSGD) else None
@@ -89,7 +89,7 @@ class LocalTraining:
         """That this rank has handed over to its host's others."""
         self._warned = False
 
-    def begin(self, parts: Parts) -> OuterStep:
+    def begin(self, parts: TrainState) -> OuterStep:
         """Start from weights that all ranks hold; comes before the first step."""
         if self.outer is None:
             settings = self.settings or LocalSGD()
@@ -108,7 +108,7 @@ class LocalTraining:
     def sent_bytes(self) -> int:
         return self.host_bytes + (self.outer.sent_bytes if self.outer is not None else 0)
 
-    def pieces(self, parts: Parts, step: int, num_global: int, num_local: int) -> int:
+    def pieces(self, parts: TrainState, step: int, num_global: int, num_local: int) -> int:
         """Return the number of local steps that this rank takes in a global one."""
         if self.host is not None:  # the others of its host wait for a rank without samples, too
             return 1
@@ -118,13 +118,13 @@ class LocalTraining:
         smallest = min(count for count in counts if count)
         return max(1, round(num_local / (self.settings.local_batch_size or smallest)))
 
-    def due(self, parts: Parts, step: int) -> bool:
+    def due(self, parts: TrainState, step: int) -> bool:
         """Return whether the ranks meet after this step (the number of steps done before it)."""
         if self.settings is None or step < 0:
             return False
         return (step + 1) % self.settings.sync_every == 0 or step + 1 == parts.total_steps
 
-    def sync(self, parts: Parts, step: int, loss_scale: LossScale | None, meter: Meter) -> int:
+    def sync(self, parts: TrainState, step: int, loss_scale: LossScale | None, meter: Meter) -> int:
         """Average what the ranks trained since the last sync; all of them call it.
 
         Returns:
@@ -152,7 +152,7 @@ class LocalTraining:
         self._rebalance(parts, step, mine, told[:, _FIXED:])
         return int(told[:, 1].sum())
 
-    def _told(self, parts: Parts, loss_scale: LossScale | None) -> torch.Tensor:
+    def _told(self, parts: TrainState, loss_scale: LossScale | None) -> torch.Tensor:
         """Return what each rank tells of its steps since the last sync [ranks, `_FIXED` + steps]."""
         mine, limit = self.since, parts.microbatch_limits[parts.rank]
         told = torch.zeros((parts.communicator.world_size, _FIXED + len(mine.seconds)), dtype=torch.float64)
@@ -162,7 +162,7 @@ class LocalTraining:
         told[parts.rank] = torch.tensor([*row, *mine.found.to_row(), *seconds], dtype=torch.float64)
         return parts.communicator.all_reduce(told)
 
-    def _face_non_finite(self, parts: Parts, told: torch.Tensor) -> None:
+    def _face_non_finite(self, parts: TrainState, told: torch.Tensor) -> None:
         hopeless = [(rank, row) for rank, row in enumerate(told.tolist()) if row[2]]
         if not hopeless or parts.config.trainer.non_finite == "continue":
             return
@@ -177,14 +177,14 @@ class LocalTraining:
             log.warning("%s Such steps are left out on that device; later ones are counted only.", sentences)
         self._warned = True
 
-    def _settle_moments(self, parts: Parts, outer: OuterStep, weight: float) -> None:
+    def _settle_moments(self, parts: TrainState, outer: OuterStep, weight: float) -> None:
         assert self.settings is not None
         if self.settings.inner_state == "average":
             outer.average_moments(parts.optimizer, weight)
         elif self.settings.inner_state == "reset":
             parts.optimizer.state.clear()
 
-    def _conclude(self, parts: Parts, outer: OuterStep, step: int, mine: Since) -> None:
+    def _conclude(self, parts: TrainState, outer: OuterStep, step: int, mine: Since) -> None:
         """Let the model do what it does after a merge; where that leads is what all ranks hold."""
         if parts.hooks is None:
             return
@@ -196,7 +196,7 @@ class LocalTraining:
         conclude(parts, share(parts, step, tally, samples, before))
         outer.hold()
 
-    def _rebalance(self, parts: Parts, step: int, mine: Since, seconds: torch.Tensor) -> None:
+    def _rebalance(self, parts: TrainState, step: int, mine: Since, seconds: torch.Tensor) -> None:
         """Judge the steps since the last sync one by one, until one of them asks for another split."""
         for position, (number, samples, _) in enumerate(mine.seconds):
             decision = parts.balancer.observe(number, samples, seconds[:, position].tolist(), step)
@@ -205,13 +205,13 @@ class LocalTraining:
             if decision is not None and decision.action in ("resplit", "move", "probe"):
                 return
 
-    def rehearse(self, parts: Parts) -> None:
+    def rehearse(self, parts: TrainState) -> None:
         """Exchange as a sync does, to find out how long that takes on this machine."""
         if self.settings is not None:
             for _ in range(REHEARSED_SYNCS):
                 self.begin(parts).step(1.0 / parts.communicator.world_size)
 
-    def sync_seconds(self, parts: Parts) -> float:
+    def sync_seconds(self, parts: TrainState) -> float:
         """Return the modelled time of a sync on emulated links: to the host, the exchange, and back."""
         if self.settings is None or self._links is None:
             return 0.0
@@ -220,7 +220,7 @@ class LocalTraining:
         travel = max(self._links.to_host_seconds(r, length * size) for r in range(self._links.world_size))
         return 2 * travel + self._summation.seconds(self._links, length, size)
 
-    def host_seconds(self, parts: Parts) -> float:
+    def host_seconds(self, parts: TrainState) -> float:
         """Return the modelled time of a step's sum over this rank's host on emulated links; nothing hides."""
         if self.host is None or self._links is None or len(self.host.ranks) < 2:
             return 0.0
@@ -235,7 +235,7 @@ _FIXED = 7 + WIDTH
 scale and steps since it changed, microbatch limit, the hopeless step's samples; its seconds follow."""
 
 
-def _agree(parts: Parts, told: torch.Tensor, loss_scale: LossScale | None) -> None:
+def _agree(parts: TrainState, told: torch.Tensor, loss_scale: LossScale | None) -> None:
     """Take from what all ranks told: their microbatch limits, and the smallest loss scale."""
     parts.microbatch_limits = [int(limit) or None for limit in told[:, 6].tolist()]
     if loss_scale is not None:

@@ -19,12 +19,12 @@ from hetexp.training.non_finite import KeptBuffers, search
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError, settle
 from hetexp.training.shortage import halve_alone, into_passes, sizes_of
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 from hetexp.training.step import StepResult, clip, update
 
 
 def local_step(
-    parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
 ) -> StepResult:
     """Take this rank's optimizer steps for a global batch, each with the mean over its own samples.
 
@@ -67,7 +67,7 @@ def local_step(
 
 
 def _pieces(
-    parts: Parts, local: LocalTraining, step: int, batch: LocalBatch
+    parts: TrainState, local: LocalTraining, step: int, batch: LocalBatch
 ) -> list[tuple[list[Any], list[list[int]]]]:
     """Return the microbatches of each local step, consecutive pieces of this rank's slice.
 
@@ -91,7 +91,7 @@ def _pieces(
 
 
 def _own_step(
-    parts: Parts,
+    parts: TrainState,
     step: int,
     samples: list[Any],
     places: list[list[int]],
@@ -145,7 +145,7 @@ def _own_step(
     return StepResult(gradient.loss_sum, count, grad_norm, rate, not finite, not finite and not mendable)
 
 
-def _sum_over_host(parts: Parts, host: HostGroup, meter: Meter) -> None:
+def _sum_over_host(parts: TrainState, host: HostGroup, meter: Meter) -> None:
     """Sum the gradients over the ranks of this host; the time is spent waiting for them."""
     start = parts.backend.mark()
     host.sum()
@@ -154,7 +154,7 @@ def _sum_over_host(parts: Parts, host: HostGroup, meter: Meter) -> None:
         parts.local.host_bytes += host.gradients.num_bytes
 
 
-def _take_in(parts: Parts, local: LocalTraining, step: int, result: StepResult) -> None:
+def _take_in(parts: TrainState, local: LocalTraining, step: int, result: StepResult) -> None:
     """Remember what a local step did until the next sync.
 
     Raises:

@@ -27,7 +27,7 @@ from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError
 from hetexp.training.replicas import ReplicaCheck
 from hetexp.training.saving import add_evaluation, finish_saving, save, save_before
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 from hetexp.training.step import StepResult
 from hetexp.training.steps import train_step
 
@@ -75,7 +75,7 @@ class Survivor(Protocol):
 
 
 def train(
-    parts: Parts,
+    parts: TrainState,
     progress: Progress,
     survivor: Survivor | None = None,
     ready: bool = True,
@@ -123,7 +123,7 @@ class Training:
     """
 
     def __init__(
-        self, parts: Parts, progress: Progress, survivor: Survivor | None = None, ready: bool = True
+        self, parts: TrainState, progress: Progress, survivor: Survivor | None = None, ready: bool = True
     ) -> None:
         self.parts, self.progress, self.survivor = parts, progress, survivor
         self.ready = ready
@@ -305,12 +305,12 @@ class Training:
         return outcome
 
 
-def driven(parts: Parts) -> list[Backend]:
+def driven(parts: TrainState) -> list[Backend]:
     """Return the backends of all devices that this rank drives."""
     return [type(parts.backend)(card) for card in parts.plan.cards] or [parts.backend]
 
 
-def rebalance(parts: Parts, step: int, before: LocalBatch, seconds: Sequence[float]) -> None:
+def rebalance(parts: TrainState, step: int, before: LocalBatch, seconds: Sequence[float]) -> None:
     """Decide, all ranks alike, whether the batches to come are split anew.
 
     Args:
@@ -326,7 +326,7 @@ def rebalance(parts: Parts, step: int, before: LocalBatch, seconds: Sequence[flo
 class Window:
     """What happened since the last log line, on this rank; `log` makes it one line of all ranks."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainState) -> None:
         self.parts = parts
         self.meter = Meter(parts.backend)
         self.totals = Totals()
@@ -495,7 +495,7 @@ class Window:
 
 
 def tell_non_finite(
-    parts: Parts, progress: Progress, batch: LocalBatch, result: StepResult, window: Window
+    parts: TrainState, progress: Progress, batch: LocalBatch, result: StepResult, window: Window
 ) -> str:
     """Return which samples on which ranks keep a gradient from being finite, and warn of it once.
 
@@ -519,7 +519,7 @@ def tell_non_finite(
     return told
 
 
-def evaluate_and_log(parts: Parts, progress: Progress, quiet: bool = False) -> dict[str, float]:
+def evaluate_and_log(parts: TrainState, progress: Progress, quiet: bool = False) -> dict[str, float]:
     """Evaluate on all ranks and log on rank 0.
 
     Where each trains a model of its own, the loss is the mean of theirs, weighted by the shares.
@@ -537,7 +537,7 @@ def evaluate_and_log(parts: Parts, progress: Progress, quiet: bool = False) -> d
     return result
 
 
-def _evaluate_apart_and_log(parts: Parts, progress: Progress) -> dict[str, float]:
+def _evaluate_apart_and_log(parts: TrainState, progress: Progress) -> dict[str, float]:
     assert parts.local is not None
     parts.local.evaluations = everyone = evaluate_apart(parts)
     pairs = list(zip(parts.plan.devices, everyone, strict=False))
@@ -551,7 +551,7 @@ def _evaluate_apart_and_log(parts: Parts, progress: Progress) -> dict[str, float
     return mean
 
 
-def should_stop(parts: Parts, progress: Progress, evaluation: dict[str, float]) -> bool:
+def should_stop(parts: TrainState, progress: Progress, evaluation: dict[str, float]) -> bool:
     """Decide on early stopping from values that all ranks share, so that all decide the same."""
     early = parts.config.trainer.early_stopping
     if early.patience is None or early.metric not in evaluation:

@@ -35,7 +35,7 @@ from hetexp.strategy.independent import Independent
 from hetexp.training.between import conclude
 from hetexp.training.evaluate import evaluate_alone
 from hetexp.training.saving import rank_folder
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Merged:
 def merge(
     parents: Sequence[Parent],
     wanted: Wanted,
-    parts: Parts | None,
+    parts: TrainState | None,
     evaluations: Sequence[dict[str, float]] = (),
 ) -> Merged:
     """Merge models, and evaluate the result where there is something to evaluate with.
@@ -134,7 +134,7 @@ class _Judge:
     """Makes means of some of the parents, and evaluates them."""
 
     def __init__(
-        self, parents: Sequence[Parent], weights: Sequence[float], wanted: Wanted, parts: Parts | None
+        self, parents: Sequence[Parent], weights: Sequence[float], wanted: Wanted, parts: TrainState | None
     ) -> None:
         self._parents, self._weights, self._wanted, self._parts = parents, weights, wanted, parts
         self.evaluates = parts is not None and parts.eval_data is not None
@@ -185,7 +185,7 @@ class _Judge:
         return evaluate_alone(self._parts)
 
 
-def recalibrate(parts: Parts) -> None:
+def recalibrate(parts: TrainState) -> None:
     """Measure the running statistics of all BatchNorm layers anew, on training data with the present weights.
 
     Each becomes the mean over batches of the training's size; everything else computes as in an evaluation.
@@ -211,7 +211,7 @@ def recalibrate(parts: Parts) -> None:
     parts.model.train()
 
 
-def _epoch(parts: Parts) -> list[list[int]]:
+def _epoch(parts: TrainState) -> list[list[int]]:
     """Return the global batches of the first epoch: samples in no order of their own."""
     position = Progress().position
     batches = []
@@ -245,7 +245,7 @@ def write_merged(folder: Path, parents: Sequence[Parent], merged: Merged) -> Pat
     return write_packed(folder, merged.tensors, heaviest.tied, optimizer, described)
 
 
-def merge_ranks(parts: Parts, progress: Progress) -> tuple[str, dict[str, float]] | None:
+def merge_ranks(parts: TrainState, progress: Progress) -> tuple[str, dict[str, float]] | None:
     """Merge the models that the ranks have saved, on rank 0; the others wait for it, as long as it takes.
 
     Returns:
@@ -263,7 +263,7 @@ def merge_ranks(parts: Parts, progress: Progress) -> tuple[str, dict[str, float]
 
 
 def _merge_on_first(
-    parts: Parts, progress: Progress, strategy: Independent
+    parts: TrainState, progress: Progress, strategy: Independent
 ) -> tuple[str, dict[str, float]] | None:
     assert parts.local is not None
     wanted = Wanted(soup=strategy.soup, batch_norm=strategy.batch_norm)

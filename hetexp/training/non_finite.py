@@ -21,7 +21,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.training.found import ALONE, MOST_NAMED, NOT_FOUND, TOGETHER, WIDTH, Found
 from hetexp.training.precision import all_finite
 from hetexp.training.shortage import in_passes, indices_in_passes, part_of
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 
 class KeptBuffers:
@@ -51,7 +51,7 @@ class KeptBuffers:
 
 
 def explain(
-    parts: Parts,
+    parts: TrainState,
     step: int,
     batch: LocalBatch,
     loss_sum: torch.Tensor,
@@ -99,7 +99,7 @@ def explain(
     return f"The gradient of step {step} is not finite{_first(parts)}, and {cause}."
 
 
-def _first(parts: Parts) -> str:
+def _first(parts: TrainState) -> str:
     """Name the first parameter whose exchanged gradient is not finite."""
     for name, parameter in parts.model.named_parameters():
         if parameter.grad is not None and not all_finite([parameter.grad]):
@@ -107,7 +107,7 @@ def _first(parts: Parts) -> str:
     return ""
 
 
-def _of_loss(parts: Parts, rank: int, value: float, found: Found, blamed: bool) -> str:
+def _of_loss(parts: TrainState, rank: int, value: float, found: Found, blamed: bool) -> str:
     where = f"{value} on rank {rank}, {parts.plan.devices[rank]}"
     if found.what == ALONE:
         return f"{where}, because of {found.words()}"
@@ -118,7 +118,7 @@ def _of_loss(parts: Parts, rank: int, value: float, found: Found, blamed: bool) 
     return where
 
 
-def _of_gradient(parts: Parts, rank: int, found: Found, names: list[str]) -> str:
+def _of_gradient(parts: TrainState, rank: int, found: Found, names: list[str]) -> str:
     which = f"first in {names[found.parameter]}" if found.parameter >= 0 else "nor is its loss, this time"
     how = "because of" if found.what == ALONE else "in a pass over"
     return (
@@ -127,7 +127,7 @@ def _of_gradient(parts: Parts, rank: int, found: Found, names: list[str]) -> str
 
 
 def _suspects(
-    parts: Parts, batch: LocalBatch, losses: list[torch.Tensor], of_loss: bool
+    parts: TrainState, batch: LocalBatch, losses: list[torch.Tensor], of_loss: bool
 ) -> list[tuple[Any, list[int]]]:
     """Return the microbatches to look at, with the places of their samples; none where not known."""
     limit = parts.microbatch_limits[parts.rank]
@@ -142,7 +142,7 @@ def _suspects(
     return suspects
 
 
-def search(parts: Parts, suspects: list[tuple[Any, list[int]]], factor: float, of_loss: bool) -> Found:
+def search(parts: TrainState, suspects: list[tuple[Any, list[int]]], factor: float, of_loss: bool) -> Found:
     """Look for the samples on this rank; whatever goes wrong on the way, the run's own error is told.
 
     Args:
@@ -198,7 +198,7 @@ class _Judge:
         factor: of the loss, where the gradient is asked for; `None`: only the loss is.
     """
 
-    def __init__(self, parts: Parts, factor: float | None) -> None:
+    def __init__(self, parts: TrainState, factor: float | None) -> None:
         self._parts, self._factor = parts, factor
         self._trained = [(n, p) for n, p in enumerate(parts.model.parameters()) if p.requires_grad]
         self.parameter = -1
@@ -223,7 +223,7 @@ class _Judge:
 
 
 @contextmanager
-def _as_alone(parts: Parts) -> Iterator[None]:
+def _as_alone(parts: TrainState) -> Iterator[None]:
     """Let normalisations over the batch use their running statistics; put modes and random states back."""
     device = parts.device
     devices = [device.index or 0] if device.type in ("cuda", "xpu") else []

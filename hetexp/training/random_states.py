@@ -25,7 +25,7 @@ from torch import Tensor
 from hetexp.hardware.backend import ACCELERATORS
 
 if TYPE_CHECKING:
-    from hetexp.training.state import Parts
+    from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Origin:
     num_cards: int
 
 
-def random_files(parts: Parts) -> dict[str, bytes]:
+def random_files(parts: TrainState) -> dict[str, bytes]:
     """Return the file of all ranks' states by its name, on rank 0; nothing elsewhere.
 
     All ranks call it. Where each trains a model of its own it has a file of its own.
@@ -96,7 +96,7 @@ def random_files(parts: Parts) -> dict[str, bytes]:
     return {FILE: safetensors.torch.save(tensors, {"origins": json.dumps(origins)})}
 
 
-def own_states(parts: Parts) -> tuple[dict[str, Tensor], Origin]:
+def own_states(parts: TrainState) -> tuple[dict[str, Tensor], Origin]:
     """Return the states of this process and of the cards that it drives, and whose they are."""
     version, words, second = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
@@ -118,7 +118,7 @@ def own_states(parts: Parts) -> tuple[dict[str, Tensor], Origin]:
     return states, origin
 
 
-def restore_random(parts: Parts, folder: Path) -> None:
+def restore_random(parts: TrainState, folder: Path) -> None:
     """Put random states back where there are such devices; else one warning names those that were left.
 
     A checkpoint of before they were saved has none.
@@ -157,7 +157,7 @@ def match_states(
 
 
 def _put_back(
-    parts: Parts,
+    parts: TrainState,
     tensors: dict[str, Tensor],
     origins: list[dict[str, Any]],
     host: int | None,
@@ -177,7 +177,7 @@ def _put_back(
 
 
 def _tell(
-    parts: Parts, origins: list[dict[str, Any]], host: list[int | None], cards: list[int | None]
+    parts: TrainState, origins: list[dict[str, Any]], host: list[int | None], cards: list[int | None]
 ) -> None:
     """Warn once, for all ranks, of states that are lost, and of devices that begin with their seed."""
     lost = [one["device"] for place, one in enumerate(origins) if one["kind"] and place not in cards]
@@ -216,7 +216,7 @@ def _unpack(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return safetensors.torch.load(content), json.loads(header["__metadata__"]["origin"])
 
 
-def _gathered(parts: Parts, mine: bytes) -> list[bytes]:
+def _gathered(parts: TrainState, mine: bytes) -> list[bytes]:
     """Return every rank's bytes, on every rank: they are few."""
     communicator = parts.communicator
     sizes = torch.zeros(communicator.world_size, dtype=torch.int64)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from hetexp.checkpoint.model_state import first_names, named_parameters
 from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def file_name(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
-def rank_files(parts: Parts) -> dict[str, bytes]:
+def rank_files(parts: TrainState) -> dict[str, bytes]:
     """Return the files of all ranks by name, on rank 0; nothing where no rank has a state of its own.
 
     All ranks call it: their states travel to rank 0.
@@ -55,7 +55,7 @@ def rank_files(parts: Parts) -> dict[str, bytes]:
     return {file_name(rank): content for rank, content in enumerate(everyone)}
 
 
-def restore_rank(parts: Parts, folder: Path) -> None:
+def restore_rank(parts: TrainState, folder: Path) -> None:
     """Put this rank's own state back, from a checkpoint whose model and optimizer have been loaded.
 
     A checkpoint of other ranks, or of another strategy, has none for it: its optimizer goes on from rank 0's
@@ -91,7 +91,7 @@ def restore_rank(parts: Parts, folder: Path) -> None:
         restore_optimizer(moments, packed, parts.optimizer, named_parameters(parts.model))
 
 
-def _to_first(parts: Parts, mine: bytes) -> list[bytes]:
+def _to_first(parts: TrainState, mine: bytes) -> list[bytes]:
     """Return every rank's bytes on rank 0, and nothing on the others."""
     communicator, exchange = parts.communicator, parts.exchange
     if exchange is None:

@@ -13,13 +13,13 @@ from hetexp.optimizer.build import restart_schedule
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.random_states import undrawn
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 from hetexp.training.steps import train_step
 
 REHEARSED_STEPS = 6
 
 
-def rehearse(parts: Parts, real_steps: Callable[[Parts], None] | None = None) -> float | None:
+def rehearse(parts: TrainState, real_steps: Callable[[TrainState], None] | None = None) -> float | None:
     """Find the time scale of emulated devices and start their pacing; `None` without any.
 
     All ranks do a few real steps at the same time, as they will in training, and take the smallest scale that
@@ -54,7 +54,7 @@ def rehearse(parts: Parts, real_steps: Callable[[Parts], None] | None = None) ->
 
 
 @contextmanager
-def undone(parts: Parts) -> Iterator[None]:
+def undone(parts: TrainState) -> Iterator[None]:
     """Let the block train, and put weights, optimizer, schedule and random states back afterwards."""
     weights = copy.deepcopy(parts.model.state_dict())
     optimizer = copy.deepcopy(parts.optimizer.state_dict())
@@ -73,7 +73,7 @@ def undone(parts: Parts) -> Iterator[None]:
         parts.local.forget()
 
 
-def _real_steps(parts: Parts) -> None:
+def _real_steps(parts: TrainState) -> None:
     """Train a little at full speed."""
     averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
     scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts anew

@@ -22,7 +22,7 @@ import torch
 from hetexp.core.errors import HetexpError
 from hetexp.training.cutting import Cut
 from hetexp.training.shared_gradients import parameters_by_name
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class _Difference:
 class ReplicaCheck:
     """Compares the replicas of all ranks; every rank asks at the same steps."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainState) -> None:
         self._parts = parts
         self._every = parts.config.trainer.check_sync_every
         self._due = False
@@ -125,7 +125,7 @@ class ReplicaCheck:
         )
 
 
-def _tensors(parts: Parts) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
+def _tensors(parts: TrainState) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
     """Yield what several ranks should hold alike, in one order, and which ranks these are."""
     if parts.staging is not None:
         yield from _shared_by_stages(parts, parts.staging.cut)
@@ -140,7 +140,9 @@ def _tensors(parts: Parts) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, 
         yield "buffer", name, buffer, everyone
 
 
-def _shared_by_stages(parts: Parts, cut: Cut) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
+def _shared_by_stages(
+    parts: TrainState, cut: Cut
+) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
     """Yield what more than one rank holds: replicas of a layer, both ends of a tied weight."""
     own, absent = parameters_by_name(parts.model, cut), torch.zeros(())
     buffers = dict(parts.model.named_buffers())

@@ -27,11 +27,11 @@ from hetexp.hardware.pacing import tensors
 from hetexp.training.loop import Outcome, driven
 from hetexp.training.measure import Totals
 from hetexp.training.staged_result import pipeline_fields, stage_fields
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 from hetexp.training.wiring import versions
 
 
-def report(parts: Parts, store: dist.Store, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
+def report(parts: TrainState, store: dist.Store, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
     """Gather every rank's measurements; return the summary, the same on every rank but for `checkpoint`."""
     limit = parts.config.comm.timeout_seconds
     everyone = exchange(store, "result", parts.rank, parts.plan.world_size, _mine(parts, outcome), limit)
@@ -148,7 +148,7 @@ def _fields(found: Account, source: str, scale: float) -> dict[str, Any]:
     }
 
 
-def _emulation(parts: Parts, everyone: list[dict[str, Any]], time_scale: float) -> dict[str, Any]:
+def _emulation(parts: TrainState, everyone: list[dict[str, Any]], time_scale: float) -> dict[str, Any]:
     """Return what the cost model says of a step and what each rank really paced, in real seconds."""
     work = [rank["work"] for rank in everyone]
     # A rank without samples has no backward pass: its buckets leave at once.
@@ -173,7 +173,7 @@ def _emulation(parts: Parts, everyone: list[dict[str, Any]], time_scale: float) 
     }
 
 
-def _phases(parts: Parts) -> dict[str, dict[str, float]]:
+def _phases(parts: TrainState) -> dict[str, dict[str, float]]:
     """Return the medians of real and modelled seconds of each kind of phase that this rank paced."""
     pairs: dict[str, list[tuple[float, float]]] = {}
     for name, real, modelled in parts.backend.paced():
@@ -191,7 +191,7 @@ def _phases(parts: Parts) -> dict[str, dict[str, float]]:
     }
 
 
-def _sent_bytes(parts: Parts, steps: int) -> float | None:
+def _sent_bytes(parts: TrainState, steps: int) -> float | None:
     """Return the bytes that this rank hands to others in a step: gradients, weights, payloads."""
     if parts.staging is not None:
         return parts.staging.sent_bytes() + parts.staging.gradients.num_bytes
@@ -208,7 +208,7 @@ def _sent_bytes(parts: Parts, steps: int) -> float | None:
     return parts.strategy.exchanged_bytes(parts.model, parts.communicator.world_size)
 
 
-def _invalid_reason(parts: Parts) -> str | None:
+def _invalid_reason(parts: TrainState) -> str | None:
     """Return why this rank's timings must not be used, `None` where they may."""
     reason = parts.backend.invalid_reason()
     paced = parts.staging.gradients if parts.staging is not None else parts.paced
@@ -222,7 +222,7 @@ def _invalid_reason(parts: Parts) -> str | None:
     return reason
 
 
-def _input_bytes(parts: Parts) -> int:
+def _input_bytes(parts: TrainState) -> int:
     """Return the bytes of one sample on its way to the device."""
     if parts.input_bytes is not None:
         return parts.input_bytes
@@ -230,7 +230,7 @@ def _input_bytes(parts: Parts) -> int:
     return sum(t.numel() * t.element_size() for t in tensors(parts.to_device(inputs)))
 
 
-def _mine(parts: Parts, outcome: Outcome) -> dict[str, Any]:
+def _mine(parts: TrainState, outcome: Outcome) -> dict[str, Any]:
     """Return what only this rank knows."""
     totals, settled = outcome.totals, outcome.totals.settled
     working = settled.local_samples and settled.compute_seconds

@@ -20,12 +20,12 @@ from hetexp.training.precision import LossScale
 from hetexp.training.random_states import restore_random
 from hetexp.training.rank_states import restore_rank
 from hetexp.training.staged_saving import load_part
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 
 
-def resume(parts: Parts, configured: bool = True) -> Progress:
+def resume(parts: TrainState, configured: bool = True) -> Progress:
     """Load the checkpoint that `resume` names, and return where the run stands.
 
     Args:
@@ -61,7 +61,7 @@ def resume(parts: Parts, configured: bool = True) -> Progress:
     return Progress.from_dict(state.step, state.position, state.extra["progress"])
 
 
-def _checkpoint_of(parts: Parts, path: Path) -> Path:
+def _checkpoint_of(parts: TrainState, path: Path) -> Path:
     """Return the checkpoint that this rank goes on from: its own, where each has one.
 
     Raises:
@@ -81,7 +81,9 @@ def _checkpoint_of(parts: Parts, path: Path) -> Path:
     return chosen.folder
 
 
-def _settle_groups(parts: Parts, built: Sequence[Mapping[str, Any]], saved: Mapping[str, Any] | None) -> None:
+def _settle_groups(
+    parts: TrainState, built: Sequence[Mapping[str, Any]], saved: Mapping[str, Any] | None
+) -> None:
     """Decide which values of the optimizer's groups hold, now that all of them are the checkpoint's.
 
     What this run's configuration says otherwise than the saved run's holds, and so do the rates. All other
@@ -135,7 +137,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _lacking_state(parts: Parts) -> list[str]:
+def _lacking_state(parts: TrainState) -> list[str]:
     """Return what the optimizer would keep of a parameter that its state in the checkpoint does not have."""
     kept = [parameter for parameter, state in parts.optimizer.state.items() if state]
     if not kept:
@@ -150,7 +152,7 @@ def _lacking_state(parts: Parts) -> list[str]:
     return []
 
 
-def _limits_before(parts: Parts, devices: list[dict[str, Any]]) -> list[int | None]:
+def _limits_before(parts: TrainState, devices: list[dict[str, Any]]) -> list[int | None]:
     """Return the microbatch limits that memory set to the same devices before."""
     known = {(one["id"], one["name"]): one.get("microbatch_limit") for one in devices}
     return [known.get((device.id, device.name)) for device in parts.plan.devices]

@@ -15,10 +15,10 @@ from hetexp.optimizer.build import restart_schedule
 from hetexp.training.random_states import random_files
 from hetexp.training.rank_states import rank_files
 from hetexp.training.staged_saving import Packed, gather
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
 
-def provenance(parts: Parts) -> list[dict[str, Any]]:
+def provenance(parts: TrainState) -> list[dict[str, Any]]:
     """Return what trained the model: each rank's device, its part of the batch, and what it ran on."""
     plan = parts.plan
     ranks = [0] * len(plan.cards) or range(plan.world_size)
@@ -33,7 +33,7 @@ def provenance(parts: Parts) -> list[dict[str, Any]]:
 
 
 def save(
-    parts: Parts,
+    parts: TrainState,
     progress: Progress,
     evaluation: Mapping[str, float] | None = None,
     wait: bool = False,
@@ -69,7 +69,7 @@ def save(
     return path
 
 
-def add_evaluation(parts: Parts, step: int, evaluation: Mapping[str, float]) -> None:
+def add_evaluation(parts: TrainState, step: int, evaluation: Mapping[str, float]) -> None:
     """Write an evaluation into the checkpoint that was saved at this step before; all ranks call it."""
     if not evaluation or (parts.rank != 0 and not parts.strategy.apart):
         return
@@ -77,7 +77,7 @@ def add_evaluation(parts: Parts, step: int, evaluation: Mapping[str, float]) -> 
     parts.saver.add_evaluation(parent / folder_name(step), evaluation, _rotation(parts))
 
 
-def finish_saving(parts: Parts) -> None:
+def finish_saving(parts: TrainState) -> None:
     """Wait until the last checkpoint is on the disk; all ranks call it.
 
     Raises:
@@ -88,7 +88,7 @@ def finish_saving(parts: Parts) -> None:
     parts.communicator.meet()
 
 
-def save_before(parts: Parts, good: Progress, first_step: int, saved_at: int) -> str:
+def save_before(parts: TrainState, good: Progress, first_step: int, saved_at: int) -> str:
     """Save the state before a step that ends the run, and return how to go on from it; all ranks call it.
 
     Args:
@@ -119,12 +119,12 @@ def save_before(parts: Parts, good: Progress, first_step: int, saved_at: int) ->
     )
 
 
-def rank_folder(parts: Parts, rank: int) -> Path:
+def rank_folder(parts: TrainState, rank: int) -> Path:
     """Return the folder of a rank's own checkpoints, where each trains a model of its own."""
     return parts.checkpoints / f"rank_{rank}"
 
 
-def _save_apart(parts: Parts, content: Content, wait: bool) -> str:
+def _save_apart(parts: TrainState, content: Content, wait: bool) -> str:
     """Write each rank's own checkpoint, which says what part of the data it is of."""
     assert parts.local is not None
     state = content.state
@@ -144,7 +144,7 @@ def _save_apart(parts: Parts, content: Content, wait: bool) -> str:
     return str(parts.checkpoints)
 
 
-def _state(parts: Parts, progress: Progress) -> TrainingState:
+def _state(parts: TrainState, progress: Progress) -> TrainingState:
     return TrainingState(
         step=progress.step,
         position=progress.position.to_dict(),
@@ -174,7 +174,7 @@ class Content:
     """Model and optimizer of all ranks, where each has a part of them."""
 
 
-def _write(parts: Parts, parent: Path, content: Content, wait: bool) -> str:
+def _write(parts: TrainState, parent: Path, content: Content, wait: bool) -> str:
     """Write what this rank holds, or what was gathered from all of them."""
     trainer = parts.config.trainer
 
@@ -197,7 +197,7 @@ def _write(parts: Parts, parent: Path, content: Content, wait: bool) -> str:
     return str(parent / folder_name(content.state.step))
 
 
-def _rotation(parts: Parts) -> Rotation:
+def _rotation(parts: TrainState) -> Rotation:
     trainer = parts.config.trainer
     # Where each rank has its own, they go on from a step that all of them have: one may be behind.
     most = trainer.keep_last + parts.strategy.apart if trainer.keep_last else None

@@ -21,7 +21,7 @@ from hetexp.hardware.pacing import GRAIN_SECONDS
 from hetexp.training.cutting import Cut
 
 if TYPE_CHECKING:
-    from hetexp.training.state import Parts
+    from hetexp.training.state import TrainState
 
 
 @dataclass
@@ -51,7 +51,7 @@ class SharedGradients:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: TrainState,
         sets: Sequence[tuple[tuple[int, ...], list[nn.Parameter]]],
         counted: list[nn.Parameter],
         store: dist.Store,
@@ -70,7 +70,7 @@ class SharedGradients:
         self._late_seconds = self._modelled_seconds = 0.0
 
     @classmethod
-    def of_stages(cls, parts: Parts, cut: Cut, store: dist.Store) -> SharedGradients:
+    def of_stages(cls, parts: TrainState, cut: Cut, store: dist.Store) -> SharedGradients:
         """Return those of a model that is cut."""
         own = parameters_by_name(parts.model, cut)
         trained = {name: p for name, p in own.items() if p.requires_grad}

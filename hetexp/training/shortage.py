@@ -22,7 +22,7 @@ from hetexp.data.loader import chop, cut
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.hardware.pacing import tensors
 from hetexp.strategy.empty_share import EmptyShareGuard
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Shortage:
     """At that moment; `None` where it is not known."""
 
 
-def recovering_guard(parts: Parts) -> EmptyShareGuard | None:
+def recovering_guard(parts: TrainState) -> EmptyShareGuard | None:
     """Let the guard keep the model's shortages, and return it; `None` where a shortage ends the run.
 
     With `trainer.non_finite=continue` nobody looks at the gradient, so that ranks could not learn of it.
@@ -121,7 +121,7 @@ def part_of(value: Any, start: int, end: int) -> Any:
     return value[start:end]
 
 
-def halve_together(parts: Parts, step: int, microbatches: list[Any], shortage: Shortage | None) -> bool:
+def halve_together(parts: TrainState, step: int, microbatches: list[Any], shortage: Shortage | None) -> bool:
     """Ask all ranks whether memory ran out, and halve the microbatch where it did; all ranks must call it.
 
     Args:
@@ -163,7 +163,7 @@ def halve_together(parts: Parts, step: int, microbatches: list[Any], shortage: S
 
 
 def _what_happened(
-    parts: Parts, rank: int, step: int, size: int, samples: int, free_bytes: int | None
+    parts: TrainState, rank: int, step: int, size: int, samples: int, free_bytes: int | None
 ) -> str:
     free = f"{free_bytes / 2**20:.1f} MiB were free" if free_bytes is not None else "free memory is not known"
     when = f"in step {step + 1}" if step >= 0 else "before the first step"
@@ -173,7 +173,7 @@ def _what_happened(
     )
 
 
-def halve_alone(parts: Parts, step: int, microbatches: list[Any], shortage: Shortage) -> int:
+def halve_alone(parts: TrainState, step: int, microbatches: list[Any], shortage: Shortage) -> int:
     """Halve this rank's microbatch after a step of its own that memory did not suffice for.
 
     No other rank waits for it: they learn of the limit when they meet.
@@ -195,7 +195,7 @@ def halve_alone(parts: Parts, step: int, microbatches: list[Any], shortage: Shor
 
 
 @contextmanager
-def ends_with_shortage(parts: Parts, step: int, sizes: list[int], why: str) -> Iterator[None]:
+def ends_with_shortage(parts: TrainState, step: int, sizes: list[int], why: str) -> Iterator[None]:
     """Tell in full what memory ran out in the block: nothing there can be done again.
 
     The other ranks wait for this one until the launcher, which it tells by ending, ends them.

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 
-def stage_fields(parts: Parts) -> dict[str, Any]:
+def stage_fields(parts: TrainState) -> dict[str, Any]:
     """Return what this rank alone knows of its stages; medians over all microbatches of all steps."""
     staging = parts.staging
     assert staging is not None
@@ -32,7 +32,7 @@ def stage_fields(parts: Parts) -> dict[str, Any]:
     }
 
 
-def pipeline_fields(parts: Parts, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def pipeline_fields(parts: TrainState, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one entry a pipeline, with its stages in order.
 
     `step_s` is the median time of a step's schedule, from the first microbatch to the last gradient, without

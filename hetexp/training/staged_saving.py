@@ -22,7 +22,7 @@ from hetexp.checkpoint.stage_parts import StagePart, lacking, note_unfinished, t
 from hetexp.comm.communicator import peer_lost
 from hetexp.core.errors import CheckpointError, PeerLostError
 from hetexp.training.shared_gradients import parameters_by_name
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Packed:
     """Whose parts they are (`hetexp.checkpoint.stage_parts`)."""
 
 
-def gather(parts: Parts, step: int) -> Packed | None:
+def gather(parts: TrainState, step: int) -> Packed | None:
     """Return the whole model and its optimizer on rank 0, `None` elsewhere; all ranks call it.
 
     A rank that is lost before its part has come is noted beside the checkpoints.
@@ -81,7 +81,7 @@ def gather(parts: Parts, step: int) -> Packed | None:
     return Packed(saved, (optimizer, joined), record)
 
 
-def _parts_of(parts: Parts, rank: int, step: int, num_tensors: int) -> list[StagePart]:
+def _parts_of(parts: TrainState, rank: int, step: int, num_tensors: int) -> list[StagePart]:
     """Return what is told of a rank's stages."""
     device = parts.plan.devices[rank]
     return [
@@ -99,7 +99,7 @@ def _parts_of(parts: Parts, rank: int, step: int, num_tensors: int) -> list[Stag
     ]
 
 
-def pack_part(parts: Parts) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def pack_part(parts: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of the model and of the optimizer that this rank gives, and the optimizer's rest."""
     assert parts.staging is not None
     cut = parts.staging.cut
@@ -126,7 +126,7 @@ NOTHING = "nothing"
 """Name of what an optimizer holds that has nothing to train."""
 
 
-def load_part(parts: Parts, folder: Path) -> TrainingState:
+def load_part(parts: TrainState, folder: Path) -> TrainingState:
     """Put a checkpoint's optimizer state into this rank's optimizer; its weights are in the model already.
 
     Raises:
@@ -142,7 +142,7 @@ def load_part(parts: Parts, folder: Path) -> TrainingState:
 
 
 def _send(
-    parts: Parts,
+    parts: TrainState,
     step: int,
     model: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
@@ -162,7 +162,9 @@ def _send(
         raise peer_lost(error) from error
 
 
-def _receive(parts: Parts, rank: int) -> tuple[int, dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def _receive(
+    parts: TrainState, rank: int
+) -> tuple[int, dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     assert parts.staging is not None
     group = parts.staging.everyone
     try:

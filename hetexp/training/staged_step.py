@@ -15,12 +15,12 @@ from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import settle
 from hetexp.training.shortage import ends_with_shortage, sizes_of
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 from hetexp.training.step import StepResult, clip, end_step
 
 
 def staged_step(
-    parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
 ) -> StepResult:
     """Do one optimizer step of the global batch: the same gradient as one device on all of it.
 

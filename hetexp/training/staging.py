@@ -26,7 +26,7 @@ from hetexp.training.loss import num_rows
 from hetexp.training.shared_gradients import SharedGradients
 
 if TYPE_CHECKING:
-    from hetexp.training.state import Parts
+    from hetexp.training.state import TrainState
 
 HOST = torch.device("cpu")
 
@@ -57,7 +57,9 @@ class StageModule(nn.Module):
         received: of the first stage [1], the number of a microbatch; else what the stage before has packed.
     """
 
-    def __init__(self, parts: Parts, cut: Cut, stage: Stage, piece: Piece, feed: Feed, rows: int) -> None:
+    def __init__(
+        self, parts: TrainState, cut: Cut, stage: Stage, piece: Piece, feed: Feed, rows: int
+    ) -> None:
         super().__init__()
         self.piece = piece
         self._parts, self._cut, self._stage, self._feed = parts, cut, stage, feed
@@ -93,7 +95,7 @@ class StageModule(nn.Module):
         return self._stage.index == self._cut.num_stages - 1
 
 
-def capacity_after(parts: Parts, cut: Cut, stage: Stage, rows: int) -> int:
+def capacity_after(parts: TrainState, cut: Cut, stage: Stage, rows: int) -> int:
     """Return the elements of what leaves a stage for so many samples."""
     if stage.index == cut.num_stages - 1:
         return 1
@@ -108,7 +110,7 @@ class Staging:
         store: that all ranks share.
     """
 
-    def __init__(self, parts: Parts, cut: Cut, store: dist.Store) -> None:
+    def __init__(self, parts: TrainState, cut: Cut, store: dist.Store) -> None:
         assert isinstance(parts.strategy, Staged)
         self.cut = cut
         self._parts = parts
@@ -326,13 +328,13 @@ _PASSES = {
 }
 
 
-def _shape(parts: Parts, capacity: int, requires_grad: bool) -> torch.Tensor:
+def _shape(parts: TrainState, capacity: int, requires_grad: bool) -> torch.Tensor:
     return torch.empty(capacity, dtype=parts.dtype, device="meta", requires_grad=requires_grad)
 
 
-def _replicas(parts: Parts) -> range:
+def _replicas(parts: TrainState) -> range:
     return range(len(parts.plan.replica_batch_sizes))
 
 
-def _ranks_of(parts: Parts, replica: int) -> list[int]:
+def _ranks_of(parts: TrainState, replica: int) -> list[int]:
     return [rank for rank, own in enumerate(parts.plan.stages) if own[0].replica == replica]

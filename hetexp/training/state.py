@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Parts:
+class TrainState:
     """The objects of one rank, wired by the worker and used by the loop."""
 
     plan: Plan

@@ -17,7 +17,7 @@ from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.shortage import ends_with_shortage, halve_together, in_passes, sizes_of
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 from hetexp.training.verdict import Verdict, may_be_vetoed, vetoed_by
 
 
@@ -48,7 +48,7 @@ class StepResult:
 
 
 def joint_step(
-    parts: Parts, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
 ) -> StepResult:
     """Do one optimizer step of the global batch: the same gradient as one device on all of it.
 
@@ -118,7 +118,7 @@ def give(owners: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor 
 
 
 def clip(
-    parts: Parts,
+    parts: TrainState,
     gradients: Sequence[torch.Tensor],
     finite: bool,
     norm: torch.Tensor | None = None,
@@ -143,7 +143,7 @@ def clip(
     return norm
 
 
-def update(parts: Parts, step: int, microbatches: list[Any], bad: torch.Tensor | None = None) -> None:
+def update(parts: TrainState, step: int, microbatches: list[Any], bad: torch.Tensor | None = None) -> None:
     """Let the optimizer change the weights.
 
     Args:
@@ -158,7 +158,9 @@ def update(parts: Parts, step: int, microbatches: list[Any], bad: torch.Tensor |
         parts.optimizer.step()
 
 
-def end_step(parts: Parts, step: int, microbatches: list[Any], finite: bool, updated: bool = False) -> float:
+def end_step(
+    parts: TrainState, step: int, microbatches: list[Any], finite: bool, updated: bool = False
+) -> float:
     """Update the weights where the gradient is finite, move the schedule on, and return the step's rate.
 
     Args:

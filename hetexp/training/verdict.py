@@ -15,7 +15,7 @@ import torch
 
 from hetexp.optimizer.build import FUSES
 from hetexp.training.precision import LossScale, largest_magnitude
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 
 class Verdict:
@@ -26,7 +26,7 @@ class Verdict:
     """
 
     def __init__(
-        self, parts: Parts, gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool
+        self, parts: TrainState, gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool
     ) -> None:
         if loss_scale is not None:
             loss_scale.unscale(gradients)
@@ -43,7 +43,7 @@ class Verdict:
         return self._read is None or math.isfinite(self._read())
 
 
-def may_be_vetoed(parts: Parts) -> bool:
+def may_be_vetoed(parts: TrainState) -> bool:
     """Return whether the device can leave out an update that is queued already.
 
     Not torch's fused SGD: an update that is left out would begin its momentum with whatever memory held. Not

@@ -59,7 +59,7 @@ from hetexp.training.random_states import seed_all
 from hetexp.training.shortage import recovering_guard
 from hetexp.training.source import SourceModel
 from hetexp.training.staging import NothingTrained, Staging
-from hetexp.training.state import Parts, on_device
+from hetexp.training.state import TrainState, on_device
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ LEAVE_SECONDS = 5.0
 """Longest wait for a thread that exchanges gradients to find out that its peers are gone."""
 
 
-def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Parts:
+def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> TrainState:
     """Build everything that this rank trains with.
 
     Raises:
@@ -90,7 +90,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     return parts
 
 
-def build_newcomer(plan: Plan, config: Config, rank: int, member: int, store: dist.Store) -> Parts:
+def build_newcomer(plan: Plan, config: Config, rank: int, member: int, store: dist.Store) -> TrainState:
     """Build what a process trains with that is to join others; its group forms later.
 
     Args:
@@ -107,7 +107,7 @@ def build_newcomer(plan: Plan, config: Config, rank: int, member: int, store: di
 
 def _build_alone(
     plan: Plan, config: Config, rank: int, store: dist.Store, member: int | None = None
-) -> tuple[Parts, Cut | None, list[dict[str, str]]]:
+) -> tuple[TrainState, Cut | None, list[dict[str, str]]]:
     """Build what a rank keeps for the whole run, whoever it trains with.
 
     Args:
@@ -153,7 +153,7 @@ def _build_alone(
     model.to(device)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, model if cut is None else trained_part(model, cut))
-    parts = Parts(
+    parts = TrainState(
         plan=plan,
         config=config,
         rank=rank,
@@ -186,7 +186,7 @@ def _build_alone(
 
 
 def join_group(
-    parts: Parts,
+    parts: TrainState,
     plan: Plan,
     rank: int,
     store: dist.Store,
@@ -228,7 +228,7 @@ def join_group(
             parts.local.host = HostGroup(parts, own, store)
 
 
-def leave_group(parts: Parts) -> None:
+def leave_group(parts: TrainState) -> None:
     """Leave the other ranks, in the midst of whatever this one does with them; safe to call twice.
 
     Those that wait for this rank learn of it at once. Model, optimizer and device stay as they are.
@@ -251,12 +251,12 @@ def leave_group(parts: Parts) -> None:
     let_go(held)
 
 
-def end_exchanging(parts: Parts) -> bool:
+def end_exchanging(parts: TrainState) -> bool:
     """End the threads that exchange gradients; tell whether they have ended."""
     return all(one.close(LEAVE_SECONDS) for one in (parts.hook, parts.paced) if one is not None)
 
 
-def _balancer(parts: Parts) -> Balancer:
+def _balancer(parts: TrainState) -> Balancer:
     trainer, policy = parts.config.trainer, instantiate(parts.config.balancing)
     # Samples that were dealt out for good cannot follow the devices' speeds, and stages neither.
     settings = policy.settings if policy.follows and not parts.strategy.apart else None
@@ -286,7 +286,7 @@ def open_device(plan: Plan, config: Config, rank: int, store: dist.Store) -> tup
     return backend, device
 
 
-def pace_exchange(parts: Parts) -> None:
+def pace_exchange(parts: TrainState) -> None:
     """Let the exchange of gradients take as long as the links of emulated devices, where there are any."""
     plan, backend = parts.plan, parts.backend
     exchange = parts.exchange
@@ -301,7 +301,7 @@ def pace_exchange(parts: Parts) -> None:
     parts.strategy.exchange_through(parts.module, parts.paced.hook)
 
 
-def hook_exchange(parts: Parts) -> None:
+def hook_exchange(parts: TrainState) -> None:
     """Let DDP's gradients travel by the plan's route and wire, where torch's own exchange does not do it."""
     plan = parts.plan
     plain = plan.way.library not in (None, "shm") and plan.wire == "float32"
@@ -345,7 +345,7 @@ def trained_part(model: nn.Module, cut: Cut) -> nn.Module:
     return model if any(p.requires_grad for p in model.parameters()) else NothingTrained()
 
 
-def attach_pieces(parts: Parts, cut: Cut) -> None:
+def attach_pieces(parts: TrainState, cut: Cut) -> None:
     """Let the device know this rank's pieces of the model, instead of the whole one."""
     stages = []
     for stage, piece, example in zip(cut.stages, cut.pieces, cut.examples, strict=True):
@@ -475,7 +475,7 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def start_loggers(parts: Parts) -> tuple[Logger, ...]:
+def start_loggers(parts: TrainState) -> tuple[Logger, ...]:
     """Open `metrics.jsonl` and the configured tracker; rank 0 calls it, after `resume`.
 
     Where the file is there already, another process of this run has written it: the tracker is told again.
@@ -492,7 +492,7 @@ def start_loggers(parts: Parts) -> tuple[Logger, ...]:
     return metrics, tracker
 
 
-def run_info(parts: Parts) -> RunInfo:
+def run_info(parts: TrainState) -> RunInfo:
     """Return what names this run in a tracker.
 
     A run that goes on from another one is a run of its own there, since both may have logged the same steps;

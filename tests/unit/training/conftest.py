@@ -32,7 +32,7 @@ from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
 from hetexp.training.precision import LossScale
 from hetexp.training.shortage import recovering_guard
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 
 class Averaging(Strategy):
@@ -109,7 +109,7 @@ def samples(count: int, width: int = 3, classes: int = 4) -> TensorDataset:
 
 
 @pytest.fixture
-def make_parts(tmp_path: Path) -> Callable[..., Parts]:
+def make_parts(tmp_path: Path) -> Callable[..., TrainState]:
     """Return a function that builds one rank's parts; the same model and data on every rank."""
 
     def make(
@@ -128,7 +128,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
         strategy: Strategy | None = None,
         exchange: bool = True,
         **trainer: Any,
-    ) -> Parts:
+    ) -> TrainState:
         rank = communicator.rank
         assert communicator.world_size == len(weights)
         shares = normalise(weights)
@@ -175,7 +175,7 @@ def make_parts(tmp_path: Path) -> Callable[..., Parts]:
         assert steps is not None
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, maximize=climb)
         chosen = strategy or Averaging(communicator)
-        parts = Parts(
+        parts = TrainState(
             plan=plan,
             config=config,
             rank=rank,

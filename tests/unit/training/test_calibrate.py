@@ -34,7 +34,7 @@ from hetexp.training.calibrate import (
     joint_steps,
 )
 from hetexp.training.loss import Loss
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
 
 class _Spend(torch.autograd.Function):
@@ -82,7 +82,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 @pytest.fixture
 def measure(
-    make_parts: Callable[..., Parts], clock: Clock
+    make_parts: Callable[..., TrainState], clock: Clock
 ) -> Callable[..., tuple[DeviceCalibration, Device]]:
     """Measure a device of a job alone, with so many samples a step."""
 
@@ -121,7 +121,7 @@ def test_a_quiet_device_is_measured_up_and_down_and_no_more(measure: Any) -> Non
 
 
 def test_inputs_and_targets_of_several_parts_are_measured(
-    make_parts: Callable[..., Parts], clock: Clock
+    make_parts: Callable[..., TrainState], clock: Clock
 ) -> None:
     """A pass of some samples has all parts of these samples, and calls the model as training does."""
 
@@ -245,7 +245,7 @@ def test_steps_of_splits_that_were_not_measured_are_predicted(measure: Any, mix:
 
 
 def test_joint_steps_are_of_full_batches_and_the_median_counts(
-    make_parts: Callable[..., Parts], clock: Clock
+    make_parts: Callable[..., TrainState], clock: Clock
 ) -> None:
     """One of 20 samples in batches of 8 leaves 4; and the first step after a rest may take long."""
     stalls = iter([0.0] * 3 + [7.0])  # three steps to warm up, the first that counts

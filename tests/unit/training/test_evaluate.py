@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.training.evaluate import evaluate
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 
 
 class Wrong(nn.Module):

@@ -17,9 +17,9 @@ from hetexp.data.sampler import Position
 from hetexp.training import handover
 from hetexp.training.handover import give, send, set_state, state_of, take
 from hetexp.training.loop import Training
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 SIZES = [(), (3,), (40, 7), (0,), (1000,)]
 
 
@@ -58,7 +58,7 @@ def test_messages_of_any_size_bring_all_bits(monkeypatch: pytest.MonkeyPatch, pi
             assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
 
 
-def trained(make_parts: MakeParts, communicator: Communicator, steps: int) -> Parts:
+def trained(make_parts: MakeParts, communicator: Communicator, steps: int) -> TrainState:
     """Return parts whose model and moments are those after so many steps, different for each number."""
     model = Tied()
     parts = make_parts(communicator, (1.0,) * communicator.world_size, model=model)

@@ -27,9 +27,9 @@ from hetexp.training.measure import Meter
 from hetexp.training.outer import OuterStep
 from hetexp.training.precision import NonFiniteError
 from hetexp.training.shortage import DeviceMemoryError
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 IGNORED = -100
 
 
@@ -39,7 +39,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetexp.training.loop.save", lambda *_, **__: None)
 
 
-def flat(parts: Parts) -> torch.Tensor:
+def flat(parts: TrainState) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in parts.model.parameters()])
 
 
@@ -47,12 +47,12 @@ def run(
     make_parts: MakeParts,
     weights: Sequence[float],
     strategy: Callable[[], Any],
-    prepare: Callable[[Parts], None] | None = None,
+    prepare: Callable[[TrainState], None] | None = None,
     **options: Any,
-) -> list[tuple[Parts, Outcome]]:
+) -> list[tuple[TrainState, Outcome]]:
     """Train on as many threads as there are weights."""
 
-    def rank(comm: Communicator) -> tuple[Parts, Outcome]:
+    def rank(comm: Communicator) -> tuple[TrainState, Outcome]:
         parts = make_parts(comm, weights, strategy=strategy(), **options)
         if prepare is not None:
             prepare(parts)
@@ -61,7 +61,7 @@ def run(
     return FakeGroup(len(weights)).run(rank)
 
 
-def with_adam(parts: Parts) -> None:
+def with_adam(parts: TrainState) -> None:
     parts.optimizer = torch.optim.Adam(parts.model.parameters(), lr=0.05)
     parts.schedule.optimizer = parts.optimizer
     parts.schedule.base_lrs = [0.05]
@@ -159,7 +159,7 @@ class _Counting(nn.Module):
 
 
 def test_buffers_and_frozen_parameters(make_parts: MakeParts) -> None:
-    def prepare(parts: Parts) -> None:
+    def prepare(parts: TrainState) -> None:
         model: Any = parts.model
         model.flag.fill_(parts.rank == 0)
         model.number.fill_(7 - parts.rank)
@@ -185,7 +185,7 @@ def test_buffers_and_frozen_parameters(make_parts: MakeParts) -> None:
             fresh.load_state_dict(state)
             return fresh
 
-        def rank(comm: Communicator) -> Parts:
+        def rank(comm: Communicator) -> TrainState:
             parts = make_parts(comm, [6, 2], strategy=LocalSGD(sync_every=2), model=own_model(), max_steps=2)
             prepare(parts)
             train(parts, Progress())
@@ -274,7 +274,7 @@ def test_nothing_is_exchanged_between_syncs(make_parts: MakeParts, monkeypatch: 
 
     monkeypatch.setattr(FakeCommunicator, "all_reduce_async", counted)
 
-    def prepare(parts: Parts) -> None:
+    def prepare(parts: TrainState) -> None:
         if parts.rank == 0:
             parts.backend.begin_step = lambda number: step.__setitem__(0, number + 1)  # type: ignore[assignment,method-assign]
 
@@ -285,10 +285,10 @@ def test_nothing_is_exchanged_between_syncs(make_parts: MakeParts, monkeypatch: 
 # ---------------------------------------------------------------- what goes wrong
 
 
-def poison(step: int, rank: int, value: float = math.inf) -> Callable[[Parts], None]:
+def poison(step: int, rank: int, value: float = math.inf) -> Callable[[TrainState], None]:
     """Let the gradient of one step of one rank not be finite."""
 
-    def prepare(parts: Parts) -> None:
+    def prepare(parts: TrainState) -> None:
         if parts.rank != rank:
             return
         begin = parts.backend.begin_step
@@ -367,7 +367,7 @@ class _Hungry(nn.Module):
 
 
 def test_a_rank_halves_its_own_microbatch_and_all_learn_of_it(make_parts: MakeParts) -> None:
-    def rank(comm: Communicator) -> Parts:
+    def rank(comm: Communicator) -> TrainState:
         torch.manual_seed(0)
         hungry = _Hungry(2 if comm.rank == 0 else 8)
         parts = make_parts(comm, [6, 2], strategy=LocalSGD(sync_every=2), model=hungry, max_steps=2)
@@ -395,7 +395,7 @@ def test_shares_follow_at_syncs_only(
     seconds = {0: 0.3, 1: 0.1}
     monkeypatch.setattr(Meter, "since_last", lambda self: seconds[ranks_of[id(self.backend)]])
 
-    def prepare(parts: Parts) -> None:
+    def prepare(parts: TrainState) -> None:
         ranks_of[id(parts.backend)] = parts.rank
 
     follow = SchedulerSettings()

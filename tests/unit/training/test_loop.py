@@ -33,11 +33,11 @@ from hetexp.training.loop import Outcome, Window, should_stop, train
 from hetexp.training.loss import CrossEntropy
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 from hetexp.training.step import StepResult
 from hetexp.training.steps import train_step
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 IGNORED = -100
 
 
@@ -271,15 +271,15 @@ def test_a_rank_without_samples_has_one_empty_microbatch() -> None:
 # ---------------------------------------------------------------- train
 
 
-def lines(parts: Parts) -> list[tuple[int, dict[str, Any]]]:
+def lines(parts: TrainState) -> list[tuple[int, dict[str, Any]]]:
     recorded: list[tuple[int, dict[str, Any]]] = cast(Any, parts.loggers[0]).lines
     return recorded
 
 
 def train_on(
     make_parts: MakeParts, weights: Sequence[float], progress: Progress | None = None, **options: Any
-) -> list[tuple[Parts, Outcome]]:
-    def rank(comm: Communicator) -> tuple[Parts, Outcome]:
+) -> list[tuple[TrainState, Outcome]]:
+    def rank(comm: Communicator) -> tuple[TrainState, Outcome]:
         parts = make_parts(comm, weights, **options)
         start = Progress(**vars(progress)) if progress else Progress()
         return parts, train(parts, start)
@@ -287,7 +287,7 @@ def train_on(
     return FakeGroup(len(weights)).run(rank)
 
 
-def parameters(parts: Parts) -> list[torch.Tensor]:
+def parameters(parts: TrainState) -> list[torch.Tensor]:
     return [p.detach() for p in parts.model.parameters()]
 
 
@@ -366,7 +366,7 @@ def test_the_last_evaluation_comes_after_the_last_checkpoint_and_into_it(
     """Case 62; whether it makes this checkpoint the best is told by then."""
     there: list[list[int]] = []
 
-    def evaluate(parts: Parts) -> dict[str, float]:
+    def evaluate(parts: TrainState) -> dict[str, float]:
         there.append(list(manifests(tmp_path)))
         return evaluated(parts)
 
@@ -420,7 +420,7 @@ def saved_by_the_clock(
     clock = ClockOfEachRank()
     monkeypatch.setattr(loop, "time", clock)
 
-    def save(parts: Parts, progress: Progress, scores: Any, wait: bool, timed: bool) -> str | None:
+    def save(parts: TrainState, progress: Progress, scores: Any, wait: bool, timed: bool) -> str | None:
         clock.of.saved.append((progress.step, timed))
         return saving.save(parts, progress, scores, True, timed)
 
@@ -691,12 +691,12 @@ def test_a_window_in_which_nothing_counts_has_no_loss(make_parts: MakeParts, clo
 # ---------------------------------------------------------------- early stopping
 
 
-def decisions(parts: Parts, name: str, values: Sequence[float]) -> list[bool]:
+def decisions(parts: TrainState, name: str, values: Sequence[float]) -> list[bool]:
     progress = Progress()
     return [should_stop(parts, progress, {name: value}) for value in values]
 
 
-def stopping(make_parts: MakeParts, **early: Any) -> Parts:
+def stopping(make_parts: MakeParts, **early: Any) -> TrainState:
     return make_parts(SoloCommunicator(), eval_every=1, early_stopping=early)
 
 

@@ -18,9 +18,9 @@ from hetexp.core.errors import CheckpointError
 from hetexp.strategy.single import Single
 from hetexp.training.evaluate import evaluate_alone
 from hetexp.training.merging import Wanted, merge, recalibrate, write_merged
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 
 
 class Net(nn.Module):
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def parts(make_parts: MakeParts) -> Parts:
+def parts(make_parts: MakeParts) -> TrainState:
     generator = torch.Generator().manual_seed(0)
     inputs = 3.0 + 2.0 * torch.randn(24, 3, generator=generator)
     data = TensorDataset(inputs, torch.randint(4, (24,), generator=generator))
@@ -64,7 +64,7 @@ def parent(folder: Path, shift: float, samples: int = 10, seed: int = 0) -> Pare
     return read_parent(save_checkpoint(folder, model, optimizer, state))
 
 
-def test_statistics_are_those_of_the_training_data(parts: Parts) -> None:
+def test_statistics_are_those_of_the_training_data(parts: TrainState) -> None:
     norm: Any = parts.model.norm
     recalibrate(parts)
     data: Any = parts.train_data
@@ -76,7 +76,7 @@ def test_statistics_are_those_of_the_training_data(parts: Parts) -> None:
     assert parts.model.training
 
 
-def test_the_merged_model_beside_its_parents(parts: Parts, tmp_path: Path) -> None:
+def test_the_merged_model_beside_its_parents(parts: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0, 30), parent(tmp_path / "b", 0.5, 10)]
     merged = merge(parents, Wanted(), parts)
     report = merged.report
@@ -94,7 +94,7 @@ def test_the_merged_model_beside_its_parents(parts: Parts, tmp_path: Path) -> No
     assert not bool(average.tensors["norm.running_mean"].any())
 
 
-def test_any_run_goes_on_from_it(parts: Parts, tmp_path: Path) -> None:
+def test_any_run_goes_on_from_it(parts: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0, 10), parent(tmp_path / "b", 0.5, 30)]
     merged = merge(parents, Wanted(), parts)
     path = write_merged(tmp_path / "merged", parents, merged)
@@ -109,7 +109,7 @@ def test_any_run_goes_on_from_it(parts: Parts, tmp_path: Path) -> None:
     assert "part" not in state.extra
 
 
-def test_a_soup_takes_in_what_helps(parts: Parts, tmp_path: Path) -> None:
+def test_a_soup_takes_in_what_helps(parts: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / name, shift) for name, shift in (("a", 0.0), ("b", 50.0))]
     soup = merge(parents, Wanted(soup="greedy"), parts)
     assert soup.report["weights"] == [1.0, 0.0]
@@ -118,7 +118,7 @@ def test_a_soup_takes_in_what_helps(parts: Parts, tmp_path: Path) -> None:
     assert merge(parents, Wanted(), parts).report["worse_than_best_parent"] is True
 
 
-def test_other_seeds_need_force_and_are_flagged(parts: Parts, tmp_path: Path) -> None:
+def test_other_seeds_need_force_and_are_flagged(parts: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0), parent(tmp_path / "b", 0.1, seed=4)]
     with pytest.raises(CheckpointError, match=r"trainer\.seed=4.*--force"):
         merge(parents, Wanted(), parts)

@@ -21,9 +21,9 @@ from hetexp.training.loop import train
 from hetexp.training.loss import CrossEntropy, Loss
 from hetexp.training.non_finite import explain
 from hetexp.training.precision import NonFiniteError
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 NAN = float("nan")
 
 
@@ -63,8 +63,8 @@ class Net(nn.Module):
 
 def train_on(
     make_parts: MakeParts, weights: list[float], bad: TensorDataset, loss: Loss | None = None, **options: Any
-) -> list[Parts]:
-    def rank(comm: Communicator) -> Parts:
+) -> list[TrainState]:
+    def rank(comm: Communicator) -> TrainState:
         torch.manual_seed(0)
         parts = make_parts(comm, weights, train=bad, model=Net(), **options)
         parts.loss = loss or parts.loss

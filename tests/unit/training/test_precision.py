@@ -35,9 +35,9 @@ from hetexp.training.precision import (
     widened,
 )
 from hetexp.training.resuming import resume
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 INF, NAN = float("inf"), float("nan")
 
 
@@ -234,7 +234,7 @@ def train_on(
     adam: bool = False,
     progress: Progress | None = None,
     **options: Any,
-) -> list[tuple[Parts, Outcome]]:
+) -> list[tuple[TrainState, Outcome]]:
     """Train on as many ranks as there are weights.
 
     Args:
@@ -242,7 +242,7 @@ def train_on(
         scale: the loss scale to begin with; `None`: none where no rank computes in float16.
     """
 
-    def rank(comm: Communicator) -> tuple[Parts, Outcome]:
+    def rank(comm: Communicator) -> tuple[TrainState, Outcome]:
         model = Bursting(passes if comm.rank == bad_rank else (), bad, loss_too)
         parts = make_parts(comm, weights, model=model, train=batches(), log_every=1, **options)
         if scale is not None:
@@ -255,7 +255,7 @@ def train_on(
     return FakeGroup(len(weights)).run(rank)
 
 
-def parameters(parts: Parts) -> list[torch.Tensor]:
+def parameters(parts: TrainState) -> list[torch.Tensor]:
     return [p.detach() for p in parts.model.parameters()]
 
 
@@ -263,7 +263,7 @@ def assert_bit_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def lines(parts: Parts) -> list[dict[str, Any]]:
+def lines(parts: TrainState) -> list[dict[str, Any]]:
     """Return what was logged of the steps."""
     return [line for _, line in cast(Any, parts.loggers[0]).lines if "train/loss" in line]
 
@@ -357,7 +357,7 @@ def test_a_burst_that_a_smaller_scale_mends(make_parts: MakeParts) -> None:
     """float16 overflows at 65504: torch's arithmetic, not ours, makes the infinity."""
     data = TensorDataset(torch.full((24, 3), 100.0), torch.zeros(24, dtype=torch.int64))
 
-    def rank(comm: Communicator) -> tuple[Parts, Outcome]:
+    def rank(comm: Communicator) -> tuple[TrainState, Outcome]:
         parts = make_parts(
             comm,
             [6.0, 2.0],
@@ -440,9 +440,9 @@ def test_evaluation_computes_in_the_ranks_precision(make_parts: MakeParts) -> No
 
 
 def test_a_diverged_run_stops_before_its_weights_are_harmed(make_parts: MakeParts) -> None:
-    seen: list[Parts] = []
+    seen: list[TrainState] = []
 
-    def keep(comm: Communicator, weights: Sequence[float] = (1.0,), **options: Any) -> Parts:
+    def keep(comm: Communicator, weights: Sequence[float] = (1.0,), **options: Any) -> TrainState:
         seen.append(make_parts(comm, weights, **options))
         return seen[-1]
 
@@ -522,7 +522,7 @@ def test_a_resumed_run_goes_on_with_its_scale(make_parts: MakeParts, tmp_path: P
     )
     assert half[0][0].loss_scale == LossScale(2.0**15, 1)
 
-    def rank(comm: Communicator) -> tuple[Parts, Outcome]:
+    def rank(comm: Communicator) -> tuple[TrainState, Outcome]:
         parts = make_parts(comm, [6.0, 2.0], model=Bursting(), train=batches(), max_steps=6, **options)
         parts.config = parts.config.model_copy(update={"resume": str(tmp_path / "checkpoints")})
         progress = resume(parts)
@@ -538,7 +538,7 @@ def test_a_resumed_run_goes_on_with_its_scale(make_parts: MakeParts, tmp_path: P
 def test_a_checkpoint_of_other_devices_brings_no_scale(make_parts: MakeParts, tmp_path: Path) -> None:
     train_on(make_parts, [1.0], max_steps=2)
 
-    def resumed(**options: Any) -> Parts:
+    def resumed(**options: Any) -> TrainState:
         parts = make_parts(SoloCommunicator(), model=Bursting(), max_steps=4, **options)
         parts.config = parts.config.model_copy(update={"resume": str(tmp_path / "checkpoints")})
         resume(parts)

@@ -31,9 +31,9 @@ from hetexp.training.random_states import (
 )
 from hetexp.training.rehearsal import undone
 from hetexp.training.resuming import resume
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 
 
 class WithCards(CpuBackend):
@@ -50,7 +50,7 @@ class WithCards(CpuBackend):
         self.states = list(states)
 
 
-def parts_on(make_parts: MakeParts, communicator: Communicator, devices: Sequence[str]) -> Parts:
+def parts_on(make_parts: MakeParts, communicator: Communicator, devices: Sequence[str]) -> TrainState:
     """Return a rank's parts on devices of these names, such as `cuda:1`; each card's state is its number."""
     parts = make_parts(communicator, [1.0] * len(devices))
     specs = [

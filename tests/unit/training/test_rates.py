@@ -18,9 +18,9 @@ from hetexp.optimizer.build import schedule_factor
 from hetexp.training.loop import train
 from hetexp.training.precision import LossScale
 from hetexp.training.resuming import resume
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 STEPS, RESUMED = 100, 37
 EXPECTED = [0.1 * schedule_factor(step, "cosine", 0, STEPS) for step in range(STEPS)]
 
@@ -31,7 +31,7 @@ def rates(make_parts: MakeParts, weights: Sequence[float], until: int, resumed: 
     inputs[5] = float("inf")
     data = TensorDataset(inputs, torch.zeros(640, dtype=torch.int64))
 
-    def rank(comm: Communicator) -> tuple[Parts, int]:
+    def rank(comm: Communicator) -> tuple[TrainState, int]:
         options: dict[str, Any] = {"max_steps": STEPS, "total_steps": STEPS, "schedule": "cosine"}
         parts = make_parts(
             comm, weights, train=data, model=nn.Linear(3, 4), accumulate=4, log_every=1, **options

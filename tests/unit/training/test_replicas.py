@@ -15,12 +15,14 @@ from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.training.loop import train
 from hetexp.training.replicas import ReplicaCheck, ReplicaError, fingerprint
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 
 
-def compare(make_parts: MakeParts, change: Callable[[Parts], object], ranks: int = 2, **options: Any) -> None:
+def compare(
+    make_parts: MakeParts, change: Callable[[TrainState], object], ranks: int = 2, **options: Any
+) -> None:
     """Compare the replicas after a change on the last rank."""
     original = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
@@ -37,7 +39,7 @@ def compare(make_parts: MakeParts, change: Callable[[Parts], object], ranks: int
     FakeGroup(ranks).run(rank)
 
 
-def first(parts: Parts) -> torch.Tensor:
+def first(parts: TrainState) -> torch.Tensor:
     return next(parts.model.parameters())
 
 
@@ -50,7 +52,7 @@ def test_equal_replicas_pass_and_rounding_does(make_parts: MakeParts, precision:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_weight_that_moved_on_one_rank_is_named(make_parts: MakeParts, ranks: int) -> None:
-    def move(parts: Parts) -> None:
+    def move(parts: TrainState) -> None:
         first(parts)[1, 2] += 0.01
 
     with pytest.raises(ReplicaError) as caught:
@@ -68,14 +70,14 @@ def test_weights_that_changed_places_are_found(make_parts: MakeParts) -> None:
 
 
 def test_a_gradient_that_was_not_exchanged_is_found(make_parts: MakeParts) -> None:
-    def own(parts: Parts) -> None:
+    def own(parts: TrainState) -> None:
         assert (gradient := first(parts).grad) is not None
         gradient[0, 0] = 1.5
 
     with pytest.raises(ReplicaError, match=r"the gradient of 0\.weight"):
         compare(make_parts, own)
 
-    def forget(parts: Parts) -> None:
+    def forget(parts: TrainState) -> None:
         first(parts).grad = None
 
     with pytest.raises(ReplicaError, match=r"the gradient of 0\.weight"):

@@ -15,9 +15,9 @@ from hetexp.core.epoch import Request
 from hetexp.training import requests
 from hetexp.training.loop import Training
 from hetexp.training.requests import Asked, Requests, on_request
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 
 
 @pytest.fixture(autouse=True)

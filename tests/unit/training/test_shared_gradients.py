@@ -18,9 +18,9 @@ from hetexp.core.config import CommConfig
 from hetexp.core.cost import Wire
 from hetexp.training import shared_gradients as module
 from hetexp.training.shared_gradients import SharedGradients
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 HOLDERS = {"weight": (0, 1, 2), "bias": (0, 2), "own": (1,)}
 LENGTH = 600
 
@@ -38,10 +38,10 @@ class Piece(nn.Module):
 @pytest.fixture
 def each(
     make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Wire, Callable[[SharedGradients, Parts], Any]], list[Any]]:
+) -> Callable[[Wire, Callable[[SharedGradients, TrainState], Any]], list[Any]]:
     """Return a function that lets three ranks share gradients, each set of them by a group of its own."""
 
-    def run(wire: Wire, function: Callable[[SharedGradients, Parts], Any]) -> list[Any]:
+    def run(wire: Wire, function: Callable[[SharedGradients, TrainState], Any]) -> list[Any]:
         groups: dict[tuple[int, ...], FakeGroup] = {(0, 1, 2): FakeGroup(3), (0, 2): FakeGroup(2)}
         lock = threading.Lock()
 
@@ -71,13 +71,13 @@ def own(rank: int, name: str) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(10 * rank + len(name)))
 
 
-def give(parts: Parts, *without: str) -> None:
+def give(parts: TrainState, *without: str) -> None:
     for name, parameter in parts.model.named_parameters():
         parameter.grad = None if name in without else own(parts.rank, name).clone()
 
 
 def test_each_set_of_ranks_sums_its_own(each: Any) -> None:
-    def one(shared: SharedGradients, parts: Parts) -> tuple[dict[str, Any], int, int]:
+    def one(shared: SharedGradients, parts: TrainState) -> tuple[dict[str, Any], int, int]:
         give(parts, *(("weight",) if parts.rank == 1 else ()))  # takes no part on one of them
         shared.sum()
         grads = {name: p.grad for name, p in parts.model.named_parameters()}
@@ -97,7 +97,7 @@ def test_each_set_of_ranks_sums_its_own(each: Any) -> None:
 
 
 def test_what_takes_part_nowhere_keeps_no_gradient(each: Any) -> None:
-    def one(shared: SharedGradients, parts: Parts) -> list[str]:
+    def one(shared: SharedGradients, parts: TrainState) -> list[str]:
         give(parts, "weight")
         shared.sum()
         return [name for name, p in parts.model.named_parameters() if p.grad is None]
@@ -110,7 +110,7 @@ def test_what_takes_part_nowhere_keeps_no_gradient(each: Any) -> None:
 def test_what_a_wire_loses_comes_in_a_later_step(each: Any, wire: Wire) -> None:
     rounds = 40
 
-    def one(shared: SharedGradients, parts: Parts) -> tuple[list[torch.Tensor], int]:
+    def one(shared: SharedGradients, parts: TrainState) -> tuple[list[torch.Tensor], int]:
         sums = []
         for number in range(rounds + 1):
             give(parts)

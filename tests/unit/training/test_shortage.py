@@ -31,10 +31,10 @@ from hetexp.training.shortage import (
     recovering_guard,
     sizes_of,
 )
-from hetexp.training.state import Parts
+from hetexp.training.state import TrainState
 from hetexp.training.steps import train_step
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 Pair = namedtuple("Pair", ["first", "second"])
 
 
@@ -163,7 +163,7 @@ class Hungry(nn.Linear):
         return super().forward(inputs)
 
 
-def one_step(make_parts: MakeParts, most: int, scale: LossScale | None) -> tuple[Parts, Meter]:
+def one_step(make_parts: MakeParts, most: int, scale: LossScale | None) -> tuple[TrainState, Meter]:
     torch.manual_seed(0)
     model = Hungry(3, 4)
     model.most = most

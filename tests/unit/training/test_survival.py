@@ -14,10 +14,10 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.core.errors import SetupError
 from hetexp.training.loop import Training
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 from hetexp.training.survival import Survival, told_lines
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 
 
 def agree(make_parts: MakeParts, *stands: dict[str, Any]) -> list[tuple[Training, int]]:

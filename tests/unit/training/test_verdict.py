@@ -18,10 +18,10 @@ from hetexp.hardware.cpu import CpuBackend
 from hetexp.optimizer.build import build_schedule
 from hetexp.training import step as module
 from hetexp.training.loop import train
-from hetexp.training.state import Parts, Progress
+from hetexp.training.state import Progress, TrainState
 from hetexp.training.verdict import Verdict, may_be_vetoed, vetoed_by
 
-MakeParts = Callable[..., Parts]
+MakeParts = Callable[..., TrainState]
 
 
 def data(bad: int | None = None) -> TensorDataset:
@@ -32,14 +32,14 @@ def data(bad: int | None = None) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(4, (24,), generator=generator))
 
 
-def fused(parts: Parts, **options: Any) -> Parts:
+def fused(parts: TrainState, **options: Any) -> TrainState:
     """Give the parts an optimizer whose update the device can leave out."""
     parts.optimizer = torch.optim.AdamW(parts.model.parameters(), lr=0.05, fused=True, **options)
     parts.schedule = build_schedule(parts.optimizer, "cosine", 1, parts.total_steps)
     return parts
 
 
-def snapshot(parts: Parts) -> list[torch.Tensor]:
+def snapshot(parts: TrainState) -> list[torch.Tensor]:
     state = [value for one in parts.optimizer.state.values() for value in one.values()]
     return [value.detach().clone() for value in (*parts.model.parameters(), *state)]
 
