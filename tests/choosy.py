@@ -22,6 +22,6 @@ class Choosy(DDP):
 class Loud(DDP):
     """Trains with a gradient that is one percent too large."""
 
-    def averaged_over(self, world_size: int) -> int:
+    def gradient_divisor(self, world_size: int) -> int:
         """Return what every rank multiplies its sum by, and a hundredth of it."""
         return world_size * 1.01  # type: ignore[return-value]

@@ -79,7 +79,7 @@ def _rank(paths: list[Path], rank: int, port: int, steps: int, told: Any) -> Non
 
 
 def _steps(parts: TrainState, steps: int) -> list[dict[str, torch.Tensor]]:
-    normalizer = LossNormalizer(parts.communicator, parts.strategy.averaged_over(parts.plan.world_size))
+    normalizer = LossNormalizer(parts.communicator, parts.strategy.gradient_divisor(parts.plan.world_size))
     meter = Meter(parts.backend)
     found = []
     parts.model.train()

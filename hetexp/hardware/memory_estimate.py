@@ -329,7 +329,7 @@ def _fill_gradients(parameters: list[torch.nn.Parameter]) -> None:
 
 
 def _sized(value: Any, size: int, precision: str) -> Any:
-    """Return meta tensors for a batch of so many samples, of the types that `TrainState.to_device` gives them."""
+    """Return meta tensors for a batch of `size` samples, of the types that `TrainState.to_device` gives."""
     import torch
     from torch.utils._pytree import tree_map_only
 

@@ -24,7 +24,7 @@ def attach(parts: TrainState, called: Called, call: Call) -> None:
     num_bytes = sum(t.numel() * t.element_size() for t in tensors(call))
     parts.input_bytes = num_bytes // max(1, num_samples(call))
     parts.backend.attach(called, parts.optimizer, call)
-    parts.strategy.join(parts.module, parts.communicator, call, parts.backend.waiting)
+    parts.strategy.attach_group(parts.module, parts.communicator, call, parts.backend.waiting)
 
 
 def find_pace(parts: TrainState, call: Call, has_samples: bool) -> None:

@@ -48,9 +48,9 @@ class Run:
         self._progress = Progress()
         self._window = Window(parts)
         self._outcome = Outcome(self._progress, self._window.totals, energy=self._window.energy)
-        averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
+        gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
         self._normalizer = LossNormalizer(
-            parts.communicator, averaged_over, parts.config.debug.normalizer, parts.loss_scale
+            parts.communicator, gradient_divisor, parts.config.debug.normalizer, parts.loss_scale
         )
         self._step: ScriptStep | None = None
         self._result: StepResult | None = None

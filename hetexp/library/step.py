@@ -142,7 +142,7 @@ class ScriptStep:
             self._go_back(torch.stack([(t * 0.0).sum() for t in found]).sum())
         elif self.is_last:
             trained = [p for p in self._parts.model.parameters() if p.requires_grad]
-            self._parts.strategy.end_exchange(self._parts.module, trained, 0.0)
+            self._parts.strategy.abort_exchange(self._parts.module, trained, 0.0)
 
     def _scale(self) -> None:
         """Make the exchanged sum the mean over all that counts in the whole batch."""

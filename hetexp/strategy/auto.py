@@ -46,7 +46,7 @@ class Auto(Strategy):
     def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
         _picked_before()
 
-    def averaged_over(self, world_size: int) -> int:
+    def gradient_divisor(self, world_size: int) -> int:
         _picked_before()
 
 

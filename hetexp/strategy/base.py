@@ -53,7 +53,7 @@ class Strategy(ABC):
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         """Return what speaks against this strategy here, one sentence a problem, with the fix."""
 
-    def learn(self, plan: Plan) -> None:  # noqa: B027
+    def configure(self, plan: Plan) -> None:  # noqa: B027
         """Take what it needs of the plan; a rank calls it before `wrap`."""
 
     @abstractmethod
@@ -67,8 +67,8 @@ class Strategy(ABC):
     def unwrap(self, module: nn.Module, model: nn.Module) -> nn.Module:
         """Return the bare model, once its group is left for good, and let go of all that is the group's.
 
-        Only where `reforms` says so; `wrap` and `join` follow with another group, between whose ranks the
-        weights are equal already.
+        Only if `reforms` says so. `wrap` and `attach_group` follow with another group, between whose ranks
+        the weights are equal already.
 
         Args:
             module: what `wrap` returned.
@@ -76,7 +76,7 @@ class Strategy(ABC):
         """
         return model
 
-    def join(  # noqa: B027
+    def attach_group(  # noqa: B027
         self,
         module: nn.Module,
         communicator: Communicator,
@@ -120,7 +120,7 @@ class Strategy(ABC):
         """
         return None
 
-    def end_exchange(  # noqa: B027
+    def abort_exchange(  # noqa: B027
         self, module: nn.Module, missing: Sequence[nn.Parameter], gradient: float = math.nan
     ) -> None:
         """End the exchange of a backward pass that broke off on this rank, so that no other rank waits.
@@ -131,7 +131,7 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def averaged_over(self, world_size: int) -> int:
+    def gradient_divisor(self, world_size: int) -> int:
         """Return the number of ranks that the exchanged gradient is divided by, for the normaliser."""
 
     def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:

@@ -113,7 +113,7 @@ class DDP(Strategy):
                 norms.leave()
         return model
 
-    def join(
+    def attach_group(
         self,
         module: nn.Module,
         communicator: Communicator,
@@ -181,7 +181,7 @@ class DDP(Strategy):
         guard = _guard_of(module)
         return guard if guard.norms is None else None
 
-    def end_exchange(
+    def abort_exchange(
         self, module: nn.Module, missing: Sequence[nn.Parameter], gradient: float = math.nan
     ) -> None:
         """Let the reducer's own hooks run for the missing parameters, as the rest of backward would have.
@@ -210,7 +210,7 @@ class DDP(Strategy):
                 if not self.find_unused_parameters or "ready only once" not in str(error):
                     raise
 
-    def averaged_over(self, world_size: int) -> int:
+    def gradient_divisor(self, world_size: int) -> int:
         return world_size
 
     def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:

@@ -73,7 +73,7 @@ class DP(Unexchanged):
             problems.append(must_be("strategy", accepted, "dp"))
         return problems
 
-    def learn(self, plan: Plan) -> None:
+    def configure(self, plan: Plan) -> None:
         self._cards, self._shares = plan.cards, plan.card_shares
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -92,7 +92,7 @@ class DP(Unexchanged):
             Replicated(model, devices, self._shares, devices[self.output_device], self.dim)
         )
 
-    def join(
+    def attach_group(
         self,
         module: nn.Module,
         communicator: Communicator,

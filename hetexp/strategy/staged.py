@@ -131,5 +131,5 @@ class Staged(Strategy):
     def varies_passes(self) -> bool:
         return False  # all ranks of a pipeline have the same microbatches
 
-    def averaged_over(self, world_size: int) -> int:
+    def gradient_divisor(self, world_size: int) -> int:
         return 1  # gradients of pipelines and of tied weights are summed

@@ -24,7 +24,7 @@ class Unexchanged(Strategy):
 
         return EmptyShareGuard(model)
 
-    def join(
+    def attach_group(
         self,
         module: nn.Module,
         communicator: Communicator,
@@ -52,5 +52,5 @@ class Unexchanged(Strategy):
         assert isinstance(module, EmptyShareGuard)
         return module
 
-    def averaged_over(self, world_size: int) -> int:
+    def gradient_divisor(self, world_size: int) -> int:
         return 1

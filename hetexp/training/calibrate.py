@@ -362,8 +362,8 @@ def joint_steps(
 
     All ranks call it together. It trains: `undone` takes that back.
     """
-    averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
-    normalizer = LossNormalizer(parts.communicator, averaged_over)
+    gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
+    normalizer = LossNormalizer(parts.communicator, gradient_divisor)
     trainer = parts.config.trainer
     num_samples = len(parts.train_data)  # type: ignore[arg-type]  # map-style, as build_data checked
     total = trainer.global_batch_size

@@ -180,7 +180,7 @@ def _end_with_nan(parts: TrainState, passes: _Passes, said: str) -> None:
         if not passes.exchanging:
             parts.guard.shortage = said
             parts.module(None)
-        parts.strategy.end_exchange(parts.module, passes.missing())
+        parts.strategy.abort_exchange(parts.module, passes.missing())
     parts.guard.shortage = None
 
 

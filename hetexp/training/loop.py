@@ -190,9 +190,9 @@ class Training:
 
     def _normalizer(self) -> LossNormalizer:
         parts = self.parts
-        averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
+        gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
         normalizer = LossNormalizer(
-            parts.communicator, averaged_over, parts.config.debug.normalizer, parts.loss_scale
+            parts.communicator, gradient_divisor, parts.config.debug.normalizer, parts.loss_scale
         )
         normalizer.notices = self._notices
         return normalizer

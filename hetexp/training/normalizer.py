@@ -32,7 +32,7 @@ class LossNormalizer:
     """Gives the factor for a step's local loss sums.
 
     Args:
-        averaged_over: number of ranks by which the strategy's exchange divides the summed gradient.
+        gradient_divisor: number of ranks by which the strategy's exchange divides the summed gradient.
         per: `global` is exact; `per_rank` divides by the rank's own count, as plain DDP would.
         loss_scale: what all ranks multiply by beside that; `None`: nothing.
     """
@@ -40,13 +40,13 @@ class LossNormalizer:
     def __init__(
         self,
         communicator: Communicator,
-        averaged_over: int,
+        gradient_divisor: int,
         per: Literal["global", "per_rank"] = "global",
         loss_scale: LossScale | None = None,
     ) -> None:
         self.loss_scale = loss_scale
         self._communicator = communicator
-        self._averaged_over = averaged_over
+        self._gradient_divisor = gradient_divisor
         self._per = per
         self.tell: float | None = None
         """A number for all ranks to know, sent with the next count: of every rank or of none."""
@@ -96,7 +96,7 @@ class LossNormalizer:
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         if self._per == "per_rank":
             return scale / (self.local_count or 1), global_count
-        return (scale * self._averaged_over / global_count if global_count else 0.0), global_count
+        return (scale * self._gradient_divisor / global_count if global_count else 0.0), global_count
 
     def share_loss(self, loss_sum: torch.Tensor) -> None:
         """Find the mean loss since the last log line, this step's included, where `window` asks for it.

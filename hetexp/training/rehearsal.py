@@ -75,9 +75,9 @@ def undone(parts: TrainState) -> Iterator[None]:
 
 def _real_steps(parts: TrainState) -> None:
     """Train a little at full speed."""
-    averaged_over = parts.strategy.averaged_over(parts.communicator.world_size)
+    gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
     scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts anew
-    normalizer = LossNormalizer(parts.communicator, averaged_over, loss_scale=scale)
+    normalizer = LossNormalizer(parts.communicator, gradient_divisor, loss_scale=scale)
     meter = Meter(parts.backend)
     for batch in parts.batches(Progress().position, REHEARSED_STEPS):
         train_step(parts, -1, batch, normalizer, meter)

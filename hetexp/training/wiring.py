@@ -176,7 +176,7 @@ def _build_alone(
         loss_scale=LossScale() if "float16" in plan.precisions else None,
         source=source,
     )
-    strategy.learn(plan)
+    strategy.configure(plan)
     if cut is None:
         parts.example = parts.to_device(inputs)
         # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
@@ -206,7 +206,7 @@ def join_group(
         PeerLostError: another rank is gone.
     """
     strategy, config = parts.strategy, parts.config
-    strategy.learn(plan)
+    strategy.configure(plan)
     parts.rank = rank
     again = agree_on_state is not None
     parts.plan, parts.communicator, parts.exchange = connect(
@@ -217,7 +217,7 @@ def join_group(
         agree_on_state()
     inner = parts.compiled if parts.compiled is not None else parts.model
     parts.module = strategy.wrap(inner, parts.device)
-    strategy.join(parts.module, parts.communicator, parts.example, parts.backend.waiting)
+    strategy.attach_group(parts.module, parts.communicator, parts.example, parts.backend.waiting)
     parts.guard = recovering_guard(parts)
     pace_exchange(parts)
     hook_exchange(parts)

@@ -45,7 +45,7 @@ class Bare(Strategy):
     def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def averaged_over(self, world_size: int) -> int:
+    def gradient_divisor(self, world_size: int) -> int:
         return 1
 
 

@@ -24,7 +24,7 @@ def test_no_rank_trains_with_it() -> None:
     for use in (
         lambda: Auto().wrap(nn.Linear(1, 1), torch.device("cpu")),
         lambda: Auto().accumulate(nn.Linear(1, 1)),
-        lambda: Auto().averaged_over(2),
+        lambda: Auto().gradient_divisor(2),
     ):
         with pytest.raises(RuntimeError, match="another strategy by the time that ranks start"):
             use()

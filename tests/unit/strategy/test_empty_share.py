@@ -139,7 +139,7 @@ def test_single_exchanges_nothing() -> None:
     wrapped = strategy.wrap(net, torch.device("cpu"))
     assert {id(p) for p in wrapped.parameters()} == {id(p) for p in net.parameters()}
     assert isinstance(strategy.accumulate(wrapped), nullcontext)
-    assert strategy.averaged_over(1) == 1
+    assert strategy.gradient_divisor(1) == 1
     assert wrapped(None).item() == 0.0
 
 
@@ -149,7 +149,7 @@ def test_single_exchanges_nothing() -> None:
 def test_ddp_takes_any_number_of_devices() -> None:
     assert DDP().check(config(), CPUS[:1]) == []
     assert DDP().check(config(accumulate=4), CPUS) == []
-    assert DDP().averaged_over(3) == 3
+    assert DDP().gradient_divisor(3) == 3
 
 
 @pytest.mark.parametrize(

@@ -87,4 +87,4 @@ def test_the_model_is_called_as_it_is() -> None:
     assert isinstance(wrapped, EmptyShareGuard)
     assert torch.equal(wrapped(torch.ones(1, 2)), model(torch.ones(1, 2)))
     assert LocalSGD().guard(wrapped) is wrapped
-    assert LocalSGD().averaged_over(3) == 1
+    assert LocalSGD().gradient_divisor(3) == 1

@@ -24,7 +24,7 @@ def test_a_batch_that_is_computed_again_counts_once(strategy: Strategy) -> None:
     model, inputs = copy.deepcopy(plain), torch.randn(6, 3)
     recompute_layers(model)
     module = strategy.wrap(model, torch.device("cpu"))
-    strategy.join(module, SoloCommunicator(), inputs, nullcontext)
+    strategy.attach_group(module, SoloCommunicator(), inputs, nullcontext)
     module(inputs).sum().backward()
     plain(inputs).sum().backward()
     buffers = dict(plain.named_buffers())

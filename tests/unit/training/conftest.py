@@ -80,7 +80,7 @@ class Averaging(Strategy):
     def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
         return self._silently()
 
-    def averaged_over(self, world_size: int) -> int:
+    def gradient_divisor(self, world_size: int) -> int:
         return world_size
 
 

@@ -83,8 +83,8 @@ class Step:
 
         def rank(comm: Communicator) -> tuple[list[torch.Tensor], Any, float]:
             parts = make_parts(comm, counts, precision="float64", microbatch_size=size, **options)
-            averaged_over = parts.strategy.averaged_over(comm.world_size)
-            normalizer = LossNormalizer(comm, averaged_over, parts.config.debug.normalizer)
+            gradient_divisor = parts.strategy.gradient_divisor(comm.world_size)
+            normalizer = LossNormalizer(comm, gradient_divisor, parts.config.debug.normalizer)
             accumulate = parts.config.trainer.accumulate
             part = local_part(inputs, targets, Split(tuple(counts)), comm.rank, accumulate, size)
             meter = Meter(parts.backend)

@@ -14,9 +14,9 @@ from hetexp.comm.fake import FakeGroup
 from hetexp.training.normalizer import LossNormalizer
 
 
-def factors(counts: Sequence[float], averaged_over: int, per: str = "global") -> list[tuple[float, float]]:
+def factors(counts: Sequence[float], gradient_divisor: int, per: str = "global") -> list[tuple[float, float]]:
     def rank(comm: Communicator) -> tuple[float, float]:
-        normalizer = LossNormalizer(comm, averaged_over, per)  # type: ignore[arg-type]
+        normalizer = LossNormalizer(comm, gradient_divisor, per)  # type: ignore[arg-type]
         normalizer.start(counts[comm.rank])
         return normalizer.factor()
 
@@ -26,11 +26,11 @@ def factors(counts: Sequence[float], averaged_over: int, per: str = "global") ->
 @settings(deadline=None, max_examples=30)
 @given(
     counts=st.lists(st.integers(0, 10**6), min_size=1, max_size=4).filter(any),
-    averaged_over=st.integers(1, 8),
+    gradient_divisor=st.integers(1, 8),
 )
-def test_the_factor_is_the_same_on_every_rank(counts: list[int], averaged_over: int) -> None:
+def test_the_factor_is_the_same_on_every_rank(counts: list[int], gradient_divisor: int) -> None:
     total = sum(counts)
-    assert factors(counts, averaged_over) == [(averaged_over / total, total)] * len(counts)
+    assert factors(counts, gradient_divisor) == [(gradient_divisor / total, total)] * len(counts)
 
 
 @pytest.mark.parametrize("per", ["global", "per_rank"])
