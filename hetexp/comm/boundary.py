@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetexp.comm.codec import BLOCK, Codec
+from hetexp.comm.compression import BLOCK, Compressor
 from hetexp.core.errors import ConfigError
 
 
@@ -33,11 +33,11 @@ class Layout:
     dtypes: tuple[torch.dtype, ...]
     alone: bool
     """Whether the payload is a tensor, not a tuple of one."""
-    codec: Codec | None = None
+    codec: Compressor | None = None
     """What floating-point numbers and their gradients travel as; `None`: as they are."""
 
     @classmethod
-    def of(cls, payload: Any, num_samples: int, place: str, codec: Codec | None = None) -> Layout:
+    def of(cls, payload: Any, num_samples: int, place: str, codec: Compressor | None = None) -> Layout:
         """Return the layout of a payload that a piece has given.
 
         Args:

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.codec import PIECE, Codec
 from hetexp.comm.communicator import peer_lost
+from hetexp.comm.compression import PIECE, Compressor
 
 
 class Exchange(ABC):
@@ -48,7 +48,7 @@ class Exchange(ABC):
             PeerLostError: another rank is gone or did not come in time.
         """
 
-    def sum_coded_(self, tensor: torch.Tensor, codec: Codec, feedback: torch.Tensor) -> None:
+    def sum_coded_(self, tensor: torch.Tensor, codec: Compressor, feedback: torch.Tensor) -> None:
         """Replace a contiguous tensor by the sum over the group of what each rank's codes stand for.
 
         Codes cannot be added up (int8 would overflow, bfloat16 would round at every rank): each rank's own go

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hetexp.comm.codec import Codec
+from hetexp.comm.compression import Compressor
 from hetexp.comm.exchange import Exchange
-from hetexp.core.route import Route
+from hetexp.core.topology import Topology
 
 
 class HierarchicalExchange(Exchange):
@@ -24,7 +24,7 @@ class HierarchicalExchange(Exchange):
         rank: among all ranks.
     """
 
-    def __init__(self, levels: Sequence[Exchange], route: Route, rank: int) -> None:
+    def __init__(self, levels: Sequence[Exchange], route: Topology, rank: int) -> None:
         self.name, self.rank = route.name, rank
         self.takes_host = all(g.library in ("shm", "gloo") for level in route.levels for g in level)
         groups = route.groups_of(rank)
@@ -40,7 +40,7 @@ class HierarchicalExchange(Exchange):
             exchange.sum_(tensor)
         self._down(tensor)
 
-    def sum_coded_(self, tensor: torch.Tensor, codec: Codec, feedback: torch.Tensor) -> None:
+    def sum_coded_(self, tensor: torch.Tensor, codec: Compressor, feedback: torch.Tensor) -> None:
         below = self._levels[:-1] if self._last else self._levels
         for exchange, _ in below:
             exchange.sum_(tensor)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.codec import Codec, codec_of
+from hetexp.comm.compression import Compressor, compressor_of
 from hetexp.comm.exchange import Exchange
 from hetexp.core.cost import Wire
 
@@ -73,7 +73,7 @@ class Averaging:
 
     def __init__(self, exchange: Exchange, wire: Wire, world_size: int) -> None:
         self._sums, self._world_size = exchange, world_size
-        self._codec: Codec | None = codec_of(wire)
+        self._codec: Compressor | None = compressor_of(wire)
         self.forget()
 
     def forget(self) -> None:

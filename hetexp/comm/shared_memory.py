@@ -1,13 +1,13 @@
 """Sums over the ranks of one host through memory that they share, whatever their devices and builds of torch.
 
-A tensor travels in chunks (`hetexp.comm.walk`). Large tensors of several ranks are summed by all of them,
+A tensor travels in chunks (`hetexp.comm.chunked_copy`). All ranks together sum large tensors of several,
 each its part of every chunk, and each reads the others' parts of the result (a reduce-scatter and an
 all-gather). Where two ranks of the CPU exchange, or the tensor is small, every rank reads all chunks and sums
 them itself: half the meetings. Either way ranks' numbers are added in rank order, and all get the same bits.
 
-Where it could be built, the walk is C's, with several threads where there are cores for them, each with a
+Where it could be built, C copies, with several threads where there are cores for them, each with a
 channel of its own. On CUDA and ROCm devices the segment is page-locked: the device copies to and from it by
-itself, and the host adds up. Without a compiler one thread walks in Python, and the device adds up.
+itself, and the host adds up. Without a compiler one thread copies in Python, and the device adds up.
 """
 
 from __future__ import annotations
@@ -25,10 +25,19 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm import native
+from hetexp.comm.chunked_copy import (
+    DEPTH,
+    SUMMED_IN_C,
+    Channel,
+    ChunkedCopy,
+    CopyStream,
+    CudaCopyStream,
+    HostCopyStream,
+    Place,
+)
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.rendezvous import exchange
 from hetexp.comm.segment import LINE_BYTES, Segment, Waiter, create
-from hetexp.comm.walk import DEPTH, SUMMED_IN_C, Channel, CudaLane, HostLane, Lane, Place, Walk
 from hetexp.core.errors import PeerLostError, SetupError
 
 HOST_CHUNK_BYTES = 2**20
@@ -100,7 +109,7 @@ class Shape:
 
 
 class DeviceInC:
-    """A channel's streams and events of a device, as the walk in C takes them."""
+    """A channel's streams and events of a device, as the copy in C takes them."""
 
     def __init__(self, device: torch.device, calls: Sequence[int]) -> None:
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
@@ -150,16 +159,16 @@ class SharedMemoryExchange(Exchange):
             Channel(segment, self._waiter, place, in_c) for place, in_c in zip(places, known, strict=True)
         ]
         self._pool: int | None = None
-        """The compiled walk's threads, one a channel but the first."""
+        """The compiled copy's threads, one a channel but the first."""
         if self._native is not None and shape.channels > 1:
             self._pool = self._native.hetexp_pool(shape.channels - 1)
-        self._walk = Walk(self.rank, self.size, self._channels)
-        self._host = HostLane()
-        self._lane: Lane | None = None
+        self._walk = ChunkedCopy(self.rank, self.size, self._channels)
+        self._host = HostCopyStream()
+        self._lane: CopyStream | None = None
         self._on_device: list[DeviceInC] = []
         self._locked = device.type == "cuda" and _page_lock(segment)
         if self._locked:
-            self._lane = CudaLane(device)
+            self._lane = CudaCopyStream(device)
             self._on_device = self._devices_for_c(device)
 
     @classmethod
@@ -213,15 +222,15 @@ class SharedMemoryExchange(Exchange):
         if self.size == 1:
             return
         flat = tensor.detach().view(-1)
-        lane, num_bytes = self._lane_of(flat), flat.numel() * flat.element_size()
+        copy_stream, num_bytes = self._lane_of(flat), flat.numel() * flat.element_size()
         length = self._shape.chunk_bytes(num_bytes) // flat.element_size()
         in_parts = num_bytes > self._shape.alone_bytes
         self._walk.used = self._shape.used_channels(num_bytes)
         with self._gives_up_on_error():
-            if self._goes_in_c(lane) and flat.dtype in SUMMED_IN_C:
+            if self._goes_in_c(copy_stream) and flat.dtype in SUMMED_IN_C:
                 self._sum_in_c(flat, length, in_parts)
             else:
-                (self._walk.sum_in_parts if in_parts else self._walk.sum_alone)(lane, flat, length)
+                (self._walk.sum_in_parts if in_parts else self._walk.sum_alone)(copy_stream, flat, length)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         if tensor.device.type not in ("cpu", "cuda"):
@@ -230,13 +239,13 @@ class SharedMemoryExchange(Exchange):
         everyone = [tensor if r == self.rank else torch.empty_like(tensor) for r in range(self.size)]
         if self.size == 1:
             return everyone
-        lane, length = self._lane_of(tensor), self._shape.chunk_bytes(len(tensor))
+        copy_stream, length = self._lane_of(tensor), self._shape.chunk_bytes(len(tensor))
         self._walk.used = self._shape.used_channels(len(tensor))
         with self._gives_up_on_error():
-            if self._goes_in_c(lane):
+            if self._goes_in_c(copy_stream):
                 self._gather_in_c(everyone, length)
             else:
-                self._walk.gather(lane, everyone, length)
+                self._walk.gather(copy_stream, everyone, length)
         return everyone
 
     def abandon(self) -> None:
@@ -255,11 +264,11 @@ class SharedMemoryExchange(Exchange):
         self._lane, self._on_device = None, []
         self._segment.close()
 
-    def _lane_of(self, flat: torch.Tensor) -> Lane:
+    def _lane_of(self, flat: torch.Tensor) -> CopyStream:
         return self._lane if flat.device.type == "cuda" and self._lane is not None else self._host
 
-    def _goes_in_c(self, lane: Lane) -> bool:
-        return self._native is not None and (lane is self._host or bool(self._on_device))
+    def _goes_in_c(self, copy_stream: CopyStream) -> bool:
+        return self._native is not None and (copy_stream is self._host or bool(self._on_device))
 
     def _sum_in_c(self, flat: torch.Tensor, length: int, in_parts: bool) -> None:
         call = native.Call(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetexp.comm.codec import PIECE, codec_of
+from hetexp.comm.compression import PIECE, compressor_of
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.cost import Links, Wire
@@ -33,7 +33,7 @@ class Summation:
         device: torch.device = HOST,
     ) -> None:
         self._exchange, self._paced, self._links = exchange, paced, links
-        self._codec = codec_of(wire)
+        self._codec = compressor_of(wire)
         self._device = HOST if exchange is None or exchange.takes_host else device
         self.sent_bytes = 0
         """That this rank has handed over so far."""

@@ -21,7 +21,7 @@ from typing import Literal
 
 Wire = Literal["float32", "bfloat16", "int8"]
 WIRE_BYTES = {"bfloat16": 2.0, "int8": 1.0 + 4.0 / 256.0}
-"""Of a number that is coded to travel (`hetexp/comm/codec.py`); others travel in their own type."""
+"""Of a number that is coded to travel (`hetexp/comm/compression.py`); others travel in their own type."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 from hetexp.core.cost import Wire
 from hetexp.core.device import DeviceSpec
 from hetexp.core.files import write_json
-from hetexp.core.route import Route
 from hetexp.core.split import apportion
 from hetexp.core.stage import Stage
+from hetexp.core.topology import Topology
 
 _TUPLES = (
     "shares",
@@ -60,7 +60,7 @@ class Plan:
     """Which option of each Hydra group made this plan, for names and tags."""
     overrides: tuple[str, ...] = ()
     """What the person typed, for the run's name."""
-    route: Route | None = None
+    route: Topology | None = None
     """How gradients, or weights, are summed over all ranks; `None`: by the process group of all ranks."""
     route_fallback: dict[str, str] | None = None
     """`from` and `to` which route, and the `reason`, where the start-up self-test found the planned one to
@@ -121,9 +121,9 @@ class Plan:
         return len(self.devices)
 
     @property
-    def way(self) -> Route:
+    def way(self) -> Topology:
         """How something large is summed over all ranks."""
-        return self.route or Route.flat(self.collective_backend, self.world_size)
+        return self.route or Topology.flat(self.collective_backend, self.world_size)
 
     @property
     def reforms(self) -> bool:
@@ -220,7 +220,7 @@ class Plan:
         raw["left_out"] = tuple(DeviceSpec.from_dict(device) for device in raw.get("left_out", ()))
         raw["stages"] = tuple(tuple(Stage(**stage) for stage in own) for own in raw["stages"])
         if raw.get("route") is not None:
-            raw["route"] = Route.from_dict(raw["route"])
+            raw["route"] = Topology.from_dict(raw["route"])
         for name in _TUPLES:
             raw[name] = tuple(raw[name])
         return cls(**raw)

@@ -18,8 +18,8 @@ from hetexp.core.fault import LASTING
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.precision import choose_precisions, precision_problems, precision_reasons
-from hetexp.core.route import Route
 from hetexp.core.split import apportion
+from hetexp.core.topology import Topology
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.selection import threads_for
 from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
@@ -108,7 +108,7 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         shares=shares,
         local_batch_sizes=local,
         collective_backend="gloo",
-        route=Route() if sums_large(strategy) else None,
+        route=Topology() if sums_large(strategy) else None,
         threads=selection.threads
         if len(selection.threads) == len(devices)
         else threads_for(devices, config.hardware.threads_per_rank),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.core.route import Group, Route
+from hetexp.core.topology import Group, Topology
 from hetexp.hardware.backend import backend_class
 from hetexp.strategy.base import Strategy
 
@@ -22,7 +22,7 @@ def choose_collective(wanted: str, devices: Sequence[DeviceSpec]) -> str:
     return native or "gloo"
 
 
-def choose_route(wanted: str, devices: Sequence[DeviceSpec]) -> Route:
+def choose_route(wanted: str, devices: Sequence[DeviceSpec]) -> Topology:
     """Return how a large tensor is summed over the ranks of these devices.
 
     The vendor's library inside each group of its cards on a host, shared memory between those groups' leaders
@@ -33,11 +33,11 @@ def choose_route(wanted: str, devices: Sequence[DeviceSpec]) -> Route:
         wanted: `comm.backend`: `auto`, `native`, `shm` (on each host) or `gloo`.
     """
     if len(devices) < 2:
-        return Route()
+        return Topology()
     if wanted == "gloo":
-        return Route.flat("gloo", len(devices))
+        return Topology.flat("gloo", len(devices))
     if choose_collective(wanted, devices) != "gloo":
-        return Route.flat(choose_collective(wanted, devices), len(devices))
+        return Topology.flat(choose_collective(wanted, devices), len(devices))
     hosts: dict[str | None, list[int]] = {}
     for rank, device in enumerate(devices):
         hosts.setdefault(device.host, []).append(rank)
@@ -50,10 +50,10 @@ def choose_route(wanted: str, devices: Sequence[DeviceSpec]) -> Route:
             levels[1].append(Group("shm", top))
     if len(hosts) > 1:
         levels[2].append(Group("gloo", tuple(ranks[0] for ranks in hosts.values())))
-    return Route(tuple(tuple(level) for level in levels if level))
+    return Topology(tuple(tuple(level) for level in levels if level))
 
 
-def choose_routes(wanted: str, devices: Sequence[DeviceSpec]) -> list[Route]:
+def choose_routes(wanted: str, devices: Sequence[DeviceSpec]) -> list[Topology]:
     """Return the chosen route, and what takes its place where it does not carry: one after the other.
 
     What a person asks for by name has nothing in its place.
@@ -87,26 +87,26 @@ def routed(plan: Plan) -> Plan:
     return replace(plan, route=route, reasons=(*others, *why))
 
 
-def route_of_all(plan: Plan) -> Route:
+def route_of_all(plan: Plan) -> Topology:
     """Return how ranks of the plan's devices sum something large, whatever its strategy."""
     return choose_route(plan.config.get("comm", {}).get("backend", "auto"), plan.devices)
 
 
-def routes_to_try(plan: Plan) -> list[Route]:
+def routes_to_try(plan: Plan) -> list[Topology]:
     """Return the plan's route, and what takes its place where it does not carry."""
     wanted = plan.config.get("comm", {}).get("backend", "auto")
     if plan.route is not None:
         others = choose_routes(wanted, plan.devices)
         return others[others.index(plan.route) :] if plan.route in others else [plan.route]
     # What counts and decisions go through where nothing large is exchanged.
-    others = [Route.flat("gloo", plan.world_size)] if wanted == "auto" else []
+    others = [Topology.flat("gloo", plan.world_size)] if wanted == "auto" else []
     return list(dict.fromkeys([plan.way, *others]))
 
 
 _BEGINNING = "The exchange goes "
 
 
-def route_reason(route: Route, devices: Sequence[DeviceSpec]) -> str:
+def route_reason(route: Topology, devices: Sequence[DeviceSpec]) -> str:
     """Say what carries a sum over all ranks."""
     kinds = ", ".join(dict.fromkeys(device.backend for device in devices))
     if route.library == "shm":

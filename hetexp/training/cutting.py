@@ -11,7 +11,7 @@ from torch import nn
 
 from hetexp.checkpoint.model_state import pack_model
 from hetexp.comm.boundary import Layout
-from hetexp.comm.codec import codec_of
+from hetexp.comm.compression import compressor_of
 from hetexp.core.call import call_model
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Stage
@@ -65,7 +65,7 @@ def cut_model(plan: Plan, rank: int, model: nn.Module, inputs: Any) -> Cut:
     _, left_out = pack_model(model)
     saved_as = {name: left_out.get(name, name) for name in model.state_dict()}
     num_samples = len(next(iter(_tensors(payloads[0]))))
-    codec = codec_of(plan.boundary_wire)
+    codec = compressor_of(plan.boundary_wire)
     ranges = [(stage.first_layer, stage.end_layer) for stage in stages]
     pieces = tuple(Piece(model, whole.pieces, *one) for one in ranges)
     keep_only(model, whole, ranges)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hetexp.balancing.accounting import Account, account
-from hetexp.comm.codec import codec_of
+from hetexp.comm.compression import compressor_of
 from hetexp.comm.rendezvous import exchange
 from hetexp.core.calibration import DeviceCalibration
 from hetexp.core.cost import Work, step_seconds
@@ -201,7 +201,7 @@ def _sent_bytes(parts: TrainState, steps: int) -> float | None:
         return 0
     if parts.hook is not None:
         return parts.hook.sent_bytes / steps if steps else None
-    codec = codec_of(parts.config.comm.wire)
+    codec = compressor_of(parts.config.comm.wire)
     if parts.paced is not None and codec is not None:
         size = parts.dtype.itemsize
         return sum(codec.sent_bytes(num_bytes // size) for _, num_bytes in parts.paced.buckets)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetexp.comm.codec import codec_of
+from hetexp.comm.compression import compressor_of
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.subgroup import form_subgroup
 from hetexp.hardware.links import links_of
@@ -57,7 +57,7 @@ class SharedGradients:
         store: dist.Store,
     ) -> None:
         self._parts, self.counted = parts, counted
-        self._codec = codec_of(parts.config.comm.wire)
+        self._codec = compressor_of(parts.config.comm.wire)
         self._groups: list[_Group] = []
         for ranks, mine in sets:
             limit = parts.config.comm.timeout_seconds

@@ -24,8 +24,8 @@ from hetexp.comm.disposal import formed_groups, let_go
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
-from hetexp.comm.paths import Job, form_paths
 from hetexp.comm.rendezvous import compare_facts, exchange, form_group
+from hetexp.comm.transports import Job, form_paths
 from hetexp.core.config import Config
 from hetexp.core.errors import ConfigError
 from hetexp.core.fault import FaultSchedule

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import Train, worst
 
-from hetexp.comm.codec import BLOCK
+from hetexp.comm.compression import BLOCK
 from hetexp.core.errors import RunFailedError
 
 STEPS = 4

@@ -1,7 +1,7 @@
-"""The host's walk in C: built with the machine's own compiler the first time that it is wanted.
+"""The host's copy in C: built with the machine's own compiler the first time that it is wanted.
 
 A wheel would have to be built for every system and would still not know the machine; a compiler is on most of
-them. Where there is none, or `HETEXP_NATIVE=0` says so, the walk in Python does the same, only slower:
+them. Where there is none, or `HETEXP_NATIVE=0` says so, the copy in Python does the same, only slower:
 its figures are beside those of C in docs/benchmarks.md.
 """
 
@@ -113,14 +113,14 @@ def runtime_calls(hip: str | None, cuda: str | None) -> list[int] | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled walk; `None` where it cannot be had, with the reason in the log."""
+    """Return the compiled copy; `None` where it cannot be had, with the reason in the log."""
     if os.environ.get(VARIABLE) == "0":
         return None
     try:
         loaded = ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or error
-        log.info("the exchange's walk in C is not used, the one in Python is: %s", told)
+        log.info("the exchange's copy in C is not used, the one in Python is: %s", told)
         return None
     loaded.hetexp_await.restype = ctypes.c_int
     loaded.hetexp_pool.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-/* The walk of hetexp/comm/walk.py over the chunks of a tensor, in C: the same counters and slots, so that a rank
+/* The copy of hetexp/comm/chunked_copy.py over the chunks of a tensor, in C: the same counters and slots, so that a rank
  * may run either. One call takes a whole tensor, with a thread a channel; the interpreter's lock is not held.
  *
  * Numbers are added in rank order without any rearrangement (no -ffast-math): every rank gets the same bits. */
@@ -162,7 +162,7 @@ static int64_t start_of(struct channel *c, int64_t piece, int64_t chunk) {
 
 static int64_t low(int64_t count, int rank, int size) { return rank * count / size; }
 
-/* Where the walk is Python's, the wait is still this one: it holds no lock of the interpreter. */
+/* Where Python copies, the wait is still this one: it holds no lock of the interpreter. */
 int hetexp_await(struct channel *c, int32_t what, uint32_t number) { return await(c, what, number); }
 
 /* Sum this channel's chunks of `count` numbers of `width` bytes in place.

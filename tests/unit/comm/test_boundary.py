@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetexp.comm.boundary import Layout, nothing, number_of, pack, unpack
-from hetexp.comm.codec import BLOCK, codec_of
+from hetexp.comm.compression import BLOCK, compressor_of
 from hetexp.core.cost import Wire
 from hetexp.core.errors import ConfigError
 
@@ -66,7 +66,7 @@ def test_codes_lose_no_more_than_they_may(wire: Wire, kept: float, dtype: torch.
     """Half a step of a code, there and back, whatever the sizes of numbers and blocks; integers are exact."""
     hidden = (torch.randn(5, 7, 23) * 10 ** torch.linspace(-4, 3, 23)).to(dtype).requires_grad_()
     tokens = torch.randint(0, 2**31, (5, 3))
-    layout = Layout.of((hidden, tokens), 5, "a layer", codec_of(wire))
+    layout = Layout.of((hidden, tokens), 5, "a layer", compressor_of(wire))
     capacity = layout.capacity(6, torch.float32)
     assert capacity < 0.6 * Layout.of((hidden, tokens), 5, "a layer").capacity(6, torch.float32)
     assert layout.num_bytes(torch.float32) == pytest.approx(7 * 23 * kept + 24, abs=2)
@@ -99,7 +99,7 @@ def most_lost(numbers: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_codes_of_nothing_and_of_what_is_not_finite(wire: Wire) -> None:
-    layout = Layout.of(torch.zeros(2, 3), 2, "a layer", codec_of(wire))
+    layout = Layout.of(torch.zeros(2, 3), 2, "a layer", compressor_of(wire))
     received = torch.zeros(layout.capacity(2, torch.float32), requires_grad=True)
     assert not unpack(received, layout, 2, HOST).detach().any()
     packed = pack(torch.full((2, 3), torch.inf), 0, layout, len(received), torch.float32, ANCHOR)

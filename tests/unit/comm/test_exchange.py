@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetexp.comm import exchange as module
-from hetexp.comm.codec import BLOCK, codec_of
+from hetexp.comm.compression import BLOCK, compressor_of
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.fake import FakeExchange, FakeGroup
 from hetexp.core.cost import Wire
@@ -25,7 +25,7 @@ def total() -> torch.Tensor:
 
 
 def coded(exchange: Exchange, wire: Wire, tensor: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
-    codec = codec_of(wire)
+    codec = compressor_of(wire)
     assert codec is not None
     exchange.sum_coded_(tensor, codec, feedback)
     return tensor

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.codec import codec_of
+from hetexp.comm.compression import compressor_of
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hierarchy import HierarchicalExchange
 from hetexp.comm.library_exchange import LibraryExchange
 from hetexp.core.errors import PeerLostError, SetupError
-from hetexp.core.route import Group, Route
+from hetexp.core.topology import Group, Topology
 
 T = TypeVar("T")
 LENGTH = 1000
@@ -25,14 +25,14 @@ def gloo(*ranks: int) -> Group:
     return Group("gloo", ranks)
 
 
-MIXED = Route(((gloo(0, 1), gloo(3, 4, 5)), (gloo(0, 2, 3),)))
+MIXED = Topology(((gloo(0, 1), gloo(3, 4, 5)), (gloo(0, 2, 3),)))
 """Two vendors' cards and a processor in one machine."""
-HOSTS = Route(((gloo(0, 1),), (gloo(0, 2), gloo(3, 4)), (gloo(0, 3),)))
+HOSTS = Topology(((gloo(0, 1),), (gloo(0, 2), gloo(3, 4)), (gloo(0, 3),)))
 """A machine with two cards and a processor, and one with two processors."""
-ROUTES = {"mixed": (MIXED, 6), "hosts": (HOSTS, 5), "leaders": (Route(((gloo(1, 2),), (gloo(0, 1),))), 3)}
+ROUTES = {"mixed": (MIXED, 6), "hosts": (HOSTS, 5), "leaders": (Topology(((gloo(1, 2),), (gloo(0, 1),))), 3)}
 
 
-def exchange_of(route: Route, rank: int, store: dist.Store) -> Exchange:
+def exchange_of(route: Topology, rank: int, store: dist.Store) -> Exchange:
     levels = [
         LibraryExchange("gloo", dist.PrefixStore(f"{height}/{group.leader}", store), place, size, 30.0)
         for height, level in enumerate(route.levels)
@@ -43,7 +43,7 @@ def exchange_of(route: Route, rank: int, store: dist.Store) -> Exchange:
     return HierarchicalExchange(levels, route, rank)
 
 
-def each(route: Route, world_size: int, function: Callable[[Exchange], T]) -> list[T]:
+def each(route: Topology, world_size: int, function: Callable[[Exchange], T]) -> list[T]:
     store = dist.HashStore()
 
     def rank(number: int) -> T:
@@ -62,12 +62,12 @@ def own(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.fixture(params=list(ROUTES))
-def routed(request: pytest.FixtureRequest) -> tuple[Route, int]:
+def routed(request: pytest.FixtureRequest) -> tuple[Topology, int]:
     return ROUTES[request.param]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_all_ranks_get_one_sum(routed: tuple[Route, int], dtype: torch.dtype) -> None:
+def test_all_ranks_get_one_sum(routed: tuple[Topology, int], dtype: torch.dtype) -> None:
     def one(exchange: Exchange) -> torch.Tensor:
         tensor = own(exchange.rank, dtype)
         exchange.sum_(tensor)
@@ -79,7 +79,7 @@ def test_all_ranks_get_one_sum(routed: tuple[Route, int], dtype: torch.dtype) ->
     assert torch.allclose(sums[0], true, rtol=0, atol=2e-6 if dtype == torch.float32 else 1e-14)
 
 
-def test_all_ranks_get_everyones_bytes_in_order(routed: tuple[Route, int]) -> None:
+def test_all_ranks_get_everyones_bytes_in_order(routed: tuple[Topology, int]) -> None:
     def one(exchange: Exchange) -> list[list[int]]:
         codes = exchange.gather(torch.tensor([exchange.rank, 100 + exchange.rank], dtype=torch.uint8))
         return [code.tolist() for code in codes]
@@ -87,7 +87,7 @@ def test_all_ranks_get_everyones_bytes_in_order(routed: tuple[Route, int]) -> No
     assert each(*routed, one) == [[[r, 100 + r] for r in range(routed[1])]] * routed[1]
 
 
-def test_the_first_ranks_tensor_goes_to_all(routed: tuple[Route, int]) -> None:
+def test_the_first_ranks_tensor_goes_to_all(routed: tuple[Topology, int]) -> None:
     def one(exchange: Exchange) -> torch.Tensor:
         tensor = own(exchange.rank, torch.float64)
         exchange.broadcast_(tensor)
@@ -97,8 +97,10 @@ def test_the_first_ranks_tensor_goes_to_all(routed: tuple[Route, int]) -> None:
 
 
 @pytest.mark.parametrize(("wire", "allowed"), [("bfloat16", 0.03), ("int8", 0.06)])
-def test_codes_travel_between_the_groups_only(routed: tuple[Route, int], wire: str, allowed: float) -> None:
-    codec = codec_of(wire)  # type: ignore[arg-type]
+def test_codes_travel_between_the_groups_only(
+    routed: tuple[Topology, int], wire: str, allowed: float
+) -> None:
+    codec = compressor_of(wire)  # type: ignore[arg-type]
     assert codec is not None
 
     def rounds(exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hetexp.comm import native
 from hetexp.comm import shared_memory as module
-from hetexp.comm.codec import Int8
+from hetexp.comm.compression import Int8
 from hetexp.comm.shared_memory import CHUNK_BYTES, HOST_CHUNK_BYTES, SMALL_BYTES, Shape, SharedMemoryExchange
 from hetexp.core.errors import PeerLostError, SetupError
 

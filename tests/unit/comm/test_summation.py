@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hetexp.comm import codec, exchange
-from hetexp.comm.codec import BLOCK
+from hetexp.comm import compression, exchange
 from hetexp.comm.communicator import Communicator
+from hetexp.comm.compression import BLOCK
 from hetexp.comm.fake import FakeExchange, FakeGroup
 from hetexp.comm.summation import Summation
 from hetexp.core.cost import Channel, Links, Wire
@@ -33,7 +33,7 @@ def each(
 
 @pytest.mark.parametrize(("wire", "allowed"), [("float32", 1e-6), ("bfloat16", 0.02), ("int8", 0.05)])
 def test_all_ranks_get_one_sum(monkeypatch: pytest.MonkeyPatch, wire: Wire, allowed: float) -> None:
-    for module in (codec, exchange):  # several messages, the last one short
+    for module in (compression, exchange):  # several messages, the last one short
         monkeypatch.setattr(module, "PIECE", BLOCK)
     sums = each(wire, lambda summation, rank: summation.sum_(own(rank)))
     assert all(torch.equal(one, sums[0]) for one in sums)

@@ -11,8 +11,8 @@ import pytest
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.core.route import Group, Route
 from hetexp.core.summary import blank_summary
+from hetexp.core.topology import Group, Topology
 
 CPU = DeviceSpec(id="cpu:0", backend="cpu", index=0, name="Some CPU", vendor="cpu", memory_bytes=2**34)
 CARD = DeviceSpec(
@@ -62,7 +62,7 @@ def make(**changes: Any) -> Plan:
     "plan",
     [
         make(),
-        make(route=Route(((Group("nccl", (0, 1)),), (Group("shm", (0, 2)),)))),
+        make(route=Topology(((Group("nccl", (0, 1)),), (Group("shm", (0, 2)),)))),
         make(devices=(CPU,), shares=(1.0,), local_batch_sizes=(8,), threads=(2,), overrides=(), group="g"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support import plan_on
 
-from hetexp.comm.codec import codec_of
+from hetexp.comm.compression import compressor_of
 from hetexp.core.cost import Channel, Wire
 from hetexp.core.device import DeviceSpec
 from hetexp.hardware.catalogue import card, links
@@ -162,7 +162,7 @@ def test_the_configuration_decides(backend: str) -> None:
 def test_what_travels_of_a_number(wire: Wire, precision: str, part: float) -> None:
     plan = replace(plan_on(emulated("t4", "t4"), CONFIG), precisions=(precision,) * 2)
     assert wire_of(plan, wire) == part
-    codec = codec_of(wire)
+    codec = compressor_of(wire)
     if codec is not None:
         assert codec.num_bytes(2560) == part * 2560 * (8 if precision == "float64" else 4)
 

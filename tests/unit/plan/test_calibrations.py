@@ -20,8 +20,8 @@ from hetexp.core.config import Config, read_config
 from hetexp.core.cost import Channel
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.core.route import Route
 from hetexp.core.speed import SpeedCurve
+from hetexp.core.topology import Topology
 from hetexp.hardware.catalogue import load_catalogue
 from hetexp.hardware.emulated import EmulatedBackend
 from hetexp.plan import calibrations
@@ -125,7 +125,7 @@ def test_the_exchange_is_that_of_these_devices_in_this_order(monkeypatch: pytest
     assert find(*job(INTEL, NVIDIA)) is None
     assert known_devices(*job(INTEL, NVIDIA)) == [SLOW, FAST]
     assert find(replace(plan, collective_backend="nccl"), config) is None
-    assert find(replace(plan, route=Route.flat("shm", plan.world_size)), config) is None
+    assert find(replace(plan, route=Topology.flat("shm", plan.world_size)), config) is None
     coded = {**plan.config, "comm": {"wire": "int8"}}
     assert find(replace(plan, config=coded), config) is None
     assert find(replace(plan, network={"gb_per_second": 1}), config) is None

@@ -12,9 +12,9 @@ from support import plan_on, unbuilt_config
 
 from hetexp.core.calibration import DeviceCalibration, Exchange
 from hetexp.core.plan import Plan
-from hetexp.core.route import Group, Route
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import apportion
+from hetexp.core.topology import Group, Topology
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.plan.replan import extended, replan
 from hetexp.plan.routes import routed
@@ -27,7 +27,7 @@ def plan(*shares: float, **changes: Any) -> Plan:
     count = len(shares)
     made = plan_on(CPU[:count], CONFIG, shares=shares, threads=tuple(range(1, count + 1)), **changes)
     local = apportion(100, shares).counts
-    return routed(replace(made, local_batch_sizes=local, route=Route(), precisions=("float32",) * count))
+    return routed(replace(made, local_batch_sizes=local, route=Topology(), precisions=("float32",) * count))
 
 
 def test_without_one_of_three() -> None:
@@ -37,7 +37,7 @@ def test_without_one_of_three() -> None:
     assert left.shares == pytest.approx((5 / 7, 2 / 7))
     assert left.local_batch_sizes == (71, 29)
     assert left.threads == (1, 3)
-    assert left.route == Route(((Group("shm", (0, 1)),),))
+    assert left.route == Topology(((Group("shm", (0, 1)),),))
     assert left.reasons[0].startswith("Without cpu:1: cpu:0 71, cpu:2 29 of the 100 samples of a step.")
     assert replan(whole, [0, 1, 2]) is whole
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import plan_on, unbuilt_config
 
 from hetexp.core.device import DeviceSpec
-from hetexp.core.route import Group, Route
+from hetexp.core.topology import Group, Topology
 from hetexp.hardware.catalogue import card
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.emulated import EmulatedBackend
@@ -76,7 +76,7 @@ def test_the_chosen_route(
     devices: list[DeviceSpec], wanted: str, collective: str, levels: list[list[Group]]
 ) -> None:
     assert choose_collective(wanted, devices) == collective
-    assert choose_route(wanted, devices) == Route(tuple(tuple(level) for level in levels))
+    assert choose_route(wanted, devices) == Topology(tuple(tuple(level) for level in levels))
 
 
 KINDS = st.sampled_from([*CPU[:1], *CUDA, *HIP, *EMULATED[:1], SHARED[1]])
@@ -124,7 +124,7 @@ def plan(devices: list[DeviceSpec], **changes: Any) -> Any:
 
 
 def test_the_plan_says_what_carries_the_exchange() -> None:
-    mixed = plan([*CUDA[:2], CPU[0]], route=Route(), reasons=("Because.",))
+    mixed = plan([*CUDA[:2], CPU[0]], route=Topology(), reasons=("Because.",))
     assert mixed.reasons == (
         "Because.",
         "The exchange goes by nccl over cuda:0 + cuda:1, then by shm over cuda:0 + cpu:0.",
@@ -134,10 +134,10 @@ def test_the_plan_says_what_carries_the_exchange() -> None:
     left = routed(replace(mixed, devices=mixed.devices[:2]))
     assert left.reasons == ("Because.", "The exchange goes by nccl, as all devices are one vendor's.")
     assert (left.collective_backend, left.way.name) == ("nccl", "nccl")
-    assert plan(CPU, route=Route()).reasons == (
+    assert plan(CPU, route=Topology()).reasons == (
         "The exchange goes by shm, in memory that all ranks share (cpu).",
     )
-    assert plan(CPU[:1], route=Route()).reasons == ()
+    assert plan(CPU[:1], route=Topology()).reasons == ()
 
 
 def test_a_strategy_without_a_large_exchange_tries_its_process_group() -> None:
@@ -145,10 +145,10 @@ def test_a_strategy_without_a_large_exchange_tries_its_process_group() -> None:
     assert plan(CUDA).reasons == ()
     assert [route.name for route in routes_to_try(plan(CUDA))] == ["nccl", "gloo"]
     assert [route.name for route in routes_to_try(plan(CPU))] == ["gloo"]
-    assert routes_to_try(plan(CUDA[:1])) == [Route()]
+    assert routes_to_try(plan(CUDA[:1])) == [Topology()]
 
 
 def test_ranks_try_what_the_plan_says_first() -> None:
-    made = plan(CUDA, route=Route())
+    made = plan(CUDA, route=Topology())
     assert [route.name for route in routes_to_try(made)] == ["nccl", "shm", "gloo"]
-    assert routes_to_try(replace(made, route=Route.flat("gloo", 3)))[0].name == "gloo"
+    assert routes_to_try(replace(made, route=Topology.flat("gloo", 3)))[0].name == "gloo"

@@ -14,8 +14,8 @@ from support import plan_on, unbuilt_config
 
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.core.route import Group, Route
 from hetexp.core.stage import Stage
+from hetexp.core.topology import Group, Topology
 from hetexp.hardware.catalogue import shipped
 from hetexp.hardware.emulated import EmulatedBackend
 from hetexp.report import diagram
@@ -224,7 +224,7 @@ def test_what_travels(strategy: str, arguments: dict[str, Any], what: str | None
 def test_gradients_that_travel_as_codes() -> None:
     plan = made(EMULATED)
     plan.config["comm"] = {"wire": "int8"}
-    exchange = picture_of(replace(plan, route=Route.flat("shm", len(EMULATED)))).exchange
+    exchange = picture_of(replace(plan, route=Topology.flat("shm", len(EMULATED)))).exchange
     assert exchange is not None
     assert (exchange.what, exchange.how) == ("gradients as int8", "shm, through host memory")
 
@@ -239,7 +239,7 @@ def test_cards_of_one_vendor_exchange_over_their_own_links() -> None:
     exchange = picture_of(nccl).exchange
     assert exchange is not None
     assert exchange.how == "nccl ring"
-    levels = Route(((Group("nccl", (0, 1)),), (Group("shm", (0, 2)),)))
+    levels = Topology(((Group("nccl", (0, 1)),), (Group("shm", (0, 2)),)))
     mixed = picture_of(replace(made([*real, REAL[1]]), route=levels)).exchange
     assert mixed is not None
     assert (mixed.how, mixed.direct) == ("nccl + shm, through host memory", False)

@@ -1,11 +1,11 @@
-"""The walk of a tensor through shared memory, chunk by chunk (`hetexp.comm.shared_memory`).
+"""How a tensor is copied through shared memory, chunk by chunk (`hetexp.comm.shared_memory`).
 
 Chunks take turns over one or more channels. In each of them a rank has `DEPTH` slots of a chunk, writes its
 chunks into them one after another, and may write into a slot again once the others have read it: counters of
 what a rank has written, summed and read are all that ranks tell each other. While one chunk is summed, the
 next leaves the device and the one before comes back.
 
-`shared_sum.c` takes the same walk for tensors on the host, with the same counters and slots.
+`shared_sum.c` copies in the same way for tensors on the host, with the same counters and slots.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ DEPTH = 4
 """Slots of each rank in a channel. With fewer the ranks would wait for each other in a circle."""
 WRITTEN, SUMMED, READ = range(3)
 SUMMED_IN_C = (torch.float32, torch.float64)
-"""What the walk in C adds up."""
+"""What the copy in C adds up."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """How tensors of one kind of device get into the segment and out of it."""
 
     def leaving(self) -> AbstractContextManager[Any]:
@@ -56,7 +56,7 @@ class Lane(Protocol):
         ...
 
 
-class HostLane:
+class HostCopyStream:
     """Tensors on the CPU: whatever is issued is done."""
 
     def leaving(self) -> AbstractContextManager[Any]:
@@ -77,7 +77,7 @@ class HostLane:
         return None
 
 
-class CudaLane:
+class CudaCopyStream:
     """Tensors of a CUDA or ROCm device, whose runtime has page-locked the segment.
 
     The copies out and in run on streams of their own: a card has an engine for each direction.
@@ -143,7 +143,7 @@ class Channel:
     """A channel's counters and slots, and how far this rank has come in it.
 
     Args:
-        in_c: what the compiled walk knows of the channel, where there is one.
+        in_c: what the compiled copy knows of the channel, where there is one.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Channel:
                 self._waiter.wait(word, (number + 1) & 0xFFFFFFFF, rank)
 
     def judge(self, status: int) -> None:
-        """Raise where a call of the compiled walk has not done what it should.
+        """Raise where a call of the compiled copy has not done what it should.
 
         Raises:
             PeerLostError: a rank is gone or did not come in time.
@@ -216,17 +216,17 @@ class _Chunk:
     """Of what was issued for it last."""
 
 
-class Walk:
-    """Takes tensors through the channels; every rank takes the same walk."""
+class ChunkedCopy:
+    """Takes tensors through the channels; every rank copies in the same order."""
 
     def __init__(self, rank: int, size: int, channels: Sequence[Channel]) -> None:
         self.rank, self.size, self._channels = rank, size, channels
         self.used = len(channels)
         """Channels that the next tensor takes."""
-        self._unread: tuple[Lane, _Chunk] | None = None
+        self._unread: tuple[CopyStream, _Chunk] | None = None
         """The last chunk whose reading was issued; it is told of once that is done."""
 
-    def sum_alone(self, lane: Lane, flat: torch.Tensor, length: int) -> None:
+    def sum_alone(self, copy_stream: CopyStream, flat: torch.Tensor, length: int) -> None:
         """Let every rank read all ranks' chunks and add them up for itself.
 
         Args:
@@ -237,9 +237,9 @@ class Walk:
             own = flat[chunk.bounds]
             add([own if r == self.rank else chunk.slots[r] for r in range(self.size)], own)
 
-        self._each(lane, flat, length, read)
+        self._each(copy_stream, flat, length, read)
 
-    def gather(self, lane: Lane, everyone: Sequence[torch.Tensor], length: int) -> None:
+    def gather(self, copy_stream: CopyStream, everyone: Sequence[torch.Tensor], length: int) -> None:
         """Copy the others' tensors into `everyone`, where this rank's own one is already."""
 
         def read(chunk: _Chunk) -> None:
@@ -247,40 +247,42 @@ class Walk:
                 if rank != self.rank:
                     tensor[chunk.bounds].copy_(chunk.slots[rank], non_blocking=True)
 
-        self._each(lane, everyone[self.rank], length, read)
+        self._each(copy_stream, everyone[self.rank], length, read)
 
-    def _each(self, lane: Lane, flat: torch.Tensor, length: int, read: Callable[[_Chunk], None]) -> None:
+    def _each(
+        self, copy_stream: CopyStream, flat: torch.Tensor, length: int, read: Callable[[_Chunk], None]
+    ) -> None:
         """Hand each chunk to all ranks, and call `read` with it once theirs are there."""
         chunks = self._chunks(flat, length)
-        lane.begin(len(chunks) > 1)
+        copy_stream.begin(len(chunks) > 1)
         for step in range(len(chunks) + 1):
             if step < len(chunks):
-                self._write(lane, flat, chunks[step], whole=True)
+                self._write(copy_stream, flat, chunks[step], whole=True)
             if step >= 1:
                 chunk = chunks[step - 1]
-                self._done(lane, chunk, WRITTEN)
-                with lane.coming():
+                self._done(copy_stream, chunk, WRITTEN)
+                with copy_stream.coming():
                     read(chunk)
-                    chunk.mark = lane.mark()
-                self._leave_unread(lane, chunk)
-        lane.end()
+                    chunk.mark = copy_stream.mark()
+                self._leave_unread(copy_stream, chunk)
+        copy_stream.end()
 
-    def sum_in_parts(self, lane: Lane, flat: torch.Tensor, length: int) -> None:
+    def sum_in_parts(self, copy_stream: CopyStream, flat: torch.Tensor, length: int) -> None:
         """Let every rank add up its part of each chunk, and read the other parts from those that did."""
         chunks = self._chunks(flat, length)
-        lane.begin(len(chunks) > 1)
+        copy_stream.begin(len(chunks) > 1)
         for step in range(len(chunks) + 2):
             if step < len(chunks):
-                self._write(lane, flat, chunks[step], whole=False)
+                self._write(copy_stream, flat, chunks[step], whole=False)
             if 1 <= step <= len(chunks):
                 chunk = chunks[step - 1]
-                self._done(lane, chunk, WRITTEN)
-                self._sum_part(lane, flat[chunk.bounds], chunk)
+                self._done(copy_stream, chunk, WRITTEN)
+                self._sum_part(copy_stream, flat[chunk.bounds], chunk)
             if step >= 2:
                 chunk = chunks[step - 2]
-                self._done(lane, chunk, SUMMED)
-                self._read_parts(lane, flat[chunk.bounds], chunk)
-        lane.end()
+                self._done(copy_stream, chunk, SUMMED)
+                self._read_parts(copy_stream, flat[chunk.bounds], chunk)
+        copy_stream.end()
 
     def _chunks(self, flat: torch.Tensor, length: int) -> list[_Chunk]:
         """Cut a tensor into chunks, which take turns over the channels."""
@@ -295,11 +297,11 @@ class Walk:
             chunks.append(_Chunk(channel, number, bounds, slots))
         return chunks
 
-    def _write(self, lane: Lane, flat: torch.Tensor, chunk: _Chunk, whole: bool) -> None:
+    def _write(self, copy_stream: CopyStream, flat: torch.Tensor, chunk: _Chunk, whole: bool) -> None:
         """Copy a chunk into this rank's slot, all of it or what other ranks add up."""
         chunk.channel.wait(READ, chunk.number - DEPTH)
         own, slot = flat[chunk.bounds], chunk.slots[self.rank]
-        with lane.leaving():
+        with copy_stream.leaving():
             if whole:
                 slot.copy_(own, non_blocking=True)
             else:
@@ -307,40 +309,40 @@ class Walk:
                 for there in (slice(0, part.start), slice(part.stop, len(own))):
                     if there.stop > there.start:
                         slot[there].copy_(own[there], non_blocking=True)
-            chunk.mark = lane.mark()
+            chunk.mark = copy_stream.mark()
 
-    def _sum_part(self, lane: Lane, own: torch.Tensor, chunk: _Chunk) -> None:
+    def _sum_part(self, copy_stream: CopyStream, own: torch.Tensor, chunk: _Chunk) -> None:
         part = self._part(len(own), self.rank)
         result = chunk.slots[self.rank][part]
-        with lane.coming():
+        with copy_stream.coming():
             if len(result):
                 mine = own[part]
                 add([mine if r == self.rank else chunk.slots[r][part] for r in range(self.size)], mine)
                 result.copy_(mine, non_blocking=True)
-            chunk.mark = lane.mark()
+            chunk.mark = copy_stream.mark()
 
-    def _read_parts(self, lane: Lane, own: torch.Tensor, chunk: _Chunk) -> None:
-        with lane.coming():
+    def _read_parts(self, copy_stream: CopyStream, own: torch.Tensor, chunk: _Chunk) -> None:
+        with copy_stream.coming():
             for rank in range(self.size):
                 part = self._part(len(own), rank)
                 if rank != self.rank and part.stop > part.start:
                     own[part].copy_(chunk.slots[rank][part], non_blocking=True)
-            chunk.mark = lane.mark()
-        self._leave_unread(lane, chunk)
+            chunk.mark = copy_stream.mark()
+        self._leave_unread(copy_stream, chunk)
 
     def _part(self, length: int, rank: int) -> slice:
         """Return the part of a chunk that a rank adds up."""
         return slice(rank * length // self.size, (rank + 1) * length // self.size)
 
-    def _done(self, lane: Lane, chunk: _Chunk, what: int) -> None:
+    def _done(self, copy_stream: CopyStream, chunk: _Chunk, what: int) -> None:
         """Tell the others once what was issued for a chunk is done, and wait until they have done it, too."""
-        lane.wait(chunk.mark)
+        copy_stream.wait(chunk.mark)
         chunk.channel.tell(what, chunk.number)
         chunk.channel.wait(what, chunk.number)
 
-    def _leave_unread(self, lane: Lane, chunk: _Chunk) -> None:
+    def _leave_unread(self, copy_stream: CopyStream, chunk: _Chunk) -> None:
         self.publish_read()
-        self._unread = (lane, chunk)
+        self._unread = (copy_stream, chunk)
 
     def publish_read(self) -> None:
         """Tell that the last chunk was read, which on a device takes until its copies are done.
@@ -348,8 +350,8 @@ class Walk:
         The others ask for that some chunks later, so that it may be told with the next chunk.
         """
         if self._unread is not None:
-            lane, chunk = self._unread
-            lane.wait(chunk.mark)
+            copy_stream, chunk = self._unread
+            copy_stream.wait(chunk.mark)
             chunk.channel.tell(READ, chunk.number)
             self._unread = None
 

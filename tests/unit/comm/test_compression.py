@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetexp.comm.codec import BLOCK, Bfloat16, Codec, Int8, codec_of
+from hetexp.comm.compression import BLOCK, Bfloat16, Compressor, Int8, compressor_of
 
 CODECS = [Bfloat16(), Int8()]
 
@@ -25,7 +25,7 @@ def vector(length: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(deadline=None, max_examples=20)
 @given(length=st.integers(0, 3 * BLOCK), seed=st.integers(0, 99))
-def test_bytes_shape_and_error(codec: Codec, dtype: torch.dtype, length: int, seed: int) -> None:
+def test_bytes_shape_and_error(codec: Compressor, dtype: torch.dtype, length: int, seed: int) -> None:
     numbers = vector(length, seed, dtype)
     coded = codec.encode(numbers)
     assert coded.dtype == torch.uint8
@@ -63,5 +63,5 @@ def test_a_number_that_is_not_finite_stays_so(bad: float) -> None:
 
 
 def test_wires_by_name() -> None:
-    assert codec_of("float32") is None
-    assert [type(codec_of(name)) for name in ("bfloat16", "int8")] == [Bfloat16, Int8]
+    assert compressor_of("float32") is None
+    assert [type(compressor_of(name)) for name in ("bfloat16", "int8")] == [Bfloat16, Int8]

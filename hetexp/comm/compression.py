@@ -22,7 +22,7 @@ LARGEST = 127
 """Largest magnitude of an int8 code; -128 is not used, so that codes are symmetric."""
 
 
-class Codec(ABC):
+class Compressor(ABC):
     """A way to write a vector of floating-point numbers as bytes."""
 
     name: ClassVar[str]
@@ -44,7 +44,7 @@ class Codec(ABC):
         return sum(self.num_bytes(min(PIECE, length - start)) for start in range(0, length, PIECE))
 
 
-class Bfloat16(Codec):
+class Bfloat16(Compressor):
     """Two bytes a number: float32's range, 8 bits of its mantissa, rounded to the nearest."""
 
     name: ClassVar[str] = "bfloat16"
@@ -59,7 +59,7 @@ class Bfloat16(Codec):
         return 2 * length
 
 
-class Int8(Codec):
+class Int8(Compressor):
     """One byte a number and four a block of `BLOCK` numbers: its largest magnitude ÷ 127, in float32.
 
     The last block is filled up with zeros. A block that holds a number that is not finite comes back as NaN.
@@ -88,6 +88,6 @@ class Int8(Codec):
         return math.ceil(length / BLOCK) * (BLOCK + 4)
 
 
-def codec_of(wire: Wire) -> Codec | None:
+def compressor_of(wire: Wire) -> Compressor | None:
     """Return the code of a wire; `None` for `float32`, where numbers travel as they are."""
     return {"float32": None, "bfloat16": Bfloat16(), "int8": Int8()}[wire]

@@ -13,17 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetexp.comm import paths as module
+from hetexp.comm import transports as module
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.library_exchange import LibraryExchange
-from hetexp.comm.paths import Job, Paths, form_paths, self_test
+from hetexp.comm.transports import Job, Paths, form_paths, self_test
 from hetexp.core.errors import PeerLostError, SetupError
-from hetexp.core.route import Group, Route
+from hetexp.core.topology import Group, Topology
 
 CPU = torch.device("cpu")
-SHM, GLOO = Route.flat("shm", 3), Route.flat("gloo", 3)
-LEVELS = Route(((Group("nccl", (0, 1)),), (Group("shm", (0, 2)),)))
+SHM, GLOO = Topology.flat("shm", 3), Topology.flat("gloo", 3)
+LEVELS = Topology(((Group("nccl", (0, 1)),), (Group("shm", (0, 2)),)))
 released = threading.Event()
 
 
@@ -82,7 +82,7 @@ def job(rank: int, store: dist.Store, limit: float = 20.0) -> Job:
     return Job(store, rank, 3, CPU, 30.0, limit)
 
 
-def form(routes: Sequence[Route], build: Any, limit: float = 20.0) -> list[Paths]:
+def form(routes: Sequence[Topology], build: Any, limit: float = 20.0) -> list[Paths]:
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
         return list(pool.map(lambda rank: form_paths(routes, job(rank, store, limit), build), range(3)))
@@ -199,7 +199,7 @@ def test_a_native_group_that_fails_gives_way_to_gloo(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module, "form_group", formed)
     monkeypatch.setattr(module, "self_test", wrong)
-    native, gloo = (Route(((Group(library, (0,)),),)) for library in ("nccl", "gloo"))
+    native, gloo = (Topology(((Group(library, (0,)),),)) for library in ("nccl", "gloo"))
     try:
         found = form_paths([native, gloo], replace(job(0, dist.HashStore()), world_size=1))
         assert asked == ["nccl", "gloo"]

@@ -22,7 +22,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Route:
+class Topology:
     """The groups of every level, from within a vendor's cards outwards.
 
     A rank is in one group a level at most. One that leads its group, or has none on a level, goes on to the
@@ -33,7 +33,7 @@ class Route:
     """Empty for a rank that is alone."""
 
     @classmethod
-    def flat(cls, library: str, world_size: int) -> Route:
+    def flat(cls, library: str, world_size: int) -> Topology:
         """Return the route of one group of all ranks."""
         return cls(((Group(library, tuple(range(world_size))),),) if world_size > 1 else ())
 
@@ -61,7 +61,7 @@ class Route:
         return tuple(ranks)
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Route:
+    def from_dict(cls, raw: Mapping[str, Any]) -> Topology:
         """Return what `dataclasses.asdict` made plain and JSON carried."""
         read = [[Group(one["library"], tuple(one["ranks"])) for one in level] for level in raw["levels"]]
         return cls(tuple(tuple(level) for level in read))

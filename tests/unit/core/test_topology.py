@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from hetexp.core.route import Group, Route
+from hetexp.core.topology import Group, Topology
 
-DEEP = Route(
+DEEP = Topology(
     (
         (Group("nccl", (0, 1)), Group("xccl", (3, 4, 5))),
         (Group("shm", (0, 2, 3)), Group("shm", (6, 7))),
@@ -19,9 +19,9 @@ DEEP = Route(
 def test_names() -> None:
     assert DEEP.name == "nccl + xccl + shm + gloo"
     assert DEEP.library is None
-    assert (Route.flat("shm", 3).name, Route.flat("shm", 3).library) == ("shm", "shm")
-    assert Route.flat("gloo", 1) == Route()
-    assert (Route().name, Route().library, Route().groups_of(0)) == ("", None, [])
+    assert (Topology.flat("shm", 3).name, Topology.flat("shm", 3).library) == ("shm", "shm")
+    assert Topology.flat("gloo", 1) == Topology()
+    assert (Topology().name, Topology().library, Topology().groups_of(0)) == ("", None, [])
 
 
 def test_groups_of_a_rank_from_within_outwards() -> None:
@@ -39,4 +39,4 @@ def test_what_a_rank_brings_along() -> None:
 
 
 def test_json_carries_it() -> None:
-    assert Route.from_dict(json.loads(json.dumps(asdict(DEEP)))) == DEEP
+    assert Topology.from_dict(json.loads(json.dumps(asdict(DEEP)))) == DEEP

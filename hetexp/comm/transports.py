@@ -26,7 +26,7 @@ from hetexp.comm.rendezvous import exchange, form_group
 from hetexp.comm.sockets import shut_all
 from hetexp.comm.watched_store import WatchedStore, another_connection
 from hetexp.core.errors import HandshakeError, PeerLostError, SetupError
-from hetexp.core.route import Group, Route
+from hetexp.core.topology import Group, Topology
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +85,12 @@ class Paths:
 
     communicator: Communicator
     exchange: Exchange
-    route: Route
+    route: Topology
     fallback: dict[str, str] | None = None
     """`from` and `to` which route, and the `reason`; `None` where the first one carries."""
 
 
-def form_paths(routes: Sequence[Route], job: Job, build: Build | None = None) -> Paths:
+def form_paths(routes: Sequence[Topology], job: Job, build: Build | None = None) -> Paths:
     """Form the default process group and what carries large sums, by the first route that works on all ranks.
 
     Every rank calls it with the same routes.
@@ -116,9 +116,11 @@ def form_paths(routes: Sequence[Route], job: Job, build: Build | None = None) ->
         raise
 
 
-def _first_that_carries(routes: Sequence[Route], job: Job, build: Build, attempts: list[_Attempt]) -> Paths:
+def _first_that_carries(
+    routes: Sequence[Topology], job: Job, build: Build, attempts: list[_Attempt]
+) -> Paths:
     communicator: Communicator | None = None
-    failed: list[tuple[Route, str]] = []
+    failed: list[tuple[Topology, str]] = []
     for number, route in enumerate(routes):
         store = dist.PrefixStore(f"path{number}", job.store)
         attempt = _Attempt(route, store, f"path{number}", job, build)
@@ -142,7 +144,7 @@ def _first_that_carries(routes: Sequence[Route], job: Job, build: Build, attempt
 class _Attempt:
     """One route, formed and tried out in a thread that may be left behind where it hangs."""
 
-    def __init__(self, route: Route, store: dist.Store, prefix: str, job: Job, build: Build) -> None:
+    def __init__(self, route: Topology, store: dist.Store, prefix: str, job: Job, build: Build) -> None:
         self.route = route
         self.communicator: Communicator | None = None
         self.exchange: Exchange | None = None
@@ -303,7 +305,7 @@ def _agreed(attempt: _Attempt, job: Job) -> str | None:
     return "; ".join(f"{problem} on rank {', '.join(ranks)}" for problem, ranks in found.items()) or None
 
 
-def _fallback(failed: Sequence[tuple[Route, str]], used: Route, rank: int) -> dict[str, str]:
+def _fallback(failed: Sequence[tuple[Topology, str]], used: Topology, rank: int) -> dict[str, str]:
     """Return what became of the routes before, and let rank 0 tell it."""
     first = failed[0][0]
     reason = "; ".join(f"{route.name}: {why}" if len(failed) > 1 else why for route, why in failed)
@@ -318,7 +320,7 @@ def _fallback(failed: Sequence[tuple[Route, str]], used: Route, rank: int) -> di
     return {"from": first.name, "to": used.name, "reason": reason}
 
 
-def _advice(route: Route) -> str:
+def _advice(route: Topology) -> str:
     """Say what a person may try."""
     libraries = dict.fromkeys(group.library for level in route.levels for group in level)
     return "Try: " + "; ".join(_ADVICE[library] for library in libraries) + "."
