@@ -30,7 +30,7 @@ class DeviceCalibration:
         limits = [limit for limit in (most, self.curve.cap) if limit is not None]
         return replace(self, curve=replace(self.curve, cap=min(limits))) if limits else self
 
-    def in_passes(self, most: int | None) -> DeviceCalibration:
+    def split_microbatches(self, most: int | None) -> DeviceCalibration:
         """Return the device with a further limit to the samples of one pass; `None` sets none."""
         limits = [limit for limit in (most, self.curve.microbatch_size) if limit is not None]
         return replace(self, curve=replace(self.curve, microbatch_size=min(limits))) if limits else self

@@ -97,7 +97,7 @@ def best_split(
     strategy, policy = instantiate(config.strategy), instantiate(config.balancing)
     caps, passes = _limits(plan, config, memory)
     limits = zip(own, caps, passes, strict=True)
-    devices = [device.capped(cap).in_passes(size or None) for device, cap, size in limits]
+    devices = [device.capped(cap).split_microbatches(size or None) for device, cap, size in limits]
     seen = exchange_under(strategy, exchange, plan, plan.devices)
     try:
         # Whose hosts take part is what the strategy is about.

@@ -38,7 +38,7 @@ class Known:
     def limited(self, caps: Sequence[int | None], passes: Sequence[int | None]) -> Known:
         """Return the same with further limits to the samples of a step, and to those of a pass."""
         limits = zip(self.devices, caps, passes, strict=True)
-        devices = [one.capped(cap).in_passes(size) if one else None for one, cap, size in limits]
+        devices = [one.capped(cap).split_microbatches(size) if one else None for one, cap, size in limits]
         return replace(self, devices=tuple(devices))
 
     def mixed(self, kept: Sequence[int | None], old: Known) -> Known:

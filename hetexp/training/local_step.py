@@ -18,7 +18,7 @@ from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers, search
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import NonFiniteError, settle
-from hetexp.training.shortage import halve_alone, into_passes, sizes_of
+from hetexp.training.shortage import halve_alone, sizes_of, split_by_sizes
 from hetexp.training.state import TrainState
 from hetexp.training.step import StepResult, clip, update
 
@@ -80,7 +80,7 @@ def _pieces(
         return [([], [[]])]
     passes = [parts.pass_sizes(size) for size in cut(batch.local_samples, number, None)]
     in_all = [size for sizes in passes for size in sizes]
-    cut_up = into_passes(batch.microbatches, in_all)
+    cut_up = split_by_sizes(batch.microbatches, in_all)
     places = list(chop([index for one in batch.indices for index in one], in_all))
     pieces, start = [], 0
     for sizes in passes:
@@ -116,7 +116,9 @@ def _own_step(
             buffers.put_back()
         if gradient.shortage is not None:
             limit = halve_alone(parts, step, samples, gradient.shortage)
-            samples = into_passes(samples, [piece for n in sizes_of(samples) for piece in cut(n, 1, limit)])
+            samples = split_by_sizes(
+                samples, [piece for n in sizes_of(samples) for piece in cut(n, 1, limit)]
+            )
         meter.back_to(bookmark)
     if host is not None:
         _sum_over_host(parts, host, meter)

@@ -20,7 +20,7 @@ from hetexp.core.call import call_model
 from hetexp.data.loader import LocalBatch
 from hetexp.training.found import ALONE, MOST_NAMED, NOT_FOUND, TOGETHER, WIDTH, Found
 from hetexp.training.precision import all_finite
-from hetexp.training.shortage import in_passes, indices_in_passes, part_of
+from hetexp.training.shortage import part_of, split_indices, split_microbatches
 from hetexp.training.state import TrainState
 
 
@@ -131,8 +131,8 @@ def _suspects(
 ) -> list[tuple[Any, list[int]]]:
     """Return the microbatches to look at, with the places of their samples; none where not known."""
     limit = parts.microbatch_limits[parts.rank]
-    passes = in_passes(batch.microbatches, limit)
-    indices = indices_in_passes(batch.indices, limit)
+    passes = split_microbatches(batch.microbatches, limit)
+    indices = split_indices(batch.indices, limit)
     if len(passes) != len(indices):
         return []
     suspects = list(zip(passes, indices, strict=True))

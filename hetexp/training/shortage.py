@@ -59,7 +59,7 @@ def recovering_guard(parts: TrainState) -> EmptyShareGuard | None:
     return guard
 
 
-def in_passes(microbatches: list[Any], most: int | None) -> list[Any]:
+def split_microbatches(microbatches: list[Any], most: int | None) -> list[Any]:
     """Return the microbatches with those of more than `most` samples cut into even pieces, in order.
 
     Args:
@@ -79,14 +79,14 @@ def in_passes(microbatches: list[Any], most: int | None) -> list[Any]:
     return pieces
 
 
-def indices_in_passes(indices: list[list[int]], most: int | None) -> list[list[int]]:
-    """Return the places of samples in the training data, cut as `in_passes` cuts their microbatches."""
+def split_indices(indices: list[list[int]], most: int | None) -> list[list[int]]:
+    """Return the places of samples in the data, cut as `split_microbatches` cuts their microbatches."""
     if most is None:
         return indices
     return [list(piece) for one in indices for piece in chop(one, cut(len(one), 1, most))]
 
 
-def into_passes(microbatches: list[Any], sizes: list[int]) -> list[Any]:
+def split_by_sizes(microbatches: list[Any], sizes: list[int]) -> list[Any]:
     """Return the microbatches cut into pieces of these sizes, in order; no piece spans two of them."""
     pieces, left = [], list(sizes)
     for (inputs, targets), size in zip(microbatches, sizes_of(microbatches), strict=True):

@@ -16,7 +16,7 @@ from hetexp.training.gradient import take_gradient
 from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.shortage import ends_with_shortage, halve_together, in_passes, sizes_of
+from hetexp.training.shortage import ends_with_shortage, halve_together, sizes_of, split_microbatches
 from hetexp.training.state import TrainState
 from hetexp.training.verdict import Verdict, may_be_vetoed, vetoed_by
 
@@ -58,7 +58,7 @@ def joint_step(
     buffers = KeptBuffers(parts.model) if keeps else None
     grad_norm = None
     while True:
-        microbatches = in_passes(batch.microbatches, parts.microbatch_limits[parts.rank])
+        microbatches = split_microbatches(batch.microbatches, parts.microbatch_limits[parts.rank])
         bookmark = meter.bookmark()
         num_passes = parts.num_passes(batch.counts)
         with nullcontext() if buffers is None else buffers.put_back_on_error():

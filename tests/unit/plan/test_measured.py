@@ -109,9 +109,9 @@ def test_the_plan_of_those_that_take_part() -> None:
 
 def test_limits_of_a_pass_go_into_the_plan_and_cost_what_they_cost() -> None:
     fast, slow = device(0.01, fixed=0.1), device(0.03)
-    assert fast.in_passes(None) is fast
-    assert fast.in_passes(16).in_passes(32).curve.microbatch_size == 16
-    devices = [fast.in_passes(8), slow]
+    assert fast.split_microbatches(None) is fast
+    assert fast.split_microbatches(16).split_microbatches(32).curve.microbatch_size == 16
+    devices = [fast.split_microbatches(8), slow]
     choice = choose(plan_of(2), devices, Exchange())
     whole = choose(plan_of(2), [fast, slow], Exchange())
     assert choice.split.counts[0] < whole.split.counts[0]  # each of its passes has the fixed cost

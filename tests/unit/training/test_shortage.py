@@ -27,9 +27,9 @@ from hetexp.training.shortage import (
     Shortage,
     ends_with_shortage,
     halve_together,
-    in_passes,
     recovering_guard,
     sizes_of,
+    split_microbatches,
 )
 from hetexp.training.state import TrainState
 from hetexp.training.steps import train_step
@@ -51,7 +51,7 @@ def microbatches(*sizes: int) -> list[Any]:
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 25))
 def test_order_and_samples_stay_as_they_were(sizes: list[int], most: int) -> None:
-    pieces = in_passes(microbatches(*sizes), most)
+    pieces = split_microbatches(microbatches(*sizes), most)
     assert torch.cat([inputs for inputs, _ in pieces]).tolist() == list(range(sum(sizes)))
     assert torch.cat([targets for _, targets in pieces]).tolist() == [2 * i for i in range(sum(sizes))]
     assert all(1 <= size <= most for size in sizes_of(pieces))
@@ -59,15 +59,15 @@ def test_order_and_samples_stay_as_they_were(sizes: list[int], most: int) -> Non
 
 def test_without_limit_and_without_samples_nothing_is_cut() -> None:
     whole = microbatches(5, 4)
-    assert in_passes(whole, None) is whole
-    assert in_passes([], 2) == []
-    assert in_passes(whole, 5) == whole
+    assert split_microbatches(whole, None) is whole
+    assert split_microbatches([], 2) == []
+    assert split_microbatches(whole, 5) == whole
 
 
 def test_whatever_a_loader_collates_is_cut() -> None:
     inputs = {"ids": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "scale": torch.tensor(2.0)}
     targets = Pair(torch.arange(3), [torch.arange(3), torch.arange(3)])
-    first, second = in_passes([(inputs, targets)], 2)
+    first, second = split_microbatches([(inputs, targets)], 2)
     assert first[0]["ids"].tolist() == [[0, 1], [2, 3]]
     assert [piece[0]["names"] for piece in (first, second)] == [["a", "b"], ["c"]]
     assert second[0]["scale"] == 2.0
