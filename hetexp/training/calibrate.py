@@ -36,8 +36,8 @@ from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.compiled import any_batch_size
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.oom_recovery import ends_with_shortage
 from hetexp.training.rehearsal import undone
-from hetexp.training.shortage import ends_with_shortage
 from hetexp.training.state import Progress, TrainState
 from hetexp.training.steps import train_step
 

@@ -17,7 +17,7 @@ from hetexp.training.compiled import any_batch_size, tells_why_not
 from hetexp.training.loss import count_of
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.shortage import Shortage, ends_with_shortage, sizes_of
+from hetexp.training.oom_recovery import OutOfMemory, ends_with_shortage, sizes_of
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Gradient:
     """What they were multiplied by before backward."""
     tally: torch.Tensor | None = None
     """What the model has counted of the local samples, where it counts anything."""
-    shortage: Shortage | None = None
+    shortage: OutOfMemory | None = None
     """Memory ran out on this rank: the gradient is NaN somewhere on all ranks, and must not count."""
 
 
@@ -153,7 +153,7 @@ def take_gradient(
             short = isinstance(error, _ShortInForwardError) or is_out_of_memory(error)
             if parts.guard is None or passes.wrapping or not short:
                 raise
-            shortage = Shortage(first_line(error), parts.backend.free_memory_bytes())
+            shortage = OutOfMemory(first_line(error), parts.backend.free_memory_bytes())
         # The error is gone here, and with it the frames that held what the passes had computed.
         log.warning("out of memory: %s", shortage.said)
         _end_with_nan(parts, passes, shortage.said)

@@ -15,9 +15,9 @@ from hetexp.hardware.links import links_of
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.training.between import conclude, no_tally, share
-from hetexp.training.found import ALONE, TOGETHER, WIDTH, Found
 from hetexp.training.host_group import HostGroup
 from hetexp.training.measure import Meter
+from hetexp.training.nonfinite_samples import ALONE, TOGETHER, WIDTH, NonFiniteSamples
 from hetexp.training.outer import OuterStep
 from hetexp.training.precision import LossScale, NonFiniteError
 
@@ -41,7 +41,7 @@ class Since:
     hopeless_step: int = 0
     """Number of the first step, from 1, of which no smaller loss scale would have helped; 0: none."""
     hopeless_loss: float = 0.0
-    found: Found = field(default_factory=Found)
+    found: NonFiniteSamples = field(default_factory=NonFiniteSamples)
     """Which samples made that step so."""
     samples: int = 0
     """In local steps that were not left out."""
@@ -167,7 +167,13 @@ class LocalTraining:
         if not hopeless or parts.config.trainer.non_finite == "continue":
             return
         sentences = " ".join(
-            explain(int(row[2]), row[3], rank, f"{parts.plan.devices[rank]}", Found.from_row(row[7:_FIXED]))
+            explain(
+                int(row[2]),
+                row[3],
+                rank,
+                f"{parts.plan.devices[rank]}",
+                NonFiniteSamples.from_row(row[7:_FIXED]),
+            )
             for rank, row in hopeless
         )
         if parts.config.trainer.non_finite == "stop":
@@ -244,7 +250,7 @@ def _agree(parts: TrainState, told: torch.Tensor, loss_scale: LossScale | None) 
         loss_scale.good_steps = int(told[smallest, 5].min())
 
 
-def explain(step: int, loss: float, rank: int, device: str, found: Found) -> str:
+def explain(step: int, loss: float, rank: int, device: str, found: NonFiniteSamples) -> str:
     """Return what is told of a local step whose gradient is not finite.
 
     Args:

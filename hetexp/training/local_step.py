@@ -17,8 +17,8 @@ from hetexp.training.local import FIX, LocalTraining, explain
 from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers, search
 from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.oom_recovery import halve_alone, sizes_of, split_by_sizes
 from hetexp.training.precision import NonFiniteError, settle
-from hetexp.training.shortage import halve_alone, sizes_of, split_by_sizes
 from hetexp.training.state import TrainState
 from hetexp.training.step import StepResult, clip, update
 

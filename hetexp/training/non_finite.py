@@ -18,9 +18,9 @@ from torch import nn
 
 from hetexp.core.call import call_model
 from hetexp.data.loader import LocalBatch
-from hetexp.training.found import ALONE, MOST_NAMED, NOT_FOUND, TOGETHER, WIDTH, Found
+from hetexp.training.nonfinite_samples import ALONE, MOST_NAMED, NOT_FOUND, TOGETHER, WIDTH, NonFiniteSamples
+from hetexp.training.oom_recovery import part_of, split_indices, split_microbatches
 from hetexp.training.precision import all_finite
-from hetexp.training.shortage import part_of, split_indices, split_microbatches
 from hetexp.training.state import TrainState
 
 
@@ -72,7 +72,7 @@ def explain(
     own[rank] = float(loss_sum)
     sums = parts.communicator.all_reduce(own).tolist()
     bad_loss = [not math.isfinite(value) for value in sums]
-    found = Found()
+    found = NonFiniteSamples()
     whole = parts.strategy.steps != "staged"  # a stage alone computes no loss
     if whole and (bad_loss[rank] or not any(bad_loss)):
         with parts.communicator.working():
@@ -80,7 +80,7 @@ def explain(
     parts.communicator.meet()  # the search may have taken one of them its time
     rows = torch.zeros((world, WIDTH), dtype=torch.float64)
     rows[rank] = torch.tensor(found.to_row(), dtype=torch.float64)
-    everyone = [Found.from_row(row) for row in parts.communicator.all_reduce(rows).tolist()]
+    everyone = [NonFiniteSamples.from_row(row) for row in parts.communicator.all_reduce(rows).tolist()]
     names = [name for name, _ in parts.model.named_parameters()]
     blamed = any(one.what == ALONE for one in everyone)
     told = [
@@ -107,7 +107,7 @@ def _first(parts: TrainState) -> str:
     return ""
 
 
-def _of_loss(parts: TrainState, rank: int, value: float, found: Found, blamed: bool) -> str:
+def _of_loss(parts: TrainState, rank: int, value: float, found: NonFiniteSamples, blamed: bool) -> str:
     where = f"{value} on rank {rank}, {parts.plan.devices[rank]}"
     if found.what == ALONE:
         return f"{where}, because of {found.words()}"
@@ -118,7 +118,7 @@ def _of_loss(parts: TrainState, rank: int, value: float, found: Found, blamed: b
     return where
 
 
-def _of_gradient(parts: TrainState, rank: int, found: Found, names: list[str]) -> str:
+def _of_gradient(parts: TrainState, rank: int, found: NonFiniteSamples, names: list[str]) -> str:
     which = f"first in {names[found.parameter]}" if found.parameter >= 0 else "nor is its loss, this time"
     how = "because of" if found.what == ALONE else "in a pass over"
     return (
@@ -142,7 +142,9 @@ def _suspects(
     return suspects
 
 
-def search(parts: TrainState, suspects: list[tuple[Any, list[int]]], factor: float, of_loss: bool) -> Found:
+def search(
+    parts: TrainState, suspects: list[tuple[Any, list[int]]], factor: float, of_loss: bool
+) -> NonFiniteSamples:
     """Look for the samples on this rank; whatever goes wrong on the way, the run's own error is told.
 
     Args:
@@ -155,10 +157,10 @@ def search(parts: TrainState, suspects: list[tuple[Any, list[int]]], factor: flo
         with _as_alone(parts):
             return _narrow(suspects, judge, of_loss)
     except Exception:  # memory, a model that refuses one sample: then they are not told
-        return Found()
+        return NonFiniteSamples()
 
 
-def _narrow(suspects: list[tuple[Any, list[int]]], judge: _Judge, of_loss: bool) -> Found:
+def _narrow(suspects: list[tuple[Any, list[int]]], judge: _Judge, of_loss: bool) -> NonFiniteSamples:
     alone: list[int] = []
     together: list[int] = []
     for (inputs, targets), indices in suspects:
@@ -171,7 +173,7 @@ def _narrow(suspects: list[tuple[Any, list[int]]], judge: _Judge, of_loss: bool)
             break
     samples = sorted(alone or together)
     what = ALONE if alone else TOGETHER if together else NOT_FOUND
-    return Found(what, samples[:MOST_NAMED], len(samples), judge.parameter)
+    return NonFiniteSamples(what, samples[:MOST_NAMED], len(samples), judge.parameter)
 
 
 def _smallest(

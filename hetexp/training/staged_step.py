@@ -13,8 +13,8 @@ from hetexp.training.loss import count_of
 from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.oom_recovery import ends_with_shortage, sizes_of
 from hetexp.training.precision import settle
-from hetexp.training.shortage import ends_with_shortage, sizes_of
 from hetexp.training.state import TrainState
 from hetexp.training.step import StepResult, clip, end_step
 

@@ -12,13 +12,13 @@ import torch
 from hetexp.data.loader import LocalBatch
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.between import conclude, project, share
+from hetexp.training.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
 from hetexp.training.gradient import take_gradient
 from hetexp.training.measure import Meter
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.shortage import ends_with_shortage, halve_together, sizes_of, split_microbatches
+from hetexp.training.oom_recovery import ends_with_shortage, halve_together, sizes_of, split_microbatches
 from hetexp.training.state import TrainState
-from hetexp.training.verdict import Verdict, may_be_vetoed, vetoed_by
 
 
 @dataclass
@@ -52,7 +52,7 @@ def joint_step(
 ) -> StepResult:
     """Do one optimizer step of the global batch: the same gradient as one device on all of it.
 
-    Where memory runs out on a rank, all of them do it again (`hetexp.training.shortage`).
+    Where memory runs out on a rank, all of them do it again (`hetexp.training.oom_recovery`).
     """
     keeps = (parts.looks or parts.survives) and parts.has_buffers
     buffers = KeptBuffers(parts.model) if keeps else None
@@ -69,9 +69,9 @@ def joint_step(
         project(parts)
         owners = [p for p in parts.parameters if p.grad is not None]
         gradients = [p.grad for p in owners if p.grad is not None]
-        verdict = Verdict(parts, gradients, normalizer.loss_scale, parts.looks)
+        verdict = GradCheck(parts, gradients, normalizer.loss_scale, parts.looks)
         # Queued before this rank knows whether the gradient is finite, so that the device need not wait.
-        ahead = verdict.bad is not None and gradient.shortage is None and may_be_vetoed(parts)
+        ahead = verdict.bad is not None and gradient.shortage is None and may_be_skipped(parts)
         if ahead:
             grad_norm = clip(parts, gradients, True, bad=verdict.bad)
             update(parts, step, microbatches, verdict.bad)
@@ -154,7 +154,7 @@ def update(parts: TrainState, step: int, microbatches: list[Any], bad: torch.Ten
     """
     why = "The optimizer's update cannot be done again: some weights may have moved."
     sizes = sizes_of(microbatches)
-    with ends_with_shortage(parts, step, sizes, why), vetoed_by(parts.optimizer, bad):
+    with ends_with_shortage(parts, step, sizes, why), skip_if_nonfinite(parts.optimizer, bad):
         parts.optimizer.step()
 
 

@@ -54,9 +54,9 @@ from hetexp.training.cutting import Cut, cut_model
 from hetexp.training.host_group import HostGroup
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
+from hetexp.training.oom_recovery import recovering_guard
 from hetexp.training.precision import LossScale, check_device
 from hetexp.training.random_states import seed_all
-from hetexp.training.shortage import recovering_guard
 from hetexp.training.source import SourceModel
 from hetexp.training.staging import NothingTrained, Staging
 from hetexp.training.state import TrainState, on_device

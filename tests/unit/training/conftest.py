@@ -30,8 +30,8 @@ from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
+from hetexp.training.oom_recovery import recovering_guard
 from hetexp.training.precision import LossScale
-from hetexp.training.shortage import recovering_guard
 from hetexp.training.state import TrainState
 
 

@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 from hetexp.checkpoint.manifest import find_checkpoint
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
-from hetexp.training.found import Found
 from hetexp.training.loop import train
 from hetexp.training.loss import CrossEntropy, Loss
 from hetexp.training.non_finite import explain
+from hetexp.training.nonfinite_samples import NonFiniteSamples
 from hetexp.training.precision import NonFiniteError
 from hetexp.training.state import Progress, TrainState
 
@@ -81,11 +81,17 @@ def order(make_parts: MakeParts) -> list[int]:
 
 
 def test_what_a_rank_found_travels_as_numbers() -> None:
-    for found in (Found(), Found(1, [3, 2**40], 2, 7), Found(2, list(range(8)), 30)):
+    for found in (
+        NonFiniteSamples(),
+        NonFiniteSamples(1, [3, 2**40], 2, 7),
+        NonFiniteSamples(2, list(range(8)), 30),
+    ):
         row = torch.tensor(found.to_row(), dtype=torch.float64).tolist()
-        assert Found.from_row(row) == found
-    assert Found(1, [3], 1).words() == "training sample 3"
-    assert Found(1, list(range(8)), 9).words() == "training samples 0, 1, 2, 3, 4, 5, 6, 7 and more"
+        assert NonFiniteSamples.from_row(row) == found
+    assert NonFiniteSamples(1, [3], 1).words() == "training sample 3"
+    assert (
+        NonFiniteSamples(1, list(range(8)), 9).words() == "training samples 0, 1, 2, 3, 4, 5, 6, 7 and more"
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

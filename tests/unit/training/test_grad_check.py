@@ -17,9 +17,9 @@ from hetexp.comm.fake import FakeGroup
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.optimizer.build import build_schedule
 from hetexp.training import step as module
+from hetexp.training.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
 from hetexp.training.loop import train
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.verdict import Verdict, may_be_vetoed, vetoed_by
 
 MakeParts = Callable[..., TrainState]
 
@@ -50,7 +50,7 @@ def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_a_vetoed_update_changes_nothing_and_another_is_as_ever(kind: Any, amsgrad: bool) -> None:
+def test_a_skipped_update_changes_nothing_and_another_is_as_ever(kind: Any, amsgrad: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
     optimizer = kind(model.parameters(), lr=0.1, fused=True, amsgrad=amsgrad)
@@ -60,7 +60,7 @@ def test_a_vetoed_update_changes_nothing_and_another_is_as_ever(kind: Any, amsgr
         for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
             theirs.grad = torch.randn_like(ours)
             ours.grad = torch.full_like(ours, torch.nan) if bad else theirs.grad.clone()
-        with vetoed_by(optimizer, torch.tensor(bad)):
+        with skip_if_nonfinite(optimizer, torch.tensor(bad)):
             optimizer.step()
         if not bad:
             plain.step()
@@ -94,7 +94,7 @@ def test_a_run_is_the_same_to_the_bit(
 
     ahead = run()
     assert ahead[1][-2]["train/skipped_steps"] == (0 if bad is None else 2)  # once in each of two epochs
-    monkeypatch.setattr(module, "may_be_vetoed", lambda parts: False)
+    monkeypatch.setattr(module, "may_be_skipped", lambda parts: False)
     after = run()
     assert_equal(ahead[0], after[0])
     assert repr(ahead[1]) == repr(after[1]) and ahead[2] == after[2]  # by their digits: NaN is not NaN
@@ -117,27 +117,27 @@ def test_the_update_is_queued_before_the_verdict_is_read(
     assert happened == ["asked", "queued", "read"] * 3
 
 
-def test_who_can_be_vetoed(make_parts: MakeParts) -> None:
+def test_what_may_be_skipped(make_parts: MakeParts) -> None:
     parts = make_parts(SoloCommunicator())
-    assert not may_be_vetoed(parts)  # SGD
-    assert may_be_vetoed(fused(parts))
+    assert not may_be_skipped(parts)  # SGD
+    assert may_be_skipped(fused(parts))
     parts.optimizer = torch.optim.AdamW(parts.model.parameters())
-    assert not may_be_vetoed(parts)  # torch's other ways would refuse
+    assert not may_be_skipped(parts)  # torch's other ways would refuse
     fused(parts)
     emulated = replace(parts.plan.devices[0], backend="emulated")
     parts.plan = replace(parts.plan, devices=(emulated,))
-    assert parts.plan.paced and not may_be_vetoed(parts)
+    assert parts.plan.paced and not may_be_skipped(parts)
 
 
 def test_the_verdict_is_of_the_gradients_without_their_scale(make_parts: MakeParts) -> None:
     parts = make_parts(SoloCommunicator(), precisions=("float16",))
     assert parts.loss_scale is not None
     gradients = [torch.tensor([3e38]), torch.tensor([0.0])]
-    verdict = Verdict(parts, gradients, parts.loss_scale, look=False)
+    verdict = GradCheck(parts, gradients, parts.loss_scale, look=False)
     assert verdict.finite() and float(gradients[0]) == pytest.approx(3e38 / 2**16)
     for value in (torch.nan, torch.inf):
-        verdict = Verdict(parts, [torch.tensor([1.0, value])], None, look=True)
+        verdict = GradCheck(parts, [torch.tensor([1.0, value])], None, look=True)
         assert not verdict.finite() and verdict.bad is not None and bool(verdict.bad)
-        unseen = Verdict(parts, [torch.tensor([value])], None, look=False)
+        unseen = GradCheck(parts, [torch.tensor([value])], None, look=False)
         assert unseen.finite() and unseen.bad is None
-    assert Verdict(parts, [], None, look=True).finite()
+    assert GradCheck(parts, [], None, look=True).finite()

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 MOST_NAMED = 8
 """Samples that a message names at most, of each rank."""
 WIDTH = 3 + MOST_NAMED
-"""Numbers that `Found` travels as."""
+"""Numbers that `NonFiniteSamples` travels as."""
 NOT_FOUND, ALONE, TOGETHER = range(3)
 """What was found on a rank: nothing, samples that are not finite alone, or only as one pass."""
 
 
 @dataclass
-class Found:
+class NonFiniteSamples:
     """What one rank found out about its own part of a step."""
 
     what: int = NOT_FOUND
@@ -30,7 +30,7 @@ class Found:
         return [self.what, self.count, self.parameter, *padded]
 
     @classmethod
-    def from_row(cls, row: list[float]) -> Found:
+    def from_row(cls, row: list[float]) -> NonFiniteSamples:
         """Read what `to_row` returned."""
         what, count, parameter, *padded = map(int, row)
         return cls(what, padded[: min(count, MOST_NAMED)], count, parameter)

@@ -21,16 +21,16 @@ from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.strategy.single import Single
 from hetexp.training.measure import Meter
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.precision import LossScale
-from hetexp.training.shortage import (
+from hetexp.training.oom_recovery import (
     DeviceMemoryError,
-    Shortage,
+    OutOfMemory,
     ends_with_shortage,
     halve_together,
     recovering_guard,
     sizes_of,
     split_microbatches,
 )
+from hetexp.training.precision import LossScale
 from hetexp.training.state import TrainState
 from hetexp.training.steps import train_step
 
@@ -82,7 +82,7 @@ def test_whatever_a_loader_collates_is_cut() -> None:
 def test_only_the_rank_in_trouble_halves_and_all_know(make_parts: MakeParts) -> None:
     def rank(comm: Communicator) -> tuple[bool, list[int | None]]:
         parts = make_parts(comm, (1, 1, 1))
-        short = Shortage("no more", 2**20) if comm.rank == 1 else None
+        short = OutOfMemory("no more", 2**20) if comm.rank == 1 else None
         again = halve_together(parts, 3, microbatches(3, 2), short)
         return again, parts.microbatch_limits
 
@@ -100,7 +100,7 @@ def test_without_a_shortage_nothing_is_done_again(make_parts: MakeParts) -> None
 def test_a_single_sample_ends_all(make_parts: MakeParts) -> None:
     def rank(comm: Communicator) -> BaseException:
         parts = make_parts(comm, (1, 1))
-        short = Shortage("CUDA out of memory.", 3 * 2**20) if comm.rank == 1 else None
+        short = OutOfMemory("CUDA out of memory.", 3 * 2**20) if comm.rank == 1 else None
         with pytest.raises((DeviceMemoryError, PeerLostError)) as caught:
             halve_together(parts, 6, microbatches(1, 1, 1), short)
         assert parts.microbatch_limits == [None, None]

@@ -37,7 +37,7 @@ class DeviceMemoryError(HetexpError):
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OutOfMemory:
     """Memory of this rank's device ran out in a step."""
 
     said: str
@@ -121,7 +121,9 @@ def part_of(value: Any, start: int, end: int) -> Any:
     return value[start:end]
 
 
-def halve_together(parts: TrainState, step: int, microbatches: list[Any], shortage: Shortage | None) -> bool:
+def halve_together(
+    parts: TrainState, step: int, microbatches: list[Any], shortage: OutOfMemory | None
+) -> bool:
     """Ask all ranks whether memory ran out, and halve the microbatch where it did; all ranks must call it.
 
     Args:
@@ -173,7 +175,7 @@ def _what_happened(
     )
 
 
-def halve_alone(parts: TrainState, step: int, microbatches: list[Any], shortage: Shortage) -> int:
+def halve_alone(parts: TrainState, step: int, microbatches: list[Any], shortage: OutOfMemory) -> int:
     """Halve this rank's microbatch after a step of its own that memory did not suffice for.
 
     No other rank waits for it: they learn of the limit when they meet.

@@ -18,7 +18,7 @@ from hetexp.training.precision import LossScale, largest_magnitude
 from hetexp.training.state import TrainState
 
 
-class Verdict:
+class GradCheck:
     """On the gradients of a step, the loss scale taken out of them; the same on every rank.
 
     Args:
@@ -43,7 +43,7 @@ class Verdict:
         return self._read is None or math.isfinite(self._read())
 
 
-def may_be_vetoed(parts: TrainState) -> bool:
+def may_be_skipped(parts: TrainState) -> bool:
     """Return whether the device can leave out an update that is queued already.
 
     Not torch's fused SGD: an update that is left out would begin its momentum with whatever memory held. Not
@@ -55,7 +55,7 @@ def may_be_vetoed(parts: TrainState) -> bool:
 
 
 @contextmanager
-def vetoed_by(optimizer: torch.optim.Optimizer, bad: torch.Tensor | None) -> Iterator[None]:
+def skip_if_nonfinite(optimizer: torch.optim.Optimizer, bad: torch.Tensor | None) -> Iterator[None]:
     """Let the update in the block change nothing where `bad` turns out to be true."""
     if bad is None:
         yield
