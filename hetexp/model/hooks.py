@@ -1,6 +1,6 @@
 """What a model may do between steps: hold a constraint, count over all samples, change weights by itself.
 
-A model that derives from `StepHooks` defines those methods that it needs. The loop calls them on every rank:
+A model that derives from `ModelHooks` defines those methods that it needs. The loop calls them on every rank:
 
 1. `project_gradients`, with the exchanged gradient of the step, before clipping and the update;
 2. `after_update`, after each update of the weights, and after each merge of ranks' weights (`local_sgd`);
@@ -14,9 +14,10 @@ in `after_step` only, so that ranks that train apart between two merges hold the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class Shared:
     """Where `probe_size` has asked for one."""
 
 
-class StepHooks:
+class ModelHooks:
     """Base of models that do something between steps; every method does nothing by default."""
 
     tally_size: int = 0
@@ -102,3 +103,11 @@ def reset_moments(
     for value in optimizer.state.get(parameter, {}).values():
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
             value.index_fill_(dim, places.to(value.device), 0)
+
+
+def __getattr__(name: str) -> Any:
+    """Return `ModelHooks` by its earlier name, `StepHooks`, with a warning."""
+    if name != "StepHooks":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("`hetexp.model.hooks.StepHooks` is now `ModelHooks`.", FutureWarning, stacklevel=2)
+    return ModelHooks

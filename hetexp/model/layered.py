@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hetexp.model.hooks import StepHooks
+from hetexp.model.hooks import ModelHooks
 
 
 def _as_it_is(value: Any) -> Any:
@@ -45,7 +45,7 @@ def pieces_of(model: nn.Module) -> Pieces | None:
 
     `None` where the model says nothing: then nobody may cut it.
     """
-    if isinstance(model, StepHooks):  # what it does between steps it does as a whole
+    if isinstance(model, ModelHooks):  # what it does between steps it does as a whole
         return None
     tell = getattr(model, "pieces", None)
     if callable(tell):

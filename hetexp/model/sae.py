@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.model.base import WithAuxiliary, unknown
 from hetexp.model.exported import Exported
-from hetexp.model.hooks import Probe, Shared, StepHooks, reset_moments
+from hetexp.model.hooks import ModelHooks, Probe, Shared, reset_moments
 from hetexp.model.jump import jump, step
 from hetexp.model.sae_lens import to_sae_lens
 
@@ -22,7 +22,7 @@ REVIVED_SCALE = 0.2
 """Length of a revived feature's encoder, of the mean length of those that fire (Bricken et al. 2023)."""
 
 
-class SAE(StepHooks, nn.Module):
+class SAE(ModelHooks, nn.Module):
     """Writes vectors as sums of few of many directions: x ≈ `b_dec` + Σ f_i · `W_dec`[i], ‖`W_dec`[i]‖ = 1.
 
     f = activation((x - `b_dec`) `W_enc` + `b_enc`), the activation being one of

@@ -14,9 +14,9 @@ from hetexp.core.cost import Links
 from hetexp.hardware.links import links_of
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
-from hetexp.training.between import conclude, no_tally, share
 from hetexp.training.host_group import HostGroup
 from hetexp.training.measure import Meter
+from hetexp.training.model_hooks import conclude, no_tally, share
 from hetexp.training.nonfinite_samples import ALONE, TOGETHER, WIDTH, NonFiniteSamples
 from hetexp.training.outer import OuterStep
 from hetexp.training.precision import LossScale, NonFiniteError

@@ -10,11 +10,11 @@ import torch
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.data.loader import LocalBatch, chop, cut
 from hetexp.optimizer.build import restart_schedule
-from hetexp.training.between import conclude, project, share
 from hetexp.training.gradient import take_gradient
 from hetexp.training.host_group import HostGroup
 from hetexp.training.local import FIX, LocalTraining, explain
 from hetexp.training.measure import Meter
+from hetexp.training.model_hooks import conclude, project, share
 from hetexp.training.non_finite import KeptBuffers, search
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.oom_recovery import halve_alone, sizes_of, split_by_sizes

@@ -32,8 +32,8 @@ from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError
 from hetexp.data.loader import chop, cut
 from hetexp.strategy.independent import Independent
-from hetexp.training.between import conclude
 from hetexp.training.evaluate import evaluate_alone
+from hetexp.training.model_hooks import conclude
 from hetexp.training.saving import rank_folder
 from hetexp.training.state import Progress, TrainState
 

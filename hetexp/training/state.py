@@ -25,7 +25,7 @@ from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger
-from hetexp.model.hooks import StepHooks
+from hetexp.model.hooks import ModelHooks
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
@@ -118,9 +118,9 @@ class TrainState:
         return list(self.model.parameters())
 
     @property
-    def hooks(self) -> StepHooks | None:
+    def hooks(self) -> ModelHooks | None:
         """The model, where it does something between steps."""
-        return self.model if isinstance(self.model, StepHooks) else None
+        return self.model if isinstance(self.model, ModelHooks) else None
 
     @property
     def has_buffers(self) -> bool:

@@ -11,10 +11,10 @@ import torch
 
 from hetexp.data.loader import LocalBatch
 from hetexp.optimizer.build import restart_schedule
-from hetexp.training.between import conclude, project, share
 from hetexp.training.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
 from hetexp.training.gradient import take_gradient
 from hetexp.training.measure import Meter
+from hetexp.training.model_hooks import conclude, project, share
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.oom_recovery import ends_with_shortage, halve_together, sizes_of, split_microbatches

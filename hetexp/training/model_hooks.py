@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from hetexp.data.loader import chop, cut
 from hetexp.hardware.pacing import tensors
-from hetexp.model.hooks import Probe, Shared, StepHooks
+from hetexp.model.hooks import ModelHooks, Probe, Shared
 
 if TYPE_CHECKING:
     from hetexp.training.state import TrainState
@@ -74,7 +74,7 @@ def project(parts: TrainState) -> None:
             parts.hooks.project_gradients()
 
 
-def _probe(parts: TrainState, hooks: StepHooks, step: int, size: int) -> Probe:
+def _probe(parts: TrainState, hooks: ModelHooks, step: int, size: int) -> Probe:
     """Draw training samples and score them, each rank its part."""
     total = len(parts.train_data)  # type: ignore[arg-type]
     random = np.random.default_rng([parts.config.trainer.seed, step])

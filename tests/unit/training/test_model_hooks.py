@@ -10,12 +10,21 @@ import torch
 from support import Train
 
 from hetexp.core.errors import ConfigError
+from hetexp.model import hooks
 from hetexp.model.base import WithAuxiliary
-from hetexp.model.hooks import Shared, StepHooks, reset_moments
+from hetexp.model.hooks import ModelHooks, Shared, reset_moments
 from hetexp.training.loss import CrossEntropy, Reconstruction, total_loss
 
 
-class Counting(StepHooks, torch.nn.Module):
+def test_the_earlier_name_goes_on_working_and_says_so() -> None:
+    with pytest.warns(FutureWarning, match="`ModelHooks`"):
+        earlier = hooks.StepHooks
+    assert earlier is ModelHooks
+    with pytest.raises(AttributeError):
+        _ = hooks.Unknown
+
+
+class Counting(ModelHooks, torch.nn.Module):
     """Counts the samples whose first number is positive; its weight must stay at 2."""
 
     tally_size = 1
