@@ -23,10 +23,10 @@ from hetexp.core.config import Config, read_config
 from hetexp.core.errors import HetexpError, UsageError
 from hetexp.core.files import no_room, write_json
 from hetexp.core.plan import Plan
-from hetexp.launch.heart import beat, show_stack_on_request
+from hetexp.launch.heartbeat import beat, show_stack_on_request
 from hetexp.launch.launcher import CALIBRATION, READY
-from hetexp.launch.lifeline import die_with_parent, end_with_launcher
 from hetexp.launch.membership import device_trouble
+from hetexp.launch.parent_death import die_with_parent, end_with_launcher
 from hetexp.launch.preflight import check_checkpoint_space, checkpoint_bytes
 from hetexp.launch.process import LAUNCHER_PID
 from hetexp.launch.report import NO_ROOM, RankFailure, log_path, stack_path, write_failure
@@ -36,8 +36,8 @@ HURRIED_SECONDS = 0.5
 
 if TYPE_CHECKING:
     from hetexp.library.setup import Launched
+    from hetexp.training.rank_recovery import RankRecovery
     from hetexp.training.state import Progress, TrainState
-    from hetexp.training.survival import Survival
 
 
 def main() -> None:
@@ -201,7 +201,7 @@ class _Rank:
         self.newcomer, self.member = member is not None, rank if member is None else member
         self.parts: TrainState | None = None  # held until the process ends, see `end`
         self.progress: Progress | None = None
-        self._survival: Survival | None = None
+        self._survival: RankRecovery | None = None
         self._save_seconds: float | None = None
         """Longest wait for a save under way at the end; `None`: `fault.stop_seconds`."""
 
@@ -228,16 +228,16 @@ class _Rank:
         """Meet the other ranks, agree with them, train (or only measure), report."""
         from hetexp.comm.rendezvous import connect_store
         from hetexp.training.calibrate import calibrate
+        from hetexp.training.rank_recovery import RankRecovery
         from hetexp.training.rehearsal import rehearse
         from hetexp.training.resuming import resume
         from hetexp.training.state import Progress
-        from hetexp.training.survival import Survival
         from hetexp.training.wiring import build_newcomer, build_parts, start_loggers
 
         config = read_config(self.plan.config)
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
         store.set(f"hello/{self.member}", platform.node())
-        self._survival = survival = Survival(store, self.member)
+        self._survival = survival = RankRecovery(store, self.member)
         if self.newcomer:
             parts = build_newcomer(self.plan, config, self.rank, self.member, store)
             self.parts, self.progress = parts, Progress()
@@ -267,11 +267,11 @@ class _Rank:
             store.set(READY, str(parts.total_steps))
         self._train(survival)
 
-    def _train(self, survival: Survival) -> None:
+    def _train(self, survival: RankRecovery) -> None:
         """Train to the end, or until the others go on without this rank, and report."""
         from hetexp.training.loop import Outcome, train
+        from hetexp.training.rank_recovery import DismissedError
         from hetexp.training.result import report
-        from hetexp.training.survival import DismissedError
 
         parts, progress, started = self.parts, self.progress, time.perf_counter()
         assert parts is not None

@@ -9,9 +9,9 @@ from typing import Any
 from faulty import my_rank
 from hurt import Net
 
-import hetexp.training.survival as survival
 from hetexp.comm.watched_store import WatchedStore
 from hetexp.core.errors import SetupError
+from hetexp.training import rank_recovery
 
 
 class Newcomer(Net):
@@ -32,7 +32,7 @@ class Newcomer(Net):
 
 
 def _fail_once() -> None:
-    module: Any = survival
+    module: Any = rank_recovery
     form = module.join_group
 
     def fail(*_: Any) -> None:
@@ -43,9 +43,9 @@ def _fail_once() -> None:
 
 
 def _die_after(talks: int) -> None:
-    prepare, count = survival.Survival.prepare, 0
+    prepare, count = rank_recovery.RankRecovery.prepare, 0
 
-    def prepared(self: survival.Survival) -> None:
+    def prepared(self: rank_recovery.RankRecovery) -> None:
         prepare(self)
         for name in ("set", "get", "check", "add"):
             setattr(WatchedStore, name, counted(getattr(WatchedStore, name)))
@@ -61,4 +61,4 @@ def _die_after(talks: int) -> None:
 
         return call
 
-    survival.Survival.prepare = prepared  # type: ignore[method-assign]
+    rank_recovery.RankRecovery.prepare = prepared  # type: ignore[method-assign]

@@ -28,6 +28,8 @@ from hetexp.hardware.lease import Leases
 from hetexp.launch.control import Desk
 from hetexp.launch.diagrams import diagrams
 from hetexp.launch.display import Display, show_plan, show_summary
+from hetexp.launch.group_recovery import NONE_HERE, GroupRecovery
+from hetexp.launch.health import UNSEEN
 from hetexp.launch.hosts import all_there, is_here
 from hetexp.launch.members import Member, end_all, environment_of, pause_for, start_member
 from hetexp.launch.orders import Orders
@@ -37,8 +39,6 @@ from hetexp.launch.requests import Requests
 from hetexp.launch.restart import Again, Restarts, keep_faults
 from hetexp.launch.stopped import StoppedWatch
 from hetexp.launch.store import bind, host_store
-from hetexp.launch.survival import NONE_HERE, Survival
-from hetexp.launch.watch import UNSEEN
 from hetexp.monitor.follow import Follower, followed
 
 POLL_SECONDS = 0.05
@@ -155,7 +155,7 @@ class _Run:
     ) -> None:
         self.plan, self.config, self.console, self.store = plan, config, console, store
         self.started: list[Member] = []
-        self.survival = Survival(plan, config, console, store, self.started)
+        self.survival = GroupRecovery(plan, config, console, store, self.started)
         self._starts_again = before is not None
         if before is not None:
             self.survival.membership.take_over(before.survival.membership)

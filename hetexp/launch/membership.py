@@ -1,6 +1,6 @@
 """Who trains, from epoch to epoch: the plan when a member goes or comes, and how ranks learn of it.
 
-Nothing here starts or ends a process (`hetexp.launch.survival` does).
+Nothing here starts or ends a process (`hetexp.launch.group_recovery` does).
 """
 
 from __future__ import annotations

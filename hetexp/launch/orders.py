@@ -23,10 +23,10 @@ from hetexp.hardware.lease import Leases
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.selection import select_devices, threads_for
 from hetexp.launch.control import Answer, Desk, Order
+from hetexp.launch.group_recovery import GroupRecovery
 from hetexp.launch.members import Member
 from hetexp.launch.requests import Requests
-from hetexp.launch.returns import Newcomer
-from hetexp.launch.survival import Survival
+from hetexp.launch.respawn import Newcomer
 
 LOOK_SECONDS = 0.1
 """Pause between two looks for orders."""
@@ -52,7 +52,7 @@ class Orders:
     """
 
     def __init__(
-        self, desk: Desk, survival: Survival, requests: Requests, config: Config, leases: Leases | None
+        self, desk: Desk, survival: GroupRecovery, requests: Requests, config: Config, leases: Leases | None
     ) -> None:
         self._desk, self._survival, self._requests = desk, survival, requests
         self._config, self._leases = config, leases

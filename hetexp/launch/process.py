@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import hetexp
 from hetexp.hardware.backend import VISIBILITY
 from hetexp.launch.interpreter import RUN_WORKER, is_own
-from hetexp.launch.lifeline import die_with_parent, end_with_launcher
+from hetexp.launch.parent_death import die_with_parent, end_with_launcher
 from hetexp.plan.exchange_checks import OTHER_JOBS
 
 WORKER = "hetexp.worker"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from hetexp.launch.health import Usage, usage_of
 from hetexp.launch.members import Member
-from hetexp.launch.watch import Usage, usage_of
 
 
 class StoppedWatch:

@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Survivor(Protocol):
-    """What lets a training go on with other members (`hetexp.training.survival.Survival`)."""
+    """What lets a training go on with other members (`hetexp.training.rank_recovery.RankRecovery`)."""
 
     def notices(self) -> tuple[int, int]:
         """Return the newest epoch and the newest request, as far as this rank knows."""

@@ -6,10 +6,10 @@ weights. An exchange that averages over W ranks yields (Σ_r g_r) / W instead, s
 by W / N beforehand. N is known only after a small all-reduce, which travels while the forward pass runs. See
 pytorch/pytorch#67253.
 
-The same all-reduce carries one more number of each rank, where the loop has something to tell (the seconds
-that the step before took it: see `hetexp/training/balancer.py`), and three of the first rank: news of
-members and requests (`hetexp/training/survival.py`), and whether a checkpoint is due by its clock. So all
-ranks act on them at the end of the same step.
+The same all-reduce carries one more number of each rank, where the loop has something to report (the seconds
+of the step before: see `hetexp/training/balancer.py`). It carries three of the first rank: news of members,
+requests (`hetexp/training/rank_recovery.py`), and whether a checkpoint is due by its clock. So all ranks act
+on them at the end of the same step.
 
 Where a rank computes in float16, all ranks multiply by the one loss scale as well; `settle` in
 `hetexp/training/precision.py` divides the exchanged gradient by it again.

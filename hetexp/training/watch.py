@@ -21,7 +21,7 @@ HURRIED_SECONDS = 0.005
 """The same where this rank waits for an epoch."""
 
 
-class Watch:
+class LauncherNews:
     """Knows the newest epoch and the newest request; a thread with a connection of its own looks for them.
 
     Args:

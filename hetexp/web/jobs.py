@@ -187,7 +187,7 @@ class Jobs:
         if job.stop_asked is None or row["pid"] is None or not lives(row["pid"], row["process_mark"]):
             return
         if time.time() - job.stop_asked > self._stop_seconds:
-            signalled(row["pid"], SIGKILL, group=True)  # its ranks end with it (`hetexp.launch.lifeline`)
+            signalled(row["pid"], SIGKILL, group=True)  # its ranks end with it (`hetexp.launch.parent_death`)
         elif row["id"] not in self._asked:
             self._asked.add(row["id"])
             signalled(row["pid"], SIGTERM)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from hetexp.hardware.cpu import CpuBackend
+from hetexp.launch.health import Usage
 from hetexp.launch.members import Member
 from hetexp.launch.stopped import StoppedWatch
-from hetexp.launch.watch import Usage
 
 
 class Scene:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from launched import wait_for
 
 from hetexp.core.epoch import LATEST, Epoch, Request
-from hetexp.training.watch import Watch
+from hetexp.training.watch import LauncherNews
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def publish(store: dist.Store, epoch: Epoch) -> None:
 
 def test_the_newest_epoch_is_known(store: dist.Store) -> None:
     broken: list[int] = []
-    watch = Watch(store, lambda: broken.append(watch.epoch))
+    watch = LauncherNews(store, lambda: broken.append(watch.epoch))
     watch.start()
     assert watch.newest_after(0, 0.01) is None
     publish(store, Epoch(1, (0, 2), "/plan"))
@@ -42,7 +42,7 @@ def test_the_newest_epoch_is_known(store: dist.Store) -> None:
 
 def test_a_newcomer_begins_with_the_present_epoch(store: dist.Store) -> None:
     publish(store, Epoch(7, (0, 2), "/plan"))
-    watch = Watch(store)
+    watch = LauncherNews(store)
     assert watch.epoch == 7
     watch.start()
     publish(store, Epoch(8, (0, 2, 9), "/plan", urgent=False))
@@ -52,7 +52,7 @@ def test_a_newcomer_begins_with_the_present_epoch(store: dist.Store) -> None:
 
 
 def test_requests_are_counted(store: dist.Store) -> None:
-    watch = Watch(store)
+    watch = LauncherNews(store)
     watch.start()
     assert watch.request == 0
     for number in (1, 2):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hetexp.hardware.cpu import CpuBackend
-from hetexp.launch import hang
-from hetexp.launch.hang import FIRST_SECONDS, LEAST_SECONDS, HangWatch, place_in, waits
-from hetexp.launch.heart import Beat
+from hetexp.launch import hang_detection
+from hetexp.launch.hang_detection import FIRST_SECONDS, LEAST_SECONDS, HangWatch, place_in, waits
+from hetexp.launch.heartbeat import Heartbeat
 from hetexp.launch.members import Member
 from hetexp.launch.report import stack_path
 
@@ -50,8 +50,8 @@ class Scene:
         watch: Any = self
         self.hangs = HangWatch(watch, 0.5, lambda: self.now)
 
-    def beat_of(self, member: int) -> Beat:
-        return Beat(1, self.step, self.doing, self.mean)
+    def beat_of(self, member: int) -> Heartbeat:
+        return Heartbeat(1, self.step, self.doing, self.mean)
 
     def seconds_in_step(self, member: int) -> float:
         return self.now - self.since
@@ -77,7 +77,7 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     scene = Scene(tmp_path)
-    monkeypatch.setattr(hang, "_ask_for_stack", scene.write_stack)
+    monkeypatch.setattr(hang_detection, "_ask_for_stack", scene.write_stack)
     return scene
 
 

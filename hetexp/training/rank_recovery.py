@@ -28,7 +28,7 @@ from hetexp.core.lines import last_rows
 from hetexp.core.plan import Plan
 from hetexp.training.handover import Carried, give, take
 from hetexp.training.requests import Requests
-from hetexp.training.watch import Watch
+from hetexp.training.watch import LauncherNews
 from hetexp.training.wiring import join_group, leave_group, start_loggers, versions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class DismissedError(HetexpError):
     """The training goes on without this rank, as a person has asked."""
 
 
-class Survival:
+class RankRecovery:
     """What a rank needs to outlive the others, and to hear of what people ask for.
 
     Args:
@@ -55,7 +55,7 @@ class Survival:
     def __init__(self, store: dist.Store, member: int) -> None:
         self.member = member
         self._launcher = store
-        self._watch = Watch(store, shut_all)
+        self._watch = LauncherNews(store, shut_all)
         self.requests = Requests(store)
         self.epoch = 0
         """Number of the epoch whose group this rank is in, or is about to form."""

@@ -24,7 +24,7 @@ WAITING = "waiting"
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank tells with each sign of life."""
 
     count: int
@@ -38,7 +38,7 @@ class Beat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Beat:
+    def from_json(cls, text: str | bytes) -> Heartbeat:
         return cls(**json.loads(text))
 
 
@@ -62,7 +62,7 @@ def beat(
                 if step != last:  # while a step hangs its time is no step's
                     mean = (time.monotonic() - began) / max(1, (step or 0) - (first or 0))
                     last = step
-                store.set(beat_key(member), Beat(count, step, doing, mean).to_json())
+                store.set(beat_key(member), Heartbeat(count, step, doing, mean).to_json())
                 pause.wait(heartbeat_seconds / BEATS)
 
     threading.Thread(target=run, name="heart", daemon=True).start()

@@ -15,9 +15,9 @@ import pytest
 
 from hetexp.core.epoch import beat_key
 from hetexp.hardware.cpu import CpuBackend
-from hetexp.launch.heart import Beat
+from hetexp.launch.health import HealthMonitor, Usage, usage_of
+from hetexp.launch.heartbeat import Heartbeat
 from hetexp.launch.members import Member
-from hetexp.launch.watch import Usage, Watch, usage_of
 
 IDLE = Usage(ticks=100, stopped=False, runs=False, waits_for_disk=False)
 
@@ -34,7 +34,7 @@ class Scene:
         for number in range(2):
             process = type("Process", (), {"pid": 10 + number})()
             self.members.append(Member(number, CpuBackend.describe(number), process, Path("log")))
-        self.watch = Watch(self, 1.0, lambda: self.now, lambda pid: self.usage[pid])
+        self.watch = HealthMonitor(self, 1.0, lambda: self.now, lambda pid: self.usage[pid])
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
@@ -44,7 +44,7 @@ class Scene:
 
     def beat(self, member: int, step: int = 0, doing: str = "steps") -> None:
         self.counts[member] += 1
-        self.values[beat_key(member)] = Beat(self.counts[member], step, doing).to_json()
+        self.values[beat_key(member)] = Heartbeat(self.counts[member], step, doing).to_json()
 
     def after(self, seconds: float, *beating: int, works: bool = False) -> set[int]:
         """Return who was found frozen while these members beat and the others did not."""

@@ -14,8 +14,8 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.core.errors import SetupError
 from hetexp.training.loop import Training
+from hetexp.training.rank_recovery import RankRecovery, told_lines
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.survival import Survival, told_lines
 
 MakeParts = Callable[..., TrainState]
 
@@ -33,7 +33,7 @@ def agree(make_parts: MakeParts, *stands: dict[str, Any]) -> list[tuple[Training
             setattr(training, key, value)
         for parameter in parts.model.parameters():
             parameter.data.fill_(float(training.progress.step))
-        return training, Survival(store, communicator.rank)._agree(training, store)
+        return training, RankRecovery(store, communicator.rank)._agree(training, store)
 
     return FakeGroup(len(stands)).run(rank)
 

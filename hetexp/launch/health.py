@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hetexp.core.epoch import beat_key
-from hetexp.launch.heart import BEATS, Beat
+from hetexp.launch.heartbeat import BEATS, Heartbeat
 from hetexp.launch.members import Member
 
 UNSEEN = 5.0
@@ -51,7 +51,7 @@ class _Seen:
     """A member as last seen."""
 
     raw: bytes
-    beat: Beat
+    beat: Heartbeat
     since: float
     """When this beat was first seen."""
     ticks: int
@@ -61,7 +61,7 @@ class _Seen:
     """When it first told this step, or that it takes steps."""
 
 
-class Watch:
+class HealthMonitor:
     """Looks for members that neither give signs of life nor compute.
 
     A rank whose interpreter is busy gives no sign and computes; one that waits for others does not compute
@@ -96,7 +96,7 @@ class Watch:
         self._looked = now
         return [member for member in members if self._is_frozen(member, now)]
 
-    def beat_of(self, member: int) -> Beat | None:
+    def beat_of(self, member: int) -> Heartbeat | None:
         """Return what a member told last, `None` where it has told nothing yet."""
         seen = self._seen.get(member)
         return seen.beat if seen is not None else None
@@ -128,7 +128,7 @@ class Watch:
         return now - seen.quiet_since > self._limit * (UNSEEN if usage.waits_for_disk else 1.0)
 
     def _see(self, member: Member, raw: bytes, seen: _Seen | None, now: float) -> None:
-        usage, beat = self._usage(member.process.pid), Beat.from_json(raw)
+        usage, beat = self._usage(member.process.pid), Heartbeat.from_json(raw)
         ticks = usage.ticks if usage is not None else 0
         same = seen is not None and (seen.beat.step, seen.beat.doing) == (beat.step, beat.doing)
         since = seen.step_since if same and seen is not None else now

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetexp.launch.heart import STEPS
+from hetexp.launch.health import HealthMonitor
+from hetexp.launch.heartbeat import STEPS
 from hetexp.launch.members import Member
 from hetexp.launch.process import signal_rank
 from hetexp.launch.report import stack_path
-from hetexp.launch.watch import Watch
 
 FACTOR = 20.0
 """Times a usual step's seconds that one may take."""
@@ -68,7 +68,7 @@ class HangWatch:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: HealthMonitor,
         predicted_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -14,14 +14,14 @@ from hetexp.core.config import Config
 from hetexp.core.epoch import Departure
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
-from hetexp.launch.hang import HangWatch, Hung
-from hetexp.launch.heart import WAITING
+from hetexp.launch.hang_detection import HangWatch, Hung
+from hetexp.launch.health import HealthMonitor
+from hetexp.launch.heartbeat import WAITING
 from hetexp.launch.hosts import is_here
 from hetexp.launch.members import Member
 from hetexp.launch.membership import Membership, device_trouble
 from hetexp.launch.report import RankFailure
-from hetexp.launch.returns import Returns
-from hetexp.launch.watch import Watch
+from hetexp.launch.respawn import Respawns
 from hetexp.plan.replan import replan
 from hetexp.strategy.base import Strategy
 
@@ -30,7 +30,7 @@ FORMING_TRIES = 4
 """Epochs in a row whose group did not form, after which the members' own error ends the run."""
 
 
-class Survival:
+class GroupRecovery:
     """The members of a running training, in this epoch and in those to come.
 
     Args:
@@ -44,7 +44,7 @@ class Survival:
         self._config, self._store = config, store
         self._started = started
         self.membership = Membership(plan, store)
-        self._watch = Watch(store, config.fault.heartbeat_seconds)
+        self._watch = HealthMonitor(store, config.fault.heartbeat_seconds)
         self._hang_watch = HangWatch(self._watch, _predicted_seconds(plan))
         self._waiting_since: float | None = None
         """Since when a member has waited for an epoch that nobody had a reason to publish."""
@@ -55,7 +55,7 @@ class Survival:
         """What became of the members that were taken out last, until the others have formed anew."""
         # Nothing here refers to what holds it: the store's port is free as soon as the run is let go.
         self._say = partial(_say, console)
-        self.returns = Returns(self.membership, config, store, started, self._say)
+        self.returns = Respawns(self.membership, config, store, started, self._say)
 
     @property
     def reforms(self) -> bool:

@@ -44,7 +44,7 @@ class _Coming:
     started: float = 0.0
 
 
-class Returns:
+class Respawns:
     """Starts a process for each device that is to come, and takes it in once it is prepared.
 
     Args:
