@@ -198,7 +198,7 @@ class TrainerConfig(Section):
     """What becomes of the run where a checkpoint before the last one cannot be written."""
     on_request: dict[str, str] = {}
     """What answers to `hetexp control RUN NAME`, by name: dotted paths of functions that take an
-    `hetexp.training.requests.Asked`."""
+    `hetexp.training.rank_commands.Asked`."""
     log_every: PositiveInt = 10
     check_sync_every: NonNegativeInt = 0
     """Steps between comparisons of all ranks' replicas (`hetexp.training.replicas`); 0: none."""

@@ -33,7 +33,7 @@ _ANSWER = ".answer.json"
 
 
 @dataclass(frozen=True)
-class Order:
+class Command:
     """One thing that a person asks for."""
 
     id: str
@@ -51,14 +51,14 @@ class Answer:
     """For people: what was done, or why not."""
 
 
-class Desk:
+class ControlServer:
     """The launcher's side: takes orders, and answers them. The run is under way as long as it is open."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._lock = FileLock(self._folder / _LOCK)
 
-    def __enter__(self) -> Desk:
+    def __enter__(self) -> ControlServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):
             self._folder.chmod(0o700)
@@ -75,7 +75,7 @@ class Desk:
             (self._folder / _LOCK).unlink()
             self._folder.rmdir()  # unless an answer waits there to be read
 
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[Command]:
         """Return the orders that have come since the last call, the first one first."""
         found = []
         for path in sorted(self._folder.glob("*.json"), key=_written_at):
@@ -84,15 +84,15 @@ class Desk:
             name = path.name.removesuffix(".json")
             if _ID.fullmatch(name):
                 order = _read(path, name)
-                if isinstance(order, Order):
+                if isinstance(order, Command):
                     found.append(order)
                 else:
-                    self.answer(Order(name, ""), Answer(False, order))
+                    self.answer(Command(name, ""), Answer(False, order))
             with contextlib.suppress(OSError):
                 path.unlink()
         return found
 
-    def answer(self, order: Order, answer: Answer) -> None:
+    def answer(self, order: Command, answer: Answer) -> None:
         """Tell what became of an order; a full disk keeps nobody from training on."""
         with contextlib.suppress(OSError):
             write_json(self._folder / f"{order.id}{_ANSWER}", asdict(answer), durable=False)
@@ -105,7 +105,7 @@ def _written_at(path: Path) -> int:
         return 0
 
 
-def _read(path: Path, name: str) -> Order | str:
+def _read(path: Path, name: str) -> Command | str:
     """Return the order in a file, or what is wrong with it."""
     try:
         # Neither a link to somebody else's file nor a pipe that nobody writes into.
@@ -129,7 +129,7 @@ def _read(path: Path, name: str) -> Order | str:
         return (
             "An order must have a `command` of small letters, digits, - and _, and maybe a text `argument`."
         )
-    return Order(name, command, argument)
+    return Command(name, command, argument)
 
 
 def ask(run_dir: Path, command: str, argument: str = "") -> Answer:

@@ -25,14 +25,14 @@ from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.detection import detect
 from hetexp.hardware.lease import Leases
-from hetexp.launch.control import Desk
+from hetexp.launch.commands import CommandRunner
+from hetexp.launch.control import ControlServer
 from hetexp.launch.diagrams import diagrams
 from hetexp.launch.display import Display, show_plan, show_summary
 from hetexp.launch.group_recovery import NONE_HERE, GroupRecovery
 from hetexp.launch.health import UNSEEN
 from hetexp.launch.hosts import all_there, is_here
 from hetexp.launch.members import Member, end_all, environment_of, pause_for, start_member
-from hetexp.launch.orders import Orders
 from hetexp.launch.preflight import check_machine
 from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
 from hetexp.launch.requests import Requests
@@ -112,7 +112,7 @@ def _run_ranks(
     restarts, before = Restarts(plan, config, console), None
     with (
         leases,
-        Desk(run_dir) as desk,
+        ControlServer(run_dir) as desk,
         _signals() as caught,
         diagrams(plan, config, console),
         followed(plan, config) as follower,
@@ -166,17 +166,19 @@ class _Run:
         self.follower = Follower()
         self._ready = False
         self._requests = Requests(store)
-        self._orders: Orders | None = None
+        self._orders: CommandRunner | None = None
         self._stopped = StoppedWatch(config.fault.heartbeat_seconds)
         self._done_with: set[Member] = set()
         """Those that were stopped after the others had finished."""
         self._stop_by: float | None = None
         """When the ranks must have ended after a signal, by the monotonic clock."""
 
-    def take_orders(self, desk: Desk, leases: Leases) -> None:
+    def take_orders(self, desk: ControlServer, leases: Leases) -> None:
         """Let people ask the run for things while it trains."""
         shared = self.config.hardware.share_devices
-        self._orders = Orders(desk, self.survival, self._requests, self.config, None if shared else leases)
+        self._orders = CommandRunner(
+            desk, self.survival, self._requests, self.config, None if shared else leases
+        )
 
     def start(self, plan_path: Path) -> None:
         """Start every rank."""

@@ -27,7 +27,7 @@ from hetexp.core.errors import HandshakeError, HetexpError, PeerLostError, Setup
 from hetexp.core.lines import last_rows
 from hetexp.core.plan import Plan
 from hetexp.training.handover import Carried, give, take
-from hetexp.training.requests import Requests
+from hetexp.training.rank_commands import Requests
 from hetexp.training.watch import LauncherNews
 from hetexp.training.wiring import join_group, leave_group, start_loggers, versions
 

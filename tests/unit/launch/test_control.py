@@ -11,7 +11,7 @@ import pytest
 
 from hetexp.commands.control import main_add, main_control
 from hetexp.core.errors import SetupError, UsageError
-from hetexp.launch.control import LARGEST_BYTES, Answer, Desk, Order, ask, find_run
+from hetexp.launch.control import LARGEST_BYTES, Answer, Command, ControlServer, ask, find_run
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def run(tmp_path: Path) -> Path:
 class Taker(threading.Thread):
     """Answers each order with its own words, as a launcher does in its loop."""
 
-    def __init__(self, desk: Desk, answers: dict[str, Answer]) -> None:
+    def __init__(self, desk: ControlServer, answers: dict[str, Answer]) -> None:
         super().__init__()
         self.desk, self.answers, self.over = desk, answers, threading.Event()
-        self.seen: list[Order] = []
+        self.seen: list[Command] = []
 
     def run(self) -> None:
         while not self.over.wait(0.005):
@@ -41,7 +41,7 @@ def test_an_order_and_its_answer(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(run.parents[2])
-    with Desk(run) as desk:
+    with ControlServer(run) as desk:
         assert run.joinpath("control").stat().st_mode & 0o777 == 0o700
         taker = Taker(desk, {"tell": Answer(True, "said"), "add": Answer(False, "`DEVICE` must be …")})
         taker.start()
@@ -65,7 +65,7 @@ def test_an_order_and_its_answer(
 def test_what_is_no_order(run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text('{"command": "stop"}')
-    with Desk(run) as desk:
+    with ControlServer(run) as desk:
         folder = run / "control"
         bad = {
             "aaaaaaa1": ("x" * (LARGEST_BYTES + 1), "at most"),
@@ -105,7 +105,7 @@ def test_orders_that_nobody_takes(run: Path, capsys: pytest.CaptureFixture[str])
 
 def test_an_order_at_the_end_of_a_run(run: Path) -> None:
     answers = []
-    with Desk(run) as desk:
+    with ControlServer(run) as desk:
         asking = threading.Thread(target=lambda: answers.append(ask(run, "checkpoint")))
         asking.start()
         while not [*(run / "control").glob("*.json")]:

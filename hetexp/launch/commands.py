@@ -22,7 +22,7 @@ from hetexp.hardware.detection import detect
 from hetexp.hardware.lease import Leases
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.selection import select_devices, threads_for
-from hetexp.launch.control import Answer, Desk, Order
+from hetexp.launch.control import Answer, Command, ControlServer
 from hetexp.launch.group_recovery import GroupRecovery
 from hetexp.launch.members import Member
 from hetexp.launch.requests import Requests
@@ -39,11 +39,11 @@ class _Leaving:
     """A member that a person has taken out, until its process has ended."""
 
     member: Member
-    order: Order
+    order: Command
     deadline: float
 
 
-class Orders:
+class CommandRunner:
     """Looks for orders, and does what they say as far as it can be done.
 
     Args:
@@ -52,13 +52,18 @@ class Orders:
     """
 
     def __init__(
-        self, desk: Desk, survival: GroupRecovery, requests: Requests, config: Config, leases: Leases | None
+        self,
+        desk: ControlServer,
+        survival: GroupRecovery,
+        requests: Requests,
+        config: Config,
+        leases: Leases | None,
     ) -> None:
         self._desk, self._survival, self._requests = desk, survival, requests
         self._config, self._leases = config, leases
         self._looked = 0.0
-        self._chosen: queue.SimpleQueue[tuple[Order, Newcomer | list[str]]] = queue.SimpleQueue()
-        self._waiting: dict[str, Order] = {}
+        self._chosen: queue.SimpleQueue[tuple[Command, Newcomer | list[str]]] = queue.SimpleQueue()
+        self._waiting: dict[str, Command] = {}
         self._leaving: list[_Leaving] = []
         self.stopped = False
         """Whether a person has ended the run."""
@@ -82,24 +87,24 @@ class Orders:
         for order in [*self._waiting.values(), *(one.order for one in self._leaving)]:
             self._desk.answer(order, Answer(False, "The run has ended."))
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: Command) -> None:
         if not self._survival.begun:
             self._refuse(order, "The training has not begun yet: ask again in a moment.")
         elif self._survival.deaf:
             self._refuse(order, self._survival.deaf)
         elif order.command in ("add", "drop"):
-            carry_out: Callable[[Order], None] = self._add if order.command == "add" else self._drop
+            carry_out: Callable[[Command], None] = self._add if order.command == "add" else self._drop
             carry_out(order)
         else:
             if order.command == "stop":  # the last state is kept, as after a signal
                 self._requests.send("checkpoint")
             self._requests.send(order.command, order.argument, partial(self._answered, order))
 
-    def _answered(self, order: Order, answer: Answer) -> None:
+    def _answered(self, order: Command, answer: Answer) -> None:
         self.stopped |= order.command == "stop" and answer.done
         self._desk.answer(order, answer)
 
-    def _add(self, order: Order) -> None:
+    def _add(self, order: Command) -> None:
         membership, name = self._survival.membership, order.argument
         if not self._survival.reforms:
             self._refuse(order, self._fixed())
@@ -113,7 +118,7 @@ class Orders:
         else:
             self._bring(order, membership.whole.devices[place])
 
-    def _choose(self, order: Order, whole: Plan) -> None:
+    def _choose(self, order: Command, whole: Plan) -> None:
         """Find the device that is meant; asking the drivers may take seconds, so that a thread does it."""
         try:
             found: Newcomer | list[str] = choose_newcomer(self._config, whole, order.argument)
@@ -121,13 +126,13 @@ class Orders:
             found = [f"{type(error).__name__}: {error}"]
         self._chosen.put((order, found))
 
-    def _bring_new(self, order: Order, found: Newcomer | list[str]) -> None:
+    def _bring_new(self, order: Command, found: Newcomer | list[str]) -> None:
         if isinstance(found, Newcomer):
             self._bring(order, found.device, found)
         else:
             self._told(order, False, " ".join(found))
 
-    def _bring(self, order: Order, device: DeviceSpec, newcomer: Newcomer | None = None) -> None:
+    def _bring(self, order: Command, device: DeviceSpec, newcomer: Newcomer | None = None) -> None:
         try:
             if self._leases is not None:
                 self._leases.take(device)
@@ -136,7 +141,7 @@ class Orders:
             return
         self._survival.returns.bring(device, partial(self._told, order), newcomer)
 
-    def _drop(self, order: Order) -> None:
+    def _drop(self, order: Command) -> None:
         membership, name = self._survival.membership, order.argument
         place = membership.place_of(name)
         number = membership.member_at(place) if place is not None else None
@@ -184,12 +189,12 @@ class Orders:
             return f"Devices cannot come and go where {whole.way.name} carries their sums (comm.backend=shm)."
         return f"Devices cannot come and go under strategy={whole.strategy}."
 
-    def _told(self, order: Order, done: bool, text: str) -> None:
+    def _told(self, order: Command, done: bool, text: str) -> None:
         """Answer an order to add a device."""
         self._waiting.pop(order.id, None)
         self._desk.answer(order, Answer(done, text))
 
-    def _refuse(self, order: Order, text: str) -> None:
+    def _refuse(self, order: Command, text: str) -> None:
         self._desk.answer(order, Answer(False, text))
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.core.epoch import Request
-from hetexp.training import requests
+from hetexp.training import rank_commands
 from hetexp.training.loop import Training
-from hetexp.training.requests import Asked, Requests, on_request
+from hetexp.training.rank_commands import Asked, Requests, on_request
 from hetexp.training.state import Progress, TrainState
 
 MakeParts = Callable[..., TrainState]
@@ -22,7 +22,7 @@ MakeParts = Callable[..., TrainState]
 
 @pytest.fixture(autouse=True)
 def _handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_handlers", {})
+    monkeypatch.setattr(rank_commands, "_handlers", {})
 
 
 def by_path(asked: Asked) -> str:
