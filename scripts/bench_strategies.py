@@ -46,7 +46,7 @@ def bench(name: str, folder: Path, arguments: argparse.Namespace, kept: dict[str
     """Run all entrants of a mix in turn, again and again: what else the machine does meets all of them."""
     before = kept["mixes"].get(name)
     scale = arguments.time_scale or (before["time_scale"] if before is not None else None)
-    scene = prepare(MIXES[name], folder, scale)
+    inputs = prepare(MIXES[name], folder, scale)
     rows = {(row["name"], row["policy"]): row for row in before["rows"]} if before is not None else {}
     wanted = [one for one in entrants_of(name) if one.strategy in arguments.strategies]
     rows |= {
@@ -56,7 +56,7 @@ def bench(name: str, folder: Path, arguments: argparse.Namespace, kept: dict[str
     for _ in range(arguments.repeats):
         for entrant in wanted:
             began = time.perf_counter()
-            found = measure(scene, entrant, arguments.steps)
+            found = measure(inputs, entrant, arguments.steps)
             rows[entrant.name, entrant.policy]["runs"].append(found)
             print(
                 f"{name}: {entrant.name} {entrant.policy or ''}: {found['samples_per_s']:,.1f} samples/s"
@@ -65,10 +65,10 @@ def bench(name: str, folder: Path, arguments: argparse.Namespace, kept: dict[str
             )
             order = [(one.name, one.policy) for one in entrants_of(name)]
             kept["mixes"][name] = {
-                "title": scene.mix.title,
-                "global_batch_size": scene.mix.global_batch_size,
+                "title": inputs.mix.title,
+                "global_batch_size": inputs.mix.global_batch_size,
                 "steps": arguments.steps,
-                "time_scale": scene.time_scale,
+                "time_scale": inputs.time_scale,
                 "rows": [rows[key] for key in order if key in rows and rows[key]["runs"]],
             }
             if arguments.json is not None:

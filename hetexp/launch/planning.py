@@ -21,9 +21,9 @@ from hetexp.plan.as_json import prediction
 from hetexp.plan.known import MEASURED, Known
 from hetexp.plan.pick import pick, why_picked
 from hetexp.plan.planner import Request, check_plan, make_plan
-from hetexp.plan.predict import Forecast, Objective, forecast
+from hetexp.plan.predict import Objective, Prediction, predict_runs
+from hetexp.plan.prediction_inputs import Needs, PredictedRun
 from hetexp.plan.scale import Scaled, scaled
-from hetexp.plan.scene import Needs, Row
 from hetexp.plan.what_if import Change, changed
 from hetexp.strategy.auto import Auto
 from hetexp.strategy.base import Strategy
@@ -55,9 +55,9 @@ class OtherPlan:
 class Foreseen:
     """All that was asked."""
 
-    as_it_is: Forecast
+    as_it_is: Prediction
     changes: tuple[Change, ...] = ()
-    what_if: Forecast | None = None
+    what_if: Prediction | None = None
     scaled: Scaled | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def predicted(
     wanted: Wanted = Wanted(),
     kept: Sequence[int | None] = (),
     old: Known | None = None,
-) -> Forecast:
+) -> Prediction:
     """Predict some strategies with some policies on a plan's devices.
 
     Args:
@@ -141,7 +141,7 @@ def predicted(
     # One device is chosen for a strategy that takes one.
     asked = {name: one for name, one in choices.strategies.items() if one.one_process or not one.solo}
     refusals = {name: " ".join(one.check(config, plan.devices)) for name, one in asked.items()}
-    found = forecast(
+    found = predict_runs(
         plan,
         known,
         choices.strategies,
@@ -253,17 +253,21 @@ def _known(
     return known.limited(built.caps(), passes), needs, built
 
 
-def _with_pick(found: Forecast, choices: Alternatives) -> Forecast:
-    """Return a forecast that tells what `strategy=auto` takes."""
+def _with_pick(found: Prediction, choices: Alternatives) -> Prediction:
+    """Return a prediction that tells what `strategy=auto` takes."""
     row = pick(found, choices.own["balancing"])
     if row is None:
         return found
     return replace(found, reasons=(*found.reasons, why_picked(row, found)))
 
 
-def _with_problems(found: Forecast, choices: Alternatives) -> Forecast:
+def _with_problems(found: Prediction, choices: Alternatives) -> Prediction:
     rows = []
     for option, why in choices.problems.items():
         group, _, name = option.partition("=")
-        rows.append(Row(name, None, problem=why) if group == "strategy" else Row("", name, problem=why))
+        rows.append(
+            PredictedRun(name, None, problem=why)
+            if group == "strategy"
+            else PredictedRun("", name, problem=why)
+        )
     return replace(found, rows=(*found.rows, *rows))

@@ -12,10 +12,10 @@ from hetexp.core.device import GIB
 from hetexp.core.plan import Plan
 from hetexp.launch.planning import Foreseen
 from hetexp.plan.known import CATALOGUE, MEASURED, NOTHING
-from hetexp.plan.predict import Forecast
+from hetexp.plan.predict import Prediction
+from hetexp.plan.prediction_inputs import PredictedRun
 from hetexp.plan.routes import route_of_all, route_reason
 from hetexp.plan.scale import Scaled, ScaledRow
-from hetexp.plan.scene import Row
 from hetexp.plan.staged import layers_told
 
 MIB = 2**20
@@ -39,7 +39,7 @@ def show(found: Foreseen, console: Console) -> None:
         show_scaled(found.scaled, base.plan, console)
 
 
-def show_forecast(found: Forecast, console: Console) -> None:
+def show_forecast(found: Prediction, console: Console) -> None:
     """Print the table of strategies and policies, that of the devices, and the recommendation."""
     table = Table(title=Text(_heading(found)), title_justify="left", title_style="bold")
     columns = ["strategy", "policy", "step", "samples/s", "efficiency", "ceiling", "energy"]
@@ -135,13 +135,13 @@ def _energy(joules: float | None, unit: str) -> str:
     return f"{joules:,.3g} J{unit}" if joules >= 1.0 else f"{joules * 1e3:.3g} mJ{unit}"
 
 
-def _heading(found: Forecast) -> str:
+def _heading(found: Prediction) -> str:
     sources = dict.fromkeys(found.known.sources)
     where = {MEASURED: "from measurements", CATALOGUE: CATALOGUE, NOTHING: "where it can be"}
     return f"Predicted {', '.join(where[one] for one in sources)}: {found.total:,} samples a step"
 
 
-def _show_devices(found: Forecast, console: Console) -> None:
+def _show_devices(found: Prediction, console: Console) -> None:
     """Print what each device would get, by policy; more than a few devices by kind."""
     rows = _rows_of_devices(found)
     devices = found.plan.devices
@@ -169,11 +169,11 @@ def _show_devices(found: Forecast, console: Console) -> None:
     _chunked(fixed, names, labels, body, title, console)
 
 
-def _rows_of_devices(found: Forecast) -> list[Row]:
+def _rows_of_devices(found: Prediction) -> list[PredictedRun]:
     """Return all rows of the plan's own and the recommended strategy, and the fastest of each other one."""
     rows = [row for row in found.rows if row.counts and row.policy is not None]
     whole = {found.plan.strategy, found.best.strategy if found.best is not None else None}
-    fastest: dict[str, Row] = {}
+    fastest: dict[str, PredictedRun] = {}
     for row in rows:
         if row.predicted:
             known = fastest.setdefault(row.strategy, row)
@@ -182,7 +182,7 @@ def _rows_of_devices(found: Forecast) -> list[Row]:
     return [row for row in rows if row.strategy in whole or row is fastest.get(row.strategy)]
 
 
-def _alike(rows: Sequence[Row], body: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+def _alike(rows: Sequence[PredictedRun], body: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
     """Return one column for all policies of a strategy that give the devices the same."""
     columns: dict[tuple[str, ...], list[str]] = {}
     for number, row in enumerate(rows):
@@ -193,7 +193,7 @@ def _alike(rows: Sequence[Row], body: Sequence[Sequence[str]]) -> tuple[list[str
     return labels, [list(line) for line in zip(*cells, strict=True)]
 
 
-def _cell(row: Row, group: Sequence[int]) -> str:
+def _cell(row: PredictedRun, group: Sequence[int]) -> str:
     """Return a group's samples under a row, and below them the memory; of a pipeline also the layers."""
     memory = row.memory_bytes or (None,) * len(row.ranks)
     own = [(c, m) for rank, c, m in zip(row.ranks, row.counts, memory, strict=True) if rank in group]
@@ -208,7 +208,7 @@ def _cell(row: Row, group: Sequence[int]) -> str:
     return f"{text}\n{_memory(max(needs))}" if needs else text
 
 
-def _layers(row: Row, group: Sequence[int]) -> str:
+def _layers(row: PredictedRun, group: Sequence[int]) -> str:
     """Return the layers of a group's devices, and which pipelines they belong to where there are several."""
     own = [stages for rank, stages in zip(row.ranks, row.stages, strict=True) if rank in group]
     pieces = [stage for stages in own for stage in stages]
@@ -264,7 +264,7 @@ def _chunked(
         start = end
 
 
-def _compare(now: Forecast, then: Forecast, console: Console) -> None:
+def _compare(now: Prediction, then: Prediction, console: Console) -> None:
     before, after = (one.best.step_seconds if one.best is not None else None for one in (now, then))
     if before is None or after is None:
         _line(console, "· No comparison: not both are predicted.")

@@ -7,17 +7,17 @@ from dataclasses import asdict
 from typing import Any
 
 import hetexp
-from hetexp.plan.predict import Forecast
+from hetexp.plan.predict import Prediction
+from hetexp.plan.prediction_inputs import PredictedRun
 from hetexp.plan.routes import route_of_all
 from hetexp.plan.scale import Scaled
-from hetexp.plan.scene import Row
 from hetexp.plan.what_if import Change
 
 SCHEMA = 1
 
 
 def prediction(
-    found: Forecast, changes: Sequence[Change], what_if: Forecast | None, cluster: Scaled | None
+    found: Prediction, changes: Sequence[Change], what_if: Prediction | None, cluster: Scaled | None
 ) -> dict[str, Any]:
     """Return everything that was predicted."""
     return {
@@ -31,7 +31,7 @@ def prediction(
     }
 
 
-def _forecast(found: Forecast) -> dict[str, Any]:
+def _forecast(found: Prediction) -> dict[str, Any]:
     facts = zip(
         found.plan.devices,
         found.known.sources,
@@ -64,7 +64,7 @@ def _forecast(found: Forecast) -> dict[str, Any]:
     }
 
 
-def _row(row: Row, found: Forecast) -> dict[str, Any]:
+def _row(row: PredictedRun, found: Prediction) -> dict[str, Any]:
     memory = row.memory_bytes or (None,) * len(row.ranks)
     stages = row.stages or ((),) * len(row.ranks)
     return {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hetexp.plan.known import MEASURED
 from hetexp.plan.measured import LEAST_GAIN
-from hetexp.plan.predict import Forecast
-from hetexp.plan.scene import Row
+from hetexp.plan.predict import Prediction
+from hetexp.plan.prediction_inputs import PredictedRun
 
 SIMPLEST = ("single", "ddp")
 """Of strategies that are as fast as each other these come first,"""
@@ -18,7 +18,7 @@ MUCH_FASTER = 2.0
 """so many times as fast as the fastest exact one, at least."""
 
 
-def pick(found: Forecast, policy: str) -> Row | None:
+def pick(found: Prediction, policy: str) -> PredictedRun | None:
     """Return the row of the fastest exact strategy with a policy, `None` where nothing is predicted.
 
     One that is exact inside each host, where it is among the rows of several hosts, is taken before it if it
@@ -34,7 +34,7 @@ def pick(found: Forecast, policy: str) -> Row | None:
     near = [row for row in fit if (row.step_seconds or 0.0) * (1 - LEAST_GAIN) <= fastest]
     measured = all(source == MEASURED for source in found.known.sources)
 
-    def order(row: Row) -> tuple[bool, int, float]:
+    def order(row: PredictedRun) -> tuple[bool, int, float]:
         rank = SIMPLEST.index(row.strategy) if row.strategy in SIMPLEST else len(SIMPLEST)
         return row.measures == measured, rank + (row.strategy in LAST), row.step_seconds or 0.0
 
@@ -48,10 +48,10 @@ def pick(found: Forecast, policy: str) -> Row | None:
     return min(quick, key=lambda row: row.step_seconds or 0.0, default=exact)
 
 
-def why_picked(row: Row, found: Forecast) -> str:
+def why_picked(row: PredictedRun, found: Prediction) -> str:
     """Say what the picked row takes, and what the best of the others would."""
     sources = " and ".join(dict.fromkeys(found.known.sources))
-    others: dict[str, Row] = {}
+    others: dict[str, PredictedRun] = {}
     for other in found.rows:
         known = others.setdefault(other.strategy, other)
         if other.exact and other.predicted and (other.step_seconds or 0.0) < (known.step_seconds or 0.0):

@@ -18,14 +18,14 @@ from hetexp.plan.known import MEASURED, Known
 from hetexp.plan.measured import LEAST_GAIN, Choice
 from hetexp.plan.predict_local import local
 from hetexp.plan.predict_stages import staged
-from hetexp.plan.scene import ENERGY_TOLERANCE, Needs, Row, Scene
+from hetexp.plan.prediction_inputs import ENERGY_TOLERANCE, Needs, PredictedRun, PredictionInputs
 from hetexp.strategy.base import Strategy
 
 Objective = Literal["time", "energy", "budget"]
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Prediction:
     """All rows of a plan's devices, and which of them is best."""
 
     plan: Plan
@@ -34,13 +34,13 @@ class Forecast:
     """Samples of a step."""
     solo_samples_per_second: tuple[float | None, ...]
     """Of each device alone with the whole batch, or what its memory holds of it."""
-    rows: tuple[Row, ...]
-    best: Row | None
+    rows: tuple[PredictedRun, ...]
+    best: PredictedRun | None
     reasons: tuple[str, ...] = field(default=())
     """Why it is the best, or why there is none."""
 
 
-def forecast(
+def predict_runs(
     plan: Plan,
     known: Known,
     strategies: Mapping[str, Strategy],
@@ -51,7 +51,7 @@ def forecast(
     preferred: str | None = None,
     layers: Sequence[Layer] | str = "nobody has counted the model's layers",
     refusals: Mapping[str, str] | None = None,
-) -> Forecast:
+) -> Prediction:
     """Predict every strategy with every policy.
 
     Args:
@@ -66,38 +66,38 @@ def forecast(
         layers: of the model, or why it is not cut.
         refusals: strategy → what speaks against it on these devices.
     """
-    scene = Scene(plan, known, needs, policies)
-    rows: list[Row] = []
+    inputs = PredictionInputs(plan, known, needs, policies)
+    rows: list[PredictedRun] = []
     for name, strategy in strategies.items():
         if name in (refusals or {}):
-            rows.append(Row(name, None, problem=(refusals or {})[name], exact=strategy.exact))
+            rows.append(PredictedRun(name, None, problem=(refusals or {})[name], exact=strategy.exact))
         elif strategy.predicted_as == "stages":
-            rows += staged(scene, name, strategy, layers)
+            rows += staged(inputs, name, strategy, layers)
         elif strategy.predicted_as in ("periodic", "apart"):
-            rows += local(scene, name, strategy)
+            rows += local(inputs, name, strategy)
         elif strategy.predicted_as == "alone":
-            rows.append(scene.alone(name))
+            rows.append(inputs.alone(name))
         elif strategy.predicted_as == "all_reduce" and len(plan.devices) > 1:
-            rows += [scene.shared(name, label, policy) for label, policy in policies.items()]
+            rows += [inputs.shared(name, label, policy) for label, policy in policies.items()]
             if objective == "energy":
-                rows.append(scene.thrifty(name))
+                rows.append(inputs.thrifty(name))
             elif budget_watts is not None:
-                rows.append(scene.within(name, budget_watts))
+                rows.append(inputs.within(name, budget_watts))
         elif strategy.predicted_as == "all_reduce":
-            rows.append(replace(scene.alone(name), strategy=name))
+            rows.append(replace(inputs.alone(name), strategy=name))
         else:
-            rows.append(Row(name, None, problem="the cost model does not know this strategy"))
-    best, reasons = recommend(rows, scene, objective, budget_watts, preferred)
-    return Forecast(plan, known, scene.total, scene.solo, tuple(rows), best, tuple(reasons))
+            rows.append(PredictedRun(name, None, problem="the cost model does not know this strategy"))
+    best, reasons = recommend(rows, inputs, objective, budget_watts, preferred)
+    return Prediction(plan, known, inputs.total, inputs.solo, tuple(rows), best, tuple(reasons))
 
 
 def recommend(
-    rows: Sequence[Row],
-    scene: Scene,
+    rows: Sequence[PredictedRun],
+    inputs: PredictionInputs,
     objective: Objective,
     budget_watts: float | None,
     preferred: str | None = None,
-) -> tuple[Row | None, list[str]]:
+) -> tuple[PredictedRun | None, list[str]]:
     """Return the best row and why it is the best, or why there is none.
 
     Of rows whose difference cannot be measured the simplest is taken; but where the figures are not measured,
@@ -106,7 +106,7 @@ def recommend(
     fit = [row for row in rows if row.predicted and row.exact]
     if objective == "budget":
         fit = [row for row in fit if row.watts is not None and row.watts <= (budget_watts or 0.0)]
-    why = scene.unknown()
+    why = inputs.unknown()
     if why is not None:
         return None, [
             f"No recommendation: {why}, neither by measurement nor by the catalogue. balancing=profiled "
@@ -121,25 +121,27 @@ def recommend(
         fit = [row for row in fit if row.joules_per_sample is not None]
         fit = [row for row in fit if (row.step_seconds or 0.0) <= within]
         if not fit:
-            return None, [f"No recommendation: {scene._no_watts()}."]
+            return None, [f"No recommendation: {inputs._no_watts()}."]
         best = min(fit, key=lambda row: row.joules_per_sample or 0.0)
     else:
         near = [row for row in fit if (row.step_seconds or 0.0) * (1 - LEAST_GAIN) <= fastest]
-        measured = all(source == MEASURED for source in scene.known.sources)
+        measured = all(source == MEASURED for source in inputs.known.sources)
 
-        def order(row: Row) -> tuple[bool, bool, bool, float]:
+        def order(row: PredictedRun) -> tuple[bool, bool, bool, float]:
             other = row.policy != preferred
             return row.measures == measured, row.policy is not None, other, row.step_seconds or 0.0
 
         best = min(near, key=order)
-    return best, _reasons(best, rows, scene, objective)
+    return best, _reasons(best, rows, inputs, objective)
 
 
-def _reasons(best: Row, rows: Sequence[Row], scene: Scene, objective: Objective) -> list[str]:
+def _reasons(
+    best: PredictedRun, rows: Sequence[PredictedRun], inputs: PredictionInputs, objective: Objective
+) -> list[str]:
     """Say what the best row gains over the fastest device alone and an equal split, and who is left out."""
     assert best.step_seconds is not None
     name = " + ".join(part for part in (best.strategy, best.policy) if part is not None)
-    text = f"{name}: {scene.total} samples are predicted to take {best.step_seconds:.4g} s a step"
+    text = f"{name}: {inputs.total} samples are predicted to take {best.step_seconds:.4g} s a step"
     others = []
     solo = [row.step_seconds or 0.0 for row in rows if row.predicted and len(row.ranks) == 1]
     equal = next((row for row in rows if row.policy == "equal" and row.predicted), None)
@@ -155,22 +157,22 @@ def _reasons(best: Row, rows: Sequence[Row], scene: Scene, objective: Objective)
     if objective == "budget" and best.watts is not None:
         others.append(f"with devices that draw up to {best.watts:g} W")
     reasons = [f"{text}{', ' + ', '.join(others) if others else ''}."]
-    if best.policy is None or best.policy not in scene.policies:
-        reasons += _how_to_run(best, scene)
-    choice = scene.best()
-    left_out = set(range(len(scene.names))) - set(best.ranks)
+    if best.policy is None or best.policy not in inputs.policies:
+        reasons += _how_to_run(best, inputs)
+    choice = inputs.best()
+    left_out = set(range(len(inputs.names))) - set(best.ranks)
     if best.reasons or not left_out:
         return reasons + list(best.reasons)
     if isinstance(choice, Choice) and objective == "time":
         return reasons + list(choice.reasons[:-1])
-    names = ", ".join(scene.names[rank] for rank in sorted(left_out))
+    names = ", ".join(inputs.names[rank] for rank in sorted(left_out))
     what = "it needs less energy" if objective == "energy" else "the budget is kept"
     return [*reasons, f"Without {names} {what}."]
 
 
-def _how_to_run(best: Row, scene: Scene) -> list[str]:
+def _how_to_run(best: PredictedRun, inputs: PredictionInputs) -> list[str]:
     """Return the words that train like this where no policy does; none where they would not say all."""
-    devices = [scene.plan.devices[rank] for rank in best.ranks]
+    devices = [inputs.plan.devices[rank] for rank in best.ranks]
     if any(d.slow != 1.0 or d.limited or d.python is not None or d.host is not None for d in devices):
         return []
     names = [f"emulated:{d.card}" if d.backend == "emulated" else d.id for d in devices]

@@ -11,49 +11,51 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.split import apportion
 from hetexp.plan.exchanged import exchange_under
 from hetexp.plan.measured import choose
-from hetexp.plan.scene import Row, Scene
+from hetexp.plan.prediction_inputs import PredictedRun, PredictionInputs
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.hierarchical_sgd import HierarchicalSGD
 
 
-def local(scene: Scene, name: str, strategy: Strategy) -> list[Row]:
+def local(inputs: PredictionInputs, name: str, strategy: Strategy) -> list[PredictedRun]:
     """Return the row of each policy; a step is that of the slowest device, and its part of an exchange."""
-    rows = [_row(scene, name, label, policy, strategy) for label, policy in scene.policies.items()]
+    rows = [_row(inputs, name, label, policy, strategy) for label, policy in inputs.policies.items()]
     best = [row.efficiency for row in rows if row.efficiency is not None and row.measures]
     return [replace(row.reaching(max(best, default=None)), exact=strategy.exact) for row in rows]
 
 
-def _row(scene: Scene, name: str, label: str, policy: BalancingPolicy, strategy: Strategy) -> Row:
+def _row(
+    inputs: PredictionInputs, name: str, label: str, policy: BalancingPolicy, strategy: Strategy
+) -> PredictedRun:
     settles = policy.measures or policy.follows
-    exchange = exchange_under(strategy, scene.known.exchange, scene.plan, scene.linked.devices)
+    exchange = exchange_under(strategy, inputs.known.exchange, inputs.plan, inputs.linked.devices)
     reasons: tuple[str, ...] = ()
     try:
         if not settles:
-            shares = policy.shares(scene.plan.devices, scene.plan.precisions)
-            ranks, counts = tuple(range(len(shares))), apportion(scene.total, shares).counts
-        elif scene.known.complete:
+            shares = policy.shares(inputs.plan.devices, inputs.plan.precisions)
+            ranks, counts = tuple(range(len(shares))), apportion(inputs.total, shares).counts
+        elif inputs.known.complete:
             drops = policy.measures and policy.drop_slower and not isinstance(strategy, HierarchicalSGD)
-            choice = choose(scene.linked, scene.devices, exchange, drops)
+            choice = choose(inputs.linked, inputs.devices, exchange, drops)
             ranks, counts, reasons = choice.ranks, choice.split.counts, choice.reasons[:-1]
         else:
-            return Row(name, label, problem=f"{scene.unknown()}: it would be measured first")
+            return PredictedRun(name, label, problem=f"{inputs.unknown()}: it would be measured first")
     except ConfigError as error:
-        return Row(name, label, problem=" ".join(error.problems))
+        return PredictedRun(name, label, problem=" ".join(error.problems))
     except ValueError as error:  # the devices' memory together does not hold the batch
-        return Row(name, label, problem=f"{error}")
-    row = scene.row(name, label, ranks, counts)
+        return PredictedRun(name, label, problem=f"{error}")
+    row = inputs.row(name, label, ranks, counts)
     seconds = None
-    if scene.known.complete:
-        devices = [scene.devices[rank] for rank in ranks]
+    if inputs.known.complete:
+        devices = [inputs.devices[rank] for rank in ranks]
         steps = _local_steps(strategy, counts)
         own = [_seconds(d, n, k) for d, n, k in zip(devices, counts, steps, strict=True)]
         seconds = max(own) + exchange.data_seconds + (exchange.other_seconds if len(ranks) > 1 else 0.0)
-    rate = scene.total / seconds if seconds else None
+    rate = inputs.total / seconds if seconds else None
     return replace(
         row,
         step_seconds=seconds,
         samples_per_second=rate,
-        efficiency=rate / scene.whole if rate is not None and scene.whole else None,
+        efficiency=rate / inputs.whole if rate is not None and inputs.whole else None,
         reasons=reasons,
         measures=settles,
     )

@@ -55,21 +55,21 @@ def prepare(mix: Mix, folder: Path, time_scale: float | None) -> Scene:
         trial = start(folder, [*task_on(mix, folder), *words])
         needed = mix.step_seconds / (trial.summary["measured_step_s"] / trial.summary["time_scale"])
         scale = max(scale, trial.summary["time_scale"], needed if strategy == "ddp" else 0.0)
-    scene = Scene(mix, folder, scale)
+    inputs = Scene(mix, folder, scale)
     for _ in range(MOST_TRIALS):
-        if all(scene.run(Entrant(strategy, "tflops"), 10).summary["valid"] for strategy in REHEARSED[:2]):
+        if all(inputs.run(Entrant(strategy, "tflops"), 10).summary["valid"] for strategy in REHEARSED[:2]):
             break
-        scene.time_scale *= SCALE_STEP
-    return scene
+        inputs.time_scale *= SCALE_STEP
+    return inputs
 
 
-def measure(scene: Scene, entrant: Entrant, steps: int) -> dict[str, Any]:
+def measure(inputs: Scene, entrant: Entrant, steps: int) -> dict[str, Any]:
     """Train an entrant for so many steps of the same samples, and return what it reached."""
-    run = scene.run(entrant, steps)
+    run = inputs.run(entrant, steps)
     summary, seconds = run.summary, run.step_seconds(WARM_STEPS)
     solo = summary["solo_samples_per_s"]
     return {
-        "samples_per_s": scene.mix.global_batch_size / seconds,
+        "samples_per_s": inputs.mix.global_batch_size / seconds,
         "step_s": seconds,
         "predicted_step_s": summary["predicted_step_s"],
         "solo_samples_per_s": solo if summary["solo_source"] == "calibration" else None,

@@ -12,22 +12,22 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.speed import SpeedCurve
 from hetexp.plan.known import CATALOGUE, MEASURED, Known
 from hetexp.plan.pick import pick, why_picked
-from hetexp.plan.predict import Forecast
-from hetexp.plan.scene import Row
+from hetexp.plan.predict import Prediction
+from hetexp.plan.prediction_inputs import PredictedRun
 
 
-def found(*rows: Row, source: str = MEASURED) -> Forecast:
+def found(*rows: PredictedRun, source: str = MEASURED) -> Prediction:
     plan = plan_on([DeviceSpec("cpu", "cpu", 0, "A CPU", "cpu")], {"trainer": {"global_batch_size": 8}})
     own = DeviceCalibration(SpeedCurve(0.0, 1.0), 0.5, 0.0, 0.0)
-    return Forecast(plan, Known((own,), (source,), plan.devices, Exchange()), 8, (1.0,), rows, None)
+    return Prediction(plan, Known((own,), (source,), plan.devices, Exchange()), 8, (1.0,), rows, None)
 
 
-def row(strategy: str, seconds: float | None, policy: str | None = "auto", **others: Any) -> Row:
-    return Row(strategy, policy, (0,), (8,), step_seconds=seconds, **others)
+def row(strategy: str, seconds: float | None, policy: str | None = "auto", **others: Any) -> PredictedRun:
+    return PredictedRun(strategy, policy, (0,), (8,), step_seconds=seconds, **others)
 
 
-def name(forecast: Forecast) -> str | None:
-    picked = pick(forecast, "auto")
+def name(predict_runs: Prediction) -> str | None:
+    picked = pick(predict_runs, "auto")
     return picked.strategy if picked is not None else None
 
 
@@ -61,12 +61,12 @@ def test_figures_that_are_not_measured_are_corrected(source: str, wins: str) -> 
 
 
 def test_the_reason_compares_the_others() -> None:
-    forecast = found(
+    predict_runs = found(
         row("ddp", 2.0), row("pipeline", 3.0), row("local_sgd", 1.0, exact=False), row("single", None)
     )
-    picked = pick(forecast, "auto")
+    picked = pick(predict_runs, "auto")
     assert picked is not None
-    assert why_picked(picked, forecast) == (
+    assert why_picked(picked, predict_runs) == (
         "strategy=auto takes ddp: 8 samples are predicted to take 2 s a step (measured); pipeline 3 s."
     )
 

@@ -25,8 +25,8 @@ from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
 from hetexp.plan.known import CATALOGUE, NOTHING, Known
 from hetexp.plan.measured import choose, predicted
-from hetexp.plan.predict import Forecast, forecast
-from hetexp.plan.scene import LEAST_ENERGY, Row
+from hetexp.plan.predict import Prediction, predict_runs
+from hetexp.plan.prediction_inputs import LEAST_ENERGY, PredictedRun
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.single import Single
@@ -55,12 +55,12 @@ def linked(seconds: float) -> Exchange:
     return Exchange(((1.0, 0),), Channel(seconds / 2))
 
 
-def ask(plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, **others: Any) -> Forecast:
+def ask(plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, **others: Any) -> Prediction:
     known = Known.measured(plan.devices, devices, exchange)
-    return forecast(plan, known, STRATEGIES, POLICIES, **others)
+    return predict_runs(plan, known, STRATEGIES, POLICIES, **others)
 
 
-def row(found: Forecast, policy: str | None, strategy: str = "ddp") -> Row:
+def row(found: Prediction, policy: str | None, strategy: str = "ddp") -> PredictedRun:
     (one,) = [one for one in found.rows if (one.strategy, one.policy) == (strategy, policy)]
     return one
 
@@ -143,7 +143,7 @@ def test_a_policy_that_follows_without_measuring_first_leaves_nobody_out() -> No
     plan, devices = plan_of(2), [device(0.2), device(0.01)]
     known = Known.measured(plan.devices, devices, linked(0.1))
     policies = {"adaptive": Adaptive(), "auto": Adaptive(calibrate=True)}
-    found = forecast(plan, known, {"ddp": DDP()}, policies)
+    found = predict_runs(plan, known, {"ddp": DDP()}, policies)
     assert row(found, "adaptive").ranks == (0, 1)
     assert row(found, "adaptive").step_seconds == predicted(plan, devices, linked(0.1), (0, 1)).step_seconds
     assert row(found, "auto").ranks == (1,)
@@ -155,7 +155,7 @@ def test_of_equals_the_preferred_one() -> None:
     known = replace(Known.measured(plan.devices, devices, Exchange()), sources=(CATALOGUE, CATALOGUE))
     policies = {"a": Profiled(), "b": Adaptive(calibrate=True), "c": Profiled()}
     for preferred in policies:
-        best = forecast(plan, known, {"ddp": DDP()}, policies, preferred=preferred).best
+        best = predict_runs(plan, known, {"ddp": DDP()}, policies, preferred=preferred).best
         assert best is not None
         assert best.policy == preferred
 
@@ -174,11 +174,11 @@ def test_one_device_has_nothing_to_share() -> None:
 def test_of_equals_the_simplest_if_measured_and_else_one_that_measures() -> None:
     plan, devices = plan_of(2), (device(0.01), device(0.01))
     known = Known.measured(plan.devices, devices, Exchange())
-    best = forecast(plan, known, STRATEGIES, POLICIES).best
+    best = predict_runs(plan, known, STRATEGIES, POLICIES).best
     assert best is not None
     assert best.policy == "equal"
     promised = replace(known, sources=(CATALOGUE, CATALOGUE))
-    best = forecast(plan, promised, STRATEGIES, POLICIES).best
+    best = predict_runs(plan, promised, STRATEGIES, POLICIES).best
     assert best is not None
     assert best.policy == "profiled"
 
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_not_recommended() -> None:
     assert row(found, None, "single").problem == "no device alone holds 64 samples"
     weights = {"manual": Manual([3, 1])}
     known = Known.measured(plan_of(2).devices, [device(0.01), device(0.03)], Exchange())
-    (manual,) = forecast(plan_of(2), known, {"ddp": DDP()}, weights, needs).rows
+    (manual,) = predict_runs(plan_of(2), known, {"ddp": DDP()}, weights, needs).rows
     assert manual.problem == "does not fit: cuda:0 (Card 0) needs 12.0 of 8.0 GiB"
     assert not manual.predicted
 
@@ -207,7 +207,7 @@ def test_devices_too_small_together() -> None:
 def test_a_strategy_that_the_cost_model_does_not_know() -> None:
     other: Strategy = type("Other", (DDP,), {"predicted_as": None})()
     known = Known.measured(plan_of(2).devices, [device(0.01)] * 2, Exchange())
-    found = forecast(plan_of(2), known, {"other": other}, POLICIES)
+    found = predict_runs(plan_of(2), known, {"other": other}, POLICIES)
     assert [one.problem for one in found.rows] == ["the cost model does not know this strategy"]
     assert found.best is None
 
@@ -215,7 +215,7 @@ def test_a_strategy_that_the_cost_model_does_not_know() -> None:
 def test_an_unknown_device_is_not_guessed() -> None:
     plan = plan_of(2)
     known = Known((device(0.01), None), (CATALOGUE, NOTHING), plan.devices, Exchange())
-    found = forecast(plan, known, STRATEGIES, POLICIES)
+    found = predict_runs(plan, known, STRATEGIES, POLICIES)
     equal = row(found, "equal")
     assert equal.counts == (32, 32)
     assert (equal.step_seconds, equal.efficiency, equal.joules_per_sample) == (None, None, None)

@@ -24,8 +24,8 @@ from hetexp.core.speed import SpeedCurve
 from hetexp.core.stage import Layer
 from hetexp.plan.as_json import prediction
 from hetexp.plan.known import NOTHING, Known
-from hetexp.plan.predict import Forecast, forecast
-from hetexp.plan.scene import Row
+from hetexp.plan.predict import Prediction, predict_runs
+from hetexp.plan.prediction_inputs import PredictedRun
 from hetexp.plan.staged import arrange
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.ddp import DDP
@@ -104,12 +104,12 @@ def ask(
     exchange: Exchange,
     policies: dict[str, BalancingPolicy] = POLICIES,
     **others: Any,
-) -> Forecast:
+) -> Prediction:
     plan = plan_of(len(devices))
-    return forecast(plan, Known.measured(plan.devices, devices, exchange), strategies, policies, **others)
+    return predict_runs(plan, Known.measured(plan.devices, devices, exchange), strategies, policies, **others)
 
 
-def row(found: Forecast, strategy: str, policy: str | None) -> Row:
+def row(found: Prediction, strategy: str, policy: str | None) -> PredictedRun:
     (one,) = [one for one in found.rows if (one.strategy, one.policy) == (strategy, policy)]
     return one
 
@@ -205,7 +205,7 @@ def test_where_little_is_known() -> None:
     plan = plan_of(2)
     nothing = Known((None, device(0.01)), (NOTHING, NOTHING), plan.devices, Exchange())
     strategies: dict[str, Strategy] = {"cut": Cutting(), "never": Never()}
-    found = forecast(plan, nothing, strategies, POLICIES | {"tflops": Tflops()}, layers=LAYERS)
+    found = predict_runs(plan, nothing, strategies, POLICIES | {"tflops": Tflops()}, layers=LAYERS)
     for strategy in strategies:
         assert "nothing is known of cuda:0" in (row(found, strategy, "profiled").problem or "")
         assert "`balancing` tflops must find" in (row(found, strategy, "tflops").problem or "")

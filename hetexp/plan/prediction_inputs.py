@@ -25,7 +25,7 @@ Needs = Callable[[Sequence[int], Sequence[int]], list[int | None]]
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedRun:
     """One strategy with one policy. What is not known is `None`."""
 
     strategy: str
@@ -62,12 +62,12 @@ class Row:
         """Whether it can run and its step is known."""
         return self.step_seconds is not None and self.problem is None
 
-    def reaching(self, ceiling: float | None) -> Row:
+    def reaching(self, ceiling: float | None) -> PredictedRun:
         """Return the row with the best efficiency of its strategy."""
         return replace(self, ceiling=ceiling if self.efficiency is not None else None)
 
 
-class Scene:
+class PredictionInputs:
     """A plan's devices, asked for one row after another."""
 
     def __init__(
@@ -129,7 +129,7 @@ class Scene:
         specs = [self.linked.devices[rank] for rank in ranks]
         return step_of(self.plan, specs, chosen, self.known.exchange, counts)
 
-    def alone(self, strategy: str) -> Row:
+    def alone(self, strategy: str) -> PredictedRun:
         """Return the fastest device that holds the whole batch."""
         able = [
             (curve.seconds(self.total), rank)
@@ -138,41 +138,43 @@ class Scene:
         ]
         if not able:
             why = self.unknown() or f"no device alone holds {self.total} samples"
-            return Row(strategy, None, problem=why)
+            return PredictedRun(strategy, None, problem=why)
         _, rank = min(able)
         row = self.row(strategy, None, (rank,), (self.total,))
         return replace(row, ceiling=row.efficiency)
 
-    def shared(self, strategy: str, name: str, policy: BalancingPolicy) -> Row:
+    def shared(self, strategy: str, name: str, policy: BalancingPolicy) -> PredictedRun:
         """Return what a policy makes of the devices."""
         if policy.measures or policy.follows:
             return replace(self._settled(strategy, name, policy), measures=True)
         try:
             shares = policy.shares(self.plan.devices, self.plan.precisions)
         except ConfigError as error:
-            return Row(strategy, name, problem=" ".join(error.problems))
+            return PredictedRun(strategy, name, problem=" ".join(error.problems))
         counts = apportion(self.total, shares).counts
         return self.row(strategy, name, tuple(range(len(counts))), counts)
 
-    def _settled(self, strategy: str, name: str, policy: BalancingPolicy) -> Row:
+    def _settled(self, strategy: str, name: str, policy: BalancingPolicy) -> PredictedRun:
         """Return where a policy ends that finds the devices' speeds out."""
         why = self.unknown()
         if why is not None:
-            return Row(strategy, name, problem=f"{why}: it would be measured first")
+            return PredictedRun(strategy, name, problem=f"{why}: it would be measured first")
         choice = self.best()
         if not isinstance(choice, str) and not (policy.measures and policy.drop_slower):
             choice = choose(self.linked, self.devices, self.known.exchange, drop_slower=False)
         if isinstance(choice, str):
-            return Row(strategy, name, problem=choice)
+            return PredictedRun(strategy, name, problem=choice)
         row = self.row(strategy, name, choice.ranks, choice.split.counts)
         return replace(row, reasons=choice.reasons[:-1])  # the last tells the split, as the table does
 
-    def thrifty(self, strategy: str) -> Row:
+    def thrifty(self, strategy: str) -> PredictedRun:
         """Return the split that needs least energy of those hardly slower than the fastest."""
         best = self.best() if self.known.complete else f"{self.unknown()}"
         watts = [one for one in self.watts if one is not None]
         if isinstance(best, str) or len(watts) < len(self.watts):
-            return Row(strategy, LEAST_ENERGY, problem=best if isinstance(best, str) else self._no_watts())
+            return PredictedRun(
+                strategy, LEAST_ENERGY, problem=best if isinstance(best, str) else self._no_watts()
+            )
         rows = [self.row(strategy, LEAST_ENERGY, best.ranks, best.split.counts)]
         for ranks in self._sets():
             curves = [self.devices[rank].curve for rank in ranks]
@@ -183,17 +185,17 @@ class Scene:
                 rows.append(row)
         return min(rows, key=lambda row: row.joules_per_sample or 0.0)
 
-    def within(self, strategy: str, budget: float) -> Row:
+    def within(self, strategy: str, budget: float) -> PredictedRun:
         """Return the fastest split whose devices draw no more than a budget."""
         name = f"within {budget:g} W"
         watts = [one for one in self.watts if one is not None]
         why = self.unknown() or (self._no_watts() if len(watts) < len(self.watts) else None)
         if why is not None:
-            return Row(strategy, name, problem=why)
+            return PredictedRun(strategy, name, problem=why)
         try:
             split = solve_within_watts([d.curve for d in self.devices], self.total, watts, budget)
         except ValueError as error:
-            return Row(strategy, name, problem=f"{error}")
+            return PredictedRun(strategy, name, problem=f"{error}")
         used = [rank for rank, count in enumerate(split.counts) if count]
         part = replace(self.linked, devices=tuple(self.linked.devices[rank] for rank in used))
         choice = choose(part, [self.devices[rank] for rank in used], self.known.exchange)
@@ -207,7 +209,9 @@ class Scene:
         rows += [self.row(strategy, name, [rank], [self.total]) for rank in alone]
         return min(rows, key=lambda row: (not row.predicted, row.step_seconds or 0.0))
 
-    def row(self, strategy: str, policy: str | None, ranks: Sequence[int], counts: Sequence[int]) -> Row:
+    def row(
+        self, strategy: str, policy: str | None, ranks: Sequence[int], counts: Sequence[int]
+    ) -> PredictedRun:
         """Return the row of a split over some of the devices."""
         seconds = self.seconds(ranks, counts)
         rate = self.total / seconds if seconds is not None else None
@@ -217,7 +221,7 @@ class Scene:
         working = [rank for rank, count in zip(ranks, counts, strict=True) if count]
         draws = [self.watts[rank] for rank in working]
         watts = sum(one or 0.0 for one in draws) if None not in draws else None
-        return Row(
+        return PredictedRun(
             strategy,
             policy,
             tuple(ranks),
@@ -232,7 +236,7 @@ class Scene:
             problem=self._too_large(ranks, counts, memory),
         )
 
-    def _used(self, strategy: str, policy: str, ranks: Sequence[int], counts: Sequence[int]) -> Row:
+    def _used(self, strategy: str, policy: str, ranks: Sequence[int], counts: Sequence[int]) -> PredictedRun:
         """Return the row of those devices that get samples."""
         used = [(rank, count) for rank, count in zip(ranks, counts, strict=True) if count]
         return self.row(strategy, policy, [rank for rank, _ in used], [count for _, count in used])
