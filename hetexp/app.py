@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
     from rich.console import Console
 
-    from hetexp.cluster.meeting import Met, Own
+    from hetexp.cluster.meeting import HostInfo, JoinedCluster
     from hetexp.core.config import Config, HardwareConfig
     from hetexp.core.grid import Job
     from hetexp.core.plan import Plan
@@ -55,7 +55,7 @@ def main() -> None:
         sys.exit(2)
     from hydra._internal.utils import get_args_parser
 
-    from hetexp.core.seat import find_seat
+    from hetexp.core.rank_env import find_rank_env
     from hetexp.launch.sweep import as_typed
 
     global _typed_here
@@ -69,7 +69,7 @@ def main() -> None:
     arguments = get_args_parser().parse_args()
     name_own_conf_dir(Path(arguments.config_dir) if arguments.config_dir else None)
     try:
-        seat = None if _asks(arguments) else find_seat()
+        seat = None if _asks(arguments) else find_rank_env()
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -79,7 +79,7 @@ def main() -> None:
         pkgutil.resolve_name(f"{ENGINE}:main")(seat, arguments)
 
 
-def start(arguments: argparse.Namespace, started: Started | None = None) -> None:
+def start(arguments: argparse.Namespace, started: ExternalRanks | None = None) -> None:
     """Check what a person typed, and let Hydra run it.
 
     Args:
@@ -163,7 +163,7 @@ def _asks(arguments: argparse.Namespace) -> bool:
     return any(asks)
 
 
-def check_command_line(arguments: argparse.Namespace, started: Started | None = None) -> list[str]:
+def check_command_line(arguments: argparse.Namespace, started: ExternalRanks | None = None) -> list[str]:
     """Return every mistake in what the person typed, before Hydra would stop at the first one."""
     from hetexp.core.grid import asks_to_sweep, compose_jobs
     from hetexp.core.overrides import compose_typed
@@ -204,7 +204,7 @@ def _check_jobs(jobs: Sequence[Job]) -> list[str]:
     return []
 
 
-def _job(cfg: DictConfig, started: Started | None) -> None:
+def _job(cfg: DictConfig, started: ExternalRanks | None) -> None:
     """What Hydra calls once a job, with the composed configuration."""
     import hydra.utils
     from hydra.core.hydra_config import HydraConfig
@@ -266,7 +266,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-class Started(Protocol):
+class ExternalRanks(Protocol):
     """Ranks that are there already, in place of those that the launcher would start (`hetexp.engine`)."""
 
     def select(
@@ -293,7 +293,7 @@ class Started(Protocol):
 
 
 def run(
-    cfg: DictConfig, request: Request, console: Console | None = None, started: Started | None = None
+    cfg: DictConfig, request: Request, console: Console | None = None, started: ExternalRanks | None = None
 ) -> dict[str, Any]:
     """Check, plan and launch one run.
 
@@ -324,7 +324,7 @@ def run(
     return serve(own, request.run_dir, request.working_dir, shared, console)
 
 
-def _own_part(cfg: DictConfig, request: Request) -> tuple[Own, Config]:
+def _own_part(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
     """Return this machine's part of a cluster, and the typed configuration.
 
     Raises:
@@ -347,8 +347,8 @@ def _run(
     cfg: DictConfig,
     request: Request,
     console: Console,
-    met: Met | None = None,
-    started: Started | None = None,
+    met: JoinedCluster | None = None,
+    started: ExternalRanks | None = None,
 ) -> dict[str, Any]:
     """Check, plan and launch one run on this machine, and on those that it has met."""
     from hetexp.core.files import ending_when_full
@@ -388,7 +388,7 @@ def _run(
             return _go(going_on(found, origin), request, console, started)
 
 
-def _go(found: Checked, request: Request, console: Console, started: Started | None) -> dict[str, Any]:
+def _go(found: Checked, request: Request, console: Console, started: ExternalRanks | None) -> dict[str, Any]:
     """Plan and launch what has passed all checks."""
     from omegaconf import OmegaConf
 
@@ -438,8 +438,8 @@ def check(
     cfg: DictConfig,
     working_dir: Path,
     leases: bool = True,
-    met: Met | None = None,
-    started: Started | None = None,
+    met: JoinedCluster | None = None,
+    started: ExternalRanks | None = None,
 ) -> tuple[dict[str, Any], Config | None, Any, list[str]]:
     """Return the plain configuration, the typed one, the selected devices and all problems found.
 
@@ -523,7 +523,7 @@ def _own_pythons(config: Config) -> list[str]:
     return [python for host in config.cluster.hosts for python in host.pythons]
 
 
-def _of_cluster(config: Config, selection: Any, met: Met | None) -> list[str]:
+def _of_cluster(config: Config, selection: Any, met: JoinedCluster | None) -> list[str]:
     """Name this machine's devices as all machines know them, add those that it has met, and check all."""
     from hetexp.cluster.devices import of_host, problems_over_hosts
     from hetexp.cluster.role import own_role
@@ -596,13 +596,13 @@ def _missing(node: Any, key: str = "") -> Iterator[str]:
 
 def _check_run(config: Config, working_dir: Path) -> list[str]:
     """Check what names something outside the configuration: a loss to import, a checkpoint to read."""
-    from hetexp.checkpoint.choose import Wish, choose
+    from hetexp.checkpoint.choose import ResumeRequest, choose
     from hetexp.checkpoint.manifest import rank_folders, search_rank_checkpoints
     from hetexp.training.loss import check_loss
 
     problems = check_loss(config.trainer.loss)
     named = config.resume if _has_the_runs(config) else None
-    wish = Wish.read(named, working_dir) if named is not None else None
+    wish = ResumeRequest.read(named, working_dir) if named is not None else None
     if wish is not None and wish.path is not None:  # else the run folder must be known (`find`)
         path = working_dir / wish.path
         try:

@@ -25,7 +25,7 @@ _WORD = re.compile(r"auto|last|best|step:\d+")
 
 
 @dataclass(frozen=True)
-class Wish:
+class ResumeRequest:
     """What `resume` says."""
 
     path: str | None
@@ -34,7 +34,7 @@ class Wish:
     """`auto`, `last`, `best` or `step:<number>`."""
 
     @classmethod
-    def read(cls, text: str, working_dir: Path) -> Wish:
+    def read(cls, text: str, working_dir: Path) -> ResumeRequest:
         """Read `auto`, `last`, `best`, `step:100`, a path, or a run's folder and one of the last three.
 
         Args:

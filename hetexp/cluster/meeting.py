@@ -34,7 +34,7 @@ PAUSE_SECONDS = 0.2
 
 
 @dataclass
-class Own:
+class HostInfo:
     """This machine's part of a cluster."""
 
     cluster: ClusterConfig
@@ -52,7 +52,7 @@ class Own:
 
 
 @dataclass
-class Met:
+class JoinedCluster:
     """The devices of the other machines, in the order of `cluster.hosts`."""
 
     devices: list[DeviceSpec] = field(default_factory=list)
@@ -68,7 +68,7 @@ def own_part(
     devices: Sequence[DeviceSpec],
     threads: Sequence[int],
     working_dir: Path,
-) -> Own:
+) -> HostInfo:
     """Return this machine's part of its cluster.
 
     Args:
@@ -83,11 +83,11 @@ def own_part(
     address, interface = own_place(host, cluster)
     token = read_token(cluster, working_dir)
     facts = HostFacts.of_this_machine(host.name, devices, threads, raw)
-    return Own(cluster, host, address, interface, token, facts)
+    return HostInfo(cluster, host, address, interface, token, facts)
 
 
 @contextmanager
-def all_joined(own: Own, folder: Path, console: Console) -> Iterator[Met]:
+def all_joined(own: HostInfo, folder: Path, console: Console) -> Iterator[JoinedCluster]:
     """Lead: wait for the other machines, reach them for as long as the context lasts, and tell them its end.
 
     Args:
@@ -124,9 +124,11 @@ def all_joined(own: Own, folder: Path, console: Console) -> Iterator[Met]:
                 joined.end(code, text)
 
 
-def _met(own: Own, gate: Gate, arrivals: dict[str, Arrival], tell: Callable[[str], None]) -> Met:
+def _met(
+    own: HostInfo, gate: Gate, arrivals: dict[str, Arrival], tell: Callable[[str], None]
+) -> JoinedCluster:
     """Return what the machines bring, and how fast the network is where no device is emulated."""
-    met = Met(names=own.cluster.names[1:])
+    met = JoinedCluster(names=own.cluster.names[1:])
     for name in met.names:
         met.devices += arrivals[name].facts.devices
         met.threads += arrivals[name].facts.threads
@@ -149,7 +151,7 @@ def _measured(gate: Gate, arrivals: dict[str, Arrival], tell: Callable[[str], No
     return slowest(links)
 
 
-def _gather(own: Own, gate: Gate, tell: Callable[[str], None]) -> dict[str, Arrival]:
+def _gather(own: HostInfo, gate: Gate, tell: Callable[[str], None]) -> dict[str, Arrival]:
     """Return what the other machines brought, by name, once all have come.
 
     Raises:
@@ -193,7 +195,7 @@ def _gather(own: Own, gate: Gate, tell: Callable[[str], None]) -> dict[str, Arri
 
 
 def _back(
-    own: Own, gate: Gate, before: Arrival, tell: Callable[[str], None], wakes: Callable[[], bool]
+    own: HostInfo, gate: Gate, before: Arrival, tell: Callable[[str], None], wakes: Callable[[], bool]
 ) -> Channel | None:
     """Wait for a machine that was lost to join again; return its new connection, `None`: it did not come."""
     name, limit = before.facts.name, own.cluster.join_seconds
@@ -218,7 +220,7 @@ def _back(
     return None
 
 
-def _did_not_come(missing: Sequence[str], own: Own, gate: Gate) -> str:
+def _did_not_come(missing: Sequence[str], own: HostInfo, gate: Gate) -> str:
     hosts = {host.name: host.address for host in own.cluster.hosts}
     who = " and ".join(f"{name} ({hosts[name]})" for name in missing)
     told = (
@@ -240,7 +242,7 @@ def _say_end(channel: Channel, text: str) -> None:
         channel.connection.close()
 
 
-def join(own: Own, console: Console) -> tuple[Channel, str]:
+def join(own: HostInfo, console: Console) -> tuple[Channel, str]:
     """Look for the leader, and join it.
 
     Returns:
@@ -297,7 +299,7 @@ def join(own: Own, console: Console) -> tuple[Channel, str]:
     return channel, address
 
 
-def connect_for(purpose: str, own: Own, address: str) -> Channel:
+def connect_for(purpose: str, own: HostInfo, address: str) -> Channel:
     """Return another connection to the leader that this machine has joined, after the same proof.
 
     Raises:
@@ -307,7 +309,7 @@ def connect_for(purpose: str, own: Own, address: str) -> Channel:
     return introduce(connect(own, address, seconds), own.token, purpose, own.facts.name, seconds)
 
 
-def connect(own: Own, address: str, seconds: float) -> socket.socket:
+def connect(own: HostInfo, address: str, seconds: float) -> socket.socket:
     """Return a connection to the leader's port, from this machine's address in the cluster."""
     return socket.create_connection((address, own.cluster.port), seconds, source_address=(own.address, 0))
 

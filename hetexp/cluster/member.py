@@ -20,7 +20,7 @@ from rich.console import Console
 from hetexp.cluster.files import receive_folder
 from hetexp.cluster.forward import Forward
 from hetexp.cluster.host import BEATS
-from hetexp.cluster.meeting import Own, connect_for, join
+from hetexp.cluster.meeting import HostInfo, connect_for, join
 from hetexp.cluster.wire import Channel, WireError
 from hetexp.core.errors import HetexpError, RunFailedError
 from hetexp.core.plan import Plan
@@ -38,7 +38,7 @@ _FOLDER = "member"
 
 
 def serve(
-    own: Own, run_dir: Path, working_dir: Path, share_devices: bool, console: Console
+    own: HostInfo, run_dir: Path, working_dir: Path, share_devices: bool, console: Console
 ) -> dict[str, Any]:
     """Join the leader, and do what it says until it says that the run is over.
 
@@ -80,7 +80,9 @@ class _Rank:
 class _Servant:
     """What a member's launcher does while a run lasts."""
 
-    def __init__(self, own: Own, channel: Channel, address: str, folder: Path, working_dir: Path) -> None:
+    def __init__(
+        self, own: HostInfo, channel: Channel, address: str, folder: Path, working_dir: Path
+    ) -> None:
         self._own, self._channel, self._address = own, channel, address
         self._folder, self._working_dir = folder, working_dir
         self._ranks: dict[int, _Rank] = {}

@@ -46,12 +46,12 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     import torch
 
-    from hetexp.checkpoint.choose import Wish, choose
+    from hetexp.checkpoint.choose import ResumeRequest, choose
     from hetexp.checkpoint.export import ABOUT, CONFIG, WEIGHTS, export
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.instantiate import only_trusted
 
-    wish = Wish.read(options.run, Path.cwd())
+    wish = ResumeRequest.read(options.run, Path.cwd())
     if wish.path is None:
         raise ConfigError(must_be("RUN", "the folder of a run or of a checkpoint", options.run))
     sys.path.append(str(Path.cwd()))  # a person's own model, as for `hetexp train`

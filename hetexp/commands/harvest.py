@@ -50,14 +50,14 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     import torch
 
-    from hetexp.checkpoint.choose import Wish, choose
+    from hetexp.checkpoint.choose import ResumeRequest, choose
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.files import write_json
     from hetexp.core.instantiate import only_trusted
     from hetexp.data.activations import SOURCE
     from hetexp.training.source import SourceModel
 
-    wish = Wish.read(options.run, Path.cwd())
+    wish = ResumeRequest.read(options.run, Path.cwd())
     if wish.path is None:
         raise ConfigError(must_be("RUN", "the folder of a run or of a checkpoint", options.run))
     for key in ("limit", "batch_size"):

@@ -161,7 +161,7 @@ def check(
     What belongs to the script is left out of the configuration, and nothing of it is built.
     """
     from hetexp.app import detect_for, plain
-    from hetexp.checkpoint.choose import Wish, choose
+    from hetexp.checkpoint.choose import ResumeRequest, choose
     from hetexp.core.config import check_config
     from hetexp.core.errors import ConfigError, HetexpError
     from hetexp.core.instantiate import check_component
@@ -183,7 +183,7 @@ def check(
             config, raw, selection = fall_back(config, raw, selection)
             found += _unsupported(config, selection)
         found += check_plan(config, selection, usable)
-        wish = Wish.read(config.resume, working_dir) if config.resume is not None else None
+        wish = ResumeRequest.read(config.resume, working_dir) if config.resume is not None else None
         if wish is not None and wish.path is not None:  # else the run folder must be known
             try:
                 choose(working_dir / wish.path, wish.which, contents=False)

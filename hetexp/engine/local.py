@@ -11,7 +11,7 @@ from typing import Any
 from hetexp.core.config import variables
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.core.seat import Seat
+from hetexp.core.rank_env import RankEnv
 from hetexp.engine.probe import ProbeServer
 from hetexp.hardware.backend import VISIBILITY, environment_together
 from hetexp.hardware.catalogue import Link
@@ -22,7 +22,7 @@ from hetexp.launch.interpreter import is_own
 
 
 def own_device(
-    selection: Selection, seat: Seat, address: str, probe: ProbeServer | None = None
+    selection: Selection, seat: RankEnv, address: str, probe: ProbeServer | None = None
 ) -> dict[str, Any]:
     """Return what this process tells rank 0 of its device.
 

@@ -17,7 +17,7 @@ from hetexp import app
 from hetexp.core.errors import HetexpError, RunFailedError, UsageError
 from hetexp.core.grid import asks_to_sweep
 from hetexp.core.overrides import compose_typed
-from hetexp.core.seat import Seat, find_seat
+from hetexp.core.rank_env import RankEnv, find_rank_env
 from hetexp.engine.follow import follow
 from hetexp.engine.lead import Lead
 from hetexp.engine.meeting import Meeting
@@ -28,7 +28,7 @@ START_SECONDS = 120.0
 """`launch.timeout_seconds` where the configuration cannot be read."""
 
 
-def main(seat: Seat, arguments: argparse.Namespace) -> NoReturn:
+def main(seat: RankEnv, arguments: argparse.Namespace) -> NoReturn:
     """Be one rank of the job that the command line describes, and end this process with it."""
     where = {
         "config_dir": arguments.config_dir,
@@ -76,7 +76,7 @@ def train_function(overrides: Sequence[str], run_dir: str | Path | None = None) 
         UsageError: no engine has set its variables.
         ConfigError, SetupError, RunFailedError: as a run of the launcher; all ranks end.
     """
-    seat = find_seat()
+    seat = find_rank_env()
     if seat is None:
         raise UsageError(
             "train_function must be called in a rank of torchrun, SLURM or Ray Train (RANK is not set)."

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hetexp.core.errors import SetupError
-from hetexp.core.seat import Seat
+from hetexp.core.rank_env import RankEnv
 from hetexp.launch.store import bind, host_store
 
 POLL_SECONDS = 0.05
@@ -32,7 +32,7 @@ class Meeting:
         SetupError: rank 0 was not found; names host, port and limit.
     """
 
-    def __init__(self, seat: Seat, timeout_seconds: float) -> None:
+    def __init__(self, seat: RankEnv, timeout_seconds: float) -> None:
         self.seat, self._limit = seat, timeout_seconds
         self._orders = 0
         own = dist.is_available() and dist.is_initialized()
@@ -109,7 +109,7 @@ class Meeting:
             return
 
 
-def _connect(seat: Seat, timeout_seconds: float) -> dist.TCPStore:
+def _connect(seat: RankEnv, timeout_seconds: float) -> dist.TCPStore:
     """Return the store at the engine's address: the engine's own, or one that rank 0 hosts."""
     where = f"{seat.address}:{seat.port}"
     if seat.leads and not seat.store_is_there:
@@ -139,7 +139,7 @@ def _connect(seat: Seat, timeout_seconds: float) -> dist.TCPStore:
             time.sleep(POLL_SECONDS)
 
 
-def own_address(seat: Seat) -> str:
+def own_address(seat: RankEnv) -> str:
     """Return this host's address on the network that leads to rank 0's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

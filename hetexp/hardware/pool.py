@@ -15,7 +15,7 @@ from hetexp.hardware.catalogue import Catalogue, Link, named
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.detection import Inventory
 from hetexp.hardware.found import Found
-from hetexp.hardware.request import cpu_index, described, find_card, parse_wish, rank_cards
+from hetexp.hardware.request import cpu_index, described, find_card, parse_card_request, rank_cards
 
 _SHARING = "hardware.share_devices=true uses it all the same"
 
@@ -119,7 +119,7 @@ class CardPool:
 
     def take_wish(self, selection: Selection, value: int | str | Sequence[int | str], key: str) -> None:
         """Add the devices that `hardware.gpu_ids` asks for, or a problem for each that cannot be had."""
-        wish, problems = parse_wish(value, key)
+        wish, problems = parse_card_request(value, key)
         selection.problems += problems
         if problems:
             return

@@ -30,7 +30,7 @@ _SHORTEST_UUID = 4
 
 
 @dataclass(frozen=True)
-class Wish:
+class CardRequest:
     """A parsed `gpu_ids`: either a word or a list."""
 
     word: str | None = None
@@ -41,7 +41,7 @@ class Wish:
     """What a list names, in its order."""
 
 
-def parse_wish(value: int | str | Sequence[int | str], key: str) -> tuple[Wish, list[str]]:
+def parse_card_request(value: int | str | Sequence[int | str], key: str) -> tuple[CardRequest, list[str]]:
     """Return what a value of `gpu_ids` asks for, and what is wrong with it.
 
     Args:
@@ -51,19 +51,19 @@ def parse_wish(value: int | str | Sequence[int | str], key: str) -> tuple[Wish, 
     if isinstance(value, str) and "," in value:
         entries = [part.strip() for part in value.strip("[]").split(",")]
     if not entries:
-        return Wish(), [f"`{key}` must name at least one device, but is empty."]
+        return CardRequest(), [f"`{key}` must name at least one device, but is empty."]
     if len(entries) == 1 and isinstance(entries[0], str):
         match = _RECOMMEND.fullmatch(entries[0])
         if match is not None:
             count = int(match["count"] or 1)
             problem = [must_be(key, "recommend:1 or more", entries[0])] if count < 1 else []
-            return Wish("recommend", count), problem
+            return CardRequest("recommend", count), problem
         if entries[0] in WORDS:
-            return Wish(entries[0]), []
+            return CardRequest(entries[0]), []
     names = tuple(str(entry).strip() for entry in entries)
     alone = [name for name in names if name.partition(":")[0] in WORDS]
     problems = [must_be(key, f"a list without `{name}`, which stands alone", list(names)) for name in alone]
-    return Wish(names=names), problems
+    return CardRequest(names=names), problems
 
 
 def find_card(name: str, cards: Sequence[Found]) -> Found | str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetexp.checkpoint.choose import LAST, Wish, choose
+from hetexp.checkpoint.choose import LAST, ResumeRequest, choose
 from hetexp.checkpoint.manifest import (
     complete_checkpoints,
     rank_folders,
@@ -80,7 +80,7 @@ def find(job: Job) -> Found:
         if there:
             raise ConfigError(_holds_a_run(job.run_dir))
         return Found(None)
-    wish = Wish.read(job.config.resume, job.working_dir)
+    wish = ResumeRequest.read(job.config.resume, job.working_dir)
     if wish.path is not None:
         if there:
             raise ConfigError(_holds_a_run(job.run_dir))

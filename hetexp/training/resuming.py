@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetexp.checkpoint.choose import Wish, choose
+from hetexp.checkpoint.choose import ResumeRequest, choose
 from hetexp.checkpoint.folder import load_checkpoint
 from hetexp.checkpoint.manifest import rank_folders, search_rank_checkpoints
 from hetexp.core.errors import CheckpointError, must_be
@@ -74,7 +74,9 @@ def _checkpoint_of(parts: TrainState, path: Path) -> Path:
         accepted = f"a run of as many devices as this one has ({parts.plan.world_size})"
         fix = f"It is of {len(folders)}: hetexp merge makes one model of theirs, which any run goes on from."
         raise CheckpointError(must_be("resume", accepted, str(path), fix))
-    wish = Wish.read(str(path), Path())  # of a script's own `run.resume`; else the launcher has chosen
+    wish = ResumeRequest.read(
+        str(path), Path()
+    )  # of a script's own `run.resume`; else the launcher has chosen
     chosen = choose(Path(wish.path or path), wish.which, contents=False)
     for sentence in chosen.skipped:
         log.warning("resume: %s", sentence)

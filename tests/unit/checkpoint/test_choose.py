@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetexp.checkpoint.choose import Wish, choose
+from hetexp.checkpoint.choose import ResumeRequest, choose
 from hetexp.checkpoint.manifest import write_folder
 from hetexp.core.errors import CheckpointError, ConfigError
 
@@ -45,12 +45,12 @@ def flip_a_byte(path: Path) -> None:
     ],
 )
 def test_what_is_typed(text: str, path: str | None, which: str, tmp_path: Path) -> None:
-    assert Wish.read(text, tmp_path) == Wish(path, which)
+    assert ResumeRequest.read(text, tmp_path) == ResumeRequest(path, which)
 
 
 def test_a_folder_of_that_name_is_no_word(tmp_path: Path) -> None:
     (tmp_path / "runs" / "best").mkdir(parents=True)
-    assert Wish.read("runs/best", tmp_path) == Wish("runs/best", "last")
+    assert ResumeRequest.read("runs/best", tmp_path) == ResumeRequest("runs/best", "last")
 
 
 @pytest.mark.parametrize(

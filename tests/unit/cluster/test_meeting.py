@@ -17,7 +17,7 @@ from rich.console import Console
 
 from hetexp.cluster.facts import HostFacts
 from hetexp.cluster.gate import LOG, MOST_STRANGERS
-from hetexp.cluster.meeting import Own, all_joined, join
+from hetexp.cluster.meeting import HostInfo, all_joined, join
 from hetexp.cluster.wire import Channel, introduce
 from hetexp.core.cluster import ClusterConfig, HostEntry
 from hetexp.core.device import DeviceSpec
@@ -37,7 +37,7 @@ def port() -> int:
     return found
 
 
-def own(name: str, port: int, names: str = "ab", seconds: float = 20.0, **changes: Any) -> Own:
+def own(name: str, port: int, names: str = "ab", seconds: float = 20.0, **changes: Any) -> HostInfo:
     """Return a machine's part of a cluster, which it joins within so many seconds."""
     hosts = [HostEntry(name=one, address=ADDRESSES[one]) for one in names]
     cluster = ClusterConfig(hosts=hosts, port=port, join_seconds=seconds, answer_seconds=2.0)
@@ -45,7 +45,7 @@ def own(name: str, port: int, names: str = "ab", seconds: float = 20.0, **change
     devices = [replace(CPU, id=f"cpu:0@{name}", host=name)]
     facts = HostFacts.of_this_machine(name, devices, [1], changes.pop("config", CONFIG))
     token, clock = changes.pop("token", TOKEN), changes.pop("clock", time.time)
-    return Own(cluster, host, ADDRESSES[host.name], "lo", token, replace(facts, **changes), clock)
+    return HostInfo(cluster, host, ADDRESSES[host.name], "lo", token, replace(facts, **changes), clock)
 
 
 class Side:
@@ -84,11 +84,11 @@ class Side:
 
 
 @pytest.fixture
-def lead(tmp_path: Path) -> Iterator[Callable[[Own], Side]]:
+def lead(tmp_path: Path) -> Iterator[Callable[[HostInfo], Side]]:
     """Let a machine lead: its run is over as soon as all have joined."""
     sides = []
 
-    def start(one: Own) -> Side:
+    def start(one: HostInfo) -> Side:
         def act(console: Console) -> Any:
             with all_joined(one, tmp_path, console) as met:
                 return met
@@ -115,7 +115,7 @@ def until_said(side: Side, text: str) -> None:
         threading.Event().wait(0.01)
 
 
-def follow(one: Own) -> Side:
+def follow(one: HostInfo) -> Side:
     """Let a machine join, and hear how the run ends."""
 
     def act(console: Console) -> Any:
@@ -130,7 +130,7 @@ def follow(one: Own) -> Side:
     return Side(act)
 
 
-def test_they_meet_in_any_order(lead: Callable[[Own], Side], port: int) -> None:
+def test_they_meet_in_any_order(lead: Callable[[HostInfo], Side], port: int) -> None:
     late = follow(own("c", port, "abc"))
     leader = lead(own("a", port, "abc"))
     other = follow(own("b", port, "abc"))
@@ -146,7 +146,7 @@ def test_they_meet_in_any_order(lead: Callable[[Own], Side], port: int) -> None:
     assert network.latency_seconds < 1
 
 
-def test_emulated_devices_are_not_measured(lead: Callable[[Own], Side], port: int) -> None:
+def test_emulated_devices_are_not_measured(lead: Callable[[HostInfo], Side], port: int) -> None:
     other = follow(own("b", port, devices=(replace(CPU, backend="emulated"),)))
     assert lead(own("a", port)).wait().result.network is None
     assert other.wait().error is None
@@ -154,7 +154,7 @@ def test_emulated_devices_are_not_measured(lead: Callable[[Own], Side], port: in
 
 @pytest.mark.usefixtures("soon")
 def test_a_machine_that_cannot_be_measured_trains_all_the_same(
-    lead: Callable[[Own], Side], port: int
+    lead: Callable[[HostInfo], Side], port: int
 ) -> None:
     leader, b = lead(own("a", port)), own("b", port)
     until_said(leader, "leads and waits")
@@ -178,21 +178,21 @@ def test_a_machine_that_cannot_be_measured_trains_all_the_same(
     ],
 )
 def test_what_differs_is_told_on_both_sides(
-    changes: dict[str, Any], told: str, lead: Callable[[Own], Side], port: int
+    changes: dict[str, Any], told: str, lead: Callable[[HostInfo], Side], port: int
 ) -> None:
     leader, member = lead(own("a", port)), follow(own("b", port, **changes))
     assert told in leader.wait().told
     assert told in member.wait().told
 
 
-def test_a_clock_that_is_wrong_is_told_on_both_sides(lead: Callable[[Own], Side], port: int) -> None:
+def test_a_clock_that_is_wrong_is_told_on_both_sides(lead: Callable[[HostInfo], Side], port: int) -> None:
     leader, member = lead(own("a", port)), follow(own("b", port, clock=lambda: time.time() - 100))
     told = "The clock of b is 100 s behind that of a, and 5 s are the most (cluster.clock_skew_seconds)"
     assert told in leader.wait().told
     assert told in member.wait().told
 
 
-def test_all_that_came_are_told_when_one_does_not_fit(lead: Callable[[Own], Side], port: int) -> None:
+def test_all_that_came_are_told_when_one_does_not_fit(lead: Callable[[HostInfo], Side], port: int) -> None:
     leader = lead(own("a", port, "abc"))
     good = follow(own("b", port, "abc"))
     until_said(leader, "b (127.0.0.3) has joined")
@@ -201,7 +201,7 @@ def test_all_that_came_are_told_when_one_does_not_fit(lead: Callable[[Own], Side
         assert "9.9 on c: install the same version" in side.wait().told
 
 
-def test_who_does_not_come_is_named_on_every_side(lead: Callable[[Own], Side], port: int) -> None:
+def test_who_does_not_come_is_named_on_every_side(lead: Callable[[HostInfo], Side], port: int) -> None:
     started = time.monotonic()
     leader, member = lead(own("a", port, "abc", 1.5)), follow(own("b", port, "abc", 5))
     for side in (leader, member):
@@ -211,7 +211,7 @@ def test_who_does_not_come_is_named_on_every_side(lead: Callable[[Own], Side], p
 
 
 def test_a_wrong_token_is_told_on_both_sides_and_written_down(
-    lead: Callable[[Own], Side], port: int, tmp_path: Path
+    lead: Callable[[HostInfo], Side], port: int, tmp_path: Path
 ) -> None:
     leader, member = lead(own("a", port, seconds=2)), follow(own("b", port, token=b"u" * 64))
     why = "its token is not this cluster's"
@@ -220,7 +220,7 @@ def test_a_wrong_token_is_told_on_both_sides_and_written_down(
     assert f"refused 127.0.0.3: {why}" in (tmp_path / LOG).read_text()
 
 
-def test_two_machines_cannot_be_the_same_one(lead: Callable[[Own], Side], port: int) -> None:
+def test_two_machines_cannot_be_the_same_one(lead: Callable[[HostInfo], Side], port: int) -> None:
     leader = lead(own("a", port, "abc"))
     first = follow(own("b", port, "abc"))
     until_said(leader, "b (127.0.0.3) has joined")
@@ -231,7 +231,7 @@ def test_two_machines_cannot_be_the_same_one(lead: Callable[[Own], Side], port: 
         assert side.wait().error is None
 
 
-def test_a_name_that_is_not_in_the_file_may_not_join(lead: Callable[[Own], Side], port: int) -> None:
+def test_a_name_that_is_not_in_the_file_may_not_join(lead: Callable[[HostInfo], Side], port: int) -> None:
     leader = lead(own("a", port))
     stranger = follow(own("d", port))
     assert "d is none of the machines that may join here (b)." in stranger.wait().told
@@ -271,13 +271,15 @@ def test_a_service_that_is_not_hetexp_is_told_within_the_bound(port: int) -> Non
     assert "is no leader of this cluster, or has ended: nothing answers" in member.told
 
 
-def test_a_port_that_is_taken_is_told(lead: Callable[[Own], Side], port: int) -> None:
+def test_a_port_that_is_taken_is_told(lead: Callable[[HostInfo], Side], port: int) -> None:
     with socket.create_server(("127.0.0.2", port)):
         told = lead(own("a", port)).wait().told
     assert f"`cluster.port` must be a port that this process may open at 127.0.0.2, but is {port}" in told
 
 
-def test_strangers_neither_join_nor_disturb(lead: Callable[[Own], Side], port: int, tmp_path: Path) -> None:
+def test_strangers_neither_join_nor_disturb(
+    lead: Callable[[HostInfo], Side], port: int, tmp_path: Path
+) -> None:
     leader = lead(own("a", port))
     until_said(leader, "leads and waits")
     silent = [socket.create_connection(("127.0.0.2", port)) for _ in range(MOST_STRANGERS)]

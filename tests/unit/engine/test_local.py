@@ -5,21 +5,21 @@ from typing import Any
 from support import plan_on, unbuilt_config
 
 from hetexp.core.device import DeviceSpec
-from hetexp.core.seat import Seat
+from hetexp.core.rank_env import RankEnv
 from hetexp.engine.local import gathered, own_device, threads_of
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.pool import Selection
 
 
-def seat(rank: int, local_rank: int, node: str = "0", host: str = "box") -> Seat:
-    return Seat("torchrun", rank, 4, local_rank, "127.0.0.1", 1, node, host)
+def seat(rank: int, local_rank: int, node: str = "0", host: str = "box") -> RankEnv:
+    return RankEnv("torchrun", rank, 4, local_rank, "127.0.0.1", 1, node, host)
 
 
 def card(index: int, **changes: Any) -> DeviceSpec:
     return DeviceSpec(f"cuda:{index}", "cuda", index, "RTX 3090", "nvidia", **changes)
 
 
-def told(selection: Selection, one: Seat) -> dict[str, Any]:
+def told(selection: Selection, one: RankEnv) -> dict[str, Any]:
     return own_device(selection, one, "127.0.0.1")
 
 

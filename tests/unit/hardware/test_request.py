@@ -15,7 +15,7 @@ from hetexp.core.device import GIB, DeviceSpec
 from hetexp.hardware.detection import Inventory
 from hetexp.hardware.found import Found, Reading
 from hetexp.hardware.pool import Selection
-from hetexp.hardware.request import Wish, find_card, parse_wish
+from hetexp.hardware.request import CardRequest, find_card, parse_card_request
 from hetexp.hardware.selection import select_devices
 
 
@@ -76,19 +76,19 @@ def ids(selection: Selection) -> list[str]:
 @pytest.mark.parametrize(
     ("value", "wish"),
     [
-        (0, Wish(names=("0",))),
-        ([0, 2], Wish(names=("0", "2"))),
-        ("0", Wish(names=("0",))),
-        ("0,2", Wish(names=("0", "2"))),
-        (["cuda:0", "xpu:0"], Wish(names=("cuda:0", "xpu:0"))),
-        ("all", Wish("all")),
-        (["available"], Wish("available")),
-        ("recommend", Wish("recommend", 1)),
-        ("recommend:2", Wish("recommend", 2)),
+        (0, CardRequest(names=("0",))),
+        ([0, 2], CardRequest(names=("0", "2"))),
+        ("0", CardRequest(names=("0",))),
+        ("0,2", CardRequest(names=("0", "2"))),
+        (["cuda:0", "xpu:0"], CardRequest(names=("cuda:0", "xpu:0"))),
+        ("all", CardRequest("all")),
+        (["available"], CardRequest("available")),
+        ("recommend", CardRequest("recommend", 1)),
+        ("recommend:2", CardRequest("recommend", 2)),
     ],
 )
-def test_what_is_understood(value: Any, wish: Wish) -> None:
-    assert parse_wish(value, "hardware.gpu_ids") == (wish, [])
+def test_what_is_understood(value: Any, wish: CardRequest) -> None:
+    assert parse_card_request(value, "hardware.gpu_ids") == (wish, [])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_is_understood(value: Any, wish: Wish) -> None:
     ],
 )
 def test_what_is_refused(value: Any, told: str) -> None:
-    _, problems = parse_wish(value, "hardware.gpu_ids")
+    _, problems = parse_card_request(value, "hardware.gpu_ids")
     assert len(problems) == 1
     assert problems[0].startswith("`hardware.gpu_ids` must")
     assert told in problems[0]

@@ -28,7 +28,7 @@ _IN_BRACKETS = re.compile(r"([^\[,]+)\[(\d+)[^\]]*\]([^,]*)")
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankEnv:
     """One process's place in a job."""
 
     engine: str
@@ -55,7 +55,7 @@ class Seat:
         return self.rank == 0
 
 
-def find_seat(environ: Mapping[str, str] | None = None) -> Seat | None:
+def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
     """Return this process's place in another engine's job, `None` where hetexp's launcher is to start one.
 
     Raises:
@@ -74,10 +74,10 @@ def find_seat(environ: Mapping[str, str] | None = None) -> Seat | None:
     return None
 
 
-def _of_torch(environ: Mapping[str, str]) -> Seat:
+def _of_torch(environ: Mapping[str, str]) -> RankEnv:
     engine = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "torch"
     numbers = _numbers(environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"), TORCH, engine)
-    return Seat(
+    return RankEnv(
         engine,
         numbers["RANK"],
         numbers["WORLD_SIZE"],
@@ -91,7 +91,7 @@ def _of_torch(environ: Mapping[str, str]) -> Seat:
     )
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Seat:
+def _of_slurm(environ: Mapping[str, str]) -> RankEnv:
     numbers = _numbers(environ, SLURM, SLURM, "slurm")
     address = environ.get("MASTER_ADDR") or _first_node(environ) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if not address:
@@ -104,7 +104,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Seat:
     port = environ.get("MASTER_PORT") or str(_FIRST_PORT + own % _PORTS)
     if not port.isdigit():
         raise ConfigError(f"`MASTER_PORT` must be a port, but is '{port}' instead.")
-    return Seat(
+    return RankEnv(
         "slurm",
         numbers["SLURM_PROCID"],
         numbers["SLURM_NTASKS"],
