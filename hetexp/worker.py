@@ -229,9 +229,9 @@ class _Rank:
         from hetexp.comm.rendezvous import connect_store
         from hetexp.training.calibrate import calibrate
         from hetexp.training.rank_recovery import RankRecovery
-        from hetexp.training.rehearsal import rehearse
         from hetexp.training.resuming import resume
         from hetexp.training.state import Progress
+        from hetexp.training.warmup_calibration import rehearse
         from hetexp.training.wiring import build_newcomer, build_parts, start_loggers
 
         config = read_config(self.plan.config)

@@ -28,7 +28,7 @@ from hetexp.app import check, compose_config
 from hetexp.core.errors import ConfigError
 from hetexp.data.sampler import Position
 from hetexp.plan.planner import Request, make_plan
-from hetexp.training.loop import Window
+from hetexp.training.loop import MetricsWindow
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import TrainState
 from hetexp.training.steps import train_step
@@ -92,7 +92,7 @@ def words_of(layers: int) -> list[str]:
 
 def ours(parts: TrainState) -> Callable[[], None]:
     """Return a step of hetexp's loop."""
-    window = Window(parts)
+    window = MetricsWindow(parts)
     window.restart()
     batches = parts.batches(Position(), parts.total_steps)
     normalizer = LossNormalizer(parts.communicator, 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hetexp.hardware.found import Seen
+from hetexp.hardware.detected import Seen
 from hetexp.hardware.machine import Machine
 
 GIB = 2**30

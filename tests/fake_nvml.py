@@ -18,7 +18,7 @@ from typing import Any
 
 import pynvml
 
-from hetexp.hardware.found import Seen
+from hetexp.hardware.detected import Seen
 from hetexp.hardware.machine import Machine
 
 GIB = 1024**3

@@ -17,7 +17,7 @@ from hetexp.core.plan import Plan
 from hetexp.data.loader import LocalBatch
 from hetexp.launch.stages import with_stages
 from hetexp.plan.planner import Request, make_plan
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.replicas import ReplicaCheck, ReplicaError
 from hetexp.training.shared_gradients import parameters_by_name
@@ -80,7 +80,7 @@ def _rank(paths: list[Path], rank: int, port: int, steps: int, told: Any) -> Non
 
 def _steps(parts: TrainState, steps: int) -> list[dict[str, torch.Tensor]]:
     normalizer = LossNormalizer(parts.communicator, parts.strategy.gradient_divisor(parts.plan.world_size))
-    meter = Meter(parts.backend)
+    meter = StepTimer(parts.backend)
     found = []
     parts.model.train()
     for number, batch in enumerate(parts.batches(Progress().position, steps)):
@@ -107,7 +107,7 @@ def one_bad_gradient_stops_all(parts: TrainState, batch: LocalBatch, normalizer:
 
         gradients.sum = spoil  # type: ignore[method-assign]
     before = [p.detach().clone() for p in parts.model.parameters()]
-    result = train_step(parts, 99, batch, normalizer, Meter(parts.backend))
+    result = train_step(parts, 99, batch, normalizer, StepTimer(parts.backend))
     assert result.skipped
     assert all(torch.equal(a, b) for a, b in zip(before, parts.model.parameters(), strict=True))
 

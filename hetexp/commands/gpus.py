@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from hetexp.core.device import GIB
 from hetexp.hardware.busy import who_is_busy
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory, detect
-from hetexp.hardware.found import Found
 from hetexp.hardware.machine import Machine
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def inspect() -> Inventory:
     return detect(machine, busy=who_is_busy(machine))
 
 
-def as_dict(card: Found) -> dict[str, Any]:
+def as_dict(card: DetectedCard) -> dict[str, Any]:
     """Return a card as plain types, for JSON; what is not known is null, never 0."""
     spec, reading = card.spec, card.reading
     used = card.python or (sys.executable if card.unusable is None and card.undriven is None else None)
@@ -138,7 +138,7 @@ def rendered(inventory: Inventory, width: int) -> list[RenderableType]:
     return [table, *_notes(inventory)]
 
 
-def _cells(card: Found) -> dict[str, str]:
+def _cells(card: DetectedCard) -> dict[str, str]:
     spec, reading = card.spec, card.reading
     vendor = "" if spec.vendor in spec.name.lower() else f"{spec.vendor}: "
     name = vendor + spec.name + (" (integrated)" if spec.integrated else "")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.builds import TorchBuild, own_build, read_builds
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory, detect
-from hetexp.hardware.found import Found
 from hetexp.launch.environments import records, version_of
 from hetexp.launch.wheels import KINDS
 
@@ -63,7 +63,7 @@ def interpreters(inventory: Inventory | None = None) -> list[Interpreter]:
     return found
 
 
-def driven(inventory: Inventory, build: TorchBuild) -> list[Found]:
+def driven(inventory: Inventory, build: TorchBuild) -> list[DetectedCard]:
     """Return the cards that a build of torch can drive, whether they are free or not."""
     return [
         card

@@ -15,7 +15,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.precision import AUTOCAST
 from hetexp.hardware.builds import TorchBuild
-from hetexp.hardware.found import Found
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.ordered_faults import suffer
 from hetexp.hardware.pci import PciCard
@@ -131,7 +131,7 @@ class Backend(ABC):
         """The pieces of the model that are called, where it is not called as a whole."""
 
     @classmethod
-    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[Found]:
+    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         """Return every card of the vendor in the machine, usable or not, and what is read of it.
 
         Numbers and ids are given afterwards (`hetexp.hardware.detection`). A driver, a library or a query
@@ -144,7 +144,7 @@ class Backend(ABC):
 
     @classmethod
     @contextmanager
-    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+    def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
         """Open what tells the state of these cards, each of which is read again and again.
 
         Yields:
@@ -153,8 +153,8 @@ class Backend(ABC):
         yield [None for _ in cards]
 
     @classmethod
-    def hide(cls, found: Sequence[Found], machine: Machine) -> tuple[list[Found], list[str]]:
-        """Mark the cards that inherited visibility variables hide (`Found.hidden_by`).
+    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
+        """Mark the cards that inherited visibility variables hide (`DetectedCard.hidden_by`).
 
         Args:
             found: this backend's cards, numbered.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from hetexp.core.device import GIB
-from hetexp.hardware.found import Found
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.lease import holder
 from hetexp.hardware.machine import Machine
 
@@ -17,7 +17,7 @@ UNSEEN_FRACTION = 0.25
 
 def who_is_busy(
     machine: Machine, threshold_mib: float = DEFAULT_THRESHOLD_MIB, leases: bool = True
-) -> Callable[[Found], str | None]:
+) -> Callable[[DetectedCard], str | None]:
     """Return a function that says who uses a card, `None` where nobody does.
 
     Args:
@@ -26,7 +26,7 @@ def who_is_busy(
     """
     least = threshold_mib * 2**20
 
-    def busy(card: Found) -> str | None:
+    def busy(card: DetectedCard) -> str | None:
         held = holder(card.spec)
         if held is not None:
             return held if leases else None
@@ -47,7 +47,7 @@ def _told(machine: Machine, pid: int, memory_bytes: int | None) -> str:
     return f"{who} holds {memory_bytes / GIB:.1f} GiB" if memory_bytes else f"{who} computes on it"
 
 
-def _unseen(card: Found) -> str | None:
+def _unseen(card: DetectedCard) -> str | None:
     total, free = card.spec.memory_bytes, card.reading.memory_free_bytes
     if total is None or free is None or card.spec.unified_memory:
         return None

@@ -14,8 +14,8 @@ from hetexp.hardware import nvml
 from hetexp.hardware.accelerator import CudaNamespaceBackend
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.cuda_mask import MASK, Mask
+from hetexp.hardware.detected import DetectedCard, Reading, Seen
 from hetexp.hardware.energy import Counter
-from hetexp.hardware.found import Found, Reading, Seen
 from hetexp.hardware.gauges import CardLostError, Gauge
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
@@ -31,7 +31,7 @@ class CudaBackend(CudaNamespaceBackend):
     native_collective: ClassVar[str | None] = "nccl"
 
     @classmethod
-    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[Found]:
+    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         try:
             with nvml.opened(machine) as library:
                 found = _listed(library, machine, on_bus)
@@ -40,7 +40,7 @@ class CudaBackend(CudaNamespaceBackend):
         return found + _missing(on_bus, found, machine, _NOT_LISTED)
 
     @classmethod
-    def hide(cls, found: Sequence[Found], machine: Machine) -> tuple[list[Found], list[str]]:
+    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
         value = machine.environ.get(MASK)
         if value is None or not found:
             return list(found), []
@@ -83,7 +83,7 @@ class CudaBackend(CudaNamespaceBackend):
 
     @classmethod
     @contextmanager
-    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+    def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
         with ExitStack() as stack:
             try:
                 library = stack.enter_context(nvml.opened(machine))
@@ -110,11 +110,11 @@ _NOT_LISTED = (
 )
 
 
-def _listed(library: Any, machine: Machine, on_bus: Sequence[PciCard]) -> list[Found]:
+def _listed(library: Any, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
     cards = nvml.cards(library)
     driver = nvml.driver_version(library)
     _place(cards, on_bus)
-    found: list[Found] = []
+    found: list[DetectedCard] = []
     for card in cards:
         parts = [_found(one, driver, machine, on_bus) for one in card.instances or [card]]
         lost = next((part.lost for part in parts if part.lost is not None), card.lost)
@@ -139,7 +139,7 @@ def _place(cards: Sequence[nvml.Card], on_bus: Sequence[PciCard]) -> None:
                 one.pci = address
 
 
-def _found(card: nvml.Card, driver: str | None, machine: Machine, on_bus: Sequence[PciCard]) -> Found:
+def _found(card: nvml.Card, driver: str | None, machine: Machine, on_bus: Sequence[PciCard]) -> DetectedCard:
     total, free = nvml.memory(card, machine)
     generation, lanes = nvml.pcie_link(card)
     reading = nvml.reading(card, free)
@@ -172,7 +172,7 @@ def _found(card: nvml.Card, driver: str | None, machine: Machine, on_bus: Sequen
         )
     elif spec.mask is None:
         undriven = "NVML does not tell the instance's UUID, by which alone a process can be given it"
-    return Found(spec, reading, lost=card.lost, undriven=undriven)
+    return DetectedCard(spec, reading, lost=card.lost, undriven=undriven)
 
 
 def _is(card: nvml.Card, spec: DeviceSpec) -> bool:
@@ -191,7 +191,7 @@ def _gauged(card: nvml.Card, machine: Machine) -> Reading:
     return told
 
 
-def _without_number(card: Found) -> Found:
+def _without_number(card: DetectedCard) -> DetectedCard:
     """Refuse a card that only its number could select: beside a lost card CUDA may count otherwise."""
     if card.spec.mask is None or not card.spec.mask.isdigit() or card.lost or card.undriven:
         return card
@@ -203,8 +203,8 @@ def _without_number(card: Found) -> Found:
 
 
 def _missing(
-    on_bus: Sequence[PciCard], found: Sequence[Found], machine: Machine, bound_but_missing: str
-) -> list[Found]:
+    on_bus: Sequence[PciCard], found: Sequence[DetectedCard], machine: Machine, bound_but_missing: str
+) -> list[DetectedCard]:
     """Return the cards of the bus that are not among `found`.
 
     Args:
@@ -217,7 +217,7 @@ def _missing(
     ]
 
 
-def _undriven(card: PciCard, index: int, machine: Machine, bound_but_missing: str) -> Found:
+def _undriven(card: PciCard, index: int, machine: Machine, bound_but_missing: str) -> DetectedCard:
     known = chip("nvidia", card.device_id)
     architecture = known.architecture if known is not None else None
     spec = DeviceSpec(
@@ -231,7 +231,7 @@ def _undriven(card: PciCard, index: int, machine: Machine, bound_but_missing: st
         precisions=native_precisions(architecture),
     )
     if card.driver == "nvidia":
-        return Found(spec, undriven=bound_but_missing)
+        return DetectedCard(spec, undriven=bound_but_missing)
     if card.driver == "vfio-pci":
         why = (
             "vfio-pci keeps it for a virtual machine; to have it back, take it out of that machine and run: "
@@ -246,23 +246,23 @@ def _undriven(card: PciCard, index: int, machine: Machine, bound_but_missing: st
         why = "NVIDIA's driver is loaded but not bound to it; see why: sudo dmesg | grep -i nvrm"
     else:
         why = "NVIDIA's driver is not loaded; install it, or load it: sudo modprobe nvidia"
-    return Found(spec, undriven=why)
+    return DetectedCard(spec, undriven=why)
 
 
-def _without_nvml(machine: Machine, on_bus: Sequence[PciCard], why: str) -> list[Found]:
+def _without_nvml(machine: Machine, on_bus: Sequence[PciCard], why: str) -> list[DetectedCard]:
     """Return the cards that torch sees and those of the bus.
 
     Windows' subsystem for Linux has /dev/dxg and no card on the bus; a container may have the driver's device
     files without its libraries.
     """
-    found: list[Found] = []
+    found: list[DetectedCard] = []
     if any(machine.path(name).exists() for name in ("/dev/dxg", "/dev/nvidia0")):
         seen = machine.torch_sees("cuda")
         found = [_seen(card, seen) for card in seen]
     return found + _missing(on_bus, found, machine, why)
 
 
-def _seen(card: Seen, beside: Sequence[Seen]) -> Found:
+def _seen(card: Seen, beside: Sequence[Seen]) -> DetectedCard:
     uuid = card.uuid
     if uuid is not None and not uuid.startswith(("GPU-", "MIG-")):
         uuid = f"GPU-{uuid}"  # torch leaves it out
@@ -293,7 +293,7 @@ def _seen(card: Seen, beside: Sequence[Seen]) -> Found:
         precisions=native_precisions(card.architecture) or card.precisions or None,
         mask=mask,
     )
-    return Found(spec, undriven=undriven)
+    return DetectedCard(spec, undriven=undriven)
 
 
 def native_precisions(architecture: str | None) -> tuple[str, ...] | None:

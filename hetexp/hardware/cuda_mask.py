@@ -16,7 +16,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import did_you_mean
 from hetexp.hardware import nvml
 from hetexp.hardware.accelerator import bare_uuid
-from hetexp.hardware.found import Found, Seen
+from hetexp.hardware.detected import DetectedCard, Seen
 from hetexp.hardware.machine import Machine
 
 MASK = "CUDA_VISIBLE_DEVICES"
@@ -41,7 +41,7 @@ class Mask:
         found: the NVIDIA cards along the bus.
     """
 
-    def __init__(self, value: str, found: Sequence[Found], machine: Machine) -> None:
+    def __init__(self, value: str, found: Sequence[DetectedCard], machine: Machine) -> None:
         self.value = value
         self.found = found
         self.machine = machine

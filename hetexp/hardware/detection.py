@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from hetexp.hardware.backend import ACCELERATORS, backend_class
 from hetexp.hardware.builds import TorchBuild, known_builds
-from hetexp.hardware.found import Found
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import pci_cards
 
@@ -22,7 +22,7 @@ from hetexp.hardware.pci import pci_cards
 class Inventory:
     """The cards of a machine and what was noticed while listing them."""
 
-    cards: list[Found] = field(default_factory=list)
+    cards: list[DetectedCard] = field(default_factory=list)
     mask_problems: dict[str, list[str]] = field(default_factory=dict)
     """Backend → what is wrong with the visibility variables for its cards."""
     builds: list[TorchBuild] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Inventory:
 def detect(
     machine: Machine | None = None,
     builds: Sequence[TorchBuild] | None = None,
-    busy: Callable[[Found], str | None] | None = None,
+    busy: Callable[[DetectedCard], str | None] | None = None,
 ) -> Inventory:
     """Return every card of the machine.
 
@@ -44,7 +44,7 @@ def detect(
     machine = machine or Machine()
     builds = known_builds() if builds is None else builds
     on_bus = pci_cards(machine)
-    found: list[Found] = []
+    found: list[DetectedCard] = []
     for name in ACCELERATORS:
         backend = backend_class(name)
         found += backend.cards(machine, [card for card in on_bus if card.vendor == backend.vendor])
@@ -62,7 +62,7 @@ def detect(
     return inventory
 
 
-def numbered(found: Sequence[Found]) -> list[Found]:
+def numbered(found: Sequence[DetectedCard]) -> list[DetectedCard]:
     """Return the cards in their lasting order, with their numbers and ids."""
     ordered = sorted(found, key=lambda card: (card.spec.pci is None, card.spec.pci or "", card.spec.index))
     counts: dict[str, int] = defaultdict(int)
@@ -76,7 +76,7 @@ def numbered(found: Sequence[Found]) -> list[Found]:
     return cards
 
 
-def _usable(card: Found, builds: Sequence[TorchBuild]) -> Found:
+def _usable(card: DetectedCard, builds: Sequence[TorchBuild]) -> DetectedCard:
     """Find the interpreter that drives the card, or say why none does."""
     if card.undriven is not None or card.lost is not None:
         return card

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from hetexp.hardware.backend import ACCELERATORS, backend_class
-from hetexp.hardware.found import Found, Reading
+from hetexp.hardware.detected import DetectedCard, Reading
 from hetexp.hardware.machine import Machine
 
 Gauge = Callable[[], Reading]
@@ -22,7 +22,7 @@ class CardLostError(Exception):
 
 
 @contextmanager
-def gauges(cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+def gauges(cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
     """Open what tells the state of cards, of any vendors.
 
     Yields:

@@ -17,8 +17,8 @@ from hetexp.core.errors import SetupError
 from hetexp.hardware import amd_smi, hip_mask, kfd, sysfs
 from hetexp.hardware.accelerator import CudaNamespaceBackend, bare_uuid, seen_uuid
 from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.detected import DetectedCard, Process, Reading
 from hetexp.hardware.energy import Counter
-from hetexp.hardware.found import Found, Process, Reading
 from hetexp.hardware.gauges import CardLostError, Gauge
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard, pci_cards
@@ -49,7 +49,7 @@ class HipBackend(CudaNamespaceBackend):
     native_collective: ClassVar[str | None] = "nccl"
 
     @classmethod
-    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[Found]:
+    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         nodes = {node.address: node for node in reversed(kfd.nodes(machine))}
         addresses = sorted({card.address for card in on_bus} | nodes.keys())
         if not addresses:
@@ -61,7 +61,7 @@ class HipBackend(CudaNamespaceBackend):
             return [_found(one, machine, busy) for one in facts]
 
     @classmethod
-    def hide(cls, found: Sequence[Found], machine: Machine) -> tuple[list[Found], list[str]]:
+    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
         nodes = kfd.nodes(machine)
         if not found or not nodes:  # ROCm sees no card whatever the variables say
             return list(found), []
@@ -93,7 +93,7 @@ class HipBackend(CudaNamespaceBackend):
 
     @classmethod
     @contextmanager
-    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+    def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
         on_bus = {card.address: card for card in pci_cards(machine)}
         with amd_smi.opened(machine) as told:
             yield [
@@ -157,7 +157,7 @@ def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
     return ("float64", "float32", *half)
 
 
-def _found(card: _Facts, machine: Machine, busy: dict[int, tuple[Process, ...]]) -> Found:
+def _found(card: _Facts, machine: Machine, busy: dict[int, tuple[Process, ...]]) -> DetectedCard:
     integrated, unified = _part_of_processor(card, machine)
     total, free = _memory(card.address, unified, machine)
     node = card.node
@@ -180,9 +180,9 @@ def _found(card: _Facts, machine: Machine, busy: dict[int, tuple[Process, ...]])
     )
     lost = _lost(card, machine)
     if lost is not None:
-        return Found(spec, lost=lost)
+        return DetectedCard(spec, lost=lost)
     processes = busy.get(node.gpu_id) if node is not None else None
-    return Found(spec, _reading(card, free, processes, machine), undriven=_undriven(card, machine))
+    return DetectedCard(spec, _reading(card, free, processes, machine), undriven=_undriven(card, machine))
 
 
 def _name(card: _Facts, machine: Machine) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetexp.hardware.found import Process
+from hetexp.hardware.detected import Process
 from hetexp.hardware.machine import Machine
 
 NODES = "/sys/class/kfd/kfd/topology/nodes"

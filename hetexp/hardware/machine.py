@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetexp.hardware.found import Seen
+    from hetexp.hardware.detected import Seen
 
 COMMAND_SECONDS = 0.6
 """Longest wait for a vendor's command: a hanging driver must not keep the other cards from being listed."""

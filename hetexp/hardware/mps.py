@@ -12,7 +12,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.accelerator import AcceleratorBackend
 from hetexp.hardware.builds import TorchBuild
-from hetexp.hardware.found import Found, Reading
+from hetexp.hardware.detected import DetectedCard, Reading
 from hetexp.hardware.gauges import Gauge
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
@@ -46,7 +46,7 @@ class MpsBackend(AcceleratorBackend):
     """Most bytes that Metal had given this process whenever it was looked at."""
 
     @classmethod
-    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[Found]:
+    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         if machine.platform != "darwin":
             return []
         facts = _facts(machine)
@@ -72,11 +72,11 @@ class MpsBackend(AcceleratorBackend):
             undriven = (
                 f"torch needs macOS {_OLDEST_MACOS[0]} or newer for it, and this is {this}; update macOS"
             )
-        return [Found(spec, Reading(memory_free_bytes=_free(machine, total)), undriven=undriven)]
+        return [DetectedCard(spec, Reading(memory_free_bytes=_free(machine, total)), undriven=undriven)]
 
     @classmethod
     @contextmanager
-    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+    def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
         yield [partial(_gauged, card.spec, machine) for card in cards]
 
     @classmethod

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetexp.hardware.found import Process, Reading
+from hetexp.hardware.detected import Process, Reading
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import normalised
 from hetexp.hardware.sysfs import host_memory

@@ -13,8 +13,8 @@ from hetexp.core.errors import must_be
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.catalogue import Catalogue, Link, named
 from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory
-from hetexp.hardware.found import Found
 from hetexp.hardware.request import cpu_index, described, find_card, parse_card_request, rank_cards
 
 _SHARING = "hardware.share_devices=true uses it all the same"
@@ -52,11 +52,11 @@ class CardPool:
         catalogue: Catalogue,
         need_bytes: Callable[[int], int | None] | None = None,
     ) -> None:
-        self.cards: Sequence[Found] = inventory.cards
+        self.cards: Sequence[DetectedCard] = inventory.cards
         self._config, self._inventory, self._catalogue = config, inventory, catalogue
         self._need_bytes = need_bytes
 
-    def why_not(self, card: Found, python: str | None = None, busy_too: bool = False) -> str | None:
+    def why_not(self, card: DetectedCard, python: str | None = None, busy_too: bool = False) -> str | None:
         """Return why a card cannot be taken, `None` where it can.
 
         Args:
@@ -75,7 +75,7 @@ class CardPool:
             return " ".join([f"hidden by {card.hidden_by}", *(f"({problem})" for problem in wrong)])
         return self._too_hot(card) or self._too_hungry(card) or self._in_use(card, busy_too)
 
-    def spec(self, card: Found, python: str | None = None) -> DeviceSpec:
+    def spec(self, card: DetectedCard, python: str | None = None) -> DeviceSpec:
         """Return what the plan carries of a card."""
         return replace(
             card.spec,
@@ -137,7 +137,7 @@ class CardPool:
         else:
             self._take_named(selection, wish.names, key)
 
-    def of_vendor(self, vendor: str, match: str | None) -> list[Found]:
+    def of_vendor(self, vendor: str, match: str | None) -> list[DetectedCard]:
         """Return a vendor's cards as a mix counts them, usable or not.
 
         Left out are those that a visibility variable hides, which are as good as not there, and integrated
@@ -151,12 +151,12 @@ class CardPool:
             and (not card.spec.integrated if match is None else named(match, card.spec.name))
         ]
 
-    def rates(self, card: Found) -> dict[str, float] | None:
+    def rates(self, card: DetectedCard) -> dict[str, float] | None:
         """Return the catalogue's rates of a card by precision, `None` where it does not know the card."""
         known = self._catalogue.real(card.spec)
         return dict(known.tflops) if known is not None else None
 
-    def tflops(self, card: Found) -> float | None:
+    def tflops(self, card: DetectedCard) -> float | None:
         """Return the catalogue's float32 rate of a card, `None` where the catalogue does not know it."""
         return (self.rates(card) or {}).get("float32")
 
@@ -212,7 +212,7 @@ class CardPool:
         busy_too: bool,
         python: str | None = None,
         only_one: bool = True,
-    ) -> list[Found]:
+    ) -> list[DetectedCard]:
         """The cards that may be chosen by default, within the power budget; tells why not the others."""
         for problems in self._inventory.mask_problems.values():
             selection.problems += problems
@@ -231,7 +231,7 @@ class CardPool:
             selection.reasons.append(f"{chosen[0].spec} trains alone (hardware.multi_gpu_enabled=false).")
         return self._within_budget(selection, chosen)
 
-    def _within_budget(self, selection: Selection, chosen: list[Found]) -> list[Found]:
+    def _within_budget(self, selection: Selection, chosen: list[DetectedCard]) -> list[DetectedCard]:
         """Leave out the cards with the least work a watt until the rest keeps within the budget."""
         budget = self._config.power_budget_watts
         limits = {card.spec.id: card.reading.power_limit_watts for card in chosen}
@@ -246,7 +246,7 @@ class CardPool:
             )
         return [card for card in chosen if card in kept]
 
-    def _problem_under(self, card: Found, python: str) -> str | None:
+    def _problem_under(self, card: DetectedCard, python: str) -> str | None:
         """Why the named interpreter cannot drive a card; its own errors come when it is started."""
         path = Path(python).absolute()
         builds = [b for b in self._inventory.builds if b.python and Path(b.python).absolute() == path]
@@ -254,13 +254,13 @@ class CardPool:
             return None
         return backend_class(card.spec.backend).build_problem(card.spec, builds[0])
 
-    def _too_hot(self, card: Found) -> str | None:
+    def _too_hot(self, card: DetectedCard) -> str | None:
         temperature, limit = card.reading.temperature_celsius, self._config.max_temperature_celsius
         if temperature is None or temperature <= limit:
             return None
         return f"at {temperature:.0f} °C, above hardware.max_temperature_celsius ({limit:g})"
 
-    def _too_hungry(self, card: Found) -> str | None:
+    def _too_hungry(self, card: DetectedCard) -> str | None:
         limit, most = card.reading.power_limit_watts, self._config.device_power_watts
         if limit is None or most is None or limit <= most:
             return None
@@ -269,7 +269,7 @@ class CardPool:
             "vendor's tool (nvidia-smi -pl, amd-smi set --power-cap, xpu-smi config --powerlimit)"
         )
 
-    def _in_use(self, card: Found, busy_too: bool) -> str | None:
+    def _in_use(self, card: DetectedCard, busy_too: bool) -> str | None:
         if card.busy is None or busy_too or self._config.share_devices:
             return None
         return f"busy: {card.busy}; {_SHARING}"

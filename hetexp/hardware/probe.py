@@ -25,7 +25,7 @@ from uuid import UUID
 from hetexp.core.files import write_json
 from hetexp.hardware.backend import VISIBILITY
 from hetexp.hardware.builds import TorchBuild, home, known_builds
-from hetexp.hardware.found import Seen
+from hetexp.hardware.detected import Seen
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import pci_cards
 from hetexp.hardware.pci_names import chip

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
-from hetexp.hardware.found import Found
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.pci import normalised
 
 WORDS = ("all", "available", "recommend")
@@ -66,7 +66,7 @@ def parse_card_request(value: int | str | Sequence[int | str], key: str) -> tupl
     return CardRequest(names=names), problems
 
 
-def find_card(name: str, cards: Sequence[Found]) -> Found | str:
+def find_card(name: str, cards: Sequence[DetectedCard]) -> DetectedCard | str:
     """Return the card that one entry of a list names, or the words that say why there is none.
 
     Args:
@@ -97,7 +97,9 @@ def cpu_index(name: str) -> int | None:
     return int(match["index"] or 0) if match is not None else None
 
 
-def rank_cards(cards: Sequence[Found], speed: dict[str, float], need_bytes: int | None) -> list[Found]:
+def rank_cards(
+    cards: Sequence[DetectedCard], speed: dict[str, float], need_bytes: int | None
+) -> list[DetectedCard]:
     """Return cards from the most to the least recommended.
 
     Those with enough free memory come first, then the faster, then those with more free memory. A card whose
@@ -108,19 +110,19 @@ def rank_cards(cards: Sequence[Found], speed: dict[str, float], need_bytes: int 
         need_bytes: what the run needs on a card, `None` where that is not known.
     """
 
-    def key(card: Found) -> tuple[bool, float, int]:
+    def key(card: DetectedCard) -> tuple[bool, float, int]:
         free = card.reading.memory_free_bytes or 0
         return (need_bytes is None or free >= need_bytes, speed.get(card.spec.id, 0.0), free)
 
     return sorted(cards, key=key, reverse=True)
 
 
-def described(cards: Sequence[Found]) -> str:
+def described(cards: Sequence[DetectedCard]) -> str:
     """Return the cards as messages list them: `0 = cuda:0 (RTX 3090), …`."""
     return ", ".join(f"{card.spec.number} = {card.spec}" for card in cards) or "no accelerator"
 
 
-def _by_uuid(name: str, cards: Sequence[Found]) -> list[Found]:
+def _by_uuid(name: str, cards: Sequence[DetectedCard]) -> list[DetectedCard]:
     """The cards whose UUID is or begins with `name`; a whole UUID wins over those that it begins."""
     wanted = name.lower()
     exact = [card for card in cards if card.spec.uuid is not None and card.spec.uuid.lower() == wanted]

@@ -14,9 +14,9 @@ from hetexp.core.errors import ConfigError, must_be
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.catalogue import Catalogue, load_catalogue, named
 from hetexp.hardware.cpu import CpuBackend, cpu_count
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory
 from hetexp.hardware.emulated import EmulatedBackend
-from hetexp.hardware.found import Found
 from hetexp.hardware.pool import CardPool, Selection, add_cpus, check_power
 
 CARD_THREADS = 4
@@ -166,21 +166,21 @@ def _as_usual(entry: DeviceEntry, config: HardwareConfig) -> DeviceEntry:
     return entry.model_copy(update=usual)
 
 
-def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> dict[int, list[Found]]:
+def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> dict[int, list[DetectedCard]]:
     """For each entry that names a vendor, by position: the cards of this machine that it may take.
 
     An entry with a count leaves out what other entries name or take before it, so that two entries can
     share the cards of one vendor. A card that is there and cannot be used counts: it is told, not replaced.
     """
     taken = {entry.device for _, entry in entries}
-    real: dict[int, list[Found]] = {}
+    real: dict[int, list[DetectedCard]] = {}
     for position, (_, entry) in enumerate(entries):
         if entry.vendor is None or entry.device is not None:
             continue
         if entry.vendor == "cpu":
             own = CpuBackend.describe(0)
             matches = entry.match is None or named(entry.match, own.name)
-            real[position] = [Found(own)] if matches else []
+            real[position] = [DetectedCard(own)] if matches else []
             continue
         there = pool.of_vendor(entry.vendor, entry.match)
         free = [card for card in there if pool.why_not(card, entry.python) is None]
@@ -190,7 +190,7 @@ def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> d
 
 
 def _all_unless_complete(
-    entries: Sequence[tuple[str, DeviceEntry]], real: dict[int, list[Found]], pool: CardPool
+    entries: Sequence[tuple[str, DeviceEntry]], real: dict[int, list[DetectedCard]], pool: CardPool
 ) -> list[int]:
     """Return the positions of all entries for cards, unless this machine can drive the cards of each."""
     positions = [position for position in real if entries[position][1].vendor != "cpu"]
@@ -231,7 +231,7 @@ def _add_named(
 
 
 def _add_vendor(
-    selection: Selection, key: str, entry: DeviceEntry, cards: Sequence[Found], pool: CardPool
+    selection: Selection, key: str, entry: DeviceEntry, cards: Sequence[DetectedCard], pool: CardPool
 ) -> None:
     if entry.vendor == "cpu":
         add_cpus(selection, None, entry.count or 1)
@@ -244,7 +244,9 @@ def _add_vendor(
     _add_real(selection, key, cards[: entry.count], entry, pool)
 
 
-def _tell_left_out(selection: Selection, entry: DeviceEntry, cards: Sequence[Found], pool: CardPool) -> None:
+def _tell_left_out(
+    selection: Selection, entry: DeviceEntry, cards: Sequence[DetectedCard], pool: CardPool
+) -> None:
     """Say which cards of the vendor do not take part because they cannot."""
     for card in pool.of_vendor(entry.vendor or "", entry.match):
         why = pool.why_not(card, entry.python)
@@ -253,7 +255,7 @@ def _tell_left_out(selection: Selection, entry: DeviceEntry, cards: Sequence[Fou
 
 
 def _add_real(
-    selection: Selection, key: str, cards: Sequence[Found], entry: DeviceEntry, pool: CardPool
+    selection: Selection, key: str, cards: Sequence[DetectedCard], entry: DeviceEntry, pool: CardPool
 ) -> None:
     for card in cards:
         why = pool.why_not(card, entry.python)
@@ -263,7 +265,7 @@ def _add_real(
 
 
 def _add_stand_in(
-    selection: Selection, key: str, entry: DeviceEntry, catalogue: Catalogue, there: Sequence[Found]
+    selection: Selection, key: str, entry: DeviceEntry, catalogue: Catalogue, there: Sequence[DetectedCard]
 ) -> None:
     """Emulate an entry's card.
 
@@ -335,7 +337,7 @@ def _absent(key: str, entry: DeviceEntry, pool: CardPool, mix: Sequence[tuple[st
     )
 
 
-def _with_reason(card: Found, pool: CardPool) -> str:
+def _with_reason(card: DetectedCard, pool: CardPool) -> str:
     why = pool.why_not(card)
     return str(card.spec) if why is None else f"{card.spec}, {why}"
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetexp.hardware.found import Process
+from hetexp.hardware.detected import Process
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
 

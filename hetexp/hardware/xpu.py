@@ -27,8 +27,8 @@ from hetexp.hardware import sysfs, sysman, xpu_mask
 from hetexp.hardware.accelerator import AcceleratorBackend
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.detected import DetectedCard, Process, Reading
 from hetexp.hardware.energy import Counter
-from hetexp.hardware.found import Found, Process, Reading
 from hetexp.hardware.gauges import CardLostError, Gauge
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
@@ -80,7 +80,7 @@ class XpuBackend(AcceleratorBackend):
     """torch 2.8 and newer have it built in on Linux (`torch.distributed.is_xccl_available`)."""
 
     @classmethod
-    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[Found]:
+    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         driven = any(card.driver in DRIVERS for card in on_bus)
         # Windows has no list of the bus that could be read.
         told = sysman.cards(machine) if driven or machine.platform == "win32" else {}
@@ -91,7 +91,7 @@ class XpuBackend(AcceleratorBackend):
         return _with_masks(_with_memory(found, machine))
 
     @classmethod
-    def hide(cls, found: Sequence[Found], machine: Machine) -> tuple[list[Found], list[str]]:
+    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
         counted = [card.spec for card in found if card.undriven is None and card.lost is None]
         if not counted:  # Level Zero sees no card whatever the variables say
             return list(found), []
@@ -135,7 +135,7 @@ class XpuBackend(AcceleratorBackend):
 
     @classmethod
     @contextmanager
-    def gauges(cls, cards: Sequence[Found], machine: Machine) -> Iterator[list[Gauge | None]]:
+    def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
         told = sysman.watches(machine)
         yield [
             _Gauge(card.spec, told.get(card.spec.pci), machine) if card.spec.pci is not None else None
@@ -245,7 +245,7 @@ class _Facts:
         return {}
 
 
-def _found(card: _Facts, processes: tuple[Process, ...] | None) -> Found:
+def _found(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCard:
     known = chip("intel", card.bus.device_id) if card.bus is not None else None
     architecture = known.architecture if known is not None else None
     module = card.bus.driver if card.bus is not None else None
@@ -269,8 +269,8 @@ def _found(card: _Facts, processes: tuple[Process, ...] | None) -> Found:
         precisions=_PRECISIONS.get(architecture or ""),
     )
     if lost is not None:
-        return Found(spec, lost=lost)
-    return Found(spec, _reading(card, free, processes), undriven=undriven)
+        return DetectedCard(spec, lost=lost)
+    return DetectedCard(spec, _reading(card, free, processes), undriven=undriven)
 
 
 def _name(card: _Facts, ask: bool) -> str:
@@ -316,7 +316,7 @@ def _memory(card: _Facts, ask: bool) -> tuple[int | None, int | None]:
     return total, min(free, total) if free is not None and total is not None else None
 
 
-def _with_memory(found: list[Found], machine: Machine) -> list[Found]:
+def _with_memory(found: list[DetectedCard], machine: Machine) -> list[DetectedCard]:
     """Ask torch for the memory of discrete cards that nobody else knows, where its answer is about them."""
     open_cards = [c for c in found if c.spec.memory_bytes is None and c.undriven is None and c.lost is None]
     if not open_cards:
@@ -337,7 +337,7 @@ def _same(one: str, other: str) -> bool:
     return words[0] == words[1]
 
 
-def _with_masks(found: list[Found]) -> list[Found]:
+def _with_masks(found: list[DetectedCard]) -> list[DetectedCard]:
     """Give each card its number among those that Level Zero can open, as `environment` has it count."""
     counted = [card.spec for card in found if card.undriven is None and card.lost is None]
     order = [spec.pci for spec in xpu_mask.in_level_zero_order(counted)]
@@ -349,7 +349,7 @@ def _with_masks(found: list[Found]) -> list[Found]:
     ]
 
 
-def _unclear_count(found: Sequence[Found], machine: Machine) -> tuple[str, str] | None:
+def _unclear_count(found: Sequence[DetectedCard], machine: Machine) -> tuple[str, str] | None:
     """Return a mask whose numbers depend on the driver, and what to tell of it.
 
     Along the bus, graphics before Xe in the processor come first, and only some versions count them.

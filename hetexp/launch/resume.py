@@ -55,7 +55,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRun:
     """What `resume` stands for."""
 
     path: Path | None
@@ -68,7 +68,7 @@ class Found:
     """Whether that run has done all that is asked for: its summary stands."""
 
 
-def find(job: Job) -> Found:
+def find(job: Job) -> FoundRun:
     """Return what `resume` stands for.
 
     Raises:
@@ -79,7 +79,7 @@ def find(job: Job) -> Found:
     if job.config.resume is None:
         if there:
             raise ConfigError(_holds_a_run(job.run_dir))
-        return Found(None)
+        return FoundRun(None)
     wish = ResumeRequest.read(job.config.resume, job.working_dir)
     if wish.path is not None:
         if there:
@@ -90,7 +90,7 @@ def find(job: Job) -> Found:
     return _of_this_job(job, wish.which, there)
 
 
-def going_on(checked: Checked, found: Found) -> Checked:
+def going_on(checked: Checked, found: FoundRun) -> Checked:
     """Return what was checked with the checkpoint that was found in place of what was typed."""
     path = str(found.path) if found.path is not None else None
     assert checked.config is not None
@@ -98,7 +98,7 @@ def going_on(checked: Checked, found: Found) -> Checked:
     return checked._replace(raw={**checked.raw, "resume": path}, config=config)
 
 
-def _of_this_job(job: Job, which: str, there: bool) -> Found:
+def _of_this_job(job: Job, which: str, there: bool) -> FoundRun:
     runs = [job.run_dir] if there else list(_same_job(job))
     passed: list[str] = []
     for run in runs:
@@ -108,20 +108,20 @@ def _of_this_job(job: Job, which: str, there: bool) -> Found:
         if which == "auto" and _is_done(run, job):
             told = f"'{run}' is complete, and no more steps are asked for"
             if there:
-                return Found(None, (f"resume=auto: {told}. Nothing is done.",), finished=True)
-            return Found(None, (*passed, f"resume=auto: {told}. The training begins anew."))
+                return FoundRun(None, (f"resume=auto: {told}. Nothing is done.",), finished=True)
+            return FoundRun(None, (*passed, f"resume=auto: {told}. The training begins anew."))
         with lock_folder(run, wait=False) as idle:
             if not idle:
                 fix = "Wait for it, or name another run's folder."
                 raise ConfigError(must_be("resume", "of a run that has ended", f"{which} ({run})", fix))
         found = _choose(job, run, LAST if which == "auto" else which)
-        return Found(found.path, (*passed, *found.told), in_place=there)
+        return FoundRun(found.path, (*passed, *found.told), in_place=there)
     if which == "auto":
         if there:
             passed = [f"'{job.run_dir}' has no complete checkpoint."]
         elif not passed:
             passed = [f"there is no run of the same job in {_place(job.run_dir)}."]
-        return Found(None, (f"resume=auto: {' '.join(passed)} The training begins anew.",), in_place=there)
+        return FoundRun(None, (f"resume=auto: {' '.join(passed)} The training begins anew.",), in_place=there)
     fix = (
         f"There is none in {_place(job.run_dir)} with the same model, data, optimizer, seed, batch and name. "
         f"Name its folder: resume=outputs/2026-01-31/12-00-00-0a1b2c/{which}"
@@ -129,16 +129,16 @@ def _of_this_job(job: Job, which: str, there: bool) -> Found:
     raise ConfigError(" ".join([must_be("resume", "of a run of the same job", which, fix), *passed]))
 
 
-def _choose(job: Job, path: Path, which: str) -> Found:
+def _choose(job: Job, path: Path, which: str) -> FoundRun:
     if job.apart and rank_folders(path):
         if which != LAST:
             fix = "Each device has checkpoints of its own, and they go on from the newest step of all."
             raise ConfigError(must_be("resume", "a run folder", f"{path}/{which}", fix))
         search_rank_checkpoints(path)
-        return Found(path, (f"resume: goes on from the ranks' checkpoints of '{path}'.",))
+        return FoundRun(path, (f"resume: goes on from the ranks' checkpoints of '{path}'.",))
     metric = job.config.trainer.early_stopping.metric
     chosen = choose(path, which, metric)
-    return Found(chosen.folder.absolute(), (*chosen.skipped, f"resume: goes on from '{chosen.folder}'."))
+    return FoundRun(chosen.folder.absolute(), (*chosen.skipped, f"resume: goes on from '{chosen.folder}'."))
 
 
 def _same_job(job: Job) -> Iterator[Path]:
@@ -216,7 +216,7 @@ def _holds_a_run(run_dir: Path) -> str:
 
 
 @contextmanager
-def held(found: Found, run_dir: Path) -> Iterator[None]:
+def held(found: FoundRun, run_dir: Path) -> Iterator[None]:
     """Keep the checkpoint from being deleted, and the run folder from being resumed, while the block runs.
 
     What an attempt that goes on in the same folder left of its end is removed first.
@@ -230,7 +230,7 @@ def held(found: Found, run_dir: Path) -> Iterator[None]:
         yield
 
 
-def clear(found: Found, run_dir: Path) -> None:
+def clear(found: FoundRun, run_dir: Path) -> None:
     """Remove what an attempt that goes on in the same folder left of its end."""
     if found.in_place:
         (run_dir / SUMMARY).unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from hetexp.library.batches import Collate, on_device, part_batches, steps_left
 from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
 from hetexp.training import resuming, saving
-from hetexp.training.loop import Outcome, Window, rebalance
+from hetexp.training.loop import MetricsWindow, Outcome, rebalance
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import widened
 from hetexp.training.result import report
@@ -46,7 +46,7 @@ class Run:
         self.model = Front(parts.model, self._call)
         """To be called instead of the model: data parallel, with the same parameters and methods."""
         self._progress = Progress()
-        self._window = Window(parts)
+        self._window = MetricsWindow(parts)
         self._outcome = Outcome(self._progress, self._window.totals, energy=self._window.energy)
         gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
         self._normalizer = LossNormalizer(

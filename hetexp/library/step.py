@@ -13,7 +13,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.hardware.pacing import tensors
 from hetexp.library.front import Call, keeping_statistics
 from hetexp.training.loss import as_count
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.precision import widened
 from hetexp.training.state import TrainState
@@ -33,7 +33,7 @@ class ScriptStep:
     """
 
     def __init__(
-        self, parts: TrainState, normalizer: LossNormalizer, meter: Meter, batch: LocalBatch
+        self, parts: TrainState, normalizer: LossNormalizer, meter: StepTimer, batch: LocalBatch
     ) -> None:
         self._parts, self._normalizer, self._meter = parts, normalizer, meter
         self.batch = batch

@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from hetexp.core.device import DeviceSpec
+from hetexp.hardware.detected import DetectedCard, Reading
 from hetexp.hardware.detection import detect
-from hetexp.hardware.found import Found, Reading
 from hetexp.hardware.gauges import CardLostError, Gauge, gauges
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.probe import torch_devices
@@ -46,7 +46,7 @@ class Sampler:
         self._clock = clock
         self._open = ExitStack()
         self._readers: list[_Reader] = []
-        self._cards: list[Found] = []
+        self._cards: list[DetectedCard] = []
         self._listed_at = -LIST_SECONDS
         self._processor = Processor(self._machine)
 
@@ -96,7 +96,7 @@ class Sampler:
         opened = self._open.enter_context(gauges(cards, self._machine))
         self._readers = [_Reader(card, gauge, self._clock) for card, gauge in zip(cards, opened, strict=True)]
 
-    def _as_known(self, card: Found) -> Found:
+    def _as_known(self, card: DetectedCard) -> DetectedCard:
         """Return a lost card, whose driver tells next to nothing, with the facts that it had."""
         before = [one.spec for one in self._cards if one.spec.pci == card.spec.pci]
         if card.lost is None or card.spec.uuid is not None or card.spec.pci is None or len(before) != 1:
@@ -133,7 +133,7 @@ class _Reader:
         gauge: `None`: nobody tells anything of the card.
     """
 
-    def __init__(self, card: Found, gauge: Gauge | None, clock: Callable[[], float]) -> None:
+    def __init__(self, card: DetectedCard, gauge: Gauge | None, clock: Callable[[], float]) -> None:
         self.card, self.device = card, Device.of(card.spec)
         self.lost = card.lost
         self._gauge, self._clock = gauge, clock

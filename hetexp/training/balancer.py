@@ -20,7 +20,7 @@ from hetexp.core.files import naming
 from hetexp.core.plan import Plan
 from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split, apportion
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Balancer:
         shares = self._plan.shares if self.scheduler is None else self.scheduler.split.counts
         return apportion(num_samples, shares)
 
-    def own_seconds(self, meter: Meter) -> float | None:
+    def own_seconds(self, meter: StepTimer) -> float | None:
         """Return what to tell the other ranks: this one's own work in the step before."""
         return meter.since_last() if self.follows else None
 

@@ -34,12 +34,12 @@ from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.links import links_of
 from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.compiled import any_batch_size
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.oom_recovery import ends_with_shortage
-from hetexp.training.rehearsal import undone
 from hetexp.training.state import Progress, TrainState
 from hetexp.training.steps import train_step
+from hetexp.training.warmup_calibration import undone
 
 log = logging.getLogger(__name__)
 
@@ -378,7 +378,7 @@ def joint_steps(
         *parts.loaded_in,
         page_locked=parts.backend.copies_page_locked,
     )
-    meters: list[Meter] = []
+    meters: list[StepTimer] = []
     took: list[float] = []
     waited: list[float] = []
     for step in range(warm_steps + steps):
@@ -388,7 +388,7 @@ def joint_steps(
         asked = time.perf_counter()
         batch = next(batches)
         waited.append(time.perf_counter() - asked)
-        meters.append(Meter(parts.backend))  # one a step, read at the end: nothing waits for it meanwhile
+        meters.append(StepTimer(parts.backend))  # one a step, read at the end: nothing waits for it meanwhile
         train_step(parts, -1, batch, normalizer, meters[-1])
         took.append(time.perf_counter() - asked)  # each step waits for the others' counts
     batches.close()

@@ -14,7 +14,7 @@ from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
 from hetexp.model.base import WithAuxiliary
 from hetexp.training.compiled import any_batch_size, tells_why_not
 from hetexp.training.loss import count_of
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import no_tally
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.oom_recovery import OutOfMemory, ends_with_shortage, sizes_of
@@ -52,7 +52,7 @@ class _ShortInForwardError(RuntimeError):
 class _Passes:
     """The passes of one step, and how far they have come."""
 
-    def __init__(self, parts: TrainState, normalizer: LossNormalizer, meter: Meter) -> None:
+    def __init__(self, parts: TrainState, normalizer: LossNormalizer, meter: StepTimer) -> None:
         self._parts, self._normalizer, self._meter = parts, normalizer, meter
         self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
         self.losses: list[torch.Tensor] = []
@@ -127,7 +127,7 @@ def take_gradient(
     step: int,
     microbatches: list[Any],
     normalizer: LossNormalizer,
-    meter: Meter,
+    meter: StepTimer,
     num_passes: int = 1,
 ) -> Gradient:
     """Compute this rank's part of the gradient and exchange it.

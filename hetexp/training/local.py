@@ -15,7 +15,7 @@ from hetexp.hardware.links import links_of
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.training.host_group import HostGroup
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import conclude, no_tally, share
 from hetexp.training.nonfinite_samples import ALONE, TOGETHER, WIDTH, NonFiniteSamples
 from hetexp.training.outer import OuterStep
@@ -31,7 +31,7 @@ FIX = "Lower `optimizer.lr` or set `trainer.clip_norm`; trainer.non_finite=skip 
 
 
 @dataclass
-class Since:
+class SyncStats:
     """What a rank did since the last sync."""
 
     count: float = 0
@@ -74,7 +74,7 @@ class LocalTraining:
         self._summation = Summation(parts.exchange, wire, parts.paced, links, parts.device)
         self.outer: OuterStep | None = None
         """From the first step on."""
-        self.since = Since()
+        self.since = SyncStats()
         self.samples = 0
         """That this rank has trained on in the whole run."""
         self.goes_on = False
@@ -101,7 +101,7 @@ class LocalTraining:
 
     def forget(self) -> None:
         """Begin anew: weights and optimizer were put back to where they had been before."""
-        self.outer, self.since, self.samples, self.host_bytes = None, Since(), 0, 0
+        self.outer, self.since, self.samples, self.host_bytes = None, SyncStats(), 0, 0
         self._summation.feedback, self._summation.sent_bytes = None, 0
 
     @property
@@ -124,7 +124,7 @@ class LocalTraining:
             return False
         return (step + 1) % self.settings.sync_every == 0 or step + 1 == parts.total_steps
 
-    def sync(self, parts: TrainState, step: int, loss_scale: LossScale | None, meter: Meter) -> int:
+    def sync(self, parts: TrainState, step: int, loss_scale: LossScale | None, meter: StepTimer) -> int:
         """Average what the ranks trained since the last sync; all of them call it.
 
         Returns:
@@ -139,7 +139,7 @@ class LocalTraining:
         parts.backend.pause()
         start = parts.backend.mark()
         told = self._told(parts, loss_scale)
-        self.since = Since()
+        self.since = SyncStats()
         _agree(parts, told, loss_scale)
         self._face_non_finite(parts, told)
         total = float(told[:, 0].sum())
@@ -190,7 +190,7 @@ class LocalTraining:
         elif self.settings.inner_state == "reset":
             parts.optimizer.state.clear()
 
-    def _conclude(self, parts: TrainState, outer: OuterStep, step: int, mine: Since) -> None:
+    def _conclude(self, parts: TrainState, outer: OuterStep, step: int, mine: SyncStats) -> None:
         """Let the model do what it does after a merge; where that leads is what all ranks hold."""
         if parts.hooks is None:
             return
@@ -202,7 +202,7 @@ class LocalTraining:
         conclude(parts, share(parts, step, tally, samples, before))
         outer.hold()
 
-    def _rebalance(self, parts: TrainState, step: int, mine: Since, seconds: torch.Tensor) -> None:
+    def _rebalance(self, parts: TrainState, step: int, mine: SyncStats, seconds: torch.Tensor) -> None:
         """Judge the steps since the last sync one by one, until one of them asks for another split."""
         for position, (number, samples, _) in enumerate(mine.seconds):
             decision = parts.balancer.observe(number, samples, seconds[:, position].tolist(), step)

@@ -13,7 +13,7 @@ from hetexp.optimizer.build import restart_schedule
 from hetexp.training.gradient import take_gradient
 from hetexp.training.host_group import HostGroup
 from hetexp.training.local import FIX, LocalTraining, explain
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import conclude, project, share
 from hetexp.training.non_finite import KeptBuffers, search
 from hetexp.training.normalizer import LossNormalizer
@@ -24,7 +24,7 @@ from hetexp.training.step import StepResult, clip, update
 
 
 def local_step(
-    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer
 ) -> StepResult:
     """Take this rank's optimizer steps for a global batch, each with the mean over its own samples.
 
@@ -96,7 +96,7 @@ def _own_step(
     samples: list[Any],
     places: list[list[int]],
     normalizer: LossNormalizer,
-    meter: Meter,
+    meter: StepTimer,
 ) -> StepResult:
     """Do one optimizer step with these microbatches, smaller ones where memory runs out.
 
@@ -147,7 +147,7 @@ def _own_step(
     return StepResult(gradient.loss_sum, count, grad_norm, rate, not finite, not finite and not mendable)
 
 
-def _sum_over_host(parts: TrainState, host: HostGroup, meter: Meter) -> None:
+def _sum_over_host(parts: TrainState, host: HostGroup, meter: StepTimer) -> None:
     """Sum the gradients over the ranks of this host; the time is spent waiting for them."""
     start = parts.backend.mark()
     host.sum()

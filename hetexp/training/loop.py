@@ -20,7 +20,7 @@ from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
 from hetexp.training.evaluate import evaluate, evaluate_apart
 from hetexp.training.handover import Carried
-from hetexp.training.measure import Meter, Totals
+from hetexp.training.measure import StepTimer, Totals
 from hetexp.training.merging import merge_ranks
 from hetexp.training.non_finite import explain
 from hetexp.training.normalizer import LossNormalizer
@@ -128,7 +128,7 @@ class Training:
         self.parts, self.progress, self.survivor = parts, progress, survivor
         self.ready = ready
         self.carried = Carried.of(parts)
-        self.window = Window(parts)
+        self.window = MetricsWindow(parts)
         self.outcome = Outcome(progress, self.window.totals, energy=self.window.energy)
         self.evaluated_at = self.saved_at = self.logged_at = -1
         self.loss_at: tuple[int, float | None] = (-1, None)
@@ -323,12 +323,12 @@ def rebalance(parts: TrainState, step: int, before: LocalBatch, seconds: Sequenc
         parts.balancer.tell(decision)
 
 
-class Window:
+class MetricsWindow:
     """What happened since the last log line, on this rank; `log` makes it one line of all ranks."""
 
     def __init__(self, parts: TrainState) -> None:
         self.parts = parts
-        self.meter = Meter(parts.backend)
+        self.meter = StepTimer(parts.backend)
         self.totals = Totals()
         self.energy = EnergyMeter(driven(parts), parts.plan.all_devices)
         self._loss_sum: torch.Tensor | float = 0.0
@@ -495,7 +495,7 @@ class Window:
 
 
 def tell_non_finite(
-    parts: TrainState, progress: Progress, batch: LocalBatch, result: StepResult, window: Window
+    parts: TrainState, progress: Progress, batch: LocalBatch, result: StepResult, window: MetricsWindow
 ) -> str:
     """Return which samples on which ranks keep a gradient from being finite, and warn of it once.
 

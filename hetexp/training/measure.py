@@ -12,7 +12,7 @@ from hetexp.hardware.backend import Backend
 
 
 @dataclass
-class Meter:
+class StepTimer:
     """Adds up compute seconds between device marks, and waiting apart from them."""
 
     backend: Backend

@@ -10,7 +10,7 @@ import torch
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.out_of_memory import is_out_of_memory
 from hetexp.training.loss import count_of
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.oom_recovery import ends_with_shortage, sizes_of
@@ -20,7 +20,7 @@ from hetexp.training.step import StepResult, clip, end_step
 
 
 def staged_step(
-    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer
 ) -> StepResult:
     """Do one optimizer step of the global batch: the same gradient as one device on all of it.
 

@@ -13,7 +13,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
 from hetexp.training.gradient import take_gradient
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import conclude, project, share
 from hetexp.training.non_finite import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
@@ -48,7 +48,7 @@ class StepResult:
 
 
 def joint_step(
-    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer
 ) -> StepResult:
     """Do one optimizer step of the global batch: the same gradient as one device on all of it.
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from hetexp.data.loader import LocalBatch
 from hetexp.training.local_step import local_step
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.staged_step import staged_step
 from hetexp.training.state import TrainState
@@ -17,7 +17,7 @@ class StepFunction(Protocol):
     """Takes one step of the global batch, or this rank's part in it; every rank calls it."""
 
     def __call__(
-        self, parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+        self, parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer
     ) -> StepResult: ...
 
 
@@ -25,7 +25,7 @@ STEPS: dict[str, StepFunction] = {"joint": joint_step, "local": local_step, "sta
 
 
 def train_step(
-    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: Meter
+    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer
 ) -> StepResult:
     """Take a step of the kind that the strategy takes.
 

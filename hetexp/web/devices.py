@@ -11,7 +11,7 @@ from typing import Any
 from hetexp.core.device import GIB
 from hetexp.core.errors import did_you_mean, must_be
 from hetexp.hardware.catalogue import load_catalogue
-from hetexp.hardware.found import Found
+from hetexp.hardware.detected import DetectedCard
 from hetexp.web.job import Card
 
 LIST_SECONDS = 60.0
@@ -24,10 +24,10 @@ class Machine:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cards: dict[str, Found] = {}
+        self._cards: dict[str, DetectedCard] = {}
         self._listed_at: float | None = None
 
-    def cards(self) -> dict[str, Found]:
+    def cards(self) -> dict[str, DetectedCard]:
         """Return the cards by id."""
         from hetexp.commands.gpus import inspect
 

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 import hetexp.launch.preload
 import hetexp.training.loop
-import hetexp.training.rehearsal
 import hetexp.training.result
+import hetexp.training.warmup_calibration
 import hetexp.training.wiring
 import hetexp.worker  # noqa: F401
 from chaos_lab.parts import ORDER, RECORDS, rank_by_log

@@ -6,8 +6,8 @@ import pytest
 from support import Train
 
 from hetexp.hardware.builds import own_build
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import detect
-from hetexp.hardware.found import Found
 
 WORK = (
     "hardware.devices=[cuda:0]",
@@ -29,7 +29,7 @@ IDLE_WATTS = 5.0
 """Less than any card draws that has a counter."""
 
 
-def _generation(card: Found) -> int:
+def _generation(card: DetectedCard) -> int:
     """Return 90 for `sm_90`."""
     return int((card.spec.architecture or "sm_0").removeprefix("sm_"))
 

@@ -22,8 +22,8 @@ from hetexp.commands.interpreters import Interpreter
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory
-from hetexp.hardware.found import Found
 from hetexp.hardware.machine import Machine
 
 RTX = DeviceSpec("cuda:0", "cuda", 0, "RTX 3090", "nvidia", 24 * GIB, driver="580.65.06", number=0)
@@ -241,10 +241,10 @@ def test_cards(context: Context) -> None:
     """Each with its state; to fix is what could be used and is not."""
     context.inventory = Inventory(
         [
-            Found(RTX, hidden_by="CUDA_VISIBLE_DEVICES="),
-            Found(ARC, unusable=NO_BUILD),
-            Found(IGPU, unusable=NO_BUILD),
-            Found(DeviceSpec("cuda:1", "cuda", 1, "RTX 3080", "nvidia", number=3), lost="GPU is lost"),
+            DetectedCard(RTX, hidden_by="CUDA_VISIBLE_DEVICES="),
+            DetectedCard(ARC, unusable=NO_BUILD),
+            DetectedCard(IGPU, unusable=NO_BUILD),
+            DetectedCard(DeviceSpec("cuda:1", "cuda", 1, "RTX 3080", "nvidia", number=3), lost="GPU is lost"),
         ],
         {"cuda": ["CUDA_VISIBLE_DEVICES names no card"]},
     )
@@ -303,7 +303,7 @@ def test_nodes_that_may_not_be_opened(context: Context) -> None:
     assert rows(section)["/dev/kfd"] == "may be opened"
     assert rows(section)["/dev/dri/renderD128"] == "may not be opened by this user"
     assert section.problems == []  # no card that needs it
-    context.inventory = Inventory([Found(ARC)])
+    context.inventory = Inventory([DetectedCard(ARC)])
     (problem,) = found(context, "drivers").problems
     assert "/dev/dri/renderD128" in problem.text
     assert "usermod" in str(problem.fix)

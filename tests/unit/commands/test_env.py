@@ -21,15 +21,15 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError, SetupError
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory
-from hetexp.hardware.found import Found
 from hetexp.launch.environments import record, records
 from hetexp.launch.trial import Trial
 
-CUDA_0 = Found(
+CUDA_0 = DetectedCard(
     DeviceSpec("cuda:0", "cuda", 0, "NVIDIA A100", "nvidia", driver="580.65.06", architecture="sm_80")
 )
-CUDA_1 = Found(DeviceSpec("cuda:1", "cuda", 1, "Tesla V100", "nvidia", architecture="sm_70"))
+CUDA_1 = DetectedCard(DeviceSpec("cuda:1", "cuda", 1, "Tesla V100", "nvidia", architecture="sm_70"))
 OWN = Interpreter("this", "/own/python", TorchBuild(None, "2.13.0+cpu"), "3.11.7")
 CUDA = Interpreter(
     "fast",
@@ -115,9 +115,9 @@ def test_the_cards_that_each_can_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that are busy or hidden; not those that are lost or without a driver."""
     spec = CUDA_0.spec
     cards = [
-        Found(spec, hidden_by="CUDA_VISIBLE_DEVICES=", busy="somebody"),
-        Found(CUDA_1.spec, lost="GPU is lost"),
-        Found(CUDA_1.spec, undriven="no driver"),
+        DetectedCard(spec, hidden_by="CUDA_VISIBLE_DEVICES=", busy="somebody"),
+        DetectedCard(CUDA_1.spec, lost="GPU is lost"),
+        DetectedCard(CUDA_1.spec, undriven="no driver"),
     ]
     asked = []
 

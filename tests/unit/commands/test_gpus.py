@@ -14,10 +14,10 @@ import pytest
 from hetexp.cli import main
 from hetexp.commands import gpus
 from hetexp.core.device import GIB, DeviceSpec
+from hetexp.hardware.detected import DetectedCard, Process, Reading
 from hetexp.hardware.detection import Inventory
-from hetexp.hardware.found import Found, Process, Reading
 
-RTX = Found(
+RTX = DetectedCard(
     DeviceSpec(
         "cuda:0",
         "cuda",
@@ -40,7 +40,7 @@ RTX = Found(
     ),
     busy="python (process 7) holds 4.0 GiB",
 )
-ARC = Found(
+ARC = DetectedCard(
     DeviceSpec("xpu:0", "xpu", 0, "Intel Arc A770 Graphics", "intel", number=1, pci="0000:03:00.0"),
     Reading(throttled=("too hot",)),
     unusable="torch 2.13.0+cpu of this interpreter is not built for XPU; run: hetexp env create xpu",

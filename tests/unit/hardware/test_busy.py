@@ -10,7 +10,7 @@ import pytest
 
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.hardware.busy import who_is_busy
-from hetexp.hardware.found import Found, Process, Reading
+from hetexp.hardware.detected import DetectedCard, Process, Reading
 from hetexp.hardware.machine import Machine
 
 SPEC = DeviceSpec("cuda:0", "cuda", 0, "RTX 3090", "nvidia", memory_bytes=24 * GIB, uuid="GPU-busy-test")
@@ -22,7 +22,7 @@ def busy(
     comm = tmp_path / "proc" / "7" / "comm"
     comm.parent.mkdir(parents=True, exist_ok=True)
     comm.write_text("python\n")
-    return who_is_busy(Machine(root=tmp_path), threshold_mib)(Found(spec, reading))
+    return who_is_busy(Machine(root=tmp_path), threshold_mib)(DetectedCard(spec, reading))
 
 
 @pytest.mark.parametrize(

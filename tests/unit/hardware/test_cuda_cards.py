@@ -41,7 +41,7 @@ from hetexp.hardware import detection
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.cpu import CpuBackend
 from hetexp.hardware.cuda import CudaBackend, native_precisions
-from hetexp.hardware.found import Found, Process, Reading, Seen
+from hetexp.hardware.detected import DetectedCard, Process, Reading, Seen
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import pci_cards
 
@@ -51,11 +51,11 @@ MEMINFO = (
 )
 
 
-def listed(machine: Machine) -> list[Found]:
+def listed(machine: Machine) -> list[DetectedCard]:
     return CudaBackend.cards(machine, pci_cards(machine))
 
 
-def only(nvml: FakeNvml, root: Path) -> Found:
+def only(nvml: FakeNvml, root: Path) -> DetectedCard:
     (card,) = listed(machine_with(nvml, root))
     assert nvml.opened == 0
     return card
@@ -69,7 +69,7 @@ def test_everything_that_nvml_tells(tmp_path: Path) -> None:
         reasons=0x1 | 0x4,
     )
     put_on_bus(tmp_path, "0000:01:00.0")
-    assert only(FakeNvml([card]), tmp_path) == Found(
+    assert only(FakeNvml([card]), tmp_path) == DetectedCard(
         DeviceSpec(
             id="cuda:0",
             backend="cuda",

@@ -26,8 +26,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hetexp.hardware.cuda import CudaBackend
+from hetexp.hardware.detected import DetectedCard, Seen
 from hetexp.hardware.detection import numbered
-from hetexp.hardware.found import Found, Seen
 from hetexp.hardware.pci import pci_cards
 
 A, B, C = cards_like(FakeCard(), 3)
@@ -43,7 +43,7 @@ def hidden(
     sees: Sequence[Seen] = (),
     asked: list[str] | None = None,
     root: Path = NOWHERE,
-) -> tuple[list[Found], list[str]]:
+) -> tuple[list[DetectedCard], list[str]]:
     """Return the machine's cards after the mask, and the problems."""
     environ = dict(environ or {}) | ({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
     nvml = FakeNvml(cards)
@@ -56,7 +56,7 @@ def hidden(
     return after, problems
 
 
-def places(cards: Sequence[Found], mask: str | None) -> list[int]:
+def places(cards: Sequence[DetectedCard], mask: str | None) -> list[int]:
     for card in cards:
         assert card.hidden_by in (None, f"CUDA_VISIBLE_DEVICES={mask}")
     return [place for place, card in enumerate(cards) if card.hidden_by is None]
@@ -401,7 +401,7 @@ MACHINES: Mapping[str, Sequence[FakeCard]] = {
 }
 
 
-def names(entry: str, card: Found, place: int, clear: bool) -> bool:
+def names(entry: str, card: DetectedCard, place: int, clear: bool) -> bool:
     """Whether an entry may name a card: by its UUID, its card's, or its number (any, where unclear)."""
     if entry.isascii() and entry.isdigit():
         return not clear or int(entry) == place

@@ -35,8 +35,8 @@ from fake_nvml import (
     machine_with,
 )
 
+from hetexp.hardware.detected import Reading
 from hetexp.hardware.detection import detect
-from hetexp.hardware.found import Reading
 from hetexp.hardware.gauges import CardLostError, Gauge, gauges
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.mps import STATISTICS

@@ -31,8 +31,8 @@ from fake_drivers import (
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.detected import DetectedCard, Process, Reading
 from hetexp.hardware.detection import Inventory, detect
-from hetexp.hardware.found import Found, Process, Reading
 from hetexp.hardware.hip import HipBackend, native_precisions
 from hetexp.hardware.machine import Machine
 
@@ -40,22 +40,22 @@ ROCM = TorchBuild(None, version="2.13.0+rocm7.0", hip="7.0.0")
 DISCRETE_UUID = "GPU-61ad34e0f1c2b3a4"
 
 
-def cards_of(machine: Machine) -> list[Found]:
+def cards_of(machine: Machine) -> list[DetectedCard]:
     return detect(machine, builds=[ROCM]).cards
 
 
-def by_name(inventory: Inventory) -> dict[str, Found]:
+def by_name(inventory: Inventory) -> dict[str, DetectedCard]:
     return {card.spec.name: card for card in inventory.cards}
 
 
 class TestOneCard:
     @pytest.fixture
-    def card(self, tmp_path: Path) -> Found:
+    def card(self, tmp_path: Path) -> DetectedCard:
         machine = recorded_machine(tmp_path, RX_7900_XTX, libraries={"amdsmi": FakeAmdSmi([RX_7900_XTX])})
         (found,) = cards_of(machine)
         return found
 
-    def test_is_described(self, card: Found) -> None:
+    def test_is_described(self, card: DetectedCard) -> None:
         assert card.spec == DeviceSpec(
             id="hip:0",
             backend="hip",
@@ -72,7 +72,7 @@ class TestOneCard:
             mask=DISCRETE_UUID,
         )
 
-    def test_is_available_and_read(self, card: Found) -> None:
+    def test_is_available_and_read(self, card: DetectedCard) -> None:
         assert card.state == "available"
         assert card.reading == Reading(
             memory_free_bytes=21 * GIB,
@@ -83,7 +83,7 @@ class TestOneCard:
             processes=(),
         )
 
-    def test_a_rank_gets_one_mask(self, card: Found) -> None:
+    def test_a_rank_gets_one_mask(self, card: DetectedCard) -> None:
         assert HipBackend.environment(card.spec) == {"ROCR_VISIBLE_DEVICES": DISCRETE_UUID}
 
 

@@ -19,7 +19,7 @@ from fake_drivers import (
 )
 
 from hetexp.hardware import kfd
-from hetexp.hardware.found import Process
+from hetexp.hardware.detected import Process
 from hetexp.hardware.machine import Machine
 
 NODES = "/sys/class/kfd/kfd/topology/nodes"

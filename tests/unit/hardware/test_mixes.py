@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from hetexp.app import compose_config, conf_dir
 from hetexp.core.config import check_config, read_config
 from hetexp.core.device import DeviceSpec
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory
-from hetexp.hardware.found import Found
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.selection import select_devices
 
@@ -87,7 +87,7 @@ def raw(*overrides: str) -> dict[str, Any]:
 
 
 def select(devices: list[DeviceSpec], *overrides: str) -> Selection:
-    inventory = Inventory([Found(device) for device in devices])
+    inventory = Inventory([DetectedCard(device) for device in devices])
     return select_devices(read_config(raw(*overrides)).hardware, inventory)
 
 

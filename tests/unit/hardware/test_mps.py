@@ -15,8 +15,8 @@ from torch import nn
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import detect
-from hetexp.hardware.found import Found
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.mps import MpsBackend
 
@@ -28,7 +28,7 @@ def mac(tmp_path: Path, commands: dict[str, str] | None = None, **facts: Any) ->
     return replace(recorded_machine(tmp_path, commands=commands), platform="darwin")
 
 
-def only_card(machine: Machine) -> Found:
+def only_card(machine: Machine) -> DetectedCard:
     (card,) = detect(machine, builds=[MPS]).cards
     return card
 

@@ -22,8 +22,8 @@ from hetexp.core.plan import Plan
 from hetexp.hardware.backend import VISIBILITY, backend_class
 from hetexp.hardware.builds import TorchBuild
 from hetexp.hardware.busy import who_is_busy
+from hetexp.hardware.detected import Seen
 from hetexp.hardware.detection import Inventory, detect
-from hetexp.hardware.found import Seen
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.selection import select_devices
 from hetexp.launch.process import rank_environment

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from hetexp.core.config import HardwareConfig
 from hetexp.core.device import GIB, DeviceSpec
+from hetexp.hardware.detected import DetectedCard, Reading
 from hetexp.hardware.detection import Inventory
-from hetexp.hardware.found import Found, Reading
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.request import CardRequest, find_card, parse_card_request
 from hetexp.hardware.selection import select_devices
 
 
-def card(number: int, backend: str, name: str, **facts: Any) -> Found:
+def card(number: int, backend: str, name: str, **facts: Any) -> DetectedCard:
     vendor = {"cuda": "nvidia", "hip": "amd", "xpu": "intel"}[backend]
     reading = facts.pop("reading", Reading())
     unusable = facts.pop("unusable", None)
     index = facts.pop("index", 0)
     facts |= {"name": name, "vendor": vendor, "number": number}
     spec = DeviceSpec(id=f"{backend}:{index}", backend=backend, index=index, **facts)
-    return Found(spec, reading, unusable=unusable)
+    return DetectedCard(spec, reading, unusable=unusable)
 
 
 RTX_3090 = card(
@@ -60,7 +60,7 @@ RX = card(4, "hip", "AMD Radeon RX 7900 XTX", pci="0000:0c:00.0", unusable="no R
 BOX = [RTX_3090, RTX_4090, UHD, ARC, RX]
 
 
-def select(wish: Any, cards: Sequence[Found] = BOX, **options: Any) -> Selection:
+def select(wish: Any, cards: Sequence[DetectedCard] = BOX, **options: Any) -> Selection:
     config = HardwareConfig.model_validate({"devices": ["auto"], "gpu_ids": wish, **options})
     return select_devices(config, Inventory(list(cards)))
 

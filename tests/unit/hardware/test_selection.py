@@ -15,9 +15,9 @@ from hetexp.core.config import HardwareConfig
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.hardware import selection as module
 from hetexp.hardware.catalogue import card, card_of
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory
 from hetexp.hardware.emulated import EmulatedBackend
-from hetexp.hardware.found import Found
 from hetexp.hardware.pool import Selection
 from hetexp.hardware.selection import select_devices, threads_for
 
@@ -42,7 +42,7 @@ NO_TORCH = "torch 2.13.0+cpu of this interpreter is not built for CUDA; run: het
 
 
 def inventory(found: Sequence[DeviceSpec], drivable: bool = True) -> Inventory:
-    return Inventory([Found(device, unusable=None if drivable else NO_TORCH) for device in found])
+    return Inventory([DetectedCard(device, unusable=None if drivable else NO_TORCH) for device in found])
 
 
 def select(

@@ -20,7 +20,7 @@ from fake_drivers import (
 )
 
 from hetexp.hardware import sysfs
-from hetexp.hardware.found import Process
+from hetexp.hardware.detected import Process
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.pci import PciCard
 

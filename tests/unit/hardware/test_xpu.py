@@ -35,25 +35,25 @@ from hetexp.core.errors import SetupError
 from hetexp.hardware.accelerator import AcceleratorBackend
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.builds import TorchBuild
+from hetexp.hardware.detected import DetectedCard, Process, Reading, Seen
 from hetexp.hardware.detection import detect
-from hetexp.hardware.found import Found, Process, Reading, Seen
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.xpu import EXTENSION, XpuBackend, usable_extension
 
 XPU = TorchBuild(None, version="2.13.0+xpu", xpu="20250301")
 
 
-def cards_of(machine: Machine) -> list[Found]:
+def cards_of(machine: Machine) -> list[DetectedCard]:
     return detect(machine, builds=[XPU]).cards
 
 
 class TestOneCardBesideGraphicsInTheProcessor:
     @pytest.fixture
-    def found(self, tmp_path: Path) -> list[Found]:
+    def found(self, tmp_path: Path) -> list[DetectedCard]:
         arc = replace(ARC_A770, sensors={"temp1_input": 48000, "power1_max": 190_000_000, "energy1_input": 5})
         return cards_of(recorded_machine(tmp_path, arc, UHD_770))
 
-    def test_both_are_described(self, found: list[Found]) -> None:
+    def test_both_are_described(self, found: list[DetectedCard]) -> None:
         common: dict[str, Any] = {"backend": "xpu", "vendor": "intel", "driver": "i915 of Linux 6.14.0"}
         assert [card.spec for card in found] == [
             DeviceSpec(
@@ -84,14 +84,14 @@ class TestOneCardBesideGraphicsInTheProcessor:
             ),
         ]
 
-    def test_both_are_available_and_read(self, found: list[Found]) -> None:
+    def test_both_are_available_and_read(self, found: list[DetectedCard]) -> None:
         assert [card.state for card in found] == ["available", "available"]
         assert found[0].reading == Reading(memory_free_bytes=32 * GIB, processes=())
         assert found[1].reading == Reading(
             temperature_celsius=48.0, power_limit_watts=190.0, power_watts=None, processes=()
         )
 
-    def test_a_ranks_mask_counts_whole_cards_discrete_ones_first(self, found: list[Found]) -> None:
+    def test_a_ranks_mask_counts_whole_cards_discrete_ones_first(self, found: list[DetectedCard]) -> None:
         assert XpuBackend.environment(found[1].spec) == {
             "ZE_AFFINITY_MASK": "0",
             "ZE_ENABLE_PCI_ID_DEVICE_ORDER": "0",

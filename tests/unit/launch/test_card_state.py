@@ -12,26 +12,31 @@ from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory
-from hetexp.hardware.found import Found
 from hetexp.launch import launcher
 from hetexp.launch.report import RankFailure
 
 CARD = DeviceSpec("cuda:1", "cuda", 1, "RTX 3090", "nvidia", uuid="GPU-1", pci="0000:03:00.0")
-OTHER = Found(replace(CARD, id="cuda:0", uuid="GPU-0", pci="0000:01:00.0"), lost="GPU is lost")
+OTHER = DetectedCard(replace(CARD, id="cuda:0", uuid="GPU-0", pci="0000:01:00.0"), lost="GPU is lost")
 
 
 @pytest.mark.parametrize(
     ("cards", "state"),
     [
-        ([OTHER, Found(CARD)], None),
-        ([OTHER, Found(CARD, lost="GPU is lost")], "lost (GPU is lost)"),
+        ([OTHER, DetectedCard(CARD)], None),
+        ([OTHER, DetectedCard(CARD, lost="GPU is lost")], "lost (GPU is lost)"),
         # A driver that is gone tells no UUID; the address is the same.
-        ([OTHER, Found(replace(CARD, uuid=None), undriven="nvidia is not loaded")], "nvidia is not loaded"),
+        (
+            [OTHER, DetectedCard(replace(CARD, uuid=None), undriven="nvidia is not loaded")],
+            "nvidia is not loaded",
+        ),
         ([OTHER], "no longer in the machine's list of cards"),
     ],
 )
-def test_the_card_itself(monkeypatch: pytest.MonkeyPatch, cards: list[Found], state: str | None) -> None:
+def test_the_card_itself(
+    monkeypatch: pytest.MonkeyPatch, cards: list[DetectedCard], state: str | None
+) -> None:
     monkeypatch.setattr(launcher, "detect", lambda builds: Inventory(cards))
     assert launcher.card_state(CARD) == state
 
@@ -59,7 +64,9 @@ def test_a_run_that_a_lost_card_ended_says_so(
         threads=(1, 1),
         precisions=("float32", "float32"),
     )
-    monkeypatch.setattr(launcher, "detect", lambda builds: Inventory([Found(CARD, lost="GPU is lost")]))
+    monkeypatch.setattr(
+        launcher, "detect", lambda builds: Inventory([DetectedCard(CARD, lost="GPU is lost")])
+    )
     config = Config.model_construct()
     run = launcher._Run(plan, config, Console(width=200), store=None)
     text = "RuntimeError: CUDA error: unspecified launch failure"

@@ -20,8 +20,8 @@ from hetexp.core.config import COMPONENTS, read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.busy import who_is_busy
+from hetexp.hardware.detected import DetectedCard
 from hetexp.hardware.detection import Inventory, numbered
-from hetexp.hardware.found import Found
 from hetexp.hardware.lease import Leases, holder
 from hetexp.hardware.machine import Machine
 from hetexp.hardware.selection import select_devices
@@ -44,7 +44,7 @@ def cards(*vendors: str) -> list[DeviceSpec]:
     found = []
     for i, vendor in enumerate(vendors):
         spec = DeviceSpec("", backends[vendor], i, f"{vendor} card", vendor, uuid=f"test-{i}")
-        found.append(Found(replace(spec, pci=f"0000:0{i}:00.0")))
+        found.append(DetectedCard(replace(spec, pci=f"0000:0{i}:00.0")))
     return [card.spec for card in numbered(found)]
 
 
@@ -54,8 +54,8 @@ def check_of(hardware: dict[str, Any], specs: list[DeviceSpec], root: Path, **sw
 
     def check(leases: bool) -> Checked:
         busy = who_is_busy(Machine(root=root), leases=leases)
-        found = [Found(spec) for spec in specs]
-        inventory = Inventory([Found(one.spec, busy=busy(one)) for one in found])
+        found = [DetectedCard(spec) for spec in specs]
+        inventory = Inventory([DetectedCard(one.spec, busy=busy(one)) for one in found])
         selection = select_devices(config.hardware, inventory)
         return Checked({}, config, selection, list(selection.problems))
 

@@ -15,7 +15,7 @@ from hetexp.checkpoint.manifest import write_folder
 from hetexp.core.config import read_config
 from hetexp.core.errors import CheckpointError, ConfigError
 from hetexp.core.files import lock_folder
-from hetexp.launch.resume import Found, Job, find, held
+from hetexp.launch.resume import FoundRun, Job, find, held
 
 NEW = "outputs/2026-02-02/08-00-00-aaaaaa"
 
@@ -67,7 +67,7 @@ def test_auto_goes_on_from_the_newest_run_of_the_same_job(tmp_path: Path) -> Non
 
 
 def test_auto_begins_anew_where_nothing_is_to_be_gone_on_from(tmp_path: Path) -> None:
-    assert find(job(tmp_path, None)) == Found(None)
+    assert find(job(tmp_path, None)) == FoundRun(None)
     anew = find(job(tmp_path, "auto"))
     assert anew.path is None and "there is no run of the same job in" in anew.told[0]
     assert "The training begins anew." in anew.told[0]
@@ -84,7 +84,7 @@ def test_auto_begins_anew_where_nothing_is_to_be_gone_on_from(tmp_path: Path) ->
 
 def test_a_run_that_still_runs_is_not_taken(tmp_path: Path) -> None:
     run = ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (1,), 20.0)
-    with held(Found(None), run), pytest.raises(ConfigError, match="of a run that has ended"):
+    with held(FoundRun(None), run), pytest.raises(ConfigError, match="of a run that has ended"):
         find(job(tmp_path, "auto"))
     assert find(job(tmp_path, "auto")).path is not None
 

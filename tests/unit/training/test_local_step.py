@@ -23,7 +23,7 @@ from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.training.balancer import SPLITS_FILE
 from hetexp.training.loop import Outcome, train
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.oom_recovery import DeviceMemoryError
 from hetexp.training.outer import OuterStep
 from hetexp.training.precision import NonFiniteError
@@ -393,7 +393,7 @@ def test_shares_follow_at_syncs_only(
 ) -> None:
     ranks_of: dict[int, int] = {}
     seconds = {0: 0.3, 1: 0.1}
-    monkeypatch.setattr(Meter, "since_last", lambda self: seconds[ranks_of[id(self.backend)]])
+    monkeypatch.setattr(StepTimer, "since_last", lambda self: seconds[ranks_of[id(self.backend)]])
 
     def prepare(parts: TrainState) -> None:
         ranks_of[id(parts.backend)] = parts.rank

@@ -29,9 +29,9 @@ from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.training import loop, saving
 from hetexp.training.evaluate import evaluate as evaluated
 from hetexp.training.gradient import NO_SAMPLES
-from hetexp.training.loop import Outcome, Window, should_stop, train
+from hetexp.training.loop import MetricsWindow, Outcome, should_stop, train
 from hetexp.training.loss import CrossEntropy
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import Progress, TrainState
 from hetexp.training.step import StepResult
@@ -87,7 +87,7 @@ class Step:
             normalizer = LossNormalizer(comm, gradient_divisor, parts.config.debug.normalizer)
             accumulate = parts.config.trainer.accumulate
             part = local_part(inputs, targets, Split(tuple(counts)), comm.rank, accumulate, size)
-            meter = Meter(parts.backend)
+            meter = StepTimer(parts.backend)
             result = train_step(parts, 0, part, normalizer, meter)
             self.exchanges.append(cast(Any, parts.strategy).exchanges)
             assert meter.samples == counts[comm.rank]
@@ -218,7 +218,9 @@ def test_gradients_do_not_outlive_a_step(make_parts: MakeParts) -> None:
     normalizer = LossNormalizer(parts.communicator, 1)
     gradients = []
     for _ in range(2):
-        train_step(parts, 0, local_part(inputs, targets, Split((8,)), 0), normalizer, Meter(parts.backend))
+        train_step(
+            parts, 0, local_part(inputs, targets, Split((8,)), 0), normalizer, StepTimer(parts.backend)
+        )
         assert parts.model.weight.grad is not None
         gradients.append(cast(torch.Tensor, parts.model.weight.grad).clone())
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
@@ -259,7 +261,7 @@ def test_the_learning_rate_told_is_the_one_used(make_parts: MakeParts) -> None:
     parts = make_parts(SoloCommunicator(), schedule="linear", total_steps=4, precision="float64")
     normalizer = LossNormalizer(parts.communicator, 1)
     part = local_part(*batch_of(8), Split((8,)), 0)
-    used = [train_step(parts, 0, part, normalizer, Meter(parts.backend)).learning_rate for _ in range(4)]
+    used = [train_step(parts, 0, part, normalizer, StepTimer(parts.backend)).learning_rate for _ in range(4)]
     assert used == pytest.approx([0.1, 0.075, 0.05, 0.025])
 
 
@@ -558,7 +560,7 @@ def batch(local: int, in_all: int) -> LocalBatch:
 def test_contents_of_a_line(make_parts: MakeParts, clock: Clock) -> None:
     parts = make_parts(SoloCommunicator())
     parts.backend = ClockBackend(clock)
-    window = Window(parts)
+    window = MetricsWindow(parts)
     window.restart()
     for loss_sum in (12.0, 4.0):
         window.meter.span(clock.now, clock.now + 1.5)
@@ -592,7 +594,7 @@ def test_a_line_tells_what_a_step_was_predicted_to_take(make_parts: MakeParts, c
     parts = make_parts(SoloCommunicator())
     parts.plan = replace(parts.plan, calibration={"predicted_step_seconds": 0.5})
     parts.time_scale = 4.0  # a modelled second takes four
-    window = Window(parts)
+    window = MetricsWindow(parts)
     window.add(result(1.0, 8), batch(8, 8))
     clock.now += 1.0
     window.log(Progress(step=1))
@@ -602,7 +604,7 @@ def test_a_line_tells_what_a_step_was_predicted_to_take(make_parts: MakeParts, c
 def test_a_line_starts_again_from_zero(make_parts: MakeParts, clock: Clock) -> None:
     parts = make_parts(SoloCommunicator())
     parts.backend = ClockBackend(clock)
-    window = Window(parts)
+    window = MetricsWindow(parts)
     window.restart()
     for seconds, loss_sum in ((1.0, 80.0), (4.0, 8.0)):
         clock.now += seconds
@@ -623,7 +625,7 @@ def test_a_line_starts_again_from_zero(make_parts: MakeParts, clock: Clock) -> N
 def test_what_is_not_training_takes_no_time(make_parts: MakeParts, clock: Clock) -> None:
     parts = make_parts(SoloCommunicator())
     parts.backend = ClockBackend(clock)
-    window = Window(parts)
+    window = MetricsWindow(parts)
     window.restart()
     clock.now += 1.0
     window.pause()
@@ -645,7 +647,7 @@ def test_a_line_tells_every_ranks_share_and_speed(make_parts: MakeParts, clock: 
         parts.backend = ClockBackend(clock, comm.rank)
         if comm.rank == 1:
             parts.backend.peak_memory_bytes = lambda: None  # type: ignore[method-assign]
-        window = Window(parts)
+        window = MetricsWindow(parts)
         window._resumed_at = 0.0
         local = (6, 2, 0)[comm.rank]
         window.meter.samples += local
@@ -680,7 +682,7 @@ def test_a_line_tells_every_ranks_share_and_speed(make_parts: MakeParts, clock: 
 
 def test_a_window_in_which_nothing_counts_has_no_loss(make_parts: MakeParts, clock: Clock) -> None:
     parts = make_parts(SoloCommunicator())
-    window = Window(parts)
+    window = MetricsWindow(parts)
     window.restart()
     clock.now += 1.0
     window.add(result(0.0, 0), batch(8, 8))

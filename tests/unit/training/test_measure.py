@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from hetexp.hardware.cpu import CpuBackend
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 
 
 class ClockBackend(CpuBackend):
@@ -70,14 +70,14 @@ def waits_at_the_end(backend: ClockBackend, parameter: nn.Parameter, seconds: fl
 def test_own_work_ends_before_the_wait(backend: ClockBackend) -> None:
     parameter = nn.Parameter(torch.ones(3))
     waits_at_the_end(backend, parameter, 100.0)
-    meter = Meter(backend)
+    meter = StepTimer(backend)
     meter.backward(loss_that_takes(backend, parameter, 4.0))
     assert meter.take() == (4.0, 100.0, 0)
     assert torch.equal(parameter.grad, torch.ones(3)) if parameter.grad is not None else False
 
 
 def test_without_an_exchange_there_is_no_wait(backend: ClockBackend) -> None:
-    meter = Meter(backend)
+    meter = StepTimer(backend)
     meter.backward(loss_that_takes(backend, nn.Parameter(torch.ones(1)), 2.5))
     assert meter.take() == (2.5, 0.0, 0)
 
@@ -85,7 +85,7 @@ def test_without_an_exchange_there_is_no_wait(backend: ClockBackend) -> None:
 def test_spans_and_backwards_add_up(backend: ClockBackend) -> None:
     parameter = nn.Parameter(torch.ones(1))
     waits_at_the_end(backend, parameter, 10.0)
-    meter = Meter(backend)
+    meter = StepTimer(backend)
     for seconds in (1.0, 2.0):
         start = backend.mark()
         backend.work(0.5)  # forward
@@ -98,7 +98,7 @@ def test_spans_and_backwards_add_up(backend: ClockBackend) -> None:
 
 
 def test_marks_are_read_only_after_the_device_is_done(backend: ClockBackend) -> None:
-    meter = Meter(backend)
+    meter = StepTimer(backend)
     meter.span(0.0, 0.0)
     meter.backward(loss_that_takes(backend, nn.Parameter(torch.ones(1)), 1.0))
     assert backend.finished == 0.0  # measuring made nobody wait
@@ -114,14 +114,14 @@ def test_gradients_are_those_of_a_plain_backward(backend: ClockBackend) -> None:
     model(inputs).sum().backward()
     plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    Meter(backend).backward(model(inputs).sum())
+    StepTimer(backend).backward(model(inputs).sum())
     metered = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(plain) == len(metered) == 4
     assert all(torch.equal(a, b) for a, b in zip(plain, metered, strict=True))
 
 
 def test_each_steps_own_work_is_told_once(backend: ClockBackend) -> None:
-    meter = Meter(backend)
+    meter = StepTimer(backend)
     assert meter.since_last() == 0.0
     for seconds in (2.0, 3.0):
         start = backend.mark()
@@ -133,7 +133,7 @@ def test_each_steps_own_work_is_told_once(backend: ClockBackend) -> None:
 
 
 def test_a_step_before_the_line_was_written_is_told_after_it(backend: ClockBackend) -> None:
-    meter = Meter(backend)
+    meter = StepTimer(backend)
     for seconds in (1.0, 4.0):
         if seconds == 4.0:
             meter.since_last()
@@ -173,7 +173,7 @@ class _Meets(torch.autograd.Function):
 
 def test_waiting_for_others_within_a_pass_is_no_work() -> None:
     backend = ClockBackend()
-    meters = [Meter(backend), Meter(backend)]
+    meters = [StepTimer(backend), StepTimer(backend)]
     for meter in meters:  # one may be read after another has begun
         start = backend.mark()
         output = _Meets.apply(torch.ones(1, requires_grad=True), backend)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.data.sampler import Position
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.strategy.single import Single
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.oom_recovery import (
     DeviceMemoryError,
@@ -163,7 +163,7 @@ class Hungry(nn.Linear):
         return super().forward(inputs)
 
 
-def one_step(make_parts: MakeParts, most: int, scale: LossScale | None) -> tuple[TrainState, Meter]:
+def one_step(make_parts: MakeParts, most: int, scale: LossScale | None) -> tuple[TrainState, StepTimer]:
     torch.manual_seed(0)
     model = Hungry(3, 4)
     model.most = most
@@ -173,7 +173,7 @@ def one_step(make_parts: MakeParts, most: int, scale: LossScale | None) -> tuple
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(8, 3, generator=generator, dtype=torch.float64)
     batch = LocalBatch([(inputs, torch.arange(8) % 4)], 8, 8, Position(0, 8))
-    meter = Meter(parts.backend)
+    meter = StepTimer(parts.backend)
     train_step(parts, 0, batch, LossNormalizer(parts.communicator, 1, loss_scale=scale), meter)
     return parts, meter
 

@@ -29,9 +29,9 @@ from hetexp.training.random_states import (
     seed_all,
     seeded,
 )
-from hetexp.training.rehearsal import undone
 from hetexp.training.resuming import resume
 from hetexp.training.state import TrainState
+from hetexp.training.warmup_calibration import undone
 
 MakeParts = Callable[..., TrainState]
 

@@ -57,7 +57,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedCard:
     """One card of the machine, usable or not."""
 
     spec: DeviceSpec

@@ -10,7 +10,7 @@ import torch
 
 from hetexp.hardware.emulated import SCALE_MARGIN
 from hetexp.optimizer.build import restart_schedule
-from hetexp.training.measure import Meter
+from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.random_states import undrawn
 from hetexp.training.state import Progress, TrainState
@@ -78,7 +78,7 @@ def _real_steps(parts: TrainState) -> None:
     gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
     scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts anew
     normalizer = LossNormalizer(parts.communicator, gradient_divisor, loss_scale=scale)
-    meter = Meter(parts.backend)
+    meter = StepTimer(parts.backend)
     for batch in parts.batches(Progress().position, REHEARSED_STEPS):
         train_step(parts, -1, batch, normalizer, meter)
     if parts.local is not None:
