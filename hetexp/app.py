@@ -193,13 +193,13 @@ def _check_jobs(jobs: Sequence[Job]) -> list[str]:
         for problem in check(job.config, Path.cwd(), leases=False)[3]:  # a job waits for its cards
             wrong.setdefault(problem, []).append(job.label)
     refused = {label for labels in wrong.values() for label in labels}
-    told = []
+    lines = []
     for problem, labels in wrong.items():
         more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-        told.append(problem if len(labels) == len(jobs) else f"{labels[0]}{more}: {problem}")
+        lines.append(problem if len(labels) == len(jobs) else f"{labels[0]}{more}: {problem}")
     if jobs and len(refused) == len(jobs):
-        return told
-    for line in told:
+        return lines
+    for line in lines:
         print(f"Will be refused: {line}", file=sys.stderr)
     return []
 
@@ -253,7 +253,7 @@ def _job(cfg: DictConfig, started: ExternalRanks | None) -> None:
 def _end_with_parent() -> None:
     """Stop a job, as SIGTERM would, when the process that started this one is gone.
 
-    Nobody else tells a worker of joblib that its sweep was killed: its ranks would train on for nobody.
+    Nothing else tells a worker of joblib that its sweep was killed: its ranks would train on in vain.
     """
     parent = os.getppid()
 
@@ -379,7 +379,7 @@ def _run(
         if problems:
             raise ConfigError(problems)
         assert origin is not None
-        for sentence in origin.told:
+        for sentence in origin.sentences:
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
         if origin.finished:
             done: dict[str, Any] = json.loads((request.run_dir / "summary.json").read_text(encoding="utf-8"))
@@ -414,9 +414,9 @@ def _go(found: Checked, request: Request, console: Console, started: ExternalRan
         return _predict(plan, config, console)
     plan = prepare(plan, config, console, started.measure if started is not None else None)
     summary = (started.launch if started is not None else launch)(plan, config, console)
-    told = drop_if_wrong(plan, summary)
-    if told is not None:
-        console.print(told, style="yellow", highlight=False, soft_wrap=True)
+    warning = drop_if_wrong(plan, summary)
+    if warning is not None:
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     return summary
 
 
@@ -500,13 +500,13 @@ def check(
             and not any(problem.startswith("`strategy") for problem in found)
         ):
             found += check_model(config)
-    # What is missing was told already; that null is no list, too, would be noise.
+    # What is missing was reported already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
     return raw, config, selection, problems
 
 
 def _own_hardware(config: Config, found: list[str]) -> HardwareConfig:
-    """Return the section `hardware` of this machine; found: why its role in a cluster cannot be told."""
+    """Return the section `hardware` of this machine; found: why its role in a cluster is not known."""
     if not config.cluster.hosts or found:
         return config.hardware
     from hetexp.cluster.devices import own_hardware
@@ -532,7 +532,7 @@ def _of_cluster(config: Config, selection: Any, met: JoinedCluster | None) -> li
 
     try:
         host = own_role(config.cluster, config.node)
-    except ConfigError:  # told already
+    except ConfigError:  # reported already
         return []
     selection.threads = threads_for(selection.devices, config.hardware.threads_per_rank)
     selection.devices = of_host(selection.devices, host.name)
@@ -625,17 +625,17 @@ def _has_the_runs(config: Config) -> bool:
         return True
     try:
         return own_role(config.cluster, config.node) is config.cluster.leader
-    except ConfigError:  # told already
+    except ConfigError:  # reported already
         return False
 
 
 def trains_apart(config: Config) -> bool:
-    """Return whether each device trains a model of its own, as far as that can be told by now."""
+    """Return whether each device trains a model of its own, as far as that is known by now."""
     from hetexp.core.instantiate import locate
 
     try:
         return bool(getattr(locate(config.strategy["_target_"]), "apart", False))
-    except Exception:  # a wrong path is told where the strategy itself is checked
+    except Exception:  # a wrong path is reported where the strategy itself is checked
         return False
 
 

@@ -216,7 +216,7 @@ class _Rank:
         return self.parts is not None and self.parts.survives
 
     def hurry(self) -> None:
-        """Let a save that is under way keep nobody from going on: the others save again."""
+        """Let a save that is under way keep no rank from going on: the others save again."""
         self._save_seconds = HURRIED_SECONDS
 
     @property

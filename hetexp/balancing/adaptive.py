@@ -14,7 +14,7 @@ from hetexp.core.device import DeviceSpec
 
 
 class Adaptive(BalancingPolicy):
-    """Begins with what is known of the devices, measures each one's own work and splits anew where it pays.
+    """Begins with what is known of the devices, measures each one's own work and splits again when it pays.
 
     What is known is the calibration, of this run or of an earlier one of the same job, else the catalogue.
 

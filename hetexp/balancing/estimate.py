@@ -11,7 +11,7 @@ from hetexp.balancing.average import ShiftDetector, SpeedAverage
 from hetexp.core.speed import SpeedCurve
 
 KEPT = 12
-"""Factors kept to start anew from; a slower change than this is followed by the average itself."""
+"""Factors kept to start over from; a slower change than this is followed by the average itself."""
 SAME_SIZE = 0.1
 """Relative change of the local samples up to which a factor measured before still says the same."""
 KNOWN = 2
@@ -54,7 +54,7 @@ class DeviceEstimate:
     best: float | None = None
     """Least average ever: what the device can do."""
     assumed: bool = False
-    """Whether nobody has measured the curve, so that two sizes tell more of its shape than it does."""
+    """Whether the curve was never measured, so that two sizes tell more of its shape than it does."""
     anchor: Anchor | None = None
 
     @property
@@ -101,7 +101,7 @@ class DeviceEstimate:
             self.anchor = Anchor(self.size, seconds, self.average.standard_error, fixed)
 
     def _refit(self, anchor: Anchor) -> None:
-        """Give the curve the fixed part that explains both sizes, as far as their errors let it be told.
+        """Give the curve the fixed part that explains both sizes, as far as their errors let it be known.
 
         With times t₀, t of b₀, b samples the fixed part of t is φ = (t₀/t − b₀/b) / (1 − b₀/b). What the
         curve said before counts as a measurement, too, with a standard deviation of `LIKELY_FIXED`.
@@ -110,8 +110,8 @@ class DeviceEstimate:
         times, sizes = anchor.seconds / seconds, anchor.samples / self.size
         error = self.average.standard_error
         deviation = times * math.sqrt(anchor.error * anchor.error + error * error) / abs(1.0 - sizes)
-        told, before = 1.0 / (deviation * deviation), 1.0 / (LIKELY_FIXED * LIKELY_FIXED)
-        fixed = (told * (times - sizes) / (1.0 - sizes) + before * anchor.fixed) / (told + before)
+        measured, before = 1.0 / (deviation * deviation), 1.0 / (LIKELY_FIXED * LIKELY_FIXED)
+        fixed = (measured * (times - sizes) / (1.0 - sizes) + before * anchor.fixed) / (measured + before)
         fixed = min(max(fixed, 0.0), MOST_FIXED)
         self.curve = replace(
             self.curve,

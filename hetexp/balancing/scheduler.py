@@ -1,4 +1,4 @@
-"""When to split anew: a pure function of what all ranks have measured, so that all ranks decide the same.
+"""When to split again: a pure function of what all ranks have measured, so that all ranks decide the same.
 
 After each step every rank hands in the same numbers: each rank's own compute seconds and local samples. There
 is no clock here, nothing is read or written, and nothing but +, −, ×, ÷, rounding and square roots decides.
@@ -57,7 +57,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """How eagerly to split anew."""
+    """How eagerly to split again."""
 
     min_gain: float = 0.02
     """Predicted gain in speed below which a new split is not worth its change, as a fraction."""
@@ -87,7 +87,7 @@ class BalanceScheduler:
 
     Args:
         curves: one a rank, as calibrated or as the catalogue says; only their shape needs to be right.
-        assumed: whether nobody has measured them, so that not even their shape may be.
+        assumed: whether they were never measured, so that not even their shape may be right.
         total: samples of the global batch.
         split: the one that training begins with; by default the best by the curves.
         settings: how eagerly.

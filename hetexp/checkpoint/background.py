@@ -41,7 +41,7 @@ class BackgroundWriter:
             _yield_to_others()
             try:
                 write()
-            except BaseException as error:  # told to whoever waits
+            except BaseException as error:  # raised in the thread that waits
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="hetexp-checkpoint", daemon=True)

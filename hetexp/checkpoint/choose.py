@@ -80,8 +80,8 @@ def choose(path: Path, which: str = LAST, metric: str = "loss", contents: bool =
     found = _best(parent, metric) if which == "best" else _of_step(parent, which)
     folder, skipped = first_whole(found, contents)
     if folder is None:
-        told = must_be("resume", f"{which} of a folder where that is whole", str(path))
-        raise CheckpointError(" ".join([told, *skipped]))
+        message = must_be("resume", f"{which} of a folder where that is whole", str(path))
+        raise CheckpointError(" ".join([message, *skipped]))
     return Chosen(folder, skipped)
 
 

@@ -86,7 +86,7 @@ def write_folder(
 
 
 def delete_folder(folder: Path) -> bool:
-    """Delete a checkpoint, which is gone or whole at any moment; return whether nobody reads it.
+    """Delete a checkpoint, which is gone or whole at any moment; return False if a reader holds it.
 
     Raises:
         OSError: it could not be renamed.

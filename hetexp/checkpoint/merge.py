@@ -88,10 +88,10 @@ def check_parents(parents: Sequence[Parent]) -> None:
             if _kind(first.tensors[name]) != _kind(other.tensors[name])
         ]
         if differing or first.tied != other.tied:
-            told = ", ".join(sorted(differing)[:3]) or "which tensors are tied"
+            difference = ", ".join(sorted(differing)[:3]) or "which tensors are tied"
             raise CheckpointError(
                 f"`RUN` must be checkpoints of one model, but {first.folder} and {other.folder} differ: "
-                f"{told}."
+                f"{difference}."
             )
 
 
@@ -134,7 +134,7 @@ def merge_tensors(
     Floating-point tensors are averaged in float64; where all agree, a value stays as it is to the bit.
     Integer and boolean ones are those of the model with the largest weight (the first of several). Low-rank
     adapters (`….lora_A…`, `….lora_B…`, as peft names them) are merged as products, exactly: where their base
-    weight is among the tensors, it takes up the sum of wᵢ · scaling · Bᵢ Aᵢ, and the adapter begins anew with
+    weight is among the tensors, it takes up the sum of wᵢ · scaling · Bᵢ Aᵢ, and the adapter restarts with
     B = 0; where it is not, ranks are stacked, A = [A₁; A₂; …] and B = [w₁ B₁, w₂ B₂, …], so that the
     adapter's rank is the sum of the ranks, and `lora_alpha` must grow with it.
 

@@ -85,7 +85,7 @@ def note_unfinished(parent: Path, step: int, stages: Sequence[StagePart]) -> Non
 def unfinished(parent: Path, step: int) -> str:
     """Return a sentence on what kept a step's checkpoint from being written; empty where nothing is known."""
     try:
-        told = json.loads(note_path(parent, step).read_text(encoding="utf-8"))["stages"]
+        stages = json.loads(note_path(parent, step).read_text(encoding="utf-8"))["stages"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    return f"The save of step {step} did not end: {' and '.join(told)} was lost before its part had come."
+    return f"The save of step {step} did not end: {' and '.join(stages)} was lost before its part had come."

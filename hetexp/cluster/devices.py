@@ -32,7 +32,7 @@ def problems_over_hosts(config: Config, devices: Sequence[DeviceSpec]) -> list[s
     strategy = config.strategy.get("_target_", "")
     try:
         kind = locate(strategy)
-    except Exception:  # told where the strategy itself is checked
+    except Exception:  # the check of the strategy itself reports it
         kind = None
     name = str(strategy).rpartition(".")[2].lower()
     if getattr(kind, "one_process", False):

@@ -14,7 +14,7 @@ from hetexp.cluster.wire import WireError
 from hetexp.core.device import DeviceSpec
 
 _SHOWN = 6
-"""Most keys that differ which are told one by one."""
+"""Most differing keys that are listed one by one."""
 _OWN_KEYS = ("node", "cluster.token_file")
 """Keys that are each machine's own; all others must be the same on all."""
 
@@ -110,10 +110,10 @@ def differences(leader: HostFacts, other: HostFacts, other_time: float, limit_se
         )
     mine, theirs = leader.config, other.config
     keys = [key for key in dict.fromkeys([*mine, *theirs]) if mine.get(key) != theirs.get(key)]
-    told = [f"`{key}` is {_shown(mine, key)} on {a} and {_shown(theirs, key)} on {b}" for key in keys]
-    if told:
-        more = f" and {len(told) - _SHOWN} more keys differ" if len(told) > _SHOWN else ""
-        problems.append(f"Both must have the same configuration: {', '.join(told[:_SHOWN])}{more}.")
+    differing = [f"`{key}` is {_shown(mine, key)} on {a} and {_shown(theirs, key)} on {b}" for key in keys]
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more keys differ" if len(differing) > _SHOWN else ""
+        problems.append(f"Both must have the same configuration: {', '.join(differing[:_SHOWN])}{more}.")
     return problems
 
 

@@ -48,8 +48,8 @@ def receive_folder(channel: Channel, target: Path, deadline_seconds: float) -> N
     new = target.with_name(f"{target.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    while "manifest" not in (told := channel.receive()):
-        name, left = told.get("name"), told.get("bytes")
+    while "manifest" not in (message := channel.receive()):
+        name, left = message.get("name"), message.get("bytes")
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(left, int):
             raise WireError("no file of a checkpoint")
         with (new / name).open("wb") as file:
@@ -59,6 +59,6 @@ def receive_folder(channel: Channel, target: Path, deadline_seconds: float) -> N
                     raise ConnectionResetError("it closed the connection")
                 file.write(piece)
                 left -= len(piece)
-    (new / MANIFEST).write_text(str(told["manifest"]), encoding="utf-8")
+    (new / MANIFEST).write_text(str(message["manifest"]), encoding="utf-8")
     verify(new)
     new.rename(target)

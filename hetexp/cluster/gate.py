@@ -100,7 +100,7 @@ class Gate:
             shut(connection)
 
     def shut_out(self) -> list[Arrival]:
-        """Let nobody in any more, and return who has come and has not been asked for, to be told why."""
+        """Let no more machines in; return those that came but were not taken, so that they learn why."""
         self.close()
         with self._arrived:
             left, self._arrivals = self._arrivals, []

@@ -82,7 +82,7 @@ class JoinedHost(Host):
         channel: to its launcher.
         silence_seconds: longest silence before it counts as lost.
         tell: shows a line to the person.
-        serves: told of each start, so that the rank there reaches what it needs of this machine.
+        serves: called with each start, so that the rank there reaches what it needs of this machine.
         returns: waits for the machine to join again, until it is asked to stop; its new connection.
     """
 
@@ -207,22 +207,22 @@ class JoinedHost(Host):
             if self.lost_because is not None:
                 return
             self.lost_because = why
-        told = f"{self.name} ({self.address}) {why}"
+        reason = f"{self.name} ({self.address}) {why}"
         expected = self._closed.is_set()
         self._closed.set()
         self._channel.close()
         running = [rank for rank in self._ranks.values() if rank.poll() is None]
         if not expected:
-            self._tell(f"{told}.")
+            self._tell(f"{reason}.")
         for rank in running:
-            _leave_word(rank.start.log_path, rank.start.number, told)
+            _leave_word(rank.start.log_path, rank.start.number, reason)
         for rank in running:
             rank.ended(_KILLED)
 
 
-def _leave_word(log_path: Path, number: int, told: str) -> None:
+def _leave_word(log_path: Path, number: int, reason: str) -> None:
     if not failure_path(log_path).exists():
-        write_failure(log_path, RankFailure(number, HOST_LOST, f"{told}.", time=time.time()))
+        write_failure(log_path, RankFailure(number, HOST_LOST, f"{reason}.", time=time.time()))
 
 
 def _reason(error: OSError) -> str:

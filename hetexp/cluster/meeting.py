@@ -76,7 +76,7 @@ def own_part(
         devices: of this machine, as the plan will name them.
 
     Raises:
-        ConfigError, SetupError: its role, its address or the token cannot be told.
+        ConfigError, SetupError: its role, its address or the token cannot be determined.
     """
     cluster = config.cluster
     host = own_role(cluster, config.node)
@@ -94,8 +94,8 @@ def all_joined(own: HostInfo, folder: Path, console: Console) -> Iterator[Joined
         folder: of the run.
 
     Raises:
-        SetupError: the port cannot be opened, not all came in time, or one does not fit. All that came are
-            told the same line.
+        SetupError: the port cannot be opened, not all came in time, or one does not fit. All that came get
+            the same line.
     """
     cluster, tell = own.cluster, _teller(console)
     gate = Gate(own.address, cluster.port, own.token, cluster.answer_seconds, folder)
@@ -161,8 +161,8 @@ def _gather(own: HostInfo, gate: Gate, tell: Callable[[str], None]) -> dict[str,
     wanted, limit = cluster.names[1:], cluster.join_seconds
     deadline = time.monotonic() + limit
     where = f"{own.address}:{cluster.port}"
-    told = ", ".join(f"{host.name} ({host.address})" for host in cluster.hosts[1:])
-    tell(f"{own.host.name} leads and waits at {where} for {told}, up to {limit:g} s (cluster.join_seconds).")
+    rest = ", ".join(f"{host.name} ({host.address})" for host in cluster.hosts[1:])
+    tell(f"{own.host.name} leads and waits at {where} for {rest}, up to {limit:g} s (cluster.join_seconds).")
     arrivals: dict[str, Arrival] = {}
     try:
         while missing := [name for name in wanted if name not in arrivals]:
@@ -223,13 +223,13 @@ def _back(
 def _did_not_come(missing: Sequence[str], own: HostInfo, gate: Gate) -> str:
     hosts = {host.name: host.address for host in own.cluster.hosts}
     who = " and ".join(f"{name} ({hosts[name]})" for name in missing)
-    told = (
+    problem = (
         f"{who} did not join at {own.address}:{own.cluster.port} within {own.cluster.join_seconds:g} s "
         "(cluster.join_seconds). Was the same command started there, and may it reach this port "
         "(firewall)?"
     )
     refused = "; ".join(list(gate.refusals)[:3])
-    return f"{told} Refused meanwhile: {refused}." if refused else told
+    return f"{problem} Refused meanwhile: {refused}." if refused else problem
 
 
 def _say_end(channel: Channel, text: str) -> None:
@@ -250,7 +250,7 @@ def join(own: HostInfo, console: Console) -> tuple[Channel, str]:
 
     Raises:
         SetupError: it was not found in time, or does not let this machine join; says why.
-        RunFailedError: the run does not start, for a reason that the leader has told.
+        RunFailedError: the run does not start, for a reason that the leader has given.
     """
     cluster, leader, tell = own.cluster, own.cluster.leader, _teller(console)
     address = resolve(leader, cluster)
@@ -282,7 +282,7 @@ def join(own: HostInfo, console: Console) -> tuple[Channel, str]:
         answer = channel.receive(time.monotonic() + limit + cluster.answer_seconds)
         if answer.get("op") == "probe":
             with suppress(OSError), connect_for("probe", own, address).connection as probed:
-                answer_probe(probed)  # what goes wrong is told by the leader
+                answer_probe(probed)  # the leader reports what goes wrong
             answer = channel.receive(time.monotonic() + limit + cluster.answer_seconds)
     except RefusedError as error:
         connection.close()
@@ -319,7 +319,7 @@ def explain(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "nothing answers (a firewall that drops, or a wrong address)"
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there (is it started there, with the same cluster.port?)"
+        return "nothing listens there (is it started there, with the same cluster.port?)"
     return error.strerror or str(error)
 
 

@@ -189,8 +189,8 @@ class _Servant:
             )
             self._ranks[key] = _Rank(key, Member(number, device, start_rank(start, order["method"]), log))
         except (OSError, HetexpError, WireError, TypeError, ValueError) as error:
-            told = f"Rank {rank} cannot be started on {self._own.host.name}: {error}."
-            write_failure(log, RankFailure(number, "StartError", told, time=time.time()))
+            problem = f"Rank {rank} cannot be started on {self._own.host.name}: {error}."
+            write_failure(log, RankFailure(number, "StartError", problem, time=time.time()))
             self._ship(key, "failure", failure_path(log).read_bytes())
             self._channel.send({"op": "exit", "key": key, "code": 1})
 
@@ -222,7 +222,7 @@ class _Servant:
         parent = self._folder / "resume"
         target = parent / Path(checkpoint).name
         if self._resumed != checkpoint:
-            shutil.rmtree(parent, ignore_errors=True)  # nobody goes on from an older one any more
+            shutil.rmtree(parent, ignore_errors=True)  # older copies are not needed any more
             channel = connect_for("files", self._own, self._address)
             with channel.connection:
                 channel.send({"folder": checkpoint})

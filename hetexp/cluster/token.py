@@ -23,7 +23,7 @@ def default_token_file() -> Path:
 
 
 def new_token() -> str:
-    """Return a secret that nobody can guess: 256 bits as 64 hexadecimal digits."""
+    """Return a secret that cannot be guessed: 256 bits as 64 hexadecimal digits."""
     return secrets.token_hex(32)
 
 

@@ -192,8 +192,8 @@ def _refuse(connection: socket.socket, why: str) -> None:
 
 def _proof(token: bytes, role: str, leader: str, member: str, purpose: str, name: str) -> str:
     """Return what only one who knows the token can say of these two random numbers."""
-    told = json.dumps([PROTOCOL, role, leader, member, purpose, name]).encode()
-    return hmac.new(token, told, "sha256").hexdigest()
+    message = json.dumps([PROTOCOL, role, leader, member, purpose, name]).encode()
+    return hmac.new(token, message, "sha256").hexdigest()
 
 
 def _key(token: bytes, leader: str, member: str) -> bytes:

@@ -140,7 +140,7 @@ class _Pack(torch.autograd.Function):
         ):
             gradient = None
             if wanted and own.is_floating_point:
-                # A copy: the tensor that came is filled anew in the next step.
+                # A copy: the next step refills the tensor that came.
                 gradient = ctx.layout.read(packed[start : start + length], shape, device).to(dtype)
             found.append(gradient)
             start += length

@@ -224,7 +224,7 @@ class ChunkedCopy:
         self.used = len(channels)
         """Channels that the next tensor takes."""
         self._unread: tuple[CopyStream, _Chunk] | None = None
-        """The last chunk whose reading was issued; it is told of once that is done."""
+        """The last chunk whose reading was issued; it is published once the reading is done."""
 
     def sum_alone(self, copy_stream: CopyStream, flat: torch.Tensor, length: int) -> None:
         """Let every rank read all ranks' chunks and add them up for itself.
@@ -347,7 +347,7 @@ class ChunkedCopy:
     def publish_read(self) -> None:
         """Tell that the last chunk was read, which on a device takes until its copies are done.
 
-        The others ask for that some chunks later, so that it may be told with the next chunk.
+        The others ask for that some chunks later, so that it may be published with the next chunk.
         """
         if self._unread is not None:
             copy_stream, chunk = self._unread

@@ -87,7 +87,7 @@ class Communicator(ABC):
         """
         self.barrier()
 
-    def alive(self) -> None:  # noqa: B027 - nobody waits for a rank that is alone
+    def alive(self) -> None:  # noqa: B027 - a lone rank keeps no other waiting
         """Give the others a sign of life, from within work that takes its time."""
 
     def working(self) -> AbstractContextManager[None]:
@@ -97,7 +97,7 @@ class Communicator(ABC):
     def abandon(self) -> None:  # noqa: B027 - most communicators have no connections
         """Leave the other ranks in the midst of whatever they do with this one; no collective may follow.
 
-        Those that wait for this rank are told, and so is a thread of this rank that waits for them.
+        Ranks that wait for this one learn of it, and so does a thread of this rank that waits for them.
         """
 
     def close(self) -> None:  # noqa: B027 - most communicators hold nothing
@@ -113,7 +113,7 @@ class _Done:
 
 
 class SoloCommunicator(Communicator):
-    """One rank, nobody to talk to."""
+    """A single rank, without others to talk to."""
 
     rank = 0
     world_size = 1

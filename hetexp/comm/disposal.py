@@ -22,7 +22,7 @@ def formed_groups() -> list[Any]:
 
 
 def let_go(things: list[Any]) -> None:
-    """Empty a list a little later, in a thread that may be kept waiting; nobody else may hold its things."""
+    """Empty a list a little later, in a thread that may be kept waiting; nothing else may hold its things."""
 
     def empty() -> None:
         time.sleep(LATER_SECONDS)

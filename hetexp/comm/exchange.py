@@ -84,7 +84,7 @@ class Exchange(ABC):
         if self.rank:
             tensor.view(-1).view(torch.uint8).copy_(taken)
 
-    def abandon(self) -> None:  # noqa: B027 - most are told by their connections
+    def abandon(self) -> None:  # noqa: B027 - for most, their connections say so
         """Tell those that wait for this rank that it takes no further part; only `close` may follow."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing

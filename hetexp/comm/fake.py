@@ -29,7 +29,7 @@ class FakeCommunicator(Communicator):
         self._group.values[self.rank] = tensor.clone()
         self._group.barrier.wait()
         everyone = [value.clone() for value in self._group.values]
-        self._group.barrier.wait()  # nobody overwrites a value before everybody has read it
+        self._group.barrier.wait()  # no rank overwrites a value before all have read it
         return everyone
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ class _FakePending:
         group.barrier.wait()
         stacked = torch.stack(group.values)
         result = stacked.sum(dim=0) if self._op == "sum" else stacked.amax(dim=0)
-        group.barrier.wait()  # nobody overwrites a value before everybody has read it
+        group.barrier.wait()  # no rank overwrites a value before all have read it
         return result
 
 

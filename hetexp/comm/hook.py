@@ -33,7 +33,7 @@ class _Bucket:
 class Feedback:
     """What a wire has lost of each parameter's gradient so far.
 
-    DDP makes its buckets anew after the first step, in another order: what was lost is a parameter's,
+    DDP rebuilds its buckets after the first step, in another order: what was lost is a parameter's,
     whatever bucket that is in.
     """
 
@@ -77,7 +77,7 @@ class Averaging:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: nothing was sent, and nothing lost."""
+        """Start over: nothing was sent, and nothing lost."""
         self.feedback = Feedback()
         self.sent_bytes = 0
         """That this rank has handed over, coded as it travels."""

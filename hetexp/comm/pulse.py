@@ -1,8 +1,8 @@
 """Signs of life of ranks at work that takes its time, so that the others wait for it and not for the dead.
 
 A collective gives up after a fixed time, whatever the missing rank is doing. Where ranks work by themselves,
-as in an evaluation or while one writes a checkpoint, they meet through the store first: nobody is waited for
-longer than the limit without a sign of life, and as long as it takes with one.
+as in an evaluation or while one writes a checkpoint, they meet through the store first: they wait for a
+rank up to the limit without a sign of life, and as long as it takes with one.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore
     """Connect to the store that the launcher hosts.
 
     Raises:
-        SetupError: nobody answered in time; names host, port and limit.
+        SetupError: no answer came in time; names host, port and limit.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:

@@ -60,7 +60,7 @@ takes longer than most waits do. Where ranks outnumber cores a rank sleeps at on
 
 @dataclass(frozen=True)
 class Shape:
-    """What all ranks of an exchange must do alike; each finds it from what all have told."""
+    """What all ranks of an exchange must do alike; each derives it from what all have reported."""
 
     size: int
     """Ranks."""
@@ -73,7 +73,7 @@ class Shape:
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Shape:
-        """Return the shape for ranks that have told their `device`'s type, `card`, `cores` and `native`."""
+        """Return the shape for ranks that report their `device`'s type, `card`, `cores` and `native`."""
         size, cores = len(ranks), min(one["cores"] for one in ranks)
         on_host = all(one["device"] == "cpu" for one in ranks)
         # A thread that waits for a device's copy keeps a core busy, and the ranks have other work, too.
@@ -360,18 +360,18 @@ def _shared(store: dist.Store, rank: int, shape: Shape, timeout_seconds: float, 
             file, path = create(Segment.total_bytes(*numbers), named)
         except SetupError as error:
             problem = str(error)
-    told = exchange(store, "segment", rank, size, {"path": path, "problem": problem}, timeout_seconds)[0]
+    first = exchange(store, "segment", rank, size, {"path": path, "problem": problem}, timeout_seconds)[0]
     segment: Segment | None = None
-    if not told["problem"]:
+    if not first["problem"]:
         try:
-            file = file if rank == 0 else os.open(told["path"], os.O_RDWR | os.O_CLOEXEC)
+            file = file if rank == 0 else os.open(first["path"], os.O_RDWR | os.O_CLOEXEC)
             segment = Segment(file, rank, size, *numbers)
         except OSError as error:
             problem = f"the exchange's memory could not be mapped ({error})"
     everyone = exchange(store, "mapped", rank, size, {"problem": problem}, timeout_seconds)
     if rank == 0 and path and not path.startswith("/proc/"):
         Path(path).unlink()
-    # Nobody goes on before the name is gone: whoever looks for old segments would lose its lock on this one.
+    # No rank goes on before the name is gone: one that seeks old segments would lose its lock on this one.
     exchange(store, "unnamed", rank, size, {}, timeout_seconds)
     problems = [f"rank {r}: {one['problem']}" for r, one in enumerate(everyone) if one["problem"]]
     if problems or segment is None:

@@ -3,7 +3,7 @@
 A rank whose peer has died leaves its collective within milliseconds, as the peer's sockets close. One that
 waits for a third rank, which has left already, would go on waiting until `comm.timeout_seconds`: that rank is
 alive, and its sockets stay open as long as anything holds its group. Once they are shut, on either end,
-whoever waits is told.
+every rank that waits learns of it.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ SIZES = (5, 2**21 + 3)
 SIZES_AGAIN = (5, 2**19 + 3)
 """The same where such a path has carried before and the ranks wait for it: the second is a few chunks."""
 FORMING_SECONDS = 5.0
-"""Longest wait for a connection where ranks form anew: one of them may die just then, of which nothing but
-this limit tells those that gloo has wait for it."""
+"""Longest wait for a connection when ranks form again: if one of them dies just then, only this limit ends
+the others' wait in gloo."""
 _PERIOD = 251
 """Test values repeat after so many numbers: a prime, so that no chunk begins where another one did."""
 _REPORT_SECONDS = 20.0
@@ -137,8 +137,8 @@ def _first_that_carries(
             return Paths(used, attempt.exchange, route, fallback)
         attempt.give_up()
         failed.append((route, reason))
-    told = " ".join(f"{route.name} failed the self-test: {reason}." for route, reason in failed)
-    raise SetupError(f"{told} {_advice(failed[-1][0])}")
+    failures = " ".join(f"{route.name} failed the self-test: {reason}." for route, reason in failed)
+    raise SetupError(f"{failures} {_advice(failed[-1][0])}")
 
 
 class _Attempt:
@@ -153,7 +153,7 @@ class _Attempt:
         self._formed: list[Exchange] = []
         self._store, self._prefix, self._job, self._build = store, prefix, job, build
         self._own_store: dist.Store | None = None
-        """The thread's: while it waits for a key that never comes, nobody else can use its connection."""
+        """The thread's: while it waits for a key that never comes, no other thread can use its connection."""
         self._problem: str | None = None
         self._left = False
         """Whether the thread is left behind."""
@@ -161,7 +161,7 @@ class _Attempt:
     def run(self) -> str | None:
         """Form the route and sum known values; return what went wrong in a few words.
 
-        A rank that has found something wrong says so at once: nobody waits longer for it in a collective.
+        A rank that has found something wrong says so at once: no rank waits longer for it in a collective.
 
         Raises:
             PeerLostError: the launcher has said meanwhile that a member is gone.
@@ -174,9 +174,8 @@ class _Attempt:
                 self._left = True
                 raise PeerLostError("the members of this training have changed during a self-test")
             thread.join(_LOOK_SECONDS)
-        thread.join(
-            _GRACE_SECONDS
-        )  # another rank's failure is told sooner than a rank's own that comes with it
+        # Another rank's failure is reported sooner than this rank's own, which comes with it.
+        thread.join(_GRACE_SECONDS)
         self._left = thread.is_alive()
         if not self._left:
             problem = self._problem
@@ -294,12 +293,12 @@ def _agreed(attempt: _Attempt, job: Job) -> str | None:
     mine = {"problem": attempt.run()}
     limit = job.self_test_seconds + _REPORT_SECONDS
     try:
-        told = exchange(job.store, topic, job.rank, job.world_size, mine, limit)
+        answers = exchange(job.store, topic, job.rank, job.world_size, mine, limit)
     except HandshakeError as error:
-        told_of = f"the self-test of {attempt.route.name}"
-        raise PeerLostError(f"another rank is gone since {told_of} ({error})") from error
+        since = f"the self-test of {attempt.route.name}"
+        raise PeerLostError(f"another rank is gone since {since} ({error})") from error
     found: dict[str, list[str]] = {}
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(answers):
         if one["problem"] is not None:
             found.setdefault(str(one["problem"]), []).append(str(rank))
     return "; ".join(f"{problem} on rank {', '.join(ranks)}" for problem, ranks in found.items()) or None

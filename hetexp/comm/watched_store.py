@@ -23,7 +23,7 @@ class WatchedStore(dist.Store):
     Args:
         store: the launcher's.
         prefix: put before each key.
-        obsolete: tells whether nobody will come any more; waits then raise.
+        obsolete: tells whether no rank will come any more; waits then raise.
     """
 
     def __init__(self, store: dist.Store, prefix: str, obsolete: Callable[[], bool]) -> None:
@@ -32,7 +32,7 @@ class WatchedStore(dist.Store):
         self._prefix, self._obsolete = prefix, obsolete
 
     def obsolete(self) -> bool:
-        """Tell whether nobody will come any more."""
+        """Tell whether no rank will come any more."""
         return self._obsolete()
 
     def another(self) -> dist.Store:

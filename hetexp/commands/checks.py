@@ -68,11 +68,11 @@ _SHOWN = (
 """Variables whose values may be shown; of no other one is the value printed."""
 _NODES = ("dev/kfd", "dev/dri/renderD*", "dev/dxg")
 _SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
-"""Variables of which only is told that they are set."""
+"""Variables of which the report says only that they are set."""
 
 _EXCHANGE = """
 import datetime, json, os, pathlib, sys, time
-told = os.dup(1)
+answer = os.dup(1)
 os.dup2(2, 1)  # whatever a library prints must not get into the answer
 sys.path = [path for path in sys.path if path]
 rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -94,7 +94,7 @@ right = bool((value == 3).all())
 dist.barrier()
 dist.destroy_process_group()
 names = [name for name in ("nccl", "xccl", "ucc", "mpi") if getattr(dist, f"is_{name}_available", bool)()]
-os.write(told, json.dumps([right, names]).encode())
+os.write(answer, json.dumps([right, names]).encode())
 """
 
 
@@ -171,7 +171,7 @@ def _cards(context: Context, section: Section) -> None:
         why = card.why_not or ""
         state = why if why.startswith(card.state) else f"{card.state}: {why}" if why else card.state
         section.row(f"{spec.number} {spec.id}", f"{', '.join(words)}; {state}")
-        # A processor's own GPU is not chosen by default: that nothing drives it keeps nobody from anything.
+        # A processor's own GPU is not chosen by default, so it is no problem if nothing drives it.
         if card.state in ("lost", "unusable") and not spec.integrated:
             text, _, fix = str(card.why_not).partition("; run: ")
             section.problem(f"{spec.id} ({spec.name}) cannot be used: {text}", fix or None)
@@ -186,8 +186,8 @@ def _drivers(context: Context, section: Section) -> None:
     section.row("nvidia", nvidia[1] if nvidia else "not loaded")
     for name in ("amdgpu", "i915", "xe"):
         loaded = machine.path(f"/sys/module/{name}").is_dir()
-        told = machine.text(f"/sys/module/{name}/version") or f"of kernel {platform.release()}"
-        section.row(name, told if loaded else "not loaded")
+        driver = machine.text(f"/sys/module/{name}/version") or f"of kernel {platform.release()}"
+        section.row(name, driver if loaded else "not loaded")
     needed = any(card.spec.vendor in ("amd", "intel") for card in context.inventory.cards)
     nodes = [node for pattern in _NODES for node in sorted(machine.root.glob(pattern))]
     shut = [f"/{node.relative_to(machine.root)}" for node in nodes if not machine.may_open(node)]

@@ -80,8 +80,8 @@ def _run(options: argparse.Namespace) -> int:
         folder = Path(options.output or ".")
         plan, remarks, wrong = _foreseen(options)
     problems += wrong
-    if told := folder_problem(folder):
-        problems.append(must_be("--output", "a folder that can be written", str(folder), told))
+    if reason := folder_problem(folder):
+        problems.append(must_be("--output", "a folder that can be written", str(folder), reason))
     if problems:
         raise ConfigError(problems)
     assert plan is not None

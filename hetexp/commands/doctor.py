@@ -35,7 +35,7 @@ class Section:
     problems: list[Problem] = field(default_factory=list)
 
     def row(self, label: str, value: object) -> None:
-        """Add a line; what is not known is told so."""
+        """Add a line; it says n/a if the value is not known."""
         self.rows.append((label, "n/a" if value is None else str(value)))
 
     def problem(self, text: str, fix: str | None = None, blocks: bool = False) -> None:
@@ -86,9 +86,9 @@ def examine(context: Context | None = None) -> list[Section]:
         try:
             check(context, section)
         except Exception as error:  # whatever it is, the other checks go on
-            told = f"{type(error).__name__}: {error}".splitlines()[0]
-            section.row("check", f"failed: {told}")
-            section.problem(f"The check '{title}' failed ({told}). Please report this, with all of the above")
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            section.row("check", f"failed: {why}")
+            section.problem(f"The check '{title}' failed ({why}). Please report this, with all of the above")
         sections.append(section)
     return sections
 

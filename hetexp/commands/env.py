@@ -129,7 +129,7 @@ def listed(found: Sequence[Interpreter], width: int) -> list[RenderableType]:
     notes: list[RenderableType] = []
     for one in found:
         if one.build.problem is not None:
-            notes.append(Text(f"{one.name} cannot be used: {one.build.problem}. To make it anew:"))
+            notes.append(Text(f"{one.name} cannot be used: {one.build.problem}. To make it again:"))
             notes.append(command_line(how_to_mend(one)))
     if len(found) == 1:
         notes.append(Text("No environment is recorded. To make one: hetexp env create cuda (rocm, xpu, cpu)"))

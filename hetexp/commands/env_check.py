@@ -59,11 +59,11 @@ class Checked:
     @property
     def devices(self) -> str:
         """Each device with what became of it."""
-        told = [
+        results = [
             f"{device} {'ok' if isinstance(error, float) and error <= TOLERANCE else 'wrong'}"
             for device, error in (self.trial.errors or {}).items()
         ]
-        return ", ".join(told) or "not tried"
+        return ", ".join(results) or "not tried"
 
 
 def chosen(found: Sequence[Interpreter], names: Sequence[str]) -> list[Interpreter]:

@@ -78,8 +78,8 @@ def _run(options: argparse.Namespace) -> int:
         if dataset is not None:
             pieces = (piece.to(dtype) for piece in source.vectors(dataset, options.batch_size))
             counts[name] = _write(options.output, name, pieces, limit)
-    told = {"model": source.target, "layer": options.layer, "checkpoint": str(chosen.folder.resolve())}
-    write_json(options.output / SOURCE, told | {"vectors": counts, "dtype": options.dtype})
+    facts = {"model": source.target, "layer": options.layer, "checkpoint": str(chosen.folder.resolve())}
+    write_json(options.output / SOURCE, facts | {"vectors": counts, "dtype": options.dtype})
     print(f"Vectors of {options.layer} ({chosen.folder}): {json.dumps(counts)} in {options.output}")
     return 0
 

@@ -72,10 +72,10 @@ def _init(options: argparse.Namespace) -> int:
     token_file = options.token_file or default_token_file()
     try:
         write_token(token_file, new_token())
-        told = "the secret of all machines, which only you may read"
+        note = "the secret of all machines, which only you may read"
     except FileExistsError:
-        told = "the secret that was there already"
-    print(f"{path}: the machines\n{token_file}: {told}")
+        note = "the secret that was there already"
+    print(f"{path}: the machines\n{token_file}: {note}")
     print(
         "Copy both to the same places on every machine (scp keeps the secret secret), and run there:\n"
         f"  python train.py cluster={options.name}"

@@ -85,7 +85,7 @@ def how_to_mend(one: Interpreter) -> str:
     """Return the command that gives an interpreter a torch that works."""
     if one.name == OWN:
         return f"{one.python} -m pip install torch"
-    # What it was made for, as far as can be told: by its name, else by the build that it has.
+    # Its name says what it was made for; if not, the build that it has does.
     built = next((kind for kind, build in KINDS.items() if build == one.build.kind), "cpu")
     kind = one.name if one.name in KINDS else built
     return f"hetexp env create {kind}{'' if kind == one.name else f' --name {one.name}'} --force"

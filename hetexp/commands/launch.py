@@ -133,7 +133,7 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     assert config is not None
     assert selection is not None
     assert origin is not None
-    for sentence in origin.told:
+    for sentence in origin.sentences:
         print(sentence)
     path = str(origin.path) if origin.path is not None else None
     raw, config = {**raw, "resume": path}, config.model_copy(update={"resume": path})
@@ -204,7 +204,7 @@ def _unsupported(config: Config, selection: Selection) -> list[str]:
     problems = []
     try:
         strategy, policy = instantiate(config.strategy), instantiate(config.balancing)
-    except ConfigError:  # told by the plan's own check
+    except ConfigError:  # reported by the plan's own check
         return []
     if strategy.name not in STRATEGIES:
         why = "The loop of a script is data parallel; hetexp train has the other strategies."

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-norm",
         choices=["recalibrate", "average"],
         default="recalibrate",
-        help="running statistics: measured anew on training data (the default), or averaged",
+        help="running statistics: measured again on training data (the default), or averaged",
     )
     parser.add_argument(
         "--lora-scaling",

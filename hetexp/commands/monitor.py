@@ -105,16 +105,16 @@ def _run(options: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ending.set())
     if any_sampler(config.url):
-        told = "Another process samples this machine's devices; this one goes on when that one ends."
+        message = "Another process samples this machine's devices; this one goes on when that one ends."
     else:
-        told = "Sampling; Ctrl-C ends it, hetexp top shows it."
-    print(told, file=sys.stderr)
+        message = "Sampling; Ctrl-C ends it, hetexp top shows it."
+    print(message, file=sys.stderr)
     Service(config, seen=partial(_print, as_json=True) if options.json else None).run(ending)
     return 0
 
 
 def sampled_once(config: MonitorConfig) -> list[Sample]:
-    """Return one moment's samples; what is told as sums is known from the second look on."""
+    """Return one moment's samples; figures from counters need a second look."""
     from hetexp.monitor.runs import RunWatch, leased
     from hetexp.monitor.sampler import Sampler
 
@@ -151,7 +151,7 @@ def _noted(config: MonitorConfig) -> list[Path]:
             return [Path(one["run_dir"]) for one in store.trainings(ACTIVE, host_name())]
         finally:
             store.close()
-    except (SQLAlchemyError, SetupError):  # the devices are told all the same
+    except (SQLAlchemyError, SetupError):  # the devices are shown all the same
         return []
 
 

@@ -75,8 +75,8 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     problem = folder_problem(folder)
     if problem:
-        told = problem[:1].upper() + problem[1:]
-        raise ConfigError(must_be("--output", "a folder that can be written", str(folder), told))
+        reason = problem[:1].upper() + problem[1:]
+        raise ConfigError(must_be("--output", "a folder that can be written", str(folder), reason))
     from hetexp.report.write import TABLES, TEXT, write_files
 
     with only_trusted(options.trust):

@@ -1,7 +1,7 @@
 """`hetexp sync`: upload what W&B wrote offline of all runs in some folders, each run once.
 
-The work is done by `wandb sync` of this interpreter's wandb. Its exit code is 0 also where runs failed or
-nobody was logged in, so that what counts is the file `….wandb.synced` that it leaves beside each run that was
+The work is done by `wandb sync` of this interpreter's wandb. Its exit code is 0 even if runs failed or
+the user was not logged in. What counts is the file `….wandb.synced` that it leaves beside each run that was
 sent whole; such a run is never sent again.
 """
 
@@ -163,7 +163,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def server_address() -> str:
-    """Return where W&B's runs go: `WANDB_BASE_URL`, or what `wandb login` was told."""
+    """Return where W&B's runs go: `WANDB_BASE_URL`, or the address given to `wandb login`."""
     try:
         from wandb.sdk import wandb_setup
 
@@ -192,18 +192,18 @@ def sync_runs(runs: Sequence[OfflineRun], project: str | None, entity: str | Non
     """Sync all runs by one command, what is left by one each; return what the commands printed.
 
     One command for all is quicker by seconds a run, but what ends it (its service crashed, say) ends it for
-    all. Nothing is tried again where it hung or nobody is logged in.
+    all. Nothing is tried again if it hung or the user is not logged in.
     """
     command = sync_command([run.file.parent for run in runs], project, entity)
     output, stuck = run_command(command, runs, limit)
     left = [run for run in runs if not run.synced]
-    if len(runs) == 1 or stuck or _nobody(output):
+    if len(runs) == 1 or stuck or _logged_out(output):
         return output
     outputs = [] if left else [output]
     for run in left:
         output, stuck = run_command(sync_command([run.file.parent], project, entity), [run], limit)
         outputs.append(output)
-        if stuck or _nobody(output):
+        if stuck or _logged_out(output):
             break
     return "".join(outputs)
 
@@ -218,7 +218,7 @@ def sync_command(folders: Sequence[Path], project: str | None = None, entity: st
 def run_command(command: Sequence[str], runs: Sequence[OfflineRun], limit: float) -> tuple[str, bool]:
     """Run the command until it ends, or until nothing has moved for `limit` seconds.
 
-    Each run is told of as soon as it is synced.
+    Each run is reported as soon as it is synced.
 
     Returns:
         What it printed, and whether it was ended because nothing moved.
@@ -227,7 +227,7 @@ def run_command(command: Sequence[str], runs: Sequence[OfflineRun], limit: float
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,  # nobody is asked for a key
+            stdin=subprocess.DEVNULL,  # no key is asked for
             stdout=output,
             stderr=subprocess.STDOUT,
             env=_environment(os.environ),
@@ -288,8 +288,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _nobody(output: str) -> bool:
-    """Tell whether wandb says that nobody is logged in."""
+def _logged_out(output: str) -> bool:
+    """Tell whether wandb says that the user is not logged in."""
     return "No API key" in output or "Not authenticated" in output
 
 
@@ -298,7 +298,7 @@ def _tell_failed(failed: Sequence[OfflineRun], output: str) -> None:
     said = [line.strip() for line in output.splitlines() if line.strip()]
     for line in said[-20:]:
         print(f"  {line}", file=sys.stderr)
-    if _nobody(output):
+    if _logged_out(output):
         print("W&B does not know who you are: run `wandb login`, or set WANDB_API_KEY.", file=sys.stderr)
     print(f"Not synced ({len(failed)}); hetexp sync tries again:", file=sys.stderr)
     for run in failed:

@@ -112,7 +112,7 @@ def verify(
     Args:
         folder: made here; the runs need it for `steps` checkpoints each.
         precision: `float64` or `float32`, of all runs, whatever `trainer.precision` says.
-        console: told which run is on its way.
+        console: shows which run is on its way.
 
     Raises:
         ConfigError: the configuration is wrong, or its strategy claims no exactness.
@@ -184,7 +184,7 @@ def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, con
     raw, config, selection, wrong = check(composed, here)
     problems += wrong
     if config is not None and config.resume is not None:
-        problems.append(must_be("resume", "null for hetexp verify, which begins anew", config.resume))
+        problems.append(must_be("resume", "null for hetexp verify, which starts from scratch", config.resume))
     if config is not None and not problems:
         strategy = instantiate(config.strategy)
         if not strategy.exact:
@@ -250,7 +250,7 @@ class _Runs:
         return name
 
     def _adjusted(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the configuration for a comparison: few steps, each of them told and saved."""
+        """Return the configuration for a comparison: few steps, each of them logged and saved."""
         trainer = raw["trainer"]
         return raw | {
             "trainer": trainer
@@ -291,13 +291,13 @@ class _Runs:
         plan = replace(plan, run_dir=str(self.at(name)), config=raw)
         self.at(name).mkdir(parents=True)
         plan = with_memory(plan, memory_of(plan, config))
-        told = self._prepared.console
-        told.print(f"{name}: {self._steps} steps, {plan.strategy} on {plan.world_size} …", highlight=False)
+        console = self._prepared.console
+        console.print(f"{name}: {self._steps} steps, {plan.strategy} on {plan.world_size} …", highlight=False)
         screen = io.StringIO()
         try:
             launch(plan, config, Console(file=screen, width=120))
         except RunFailedError:
-            told.print(screen.getvalue(), markup=False, highlight=False)
+            console.print(screen.getvalue(), markup=False, highlight=False)
             raise
         return plan
 

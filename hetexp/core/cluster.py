@@ -20,7 +20,7 @@ class HostEntry(Section):
     """One machine."""
 
     name: str
-    """As `hostname` tells it there, or any other, which that machine is then told by `node=NAME`."""
+    """What `hostname` says there, or any other name, which `node=NAME` then gives to that machine."""
     address: str
     """By which the other machines reach it: an address, or a name that leads to one."""
     devices: str | list[str | dict[str, Any]] | None = None
@@ -81,7 +81,7 @@ def cluster_problems(cluster: ClusterConfig, node: str | None) -> list[str]:
     """Return what is wrong with the list of machines itself.
 
     Args:
-        node: what this machine was told to be.
+        node: the name given to this machine.
     """
     if not cluster.hosts:
         fix = "Name the machines: cluster=<file of conf/cluster>."

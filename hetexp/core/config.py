@@ -86,7 +86,7 @@ class HardwareConfig(Section):
     cuda_ids: int | str | list[int | str] | None = None
     """An older name of `gpu_ids`."""
     default_gpu_selection: Literal["all", "available", "manual"] = "available"
-    """What `auto` takes: every usable card, those that nobody uses, or none without `gpu_ids`."""
+    """What `auto` takes: every usable card, those that are not in use, or none without `gpu_ids`."""
     multi_gpu_enabled: bool = True
     """Whether several cards may take part; else one does."""
     share_devices: bool = False
@@ -132,7 +132,7 @@ class HardwareConfig(Section):
     @classmethod
     def _short_forms(cls, value: Any, info: ValidationInfo) -> Any:
         """`cpu` means `[cpu]`, and a string in the list means `{device: …}`; `cards` may stand instead."""
-        if value is None and info.data.get("cards", "wrong, and told") is not None:
+        if value is None and info.data.get("cards", "wrong, and reported") is not None:
             return []
         entries = [value] if isinstance(value, (str, dict)) else value
         if not isinstance(entries, list):
@@ -358,11 +358,11 @@ class FaultConfig(Section):
     heartbeat_seconds: PositiveFloat = 1.0
     """Longest silence of a rank that does not compute either, before it counts as lost."""
     respawn: NonNegativeInt = 2
-    """How often a lost device is started anew."""
+    """How often a lost device is started again."""
     respawn_seconds: PositiveFloat = 2.0
     """Pause before the first time; it doubles each time."""
     stop_seconds: PositiveFloat = 30.0
-    """Longest that the last checkpoint may take once the run is told to end."""
+    """Longest that the last checkpoint may take once the run is asked to end."""
 
 
 class RetentionConfig(Section):

@@ -47,7 +47,7 @@ class DeviceSpec:
     precisions: tuple[str, ...] | None = None
     """Precisions that it computes in natively, as the catalogue names them; `None`: not known."""
     memory_free_bytes: int | None = None
-    """Of it, what nobody held when the device was chosen."""
+    """Of it, what was free when the device was chosen."""
     power_limit_watts: float | None = None
     """What the driver lets it draw, or the catalogue's figure of an emulated card."""
     rates: dict[str, float] | None = field(default=None, hash=False)
@@ -68,7 +68,7 @@ class DeviceSpec:
     python: str | None = None
     """Interpreter of the rank; `None` means the launcher's own."""
     torch: str | None = None
-    """Version of that interpreter's torch as its files say; `None`: nobody asked."""
+    """Version of that interpreter's torch as its files say; `None`: not looked up."""
 
     @property
     def emulated(self) -> bool:

@@ -1,7 +1,7 @@
 """Membership: which processes train together, from when on, and by which plan.
 
 The launcher alone decides it. Each decision is an epoch, written into the launcher's store; ranks form their
-group anew for it. Epoch 0 is the plan that the run began with, and needs no word.
+group again for it. Epoch 0 is the plan that the run began with, and needs no word.
 """
 
 from __future__ import annotations

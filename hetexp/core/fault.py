@@ -29,7 +29,7 @@ class FaultSchedule:
     Args:
         events: of the whole run; those of other devices are left out.
         device_id: `emulated:0`, `cuda:1` …
-        first: whether nobody has asked before for the event at this position, so that one that ended the
+        first: whether the event at this position is asked for the first time, so that one that ended the
             device's process does not happen again to the process that comes in its place.
     """
 

@@ -92,10 +92,10 @@ def ending_when_full(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = no_room(error, folder)
-        if told is None:
+        message = no_room(error, folder)
+        if message is None:
             raise
-        raise RunFailedError(told) from None
+        raise RunFailedError(message) from None
 
 
 def fsync_dir(path: Path) -> None:

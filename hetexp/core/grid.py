@@ -105,7 +105,7 @@ def _composed(
             )
         except HydraException as error:
             failed.setdefault(str(error), label)
-    return found, [f"{label} cannot be composed: {told}" for told, label in failed.items()]
+    return found, [f"{label} cannot be composed: {reason}" for reason, label in failed.items()]
 
 
 def _of_the_search(sweeper: Any, everything: Sequence[Override]) -> list[str]:

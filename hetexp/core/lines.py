@@ -43,7 +43,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 class Appended:
-    """Whole lines as they are appended to a file, which may come later, and be written anew."""
+    """Whole lines as they are appended to a file, which may come later, and be rewritten."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._rest = path, b""

@@ -54,9 +54,9 @@ def group_options(
                         node = compose(config_name, [f"{group}={name}"])[group]
                         plain = OmegaConf.to_container(node, resolve=True)
                 except (HydraException, OmegaConfBaseException) as error:
-                    told = " ".join(f"{error}".split())
+                    reason = " ".join(f"{error}".split())
                     raise ConfigError(
-                        f"`{group}={name}` must be an option that composes, but: {told}"
+                        f"`{group}={name}` must be an option that composes, but: {reason}"
                     ) from error
                 assert isinstance(plain, dict)
                 found[name] = own_arguments(group, {str(key): value for key, value in plain.items()})

@@ -1,4 +1,4 @@
-"""Checks what a person typed before Hydra composes it, so that every mistake is told at once."""
+"""Checks what a person typed before Hydra composes it, so that every mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class Overrides:
         composed = self._load([str(override.input_line) for override in self._values])
         self._check_sweep_name(composed)
         key = "hydra.sweep.dir" if self._sweep else "hydra.run.dir"
-        with contextlib.suppress(OmegaConfBaseException):  # a value that does not resolve is told elsewhere
+        with contextlib.suppress(OmegaConfBaseException):  # an unresolved value is reported elsewhere
             folder = OmegaConf.select(composed, key, throw_on_missing=True)
             problem = folder_problem(Path(folder)) if isinstance(folder, str) else ""
-            told = must_be(key, "a folder that can be written", folder, problem)
-            if problem and told not in self.problems:
-                self.problems.append(told)
+            message = must_be(key, "a folder that can be written", folder, problem)
+            if problem and message not in self.problems:
+                self.problems.append(message)
         return composed
 
     def _check_sweep_name(self, composed: Any) -> None:
@@ -109,9 +109,9 @@ class Overrides:
         with contextlib.suppress(OmegaConfBaseException):
             name = OmegaConf.select(composed, "sweep.name")
             problem = name_problem(str(name) if type(name) is int else name) if name is not None else ""
-            told = must_be("sweep.name", problem, name)
-            if self._sweep and problem and told not in self.problems:
-                self.problems.append(told)
+            message = must_be("sweep.name", problem, name)
+            if self._sweep and problem and message not in self.problems:
+                self.problems.append(message)
 
     def _composes(self, values: list[Override]) -> bool:
         """Whether Hydra takes them all, which refuses unknown keys: then none must be looked for."""
@@ -137,7 +137,7 @@ class Overrides:
         return override is None or override.is_sweep_override()
 
     def _without_pieces(self, typed: Sequence[str]) -> Iterator[str]:
-        """Yield the words; what the shell cut at a space is told once, as what it was meant to be."""
+        """Yield the words; what the shell cut at a space is reported once, as what it was meant to be."""
         words = list(typed)
         while words:
             end = _end_of_word(words)

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class PageLocked:
-    """Gives microbatches page-locked memory, or ordinary memory where nobody wants it.
+    """Gives microbatches page-locked memory, or ordinary memory where that is not wanted.
 
     torch keeps what is given back and gives it again, not before the copies from it have ended: only the
     first steps pay for locking. Where the system has no more of it, a warning says so once, and memory is

@@ -62,7 +62,7 @@ class _Ahead(Generic[T]):
         # Not a semaphore or an event, whose Python code would cost a small step more than its samples do.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._wake.put(None)
-        # A daemon: a generator that nobody closes must not keep the process from ending.
+        # A daemon: a generator that is never closed must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="hetexp-prefetch", daemon=True)
         self._thread.start()
 

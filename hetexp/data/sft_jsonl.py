@@ -74,8 +74,8 @@ class SftJsonl:
         parts = {"train": reader.read("file", file, lines[:cut])}
         parts["evaluation"] = reader.read(*_source(file, evaluation_file), kept)
         if not parts["train"].rows:
-            told = "the shipped questions" if file is None else file
-            raise ConfigError(must_be("data.file", "a file with at least one answer to learn from", told))
+            shown = "the shipped questions" if file is None else file
+            raise ConfigError(must_be("data.file", "a file with at least one answer to learn from", shown))
         self.report = {name: part.report() for name, part in parts.items()}
         for name, part in parts.items():
             part.tell(name, max_length)
@@ -193,6 +193,6 @@ class _Reader:
             part.rows.append(row)
         if problems:
             more = f"; and {len(problems) - FEW} more" if len(problems) > FEW else ""
-            told = "; ".join(problems[:FEW]) + more
-            raise ConfigError(must_be(f"data.{key}", "a file of samples", file, f"There, {told}."))
+            listed = "; ".join(problems[:FEW]) + more
+            raise ConfigError(must_be(f"data.{key}", "a file of samples", file, f"There, {listed}."))
         return part

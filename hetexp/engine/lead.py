@@ -60,24 +60,24 @@ class Lead:
         if self._selection is None:
             mine = own_device(select_devices(hardware, inventory, need), self.seat, self.meeting.address)
             self.meeting.tell("device", mine)
-            told = self.meeting.gather("device")
-            self._selection = gathered(told, self.seat.engine)
-            self._measure_network(self._selection, told)
+            facts = self.meeting.gather("device")
+            self._selection = gathered(facts, self.seat.engine)
+            self._measure_network(self._selection, facts)
             devices = self._selection.devices
-            if len(devices) == len(told):
-                self._cores = {device.id: one["cores"] for device, one in zip(devices, told, strict=True)}
+            if len(devices) == len(facts):
+                self._cores = {device.id: one["cores"] for device, one in zip(devices, facts, strict=True)}
         found = self._selection
         # Whoever checks a configuration adds reasons of its own to what it is given.
         return replace(
             found, devices=list(found.devices), reasons=list(found.reasons), problems=list(found.problems)
         )
 
-    def _measure_network(self, selection: Selection, told: list[dict[str, Any]]) -> None:
+    def _measure_network(self, selection: Selection, facts: list[dict[str, Any]]) -> None:
         """Measure the network between the hosts; that of emulated devices is the catalogue's."""
         if selection.problems or any(device.backend == "emulated" for device in selection.devices):
             return
         try:
-            link = slowest(told)
+            link = slowest(facts)
         except OSError as error:
             selection.problems.append(f"The hosts must reach each other, but do not: {error}.")
             return
@@ -128,12 +128,12 @@ class Lead:
                 self._run(plan, config)
         except (Exception, SystemExit) as error:
             keep_from_ending()  # the engine ends all ranks as soon as one has failed
-            told = self._cause(error)
-            console.print(told, style="red", markup=False, highlight=False, soft_wrap=True)
-            last = told.strip().splitlines()[-1]
-            status = "interrupted" if told == STOPPED else "failed"
+            cause = self._cause(error)
+            console.print(cause, style="red", markup=False, highlight=False, soft_wrap=True)
+            last = cause.strip().splitlines()[-1]
+            status = "interrupted" if cause == STOPPED else "failed"
             write_json(path, blank_summary(plan, status) | {"error": last})
-            raise RunFailedError(last, 143 if told == STOPPED else 1, told) from error
+            raise RunFailedError(last, 143 if cause == STOPPED else 1, cause) from error
         if not path.exists():
             console.print(f"The summary is at {path} on the host of {plan.devices[0].id}.", highlight=False)
             return blank_summary(plan, "completed")
@@ -157,13 +157,13 @@ class Lead:
         self.meeting.gather(f"done/{port}")
 
     def _cause(self, error: BaseException) -> str:
-        """Return why the run failed: what another rank told, where this one only lost it or is to end."""
+        """Return why the run failed: another rank's reason if this one only lost it or is to end."""
         mine = str(error) if isinstance(error, HetexpError) else f"{type(error).__name__}: {error}"
         deadline = time.monotonic() + CAUSE_SECONDS
         while isinstance(error, SystemExit) or is_peer_lost(error):
-            told = [one for one in self.meeting.told(FAILED).values() if not one["peer_lost"]]
-            if told:
-                first = min(told, key=lambda one: float(one["time"]))
+            failures = [one for one in self.meeting.reported(FAILED).values() if not one["peer_lost"]]
+            if failures:
+                first = min(failures, key=lambda one: float(one["time"]))
                 return f"rank {first['rank']}, {first['device']}, failed:\n{first['message']}"
             if time.monotonic() > deadline:
                 break

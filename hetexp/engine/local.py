@@ -65,16 +65,16 @@ def own_device(
     }
 
 
-def gathered(told: Sequence[dict[str, Any]], engine: str) -> Selection:
+def gathered(facts: Sequence[dict[str, Any]], engine: str) -> Selection:
     """Return the devices of all ranks in rank order, under ids that are each one's own.
 
     Args:
-        told: by every rank (`own_device`).
+        facts: of each rank's device (`own_device`).
     """
     selection = Selection()
-    labels = _labels(told)
+    labels = _labels(facts)
     several = len(set(labels)) > 1
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(facts):
         selection.problems += one["problems"]
         if one["device"] is not None:
             device = DeviceSpec.from_dict(one["device"])
@@ -87,30 +87,30 @@ def gathered(told: Sequence[dict[str, Any]], engine: str) -> Selection:
                 f"{labels[rank]}: {reason}" if several else reason for reason in one["reasons"]
             ]
     selection.problems = list(dict.fromkeys(selection.problems))
-    idle = _idle(told, labels)
+    idle = _idle(facts, labels)
     selection.reasons += [f"{name} of {label} has no process, and stays idle." for label, name in idle]
     hosts = f" on {len(set(labels))} hosts ({', '.join(dict.fromkeys(labels))})" if several else ""
     selection.reasons.append(
-        f"{engine} has started {len(told)} ranks{hosts}; LOCAL_RANK counts to each device."
+        f"{engine} has started {len(facts)} ranks{hosts}; LOCAL_RANK counts to each device."
     )
-    network = next((one["network"] for one in told if one["network"] is not None), None)
+    network = next((one["network"] for one in facts if one["network"] is not None), None)
     selection.network = Link.model_validate(network) if network is not None else None
     _tell_doubles(selection)
     return selection
 
 
-def _labels(told: Sequence[dict[str, Any]]) -> list[str]:
+def _labels(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Return each rank's host by a name that no other host has: hosts may be called alike."""
     nodes: dict[str, set[str]] = {}
-    for one in told:
+    for one in facts:
         nodes.setdefault(one["host"], set()).add(one["node"])
-    return [one["host"] if len(nodes[one["host"]]) == 1 else f"{one['host']}-{one['node']}" for one in told]
+    return [one["host"] if len(nodes[one["host"]]) == 1 else f"{one['host']}-{one['node']}" for one in facts]
 
 
-def _idle(told: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[tuple[str, str]]:
+def _idle(facts: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[tuple[str, str]]:
     """Return the devices that no process drives, beside their host."""
     last: dict[str, dict[str, Any]] = {}
-    for label, one in zip(labels, told, strict=True):
+    for label, one in zip(labels, facts, strict=True):
         if label not in last or one["local_rank"] > last[label]["local_rank"]:
             last[label] = one
     return [(label, name) for label, one in last.items() for name in one["rest"]]

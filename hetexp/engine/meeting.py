@@ -70,8 +70,8 @@ class Meeting:
             time.sleep(POLL_SECONDS)
         return [json.loads(self._store.get(f"{topic}/{rank}")) for rank in range(self.seat.world_size)]
 
-    def told(self, topic: str) -> dict[int, dict[str, Any]]:
-        """Return what has been told so far, by rank."""
+    def reported(self, topic: str) -> dict[int, dict[str, Any]]:
+        """Return what ranks have reported so far, by rank."""
         ranks = range(self.seat.world_size)
         there = [rank for rank in ranks if self._store.check([f"{topic}/{rank}"])]
         return {rank: json.loads(self._store.get(f"{topic}/{rank}")) for rank in there}
@@ -154,7 +154,7 @@ def own_address(seat: RankEnv) -> str:
 
 
 def use_interface(address: str) -> None:
-    """Let gloo listen on the interface with this address, where nobody has chosen one.
+    """Let gloo listen on the interface with this address, unless another is chosen already.
 
     By itself it takes the address that the host's own name leads to, which others may not reach.
     """

@@ -28,7 +28,7 @@ def take_part_of(plan: Plan, seats: Sequence[str], meeting: Meeting) -> None:
         seats: the device's id of each process of the job.
 
     Raises:
-        Exception: whatever ended the rank; the other processes are told.
+        Exception: whatever ended the rank; the other processes learn of it.
     """
     known = [device.id for device in plan.devices]
     mine = seats[meeting.seat.rank]

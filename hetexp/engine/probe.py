@@ -36,7 +36,7 @@ class ProbeServer:
         self._listener.close()
 
     def _serve(self) -> None:
-        with suppress(OSError):  # the client has ended, or nobody came
+        with suppress(OSError):  # the client has ended, or none came
             client, _ = self._listener.accept()
             with client:
                 client.settimeout(link_probe.LIMIT_SECONDS)
@@ -55,14 +55,14 @@ def measured(address: str, port: int, token: str) -> Link:
         return link_probe.measured(server)
 
 
-def slowest(told: Sequence[dict[str, Any]]) -> Link | None:
+def slowest(facts: Sequence[dict[str, Any]]) -> Link | None:
     """Return the slowest link from rank 0's host to the others'; `None` where all are on one.
 
     Args:
-        told: by every rank, with the `probe` of one rank of each host.
+        facts: of every rank, with the `probe` of one rank of each host.
 
     Raises:
         OSError: a host does not answer.
     """
-    others = {one["node"]: one for one in reversed(told) if one["probe"] and one["node"] != told[0]["node"]}
+    others = {one["node"]: one for one in reversed(facts) if one["probe"] and one["node"] != facts[0]["node"]}
     return link_probe.slowest([measured(one["address"], *one["probe"]) for one in others.values()])

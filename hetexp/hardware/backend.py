@@ -148,7 +148,7 @@ class Backend(ABC):
         """Open what tells the state of these cards, each of which is read again and again.
 
         Yields:
-            For each card what returns its state or raises `CardLostError`; `None` where nobody tells it.
+            For each card a function that returns its state or raises `CardLostError`; `None` if unknown.
         """
         yield [None for _ in cards]
 
@@ -161,7 +161,7 @@ class Backend(ABC):
 
         Returns:
             The same cards in the same order, and what is wrong with the variables: a person who wants one of
-            these cards is told so instead of being given another one.
+            these cards sees this error instead of getting another card.
         """
         return list(found), []
 
@@ -240,12 +240,12 @@ class Backend(ABC):
 
     @contextmanager
     def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
-        """Open what counts the energy that the device draws; `None` where nobody does."""
+        """Open the counter of the energy that the device draws; `None` if it has none."""
         yield None
 
     @abstractmethod
     def peak_memory_bytes(self) -> int | None:
-        """Return the most memory this process has held on the device, `None` where nobody counts."""
+        """Return the most memory this process has held on the device, `None` if it is not counted."""
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
         """Prepare the device for this model, before a strategy wraps it.

@@ -18,11 +18,11 @@ UNSEEN_FRACTION = 0.25
 def who_is_busy(
     machine: Machine, threshold_mib: float = DEFAULT_THRESHOLD_MIB, leases: bool = True
 ) -> Callable[[DetectedCard], str | None]:
-    """Return a function that says who uses a card, `None` where nobody does.
+    """Return a function that says who uses a card, `None` if it is free.
 
     Args:
         threshold_mib: what a process that computes must hold of the card to count.
-        leases: whether another run's lease counts; without, a card is told as if that run had ended.
+        leases: whether another run's lease counts; if not, a card is judged as if that run had ended.
     """
     least = threshold_mib * 2**20
 
@@ -30,7 +30,7 @@ def who_is_busy(
         held = holder(card.spec)
         if held is not None:
             return held if leases else None
-        # What this process itself has put on the card, in a notebook say, is nobody else's.
+        # What this process itself has put on the card, in a notebook say, does not count.
         others = [p for p in card.reading.processes or () if p.pid != os.getpid()]
         computing = [p for p in others if p.computes]
         heavy = [p for p in computing if p.memory_bytes is None or p.memory_bytes >= least]

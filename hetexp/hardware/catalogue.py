@@ -90,7 +90,7 @@ class CardEntry(Section):
     overhead_seconds: PositiveFloat = OVERHEAD_SECONDS
     """Assumed fixed cost of one forward or one backward pass."""
     match: str | None = None
-    """Words by which a real card of this kind is told from its name (see `named`)."""
+    """Words by which the name of a real card shows that it is of this kind (see `named`)."""
     aliases: list[str] = []
     """Other names for the same card."""
     check: Check | None = None
@@ -232,7 +232,7 @@ def _shipped_raw() -> dict[str, Any]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Read a person's file; every problem that keeps it from being cards and links is told."""
+    """Read a person's file; report every problem that keeps it from being cards and links."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

@@ -90,8 +90,8 @@ class CudaBackend(CudaNamespaceBackend):
                 known = [part for card in nvml.cards(library) for part in (*card.instances, card)]
             except nvml.NotAnsweringError:
                 known = []
-            told = [next((one for one in known if _is(one, card.spec)), None) for card in cards]
-            yield [partial(_gauged, one, machine) if one is not None else None for one in told]
+            matching = [next((one for one in known if _is(one, card.spec)), None) for card in cards]
+            yield [partial(_gauged, one, machine) if one is not None else None for one in matching]
 
     def _seen_uuid(self, module: Any) -> str | None:
         # CUDA runtimes differ in whether they tell an instance's own UUID or its card's.
@@ -184,11 +184,11 @@ def _is(card: nvml.Card, spec: DeviceSpec) -> bool:
 
 def _gauged(card: nvml.Card, machine: Machine) -> Reading:
     _, free = nvml.memory(card, machine)
-    told = nvml.reading(card, free, processes=False)
+    reading = nvml.reading(card, free, processes=False)
     lost = card.lost or (card.parent.lost if card.parent is not None else None)
     if lost is not None:
         raise CardLostError(lost)
-    return told
+    return reading
 
 
 def _without_number(card: DetectedCard) -> DetectedCard:
@@ -324,8 +324,8 @@ def _capability(architecture: str | None) -> int | None:
 def _without_code_for(architecture: str | None, build: TorchBuild) -> str | None:
     """Return why a torch built for CUDA cannot compute on a card, `None` where it can or that is not known.
 
-    Sources: for all builds, CUDA 13.0 release notes, Deprecated Architectures. For PyTorch's own wheels, told
-    by their version, the CUDA Support Matrix in its RELEASE.md (2.9 to 2.14) and the release notes of 2.8.
+    Sources: for all builds, CUDA 13.0 release notes, Deprecated Architectures. For PyTorch's own wheels, by
+    their version, the CUDA Support Matrix in its RELEASE.md (2.9 to 2.14) and the release notes of 2.8.
     Other builds have what their builders chose.
     """
     capability = _capability(architecture)

@@ -34,7 +34,7 @@ class Reading:
     fan: float | None = None
     """Speed of its fan as a fraction of the highest, 0 to 1."""
     fan_rpm: float | None = None
-    """The same in turns a minute, where only that is told."""
+    """The same in turns a minute, if the driver reports only that."""
     throttled: tuple[str, ...] | None = None
     """Why its clocks are held back, in words; empty where they are not."""
     processes: tuple[Process, ...] | None = None

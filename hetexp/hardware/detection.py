@@ -39,7 +39,7 @@ def detect(
     Args:
         machine: this one by default.
         builds: torch builds that may drive the cards; this process's own and the recorded ones by default.
-        busy: says who uses a card, `None` where nobody does; by default nobody is asked.
+        busy: says who uses a card, `None` if it is free; by default the users are not looked up.
     """
     machine = machine or Machine()
     builds = known_builds() if builds is None else builds

@@ -55,7 +55,7 @@ class EnergyMeter:
 
     Args:
         devices: their backends, in this rank's process.
-        beside: all devices of the run. The counter of a card that several of them share is nobody's.
+        beside: all devices of the run. The counter of a card that several of them share is not used.
         machine: that they are in.
         clock: tells seconds.
     """
@@ -100,8 +100,8 @@ class EnergyMeter:
     def joules(self) -> list[float | None]:
         """Stop, close the counters, and return what each device drew.
 
-        `None` where it has no counter that can be believed: one that failed, fell, stood still, or told more
-        than the card may draw.
+        `None` where it has no counter that can be believed: one that failed, fell, stood still, or showed
+        more than the card may draw.
         """
         self.stop()
         self._open.close()

@@ -26,7 +26,7 @@ def gauges(cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gau
     """Open what tells the state of cards, of any vendors.
 
     Yields:
-        The gauge of each card in the order given; `None` where nobody tells anything of it.
+        The gauge of each card in the order given; `None` if nothing is known of its state.
     """
     found: dict[str, Gauge | None] = {}
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """AMD cards: found by the kernel and AMD SMI without torch, driven by a ROCm build of torch as `cuda`.
 
-A card is told by its address on the bus. ROCm counts in its own order, GPUs in processors included
+A card is identified by its address on the bus. ROCm counts in its own order, GPUs in processors included
 (`hetexp.hardware.kfd`), so that a rank gets its card by UUID where the card has one.
 """
 
@@ -33,7 +33,7 @@ IN_PROCESSORS = (
 )
 """Chips that are part of a processor (https://llvm.org/docs/AMDGPUUsage.html#processors, column `APU`)."""
 _SMALL_BYTES = GIB
-"""A chip that nobody knows and that has no more memory of its own than this is part of a processor."""
+"""An unknown chip that has no more memory of its own than this is part of a processor."""
 _BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 """Beginnings of architectures that multiply bfloat16 in hardware: CDNA's matrix cores, RDNA 3 and 4
 (https://rocm.docs.amd.com/en/latest/reference/precision-support.html)."""
@@ -56,8 +56,8 @@ class HipBackend(CudaNamespaceBackend):
             return []
         by_address = {card.address: card for card in on_bus}
         busy = kfd.computing(machine, [node.gpu_id for node in nodes.values()])
-        with amd_smi.opened(machine) as told:
-            facts = [_Facts(a, by_address.get(a), nodes.get(a), told.get(a)) for a in addresses]
+        with amd_smi.opened(machine) as reported:
+            facts = [_Facts(a, by_address.get(a), nodes.get(a), reported.get(a)) for a in addresses]
             return [_found(one, machine, busy) for one in facts]
 
     @classmethod
@@ -95,9 +95,9 @@ class HipBackend(CudaNamespaceBackend):
     @contextmanager
     def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
         on_bus = {card.address: card for card in pci_cards(machine)}
-        with amd_smi.opened(machine) as told:
+        with amd_smi.opened(machine) as reported:
             yield [
-                partial(_gauged, _Facts(pci, on_bus.get(pci), None, told.get(pci)), card.spec, machine)
+                partial(_gauged, _Facts(pci, on_bus.get(pci), None, reported.get(pci)), card.spec, machine)
                 if (pci := card.spec.pci) is not None
                 else None
                 for card in cards
@@ -105,8 +105,8 @@ class HipBackend(CudaNamespaceBackend):
 
     @contextmanager
     def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
-        with amd_smi.opened(machine) as told:
-            card = told.get(self.spec.pci or "")
+        with amd_smi.opened(machine) as reported:
+            card = reported.get(self.spec.pci or "")
             yield card.energy_joules if card is not None else None
 
     def _seen_uuid(self, module: Any) -> str | None:
@@ -187,10 +187,10 @@ def _found(card: _Facts, machine: Machine, busy: dict[int, tuple[Process, ...]])
 
 def _name(card: _Facts, machine: Machine) -> str:
     """Return the card's name with its vendor: AMD SMI's, the board's own, that of its PCI id."""
-    told = card.smi.name() if card.smi is not None else None
-    told = told or machine.text(sysfs.device_folder(machine, card.address) / "product_name") or None
-    if told is not None:
-        return told if told.startswith(WORDS["amd"]) else f"{WORDS['amd']} {told}"
+    name = card.smi.name() if card.smi is not None else None
+    name = name or machine.text(sysfs.device_folder(machine, card.address) / "product_name") or None
+    if name is not None:
+        return name if name.startswith(WORDS["amd"]) else f"{WORDS['amd']} {name}"
     known = chip("amd", card.device_id) if card.device_id is not None else None
     return known.name if known is not None else unnamed("amd", card.device_id)
 

@@ -169,8 +169,8 @@ class Leases:
             _write_note(path, {"owner": self._owner, "pid": os.getpid(), "user": _user()})
         if taken or broken:
             self.__exit__()
-            told = [f"{'; '.join(taken)}. Wait for it, {_OR_SHARE}."] if taken else []
-            raise SetupError(" ".join([*told, *broken]))
+            sentences = [f"{'; '.join(taken)}. Wait for it, {_OR_SHARE}."] if taken else []
+            raise SetupError(" ".join([*sentences, *broken]))
         if self._reserve:
             _reserved.update(self._devices)
         return self
@@ -203,14 +203,14 @@ class Leases:
 
     def holders(self) -> list[str]:
         """Return who holds each device that somebody else holds, in words."""
-        return [f"{name}, held by {told}" for path, name in self._devices.items() if (told := _holder(path))]
+        return [f"{name}, held by {who}" for path, name in self._devices.items() if (who := _holder(path))]
 
 
 def holder(device: DeviceSpec) -> str | None:
     """Return who holds a card, in words; `None` where no other run does."""
     if device.backend in _UNLEASED:
         return None
-    with contextlib.suppress(SetupError):  # told when a lease is taken
+    with contextlib.suppress(SetupError):  # reported when a lease is taken
         return _holder(_file(device))
     return None
 
@@ -326,7 +326,7 @@ def _unsafe(path: Path, mode: int) -> str | None:
 def _files(pattern: str) -> list[Path]:
     try:
         return list(folder().glob(pattern))
-    except (SetupError, OSError):  # told when a lease is taken
+    except (SetupError, OSError):  # reported when a lease is taken
         return []
 
 

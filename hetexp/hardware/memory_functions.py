@@ -39,7 +39,7 @@ FLOAT32 = _names(
     upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d norm"""
 )
 """Functions that it runs in float32; `cross_entropy_loss` is made of two of them."""
-FLOAT32_UNLESS_TOLD = _names(
+FLOAT32_UNLESS_TYPED = _names(
     "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum"
 )
 """The same, where the call does not name a type itself."""
@@ -101,10 +101,10 @@ class CardFunctions(TorchFunctionMode):
             target = self._lower
         elif name in FLOAT32:
             target = torch.float32
-        elif name in FLOAT32_UNLESS_TOLD:
-            told = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+        elif name in FLOAT32_UNLESS_TYPED:
+            typed = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
             first = args[0] if args else None
-            if not told and isinstance(first, torch.Tensor) and first.is_floating_point():
+            if not typed and isinstance(first, torch.Tensor) and first.is_floating_point():
                 kwargs = {**kwargs, "dtype": torch.promote_types(first.dtype, torch.float32)}
             return args, kwargs
         elif name in WIDEST:

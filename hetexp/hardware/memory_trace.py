@@ -20,13 +20,13 @@ MULTIPLICATIONS = frozenset(
 )
 """What cuBLAS computes, and needs its workspace for."""
 HALF = frozenset({torch.bfloat16, torch.float16})
-"""Types that cuDNN computes channels last in: it lays out operands and results anew, each once."""
+"""Types that cuDNN computes channels last in: it changes the layout of operands and results, each once."""
 UNSORTED_INDICES = 3072
 """Up to so many indices the gradient of an embedding needs no sorting (`Embedding.cu`)."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages of meta tensors from the operation that makes them until nobody holds them.
+    """Adds up the storages of meta tensors from the operation that makes them until they are freed.
 
     Args:
         block: maps a storage's bytes to what the device's allocator takes for them.
@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
         """Whether matrices were multiplied since `restart`."""
 
     def restart(self) -> None:
-        """Look for the peak anew."""
+        """Look for a new peak."""
         self.peak, self.multiplies = self.now, False
 
     def __torch_dispatch__(

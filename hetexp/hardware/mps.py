@@ -173,11 +173,11 @@ def _free(machine: Machine, total: int | None) -> int | None:
 
 
 def _gauged(spec: DeviceSpec, machine: Machine) -> Reading:
-    """Return what macOS tells every user; temperature, power and clocks are told root only (powermetrics)."""
-    told = re.search(r'"Device Utilization %" *= *([0-9]+)', machine.run(STATISTICS) or "")
+    """Return what macOS tells every user; only root learns temperature, power and clocks (powermetrics)."""
+    usage = re.search(r'"Device Utilization %" *= *([0-9]+)', machine.run(STATISTICS) or "")
     return Reading(
         memory_free_bytes=_free(machine, spec.memory_bytes),
-        utilisation=min(1.0, int(told[1]) / 100) if told is not None else None,
+        utilisation=min(1.0, int(usage[1]) / 100) if usage is not None else None,
     )
 
 

@@ -121,7 +121,7 @@ def opened(machine: Machine) -> Iterator[Any]:
     try:
         library.nvmlInit()
     except Exception as error:
-        raise NotAnsweringError(told(error)) from error
+        raise NotAnsweringError(sentence(error)) from error
     try:
         yield library
     finally:
@@ -129,7 +129,7 @@ def opened(machine: Machine) -> Iterator[Any]:
             library.nvmlShutdown()
 
 
-def told(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     """Return NVML's error as a sentence, with the fix where there is one."""
     fix = _FIXES.get(code_of(error) or 0)
     return f"NVIDIA's driver does not answer ({error})" + (f"; {fix}" if fix else "")
@@ -157,7 +157,7 @@ def cards(library: Any) -> list[Card]:
     try:
         count = int(library.nvmlDeviceGetCount())
     except Exception as error:
-        raise NotAnsweringError(told(error)) from error
+        raise NotAnsweringError(sentence(error)) from error
     return [_card(library, index) for index in range(count)]
 
 
@@ -170,7 +170,7 @@ def _card(library: Any, index: int) -> Card:
         if code_of(error) in (GPU_IS_LOST, RESET_REQUIRED, UNKNOWN) or "fallen off the bus" in str(error):
             card.lost = str(error)
         else:
-            card.refused = told(error)
+            card.refused = sentence(error)
         return card
     card = Card(library, handle, index=index)
     pci = card.ask("nvmlDeviceGetPciInfo")
@@ -216,7 +216,7 @@ def _instance_name(one: Card, parent: Card) -> str:
 
 
 def memory(card: Card, machine: Machine) -> tuple[int | None, int | None]:
-    """Return a card's total and free bytes, each `None` where nobody tells."""
+    """Return a card's total and free bytes, each `None` if it is not known."""
     if card.integrated and card.lost is None:
         # NVML answers `Not Supported` or does not count what the kernel would give back
         # (https://nvidia.custhelp.com/app/answers/detail/a_id/5728): the kernel itself knows.
@@ -248,7 +248,7 @@ def energy_joules(card: Card) -> float | None:
 
 
 def pcie_link(card: Card) -> tuple[int | None, int | None]:
-    """Return generation and lanes of a card's link to the host, each `None` where nobody tells.
+    """Return generation and lanes of a card's link to the host, each `None` if it is not known.
 
     NVML counts what card and slot can do together; the speed of the moment falls where the card is idle.
     """
@@ -263,7 +263,7 @@ def reading(card: Card, memory_free_bytes: int | None, processes: bool = True) -
     """Return what the driver says of a card now.
 
     Temperature, clocks and fan of an instance are those of its card. The card's power is not the instance's,
-    which nobody tells.
+    which the driver does not report.
 
     Args:
         processes: whether to ask who holds the card, which takes longer than all the rest.

@@ -44,7 +44,7 @@ def chip(vendor: str, device_id: int) -> Chip | None:
 
 
 def unnamed(vendor: str, device_id: int | None) -> str:
-    """Return words for a card whose name nobody knows: `AMD GPU 0x744c`."""
+    """Return words for a card whose name is not known: `AMD GPU 0x744c`."""
     word = WORDS[vendor]
     return f"{word} GPU" if device_id is None else f"{word} GPU 0x{device_id:04x}"
 

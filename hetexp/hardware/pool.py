@@ -30,7 +30,7 @@ class Selection:
     network: Link | None = None
     """Link between the hosts of emulated devices, where they are in several."""
     threads: tuple[int, ...] = ()
-    """CPU threads of each device's rank, where several machines have told theirs."""
+    """CPU threads of each device's rank, if several machines have reported theirs."""
     fallback: dict[str, str] | None = None
     """Why `strategy.fallback` left one device of several (`hetexp.plan.fallback`)."""
 
@@ -107,9 +107,9 @@ class CardPool:
             card for card in self.cards if card.busy is not None and self.why_not(card, python, True) is None
         ]
         if busy:
-            told = "; ".join(f"{card.spec}: {card.busy}" for card in busy)
+            users = "; ".join(f"{card.spec}: {card.busy}" for card in busy)
             selection.problems.append(
-                f"`hardware.devices` must find a free accelerator, but all are busy ({told}). "
+                f"`hardware.devices` must find a free accelerator, but all are busy ({users}). "
                 "Wait, share them (hardware.share_devices=true), or train on the CPU (hardware=cpu)."
             )
             return
@@ -130,9 +130,9 @@ class CardPool:
             chosen = self._eligible(selection, wish.word == "all")
             selection.devices += [self.spec(card) for card in chosen]
             if not chosen and not selection.problems:
-                told = "; ".join(selection.reasons) or "there is none"
+                reasons = "; ".join(selection.reasons) or "there is none"
                 selection.problems.append(
-                    f"`{key}` must find a usable accelerator, but '{wish.word}' finds none: {told}"
+                    f"`{key}` must find a usable accelerator, but '{wish.word}' finds none: {reasons}"
                 )
         else:
             self._take_named(selection, wish.names, key)
@@ -168,20 +168,20 @@ class CardPool:
         need = self._need_bytes(count) if self._need_bytes is not None else None
         ranked = rank_cards(eligible, speed, need)
         if len(ranked) < count:
-            told = "; ".join(selection.reasons)
+            reasons = "; ".join(selection.reasons)
             selection.problems.append(
                 must_be(
                     key,
                     f"at most recommend:{len(ranked)}, the free cards here",
                     f"recommend:{count}",
-                    told,
+                    reasons,
                 )
             )
             return
         best = sorted(ranked[:count], key=lambda card: card.spec.number or 0)
         selection.devices += [self.spec(card) for card in best]
-        told = ", ".join(f"{card.spec}" for card in ranked[:count])
-        selection.reasons.append(f"Recommended by free memory and speed: {told}.")
+        names = ", ".join(f"{card.spec}" for card in ranked[:count])
+        selection.reasons.append(f"Recommended by free memory and speed: {names}.")
 
     def _take_named(self, selection: Selection, names: Sequence[str], key: str) -> None:
         for name in names:
@@ -236,7 +236,7 @@ class CardPool:
         budget = self._config.power_budget_watts
         limits = {card.spec.id: card.reading.power_limit_watts for card in chosen}
         if budget is None or None in limits.values():
-            return chosen  # a limit that is not known is told by `check_power`
+            return chosen  # `check_power` reports a limit that is not known
         kept = sorted(chosen, key=lambda card: (self.tflops(card) or 0.0) / (limits[card.spec.id] or 1.0))
         while kept and sum(limits[card.spec.id] or 0.0 for card in kept) > budget:
             left_out = kept.pop(0)
@@ -301,14 +301,14 @@ def check_power(config: HardwareConfig, selection: Selection) -> None:
         return
     cards = {device.uuid or device.id: device for device in drawing}.values()
     total = sum(device.power_limit_watts or 0.0 for device in cards)
-    told = " + ".join(f"{device.power_limit_watts:g} W" for device in cards)
+    limits = " + ".join(f"{device.power_limit_watts:g} W" for device in cards)
     if total > budget:
         selection.problems.append(
             must_be(
                 "hardware.power_budget_watts",
-                f"at least {total:g}, the limits of the chosen devices together ({told})",
+                f"at least {total:g}, the limits of the chosen devices together ({limits})",
                 budget,
             )
         )
     else:
-        selection.reasons.append(f"The devices may draw {told} of the {budget:g} W allowed.")
+        selection.reasons.append(f"The devices may draw {limits} of the {budget:g} W allowed.")

@@ -66,7 +66,7 @@ https://github.com/intel/llvm, `sycl_ext_oneapi_device_architecture`)."""
 
 _SCRIPT = """
 import json, os, sys
-told = os.dup(1)
+answer = os.dup(1)
 os.dup2(2, 1)  # whatever a library prints must not get into the answer
 sys.path = [path for path in sys.path if path]
 import torch
@@ -90,7 +90,7 @@ else:
             problem = "it sees no device"
         except Exception as error:
             problem = str(error).strip().partition(chr(10))[0]
-os.write(told, json.dumps([devices, problem]).encode())
+os.write(answer, json.dumps([devices, problem]).encode())
 """
 _PROPERTIES = (
     "name,total_memory,uuid,major,minor,gcnArchName,is_integrated,pci_domain_id,pci_bus_id,pci_device_id,"
@@ -285,7 +285,7 @@ def _ask_detached(kind: str, builds: Sequence[TorchBuild], machine: Machine, lim
 
 
 _AT_IT: list[subprocess.Popen[bytes]] = []
-"""Kept, so that Python does not complain of a process that nobody waits for."""
+"""Kept, so that Python does not complain of a process that is not waited for."""
 
 
 def _detached(kind: str, limit_seconds: float, plain: str) -> None:

@@ -5,7 +5,7 @@
 [GPU-8932f937]       UUIDs of any vendor, or the start of one as long as it is the start of no other
 [0000:03:00.0]       addresses on the PCI bus; [03:00.0] means domain 0
 all                  every usable card that is not integrated, busy ones too
-available            those of them that nobody uses
+available            those of them that are free
 recommend:2          the two fastest of those with enough free memory
 """
 
@@ -82,8 +82,8 @@ def find_card(name: str, cards: Sequence[DetectedCard]) -> DetectedCard | str:
     else:
         matches = _by_uuid(name, cards)
         if len(matches) > 1:
-            told = " and ".join(f"{card.spec} ({card.spec.uuid})" for card in matches)
-            return f"the start of one UUID, but is that of {told}"
+            owners = " and ".join(f"{card.spec} ({card.spec.uuid})" for card in matches)
+            return f"the start of one UUID, but is that of {owners}"
     if not matches:
         return "a device of this machine"
     if len(matches) > 1:  # MIG instances share the card's address

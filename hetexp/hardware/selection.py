@@ -79,7 +79,7 @@ def _take_entries(config: HardwareConfig, selection: Selection, pool: CardPool, 
         if entry.device is not None:
             _add_named(selection, key, entry, pool, known)
         elif entry.vendor is None:
-            continue  # neither: told by the configuration's own check
+            continue  # neither: the configuration's own check reports it
         elif position not in missing:
             _add_vendor(selection, key, entry, real[position], pool)
             _tell_left_out(selection, entry, real[position], pool)
@@ -170,7 +170,7 @@ def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> d
     """For each entry that names a vendor, by position: the cards of this machine that it may take.
 
     An entry with a count leaves out what other entries name or take before it, so that two entries can
-    share the cards of one vendor. A card that is there and cannot be used counts: it is told, not replaced.
+    share the cards of one vendor. A card that is there but cannot be used counts: reported, not replaced.
     """
     taken = {entry.device for _, entry in entries}
     real: dict[int, list[DetectedCard]] = {}
@@ -296,11 +296,11 @@ def _add_emulated(
     except ConfigError as error:
         selection.problems += error.problems
         return
-    for figure, told in (("efficiency", "at efficiency {:g}"), ("overhead_seconds", "with {:g} s a pass")):
+    for figure, words in (("efficiency", "at efficiency {:g}"), ("overhead_seconds", "with {:g} s a pass")):
         wanted, known = getattr(entry, figure), getattr(card, figure)
         if wanted is not None:
             selection.reasons.append(
-                f"{card.name} is emulated {told.format(wanted)} instead of the catalogue's {known:g}."
+                f"{card.name} is emulated {words.format(wanted)} instead of the catalogue's {known:g}."
             )
             card = card.model_copy(update={figure: wanted})
     first = sum(d.backend == "emulated" for d in selection.devices)
@@ -374,7 +374,7 @@ def _tell_throttled(selection: Selection, inventory: Inventory) -> None:
 def network_between(config: HardwareConfig, selection: Selection) -> None:
     """Look up the network between the emulated devices of several machines that one machine plays."""
     if any(device.backend == "emulated" for device in selection.devices):
-        with suppress(ConfigError):  # a catalogue that cannot be read was told already
+        with suppress(ConfigError):  # a catalogue that cannot be read was reported already
             _check_hosts(config, selection, load_catalogue(config.catalogue))
 
 

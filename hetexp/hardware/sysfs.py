@@ -52,7 +52,7 @@ def sensors(machine: Machine, address: str) -> Path | None:
 
 
 def scaled(machine: Machine, file: Path | None, divisor: float) -> float | None:
-    """Return a file's number in another unit, `None` where it is not told or not positive."""
+    """Return a file's number in another unit, `None` if it is missing or not positive."""
     number = machine.number(file) if file is not None else None
     return number / divisor if number is not None and number > 0 else None
 
@@ -77,7 +77,7 @@ def energy_joules(machine: Machine, address: str) -> float | None:
     if folder is None:
         return None
     names = ("energy1_input", "energy2_input")
-    return next((told for name in names if (told := scaled(machine, folder / name, 1e6)) is not None), None)
+    return next((drawn for name in names if (drawn := scaled(machine, folder / name, 1e6)) is not None), None)
 
 
 def positive(number: int | None) -> int | None:
@@ -179,8 +179,8 @@ class _Client:
 def drm_processes(machine: Machine) -> dict[str, tuple[Process, ...]]:
     """Return who holds which card, by PCI address, as far as this user may see other processes' files.
 
-    A process computes if it used an engine that only computes, or holds much memory. Cards whose chip has no
-    such engine are told from drawing by the memory alone.
+    A process computes if it used an engine that only computes, or holds much memory. On cards whose chip
+    has no such engine, only the memory tells computing from drawing.
     """
     clients: dict[tuple[str, int], _Client] = {}
     for folder in _sorted(machine.path("/proc")):

@@ -83,10 +83,10 @@ class XpuBackend(AcceleratorBackend):
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         driven = any(card.driver in DRIVERS for card in on_bus)
         # Windows has no list of the bus that could be read.
-        told = sysman.cards(machine) if driven or machine.platform == "win32" else {}
+        known = sysman.cards(machine) if driven or machine.platform == "win32" else {}
         held = sysfs.drm_processes(machine) if driven else None
         by_address = {card.address: card for card in on_bus}
-        facts = [_Facts(a, by_address.get(a), told.get(a), machine) for a in sorted({*by_address, *told})]
+        facts = [_Facts(a, by_address.get(a), known.get(a), machine) for a in sorted({*by_address, *known})]
         found = [_found(one, held.get(one.address, ()) if held is not None else None) for one in facts]
         return _with_masks(_with_memory(found, machine))
 
@@ -136,9 +136,9 @@ class XpuBackend(AcceleratorBackend):
     @classmethod
     @contextmanager
     def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
-        told = sysman.watches(machine)
+        watches = sysman.watches(machine)
         yield [
-            _Gauge(card.spec, told.get(card.spec.pci), machine) if card.spec.pci is not None else None
+            _Gauge(card.spec, watches.get(card.spec.pci), machine) if card.spec.pci is not None else None
             for card in cards
         ]
 
@@ -222,7 +222,7 @@ class _Facts:
 
     address: str
     bus: PciCard | None
-    told: sysman.Card | None
+    reported: sysman.Card | None
     machine: Machine
 
     @property
@@ -237,7 +237,7 @@ class _Facts:
 
     @cached_property
     def details(self) -> dict[str, Any]:
-        """What the command xpu-smi tells; asked only where nobody else knows."""
+        """What the command xpu-smi reports; run only if no other source knows."""
         answer = self.machine.run(["xpu-smi", "discovery", "-d", self.address, "-j"])
         with suppress(ValueError):
             details = json.loads(answer or "")
@@ -260,7 +260,7 @@ def _found(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCard:
         name=_name(card, ask=usable),
         vendor="intel",
         memory_bytes=total,
-        driver=(card.told.driver if card.told is not None else None)
+        driver=(card.reported.driver if card.reported is not None else None)
         or sysfs.driver_version(card.machine, module),
         pci=card.address,
         architecture=architecture,
@@ -278,11 +278,11 @@ def _name(card: _Facts, ask: bool) -> str:
     known = chip("intel", card.bus.device_id) if card.bus is not None else None
     if known is not None:
         return known.name
-    told = card.told.name if card.told is not None else None
-    if told is None and ask:
-        told = card.details.get("device_name")
-    if isinstance(told, str) and told.strip():
-        return plain_name(told)
+    name = card.reported.name if card.reported is not None else None
+    if name is None and ask:
+        name = card.details.get("device_name")
+    if isinstance(name, str) and name.strip():
+        return plain_name(name)
     return unnamed("intel", card.bus.device_id if card.bus is not None else None)
 
 
@@ -295,7 +295,7 @@ def _memory(card: _Facts, ask: bool) -> tuple[int | None, int | None]:
     """Return a card's total and free bytes.
 
     Graphics in a processor have the host's memory. Of that Linux lends them half (ttm_device.c), which is
-    what is told here: a cautious figure, flagged as unified.
+    what this returns: a cautious figure, flagged as unified.
     """
     if card.integrated:
         host, available = sysfs.host_memory(card.machine)
@@ -306,10 +306,10 @@ def _memory(card: _Facts, ask: bool) -> tuple[int | None, int | None]:
     if node is not None:
         total = sysfs.positive(card.machine.number(node / "lmem_total_bytes"))
         free = card.machine.number(node / "lmem_avail_bytes") if total is not None else None
-    if card.told is not None and total is None:
-        total = card.told.memory_bytes
-    if card.told is not None and free is None:
-        free = card.told.memory_free_bytes
+    if card.reported is not None and total is None:
+        total = card.reported.memory_bytes
+    if card.reported is not None and free is None:
+        free = card.reported.memory_free_bytes
     if total is None and ask:
         with suppress(TypeError, ValueError):
             total = sysfs.positive(int(card.details.get("memory_physical_size_byte", 0)))
@@ -317,16 +317,16 @@ def _memory(card: _Facts, ask: bool) -> tuple[int | None, int | None]:
 
 
 def _with_memory(found: list[DetectedCard], machine: Machine) -> list[DetectedCard]:
-    """Ask torch for the memory of discrete cards that nobody else knows, where its answer is about them."""
+    """Ask torch for the unknown memory of discrete cards, if its answer is clearly about them."""
     open_cards = [c for c in found if c.spec.memory_bytes is None and c.undriven is None and c.lost is None]
     if not open_cards:
         return found
     seen = machine.torch_sees("xpu")
     result = []
     for card in found:
-        told = {one.memory_bytes for one in seen if _same(one.name, card.spec.name)} - {None}
-        if card in open_cards and len(told) == 1:
-            card = replace(card, spec=replace(card.spec, memory_bytes=told.pop()))
+        sizes = {one.memory_bytes for one in seen if _same(one.name, card.spec.name)} - {None}
+        if card in open_cards and len(sizes) == 1:
+            card = replace(card, spec=replace(card.spec, memory_bytes=sizes.pop()))
         result.append(card)
     return result
 
@@ -365,12 +365,12 @@ def _unclear_count(found: Sequence[DetectedCard], machine: Machine) -> tuple[str
 
 
 def _tiles(spec: DeviceSpec) -> int:
-    """Return how many devices Level Zero makes of a card unless it is told to show whole cards."""
+    """Return how many devices Level Zero makes of a card unless it is set to show whole cards."""
     return 2 if spec.architecture == "xe-hpc" and "Max 1100" not in spec.name else 1
 
 
 def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | None) -> Reading:
-    """Return what is told of a card now; power and use are told as sums, which one reading cannot divide."""
+    """Return a card's state now; power and use are reported as sums, which one reading cannot divide."""
     sensors = sysfs.sensors(card.machine, card.address)
     heat = limit = turns = None
     if sensors is not None:
@@ -379,8 +379,8 @@ def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | No
             heat = heat or sysfs.scaled(card.machine, sensors / name, 1000)
         for name in ("power1_max", "power2_max"):  # the card's, the package's
             limit = limit or sysfs.scaled(card.machine, sensors / name, 1e6)
-    if heat is None and card.told is not None:
-        heat = card.told.temperature_celsius
+    if heat is None and card.reported is not None:
+        heat = card.reported.temperature_celsius
     return Reading(
         memory_free_bytes=free,
         temperature_celsius=heat,
@@ -394,7 +394,7 @@ def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | No
 
 
 class _Gauge:
-    """One card; its power and use are told as sums, so that they are known from the second reading on."""
+    """One card; its power and use are reported as sums, so they are known from the second reading on."""
 
     def __init__(self, spec: DeviceSpec, watch: sysman.Watch | None, machine: Machine) -> None:
         assert spec.pci is not None
@@ -408,13 +408,13 @@ class _Gauge:
             lost = "it is no longer on the PCI bus"
         if lost is not None:
             raise CardLostError(lost)
-        told = _reading(self._card, self._free(), None)
+        reading = _reading(self._card, self._free(), None)
         before, self._before = self._before, self._sums()
-        heat = told.temperature_celsius
+        heat = reading.temperature_celsius
         if heat is None and self._watch is not None:
             heat = self._watch.temperature()
         return replace(
-            told,
+            reading,
             temperature_celsius=heat,
             utilisation=_ratio(before[0], self._before[0], most=1.0),
             power_watts=_ratio(before[1], self._before[1]),
@@ -425,8 +425,8 @@ class _Gauge:
             free, total = sysfs.host_memory(self._machine)[1], self._spec.memory_bytes
             return min(free, total) if free is not None and total is not None else None
         node = sysfs.drm_node(self._machine, self._pci, "card")
-        told = self._machine.number(node / "lmem_avail_bytes") if node is not None else None
-        return self._watch.memory()[1] if told is None and self._watch is not None else told
+        free = self._machine.number(node / "lmem_avail_bytes") if node is not None else None
+        return self._watch.memory()[1] if free is None and self._watch is not None else free
 
     def _sums(self) -> tuple[_Sum, _Sum]:
         """Return time at work beside all time, and joules beside seconds."""
@@ -452,7 +452,7 @@ def _clock(card: _Facts) -> float | None:
     files = [card.folder / "tile0" / "gt0" / "freq0" / "act_freq"]
     if node is not None:
         files.append(node / "gt" / "gt0" / "rps_act_freq_mhz")
-    return next((told for file in files if (told := sysfs.scaled(card.machine, file, 1)) is not None), None)
+    return next((clock for file in files if (clock := sysfs.scaled(card.machine, file, 1)) is not None), None)
 
 
 def _throttled(card: _Facts) -> tuple[str, ...] | None:

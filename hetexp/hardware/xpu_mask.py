@@ -3,8 +3,8 @@
 Level Zero counts discrete cards first, each kind along the bus, or all along the bus with
 ZE_ENABLE_PCI_ID_DEVICE_ORDER=1 (`comparePciIdBusNumber` in compute-runtime). Meaning of the mask:
 https://oneapi-src.github.io/level-zero-spec/level-zero/latest/core/PROG.html#affinity-mask; of the selector:
-https://github.com/intel/llvm/blob/sycl/sycl/doc/EnvironmentVariables.md#oneapi_device_selector. What cannot
-be understood hides all cards and is told: no card is used by a guess.
+https://github.com/intel/llvm/blob/sycl/sycl/doc/EnvironmentVariables.md#oneapi_device_selector. A mask that
+is not understood hides all cards and is reported: no card is used by a guess.
 """
 
 from __future__ import annotations

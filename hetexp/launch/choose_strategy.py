@@ -74,14 +74,14 @@ def chosen(
         problems = check_plan(other.config, other.selection)
         if not problems:
             show_forecast(replace(found, best=row, reasons=()), console)
-            return _told(other, console)
+            return _say_reason(other, console)
         refused += problems
         found = replace(found, rows=tuple(one for one in found.rows if one.strategy != row.strategy))
     if found.known.complete:
         why = dict.fromkeys(one.problem for one in found.rows if one.problem is not None)
         raise ConfigError([*refused, *why])
     name, reason = _without_figures(plan, base, choices)
-    return _told(_with(run, name, reason, range(len(selection.devices))), console)
+    return _say_reason(_with(run, name, reason, range(len(selection.devices))), console)
 
 
 def _with(run: Chosen, name: str, reason: str, ranks: Sequence[int]) -> Chosen:
@@ -99,7 +99,7 @@ def _with(run: Chosen, name: str, reason: str, ranks: Sequence[int]) -> Chosen:
     )
 
 
-def _told(run: Chosen, console: Console) -> Chosen:
+def _say_reason(run: Chosen, console: Console) -> Chosen:
     console.print(f"→ {run.selection.reasons[-1]}", markup=False, highlight=False, soft_wrap=True)
     return run
 
@@ -150,16 +150,16 @@ def _without_figures(plan: Plan, config: Config, choices: Alternatives) -> tuple
         return alone, f"strategy=auto takes {alone}: {why}, so that nothing else is predicted to be faster."
     because = "no device alone holds the model" if problems else f"{alone} is not among those wanted"
     for name, strategy in choices.strategies.items():
-        told = [] if strategy.solo else strategy.check(config, plan.devices)
-        if strategy.predicted_as == "stages" and not told:
+        objections = [] if strategy.solo else strategy.check(config, plan.devices)
+        if strategy.predicted_as == "stages" and not objections:
             node = group_options("strategy", only=[name])[name]
             try:
                 arranged(plan, config.model_copy(update={"strategy": node}))
             except ConfigError as error:
-                told = error.problems
-        elif not told and problems:
+                objections = error.problems
+        elif not objections and problems:
             continue  # it needs the model whole, too
-        if not told:
+        if not objections:
             return name, f"strategy=auto takes {name}: {why}, and {because}."
-        problems += [problem for problem in told if problem not in problems]
+        problems += [problem for problem in objections if problem not in problems]
     raise ConfigError(problems)

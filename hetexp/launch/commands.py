@@ -114,7 +114,7 @@ class CommandRunner:
         if place is None:
             threading.Thread(target=self._choose, args=(order, membership.whole), daemon=True).start()
         elif membership.member_at(place) is not None:
-            self._told(order, False, f"{name} trains already.")
+            self._answer_add(order, False, f"{name} trains already.")
         else:
             self._bring(order, membership.whole.devices[place])
 
@@ -130,16 +130,16 @@ class CommandRunner:
         if isinstance(found, Newcomer):
             self._bring(order, found.device, found)
         else:
-            self._told(order, False, " ".join(found))
+            self._answer_add(order, False, " ".join(found))
 
     def _bring(self, order: Command, device: DeviceSpec, newcomer: Newcomer | None = None) -> None:
         try:
             if self._leases is not None:
                 self._leases.take(device)
         except SetupError as error:
-            self._told(order, False, str(error))
+            self._answer_add(order, False, str(error))
             return
-        self._survival.returns.bring(device, partial(self._told, order), newcomer)
+        self._survival.returns.bring(device, partial(self._answer_add, order), newcomer)
 
     def _drop(self, order: Command) -> None:
         membership, name = self._survival.membership, order.argument
@@ -153,8 +153,8 @@ class CommandRunner:
             self._refuse(order, self._fixed())
         elif number is None:
             coming = self._survival.returns.forget(name)
-            told = f"{name} does not come back." if coming else f"{name} takes no part already."
-            self._desk.answer(order, Answer(True, told))
+            text = f"{name} does not come back." if coming else f"{name} takes no part already."
+            self._desk.answer(order, Answer(True, text))
         elif len(membership.members) <= least:
             self._refuse(
                 order, f"{len(membership.members)} of its devices are left, the fewest it goes on with."
@@ -189,7 +189,7 @@ class CommandRunner:
             return f"Devices cannot come and go where {whole.way.name} carries their sums (comm.backend=shm)."
         return f"Devices cannot come and go under strategy={whole.strategy}."
 
-    def _told(self, order: Command, done: bool, text: str) -> None:
+    def _answer_add(self, order: Command, done: bool, text: str) -> None:
         """Answer an order to add a device."""
         self._waiting.pop(order.id, None)
         self._desk.answer(order, Answer(done, text))

@@ -93,7 +93,7 @@ class ControlServer:
         return found
 
     def answer(self, order: Command, answer: Answer) -> None:
-        """Tell what became of an order; a full disk keeps nobody from training on."""
+        """Write down what became of an order; a full disk does not stop the training."""
         with contextlib.suppress(OSError):
             write_json(self._folder / f"{order.id}{_ANSWER}", asdict(answer), durable=False)
 
@@ -108,7 +108,7 @@ def _written_at(path: Path) -> int:
 def _read(path: Path, name: str) -> Command | str:
     """Return the order in a file, or what is wrong with it."""
     try:
-        # Neither a link to somebody else's file nor a pipe that nobody writes into.
+        # Neither a link to somebody else's file nor a pipe without a writer.
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         with os.fdopen(os.open(path, flags), "rb") as file:
             facts = os.fstat(file.fileno())
@@ -166,8 +166,8 @@ def _check_runs(run_dir: Path) -> None:
     if _runs(run_dir):
         return
     ended = (run_dir / "summary.json").exists()
-    told = "is over" if ended else "is not running: nobody answers there, and it has no summary"
-    raise SetupError(f"The run {run_dir} {told}.")
+    state = "is over" if ended else "is not running: nothing answers there, and it has no summary"
+    raise SetupError(f"The run {run_dir} {state}.")
 
 
 def _runs(run_dir: Path) -> bool:

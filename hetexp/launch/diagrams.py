@@ -13,7 +13,7 @@ from hetexp.core.config import Config
 from hetexp.core.plan import Plan
 from hetexp.report.diagram import FORMATS, NO_DOT, has_dot, write_diagrams
 
-_told = False
+_said_absent = False
 """Whether this process has said that Graphviz is absent: a sweep's runs need not all say so."""
 
 
@@ -57,10 +57,10 @@ def _drawn(plan: Plan, formats: tuple[str, ...]) -> str | None:
 
 
 def _say_absent(console: Console) -> None:
-    global _told
-    if not _told:
+    global _said_absent
+    if not _said_absent:
         _say(f"{NO_DOT} plan.mmd shows it wherever Mermaid is understood.", console)
-    _told = True
+    _said_absent = True
 
 
 def _say(text: str, console: Console) -> None:

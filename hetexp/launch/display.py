@@ -125,7 +125,7 @@ class Display:
     def _show_step(self, row: dict[str, Any]) -> None:
         loss = row["train/loss"]
         text = f"loss {loss:.4f}" if loss is not None else "loss –"
-        if row.get("samples_per_second") is not None:  # not after a group formed anew at the line's own step
+        if row.get("samples_per_second") is not None:  # not after a group re-formed at the line's own step
             text += f"  {row['samples_per_second']:,.0f} samples/s"
         devices = ""
         for device in self.plan.devices:
@@ -272,9 +272,9 @@ def show_merge(merge: dict[str, Any], console: Console) -> None:
         console.print(f"Not merged: {merge['error']}", style="yellow", markup=False, highlight=False)
         return
     pairs = zip(merge["parents"], merge["weights"], strict=True)
-    told = "; ".join(f"{p['device']} {_number(p['loss'], '.4f')} ({w:.0%})" for p, w in pairs)
+    losses = "; ".join(f"{p['device']} {_number(p['loss'], '.4f')} ({w:.0%})" for p, w in pairs)
     text = (
-        f"merged ({merge['method']}): test loss {_number(merge['merged_loss'], '.4f')}, its parents' {told}"
+        f"merged ({merge['method']}): test loss {_number(merge['merged_loss'], '.4f')}, its parents' {losses}"
     )
     console.print(text, markup=False, highlight=False)
     if merge["worse_than_best_parent"]:

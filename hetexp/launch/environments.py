@@ -145,11 +145,11 @@ def package_source() -> tuple[str, ...]:
         return "--editable", root
     with suppress(PackageNotFoundError, ValueError, KeyError, TypeError):
         # https://packaging.python.org/en/latest/specifications/direct-url
-        told = json.loads(distribution("hetexp").read_text("direct_url.json") or "")
-        if "vcs_info" in told:
-            return (f"hetexp @ {told['vcs_info']['vcs']}+{told['url']}@{told['vcs_info']['commit_id']}",)
-        path = unquote(urlparse(told["url"]).path)
-        if told["url"].startswith("file:") and Path(path).exists():
+        facts = json.loads(distribution("hetexp").read_text("direct_url.json") or "")
+        if "vcs_info" in facts:
+            return (f"hetexp @ {facts['vcs_info']['vcs']}+{facts['url']}@{facts['vcs_info']['commit_id']}",)
+        path = unquote(urlparse(facts["url"]).path)
+        if facts["url"].startswith("file:") and Path(path).exists():
             return (path,)
     return (f"hetexp=={hetexp.__version__}",)
 
@@ -190,7 +190,7 @@ def check_recipe(recipe: Recipe, force: bool) -> None:
         )
     if not force and there:
         raise SetupError(
-            f"{folder} must be a new folder, but holds an environment already. Add --force to make it anew, "
+            f"{folder} must be a new folder, but holds an environment already. Add --force to replace it, "
             "or name another one: --name"
         )
     recorded = records().get(recipe.name)

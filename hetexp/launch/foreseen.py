@@ -36,22 +36,22 @@ def foreseen(
             finds none.
     """
     quiet = Console(file=io.StringIO())
-    run, told = chosen(config, raw, selection, request, quiet), []
+    run, remarks = chosen(config, raw, selection, request, quiet), []
     if run.config.strategy != config.strategy:
-        told.append(run.selection.reasons[-1])
+        remarks.append(run.selection.reasons[-1])
     policy = option_of(config.balancing, group_options("balancing"))
     run.request.choices.setdefault("balancing", policy)
     config = run.config
     plan = make_plan(config, run.raw, run.selection, run.request)
     strategy = instantiate(config.strategy)
     if strategy.steps == "staged":
-        return with_stages(plan, config), told
+        return with_stages(plan, config), remarks
     plan = in_one_process(plan, strategy)
     memory = memory_of(plan, config)
     if not _would_measure(plan, config):
-        return with_memory(with_measured_split(plan, config, memory, quiet), memory), told
+        return with_memory(with_measured_split(plan, config, memory, quiet), memory), remarks
     plan, remark = _before_measuring(plan, config, memory, policy)
-    return with_memory(plan, memory), [*told, remark]
+    return with_memory(plan, memory), [*remarks, remark]
 
 
 def _would_measure(plan: Plan, config: Config) -> bool:

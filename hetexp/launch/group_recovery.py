@@ -47,19 +47,19 @@ class GroupRecovery:
         self._watch = HealthMonitor(store, config.fault.heartbeat_seconds)
         self._hang_watch = HangWatch(self._watch, _predicted_seconds(plan))
         self._waiting_since: float | None = None
-        """Since when a member has waited for an epoch that nobody had a reason to publish."""
+        """Since when a member has waited for an epoch that there was no reason to publish."""
         self.begun = self._over = False
         self.refused = ""
         """Why the run could not go on without a device."""
         self.causes: list[RankFailure] = []
-        """What became of the members that were taken out last, until the others have formed anew."""
+        """What became of the members that were taken out last, until the others have re-formed."""
         # Nothing here refers to what holds it: the store's port is free as soon as the run is let go.
         self._say = partial(_say, console)
         self.returns = Respawns(self.membership, config, store, started, self._say)
 
     @property
     def reforms(self) -> bool:
-        """Whether ranks form their group anew when a member goes."""
+        """Whether ranks re-form their group when a member goes."""
         able = self.membership.whole.reforms and self._strategy.reforms and not self.deaf
         return self._config.fault.survive and able
 
@@ -69,7 +69,7 @@ class GroupRecovery:
         if self.membership.whole.measuring:
             return "Devices that are measured have nothing to lose."
         if self.membership.whole.script is not None:
-            return "A script of one's own (hetexp launch) has a loop that nobody else can change."
+            return "A person's own script (hetexp launch) has a loop that hetexp cannot change."
         if self._strategy.steps == "local":
             return f"strategy={self._strategy.name} has no step at whose end all its devices meet."
         return ""
@@ -86,7 +86,7 @@ class GroupRecovery:
 
     @property
     def newest_step(self) -> int | None:
-        """Steps that were done, as far as any member has told."""
+        """Steps that were done, as far as any member has reported."""
         beats = [self._watch.beat_of(member.number) for member in self._started]
         steps = [beat.step for beat in beats if beat is not None and beat.step is not None]
         steps += [failure.step for failure in self.causes if failure.step is not None]
@@ -181,9 +181,9 @@ class GroupRecovery:
             return True
         if self._finished():
             return True
-        told = self.membership.told()
-        if told is not None:
-            self._tell_formed(told)
+        report = self.membership.take_report()
+        if report is not None:
+            self._tell_formed(report)
         self.returns.poll()
         lost = {member: self._frozen(member) for member in self._watch.frozen(self.present)}
         if not lost and not self.membership.forming:
@@ -195,7 +195,7 @@ class GroupRecovery:
         return not lost or self.remove(lost)
 
     def _finished(self) -> bool:
-        """Tell whether a member has done the last step, after which nobody is lost and nobody comes."""
+        """Tell whether a member has done the last step, after which no member is lost and none comes."""
         if not self._over and any(member.process.poll() == 0 for member in self.present):
             self._over = True
             self.membership.withdraw()  # the others had left the loop before they heard of them
@@ -203,7 +203,7 @@ class GroupRecovery:
         return self._over
 
     def _reconnect(self) -> None:
-        """Let members form anew whose connections broke, or whose group did not form, though none is gone.
+        """Re-form a group whose connections broke, or that did not form, though no member is gone.
 
         Whoever waits for so long has heard of the newest epoch, and waits for the next one.
         """
@@ -211,14 +211,14 @@ class GroupRecovery:
         waiting = any(beat is not None and beat.doing == WAITING for beat in beats)
         waiting = waiting and self.membership.tries < FORMING_TRIES
         if self.reforms and self._hang_watch.all_wait and not self.membership.forming:
-            self.membership.form_anew()
+            self.membership.form_again()
         elif not self.reforms or not waiting:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = time.monotonic()
         elif time.monotonic() - self._waiting_since > self._config.fault.heartbeat_seconds:
             self._waiting_since = None
-            self.membership.form_anew()
+            self.membership.form_again()
 
     def _stays(self, member: Member) -> RankFailure:
         text = f"{member.device} does not leave its step, while the others wait for it to form a group."
@@ -240,16 +240,16 @@ class GroupRecovery:
         step = beat.step if beat is not None else None
         return RankFailure(member.number, "Frozen", text, step, time=time.time())
 
-    def _tell_formed(self, told: Mapping[str, Any]) -> None:
+    def _tell_formed(self, report: Mapping[str, Any]) -> None:
         self.causes.clear()
         plan = self.membership.plan
         many = "device goes" if plan.world_size == 1 else "devices go"
-        for loss in self.membership.untold():
+        for loss in self.membership.unreported():
             self._say(
                 f"{loss.device} was lost at step {loss.step} ({loss.kind}); {plan.world_size} {many} on, "
                 f"{loss.recovered_seconds:.2f} s"
             )
-        self.returns.formed(told.get("step"))
+        self.returns.formed(report.get("step"))
 
 
 def _say(console: Console, text: str) -> None:

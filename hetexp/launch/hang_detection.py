@@ -61,7 +61,7 @@ class HangWatch:
     the reason: their stacks do.
 
     Args:
-        watch: knows what each member told last.
+        watch: knows each member's last heartbeat.
         predicted_seconds: of a step, by the plan; `None`: not known.
         clock: monotonic seconds.
     """
@@ -73,8 +73,8 @@ class HangWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watch, self._predicted, self._clock = watch, predicted_seconds, clock
-        self._told: dict[int, tuple[int, float]] = {}
-        """Member → the step that it told last, and when it was first seen."""
+        self._reported: dict[int, tuple[int, float]] = {}
+        """Member → the step that it reported last, and when it was first seen."""
         self._seconds: deque[float] = deque(maxlen=50)
         """Of steps as measured here."""
         self._first_seconds = 0.0
@@ -105,7 +105,7 @@ class HangWatch:
         return found
 
     def look(self, members: Sequence[Member]) -> list[Hung]:
-        """Return the ranks that a step waits for which has taken too long; nobody where none has."""
+        """Return the ranks that an overdue step waits for; empty if no step is overdue."""
         now = self._clock()
         over = self._overdue(members, now)
         self.all_wait = False
@@ -124,7 +124,7 @@ class HangWatch:
         stacks = {member: _new_text(member, self._sizes.get(member.number, 0)) for member in members}
         found = blamed(stacks, over[1])
         self.all_wait = not found and all(waits(stack) for stack in stacks.values())
-        if len(found) == len(members):  # nobody waits for them: they are slow together
+        if len(found) == len(members):  # no rank waits for another: all are slow
             return []
         return [Hung(member, *over, place_in(stack), stack) for member, stack in found.items()]
 
@@ -134,7 +134,7 @@ class HangWatch:
         for member in members:
             beat, spent = self._watch.beat_of(member.number), self._watch.seconds_in_step(member.number)
             if beat is None or beat.step is None or spent is None or beat.doing != STEPS:
-                self._told.pop(member.number, None)
+                self._reported.pop(member.number, None)
                 return None
             self._measure(member.number, beat.step, now)
             if not self._seconds and beat.step_seconds is not None:
@@ -146,17 +146,17 @@ class HangWatch:
         return max(steps), min(seconds)
 
     def _measure(self, member: int, step: int, now: float) -> None:
-        """Take in how long the steps took that a member has done since it told of others."""
-        before = self._told.get(member)
+        """Take in how long a member's steps took since it last reported other ones."""
+        before = self._reported.get(member)
         if before is not None and step == before[0]:
             return
         if before is not None and step > before[0]:
             self._seconds.append((now - before[1]) / (step - before[0]))
-        self._told[member] = (step, now)
+        self._reported[member] = (step, now)
 
 
 def blamed(stacks: Mapping[Member, str], seconds: float) -> dict[Member, str]:
-    """Return those of all ranks that do not wait for others, with their stacks; nobody where all wait.
+    """Return the ranks that do not wait for others, with their stacks; empty if all wait.
 
     Args:
         stacks: what each wrote when it was asked; empty where it does not even take signals.

@@ -58,7 +58,7 @@ class _Seen:
     quiet_since: float
     """When it last gave a sign of life or computed."""
     step_since: float
-    """When it first told this step, or that it takes steps."""
+    """When it first reported this step, or that it takes steps."""
 
 
 class HealthMonitor:
@@ -97,7 +97,7 @@ class HealthMonitor:
         return [member for member in members if self._is_frozen(member, now)]
 
     def beat_of(self, member: int) -> Heartbeat | None:
-        """Return what a member told last, `None` where it has told nothing yet."""
+        """Return a member's last heartbeat, `None` if it has sent none yet."""
         seen = self._seen.get(member)
         return seen.beat if seen is not None else None
 

@@ -48,7 +48,7 @@ def beat(
     """Let a daemon thread give signs of life until this process ends.
 
     Args:
-        store: a connection that nobody else uses: others wait in theirs.
+        store: a connection used only here: others wait in theirs.
     """
     pause = threading.Event()
 
@@ -71,7 +71,7 @@ def beat(
 def show_stack_on_request(path: Path) -> None:
     """Write every thread's stack into a file when the launcher asks, also in the midst of C.
 
-    A disk that has no room for the file keeps nobody from training: who hangs is found without a stack.
+    A disk without room for the file does not stop the training: a hang is found without a stack.
     """
     if not hasattr(signal, "SIGUSR1"):
         return

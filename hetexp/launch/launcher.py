@@ -63,11 +63,11 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     """
     show_plan(plan, console)
     with ending_when_full(Path(plan.run_dir)):
-        summary, caught, told = _run_ranks(plan, config, console)
+        summary, caught, details = _run_ranks(plan, config, console)
     if summary["status"] == "completed":
         show_summary(summary, Path(plan.run_dir), console)
         return summary
-    _raise(summary, caught, told, console)
+    _raise(summary, caught, details, console)
 
 
 def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
@@ -83,10 +83,10 @@ def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     names = ", ".join(device.id for device in plan.devices)
     console.print(f"Measuring {names} before the run …", highlight=False)
     with ending_when_full(Path(plan.run_dir)):
-        summary, caught, told = _run_ranks(plan, config, console)
+        summary, caught, details = _run_ranks(plan, config, console)
     path = Path(plan.run_dir) / CALIBRATION
     if caught or not path.exists():
-        _raise(summary, caught, told, console)
+        _raise(summary, caught, details, console)
     measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return measured
 
@@ -97,7 +97,7 @@ def _run_ranks(
     """Start one rank a device and follow them to their end; again where devices were lost on the way.
 
     Returns:
-        The summary, the signals that came, and what was told of a failure's first cause.
+        The summary, the signals that came, and the details of a failure's first cause.
     """
     check_machine(plan, config, [environment_of(plan, rank) for rank in range(plan.world_size)])
     listener = bind(plan.store_host, config.launch.port)
@@ -106,7 +106,7 @@ def _run_ranks(
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     plan_path = run_dir / "plan.json"
     plan.write(plan_path)
-    # A shared card is nobody's own.
+    # A shared card is not leased.
     own = [device for device in plan.all_devices if is_here(device)]  # other machines take their own
     leases = Leases([] if config.hardware.share_devices else own, plan.run_dir)
     restarts, before = Restarts(plan, config, console), None
@@ -130,21 +130,21 @@ def _run_ranks(
                 return blank_summary(plan, "completed"), caught, ""
             again = run.again(restarts, caught) if not caught else None
             if again is None:
-                return run.conclude(caught), caught, run.told
+                return run.conclude(caught), caught, run.details
             before, plan, config = run, again.plan, again.config
             listener = bind(plan.store_host, 0)  # the store before still has the port that was wanted
             plan = replace(plan, store_port=listener.getsockname()[1])
             plan.write(plan_path)
 
 
-def _raise(summary: dict[str, Any], caught: list[signal.Signals], told: str, console: Console) -> NoReturn:
+def _raise(summary: dict[str, Any], caught: list[signal.Signals], details: str, console: Console) -> NoReturn:
     if summary["status"] == "interrupted" and summary["checkpoint"] is not None:
         text = f"Its newest checkpoint, to go on from with resume=: {summary['checkpoint']}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     if caught:
         console.print(f"Stopped by {caught[0].name}; every rank has ended.", style="bold yellow")
         raise RunFailedError(f"stopped by {caught[0].name}", exit_code=128 + caught[0])
-    raise RunFailedError(summary["error"], details=told)
+    raise RunFailedError(summary["error"], details=details)
 
 
 class _Run:
@@ -162,7 +162,7 @@ class _Run:
             keep_faults(len(config.fault.events), before.store, store)
         self.failures: list[RankFailure] = []
         """`rank` in them is the member's number, which at first is that of its rank."""
-        self.told = ""
+        self.details = ""
         self.follower = Follower()
         self._ready = False
         self._requests = Requests(store)
@@ -301,7 +301,7 @@ class _Run:
             self.failures += self._silent(codes)
 
     def _silent(self, codes: dict[Member, int | None]) -> list[RankFailure]:
-        """Return the ranks that told nothing: where no other one gave a reason, they are the reason."""
+        """Return the ranks that reported nothing: if no other rank gave a reason, they are the reason."""
         ended = [member for member, code in codes.items() if code == 0]
         if ended:
             text = "ended as if it had finished, while the others had not."
@@ -351,10 +351,10 @@ class _Run:
             self._print("The run does not start again without them.")
             return None
         step = survival.newest_step
-        told = ", ".join(f"{self._device(number).id} ({one.kind})" for number, one in lost.items())
+        names = ", ".join(f"{self._device(number).id} ({one.kind})" for number, one in lost.items())
         rest = ", ".join(device.id for device in again.plan.all_devices)
         start = "starts" if len(again.plan.all_devices) == 1 else "start"
-        self._print(f"{told} was lost at step {step}; {rest} {start} again from step {again.step}.")
+        self._print(f"{names} was lost at step {step}; {rest} {start} again from step {again.step}.")
         survival.membership.ended(
             [(number, self._device(number).id, one) for number, one in lost.items()], step, again.step
         )
@@ -363,7 +363,7 @@ class _Run:
 
     @property
     def _stopped_by_order(self) -> str:
-        """What the summary says of a run that a person has stopped; empty where nobody has."""
+        """What the summary says of a run that a person has stopped; empty otherwise."""
         stopped = self._orders is not None and self._orders.stopped
         return "stopped by hetexp control" if stopped else ""
 
@@ -418,11 +418,11 @@ class _Run:
         at = "" if cause.step is None else f" at step {cause.step}"
         self.console.rule(f"rank {cause.rank}, {device}, failed{at}", style="bold red")
         self._print(cause.message)
-        self.told = cause.message
+        self.details = cause.message
         others = [f for f in self.failures if f is not cause]
         if others:
-            told = ", ".join(f"rank {f.rank} ({'lost a peer' if f.peer_lost else f.kind})" for f in others)
-            self.console.print(f"Followed by: {told}.", highlight=False)
+            ranks = ", ".join(f"rank {f.rank} ({'lost a peer' if f.peer_lost else f.kind})" for f in others)
+            self.console.print(f"Followed by: {ranks}.", highlight=False)
         self._print(f"Logs of all ranks: {Path(self.plan.run_dir) / 'logs'}")
         state = card_state(device)
         if state is not None:

@@ -97,7 +97,7 @@ def end_all(members: Sequence[Member], grace_seconds: float) -> None:
         remove_temporary_folders(member.process.pid)
         stack = stack_path(member.log_path)
         with suppress(OSError):
-            if stack.stat().st_size == 0:  # nobody has asked for it
+            if stack.stat().st_size == 0:  # it was not asked for
                 stack.unlink()
 
 

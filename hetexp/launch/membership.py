@@ -64,8 +64,8 @@ class Loss:
     recovered_seconds: float | None = None
     """From then until the others had formed their group again."""
     steps_lost: int | None = None
-    told: bool = False
-    """Whether the person has been told of it."""
+    reported: bool = False
+    """Whether the person knows of it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return its entry in `failures` of the summary."""
@@ -123,7 +123,7 @@ class Membership:
         return next(places, None)
 
     def member_at(self, place: int) -> int | None:
-        """Return who trains on a device, `None` where nobody does."""
+        """Return the member that trains on a device, `None` if there is none."""
         return next((member for member, own in self._places.items() if own == place), None)
 
     def leave(self, lost: Mapping[int, Departure], steps: Mapping[int, int | None] | None = None) -> Epoch:
@@ -149,12 +149,12 @@ class Membership:
         return self._publish(joined=tuple(newcomers), urgent=False)
 
     def withdraw(self) -> None:
-        """Leave out those that came with an epoch whose group has not formed; nobody else is told."""
+        """Leave out those that came with an epoch whose group has not formed, without another epoch."""
         for member in self.joined if self.forming else ():
             del self._places[member]
         self.joined, self._waits_since = (), None
 
-    def form_anew(self) -> Epoch:
+    def form_again(self) -> Epoch:
         """Publish an epoch of the same members: their connections broke though none of them is gone."""
         return self._publish(joined=self.joined if self.forming else (), urgent=True)
 
@@ -164,7 +164,7 @@ class Membership:
         return self._publish(left=(departure,), urgent=False)
 
     def extend(self, device: DeviceSpec, share: float, precision: str, threads: int) -> int:
-        """Take a device into the run that it had not, and return its place; nobody trains on it yet."""
+        """Take a new device into the run and return its place; no member trains on it yet."""
         self.whole = extended(self.whole, device, share, precision, threads)
         return self.whole.world_size - 1
 
@@ -197,13 +197,13 @@ class Membership:
         """Note that all train again, where the run has started again after a loss."""
         for loss in self.losses:
             if loss.recovered_seconds is None:
-                loss.recovered_seconds, loss.told = time.time() - loss.time, True
+                loss.recovered_seconds, loss.reported = time.time() - loss.time, True
 
-    def untold(self) -> list[Loss]:
+    def unreported(self) -> list[Loss]:
         """Return the losses that the others have recovered from since the last call."""
-        new = [loss for loss in self.losses if loss.recovered_seconds is not None and not loss.told]
+        new = [loss for loss in self.losses if loss.recovered_seconds is not None and not loss.reported]
         for loss in new:
-            loss.told = True
+            loss.reported = True
         return new
 
     def plan_with_new(
@@ -214,21 +214,21 @@ class Membership:
         places = [*sorted(self._places.values()), more.world_size - 1]
         return replan(more, places), len(places) - 1
 
-    def told(self) -> dict[str, Any] | None:
-        """Return what the newest epoch's first rank told of its group once it has formed; once."""
+    def take_report(self) -> dict[str, Any] | None:
+        """Take the first rank's report that the newest epoch's group has formed; `None` before and after."""
         key = reformed_key(self.number)
         if not self.forming or not self._store.check([key]):
             return None
         since, self._waits_since, self.tries = self._waits_since, None, 0
-        told: dict[str, Any] = json.loads(self._store.get(key))
+        report: dict[str, Any] = json.loads(self._store.get(key))
         now = time.time()
         for loss in self.losses:
             if loss.recovered_seconds is None:
                 loss.recovered_seconds = now - loss.time
-                loss.step = told.get("step", loss.step)  # a lost member told its last step some time before
-                loss.steps_lost = told.get("steps_lost")
+                loss.step = report.get("step", loss.step)  # a lost member's own last report is older
+                loss.steps_lost = report.get("steps_lost")
         assert since is not None
-        return told | {"waited": now - since}
+        return report | {"waited": now - since}
 
     def _publish(
         self, left: tuple[Departure, ...] = (), joined: tuple[int, ...] = (), urgent: bool = True

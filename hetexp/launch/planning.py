@@ -151,7 +151,7 @@ def predicted(
         budget_watts=wanted.budget_watts,
         preferred=choices.own["balancing"],
         layers=layers,
-        refusals={name: told for name, told in refusals.items() if told},
+        refusals={name: refused for name, refused in refusals.items() if refused},
     )
     return _with_problems(found, choices)
 
@@ -215,7 +215,7 @@ def option_of(own: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) ->
 
 
 def check_scale(scale: int | None, config: Config) -> list[str]:
-    """Return what is wrong with a wish for a cluster, as far as it can be told beforehand."""
+    """Return what is wrong with a wish for a cluster, as far as it can be known beforehand."""
     links = load_catalogue(config.hardware.catalogue).links
     if scale is None or config.hardware.network in links:
         return []

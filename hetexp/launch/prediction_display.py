@@ -157,8 +157,8 @@ def _show_devices(found: Prediction, console: Console) -> None:
         device, speed = devices[group[0]], found.known.sources[group[0]]
         who = device.id if len(group) == 1 else f"{len(group)} ×"
         alone = _number(found.solo_samples_per_second[group[0]], ",.0f", "/s")
-        told = [speed.removeprefix("from the ")] if several else []
-        names.append([f"{who}\n{device.name}", *told, alone])
+        source = [speed.removeprefix("from the ")] if several else []
+        names.append([f"{who}\n{device.name}", *source, alone])
     body = [[_cell(row, group) for row in rows] for group in groups]
     labels = [row.policy or row.strategy for row in rows]
     several_strategies = len({row.strategy for row in rows}) > 1

@@ -50,7 +50,7 @@ def with_measured_split(
 ) -> Plan:
     """Return the plan with the split that measures best, where the policy asks for it and there is a choice.
 
-    Devices that were measured for the same job before are not measured again. The split is chosen anew each
+    Devices that were measured for the same job before are not measured again. The split is chosen again each
     time: the batch, the memory or the policy may ask for another one. A policy that follows the devices
     begins with whatever is known of them.
 
@@ -66,9 +66,9 @@ def with_measured_split(
         known = [] if policy.recalibrate else calibrations.known_devices(plan, config)
         return begun_with(plan, known, _limits(plan, config, memory)[0]) if known else plan
     if cached is None:
-        told = (measure_by or measure)(plan, config, console)
-        own, exchange = [DeviceCalibration.from_dict(one) for one in told["devices"]], told["exchange"]
-        measured_at = calibrations.store(plan, config, told)
+        result = (measure_by or measure)(plan, config, console)
+        own, exchange = [DeviceCalibration.from_dict(one) for one in result["devices"]], result["exchange"]
+        measured_at = calibrations.store(plan, config, result)
     else:
         own, exchange, measured_at = list(cached.devices), cached.exchange.to_dict(), cached.measured_at
         plan = replace(plan, reasons=(cached.reason(), *plan.reasons))
@@ -124,7 +124,7 @@ def _limits(
 
 
 def memory_of(plan: Plan, config: Config) -> RunMemory | None:
-    """Return the estimates of a plan's ranks; none where only the CPU trains, or nobody wants them.
+    """Return the estimates of a plan's ranks; none if only the CPU trains, or if they are not wanted.
 
     Where only the CPU trains they take longer than a first small run does. The data set is built for them:
     `hardware.check_memory=false` does without.
@@ -182,7 +182,7 @@ def with_microbatches(plan: Plan, memory: RunMemory, counts: Sequence[int]) -> P
     """
     largest = memory.largest_passes(counts)
     before = plan.microbatch_sizes or (None,) * plan.world_size
-    # 0 stands for a device that holds not even one sample: that is told as a problem.
+    # 0 stands for a device that holds not even one sample: that is reported as a problem.
     limits = [[n for n in pair if n] for pair in zip(before, largest, strict=True)]
     sizes = [min(pair, default=None) for pair in limits]
     reasons = [

@@ -58,8 +58,8 @@ def read_failure(log_path: Path, rank: int, exit_code: int) -> RankFailure:
     if path.exists():
         return RankFailure(**json.loads(path.read_text(encoding="utf-8")))
     if exit_code == NO_ROOM:
-        told = no_room(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), log_path.parent.parent)
-        return RankFailure(rank, "OSError", str(told), time=time.time())
+        error = no_room(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), log_path.parent.parent)
+        return RankFailure(rank, "OSError", str(error), time=time.time())
     end = tail(log_path)
     kind = signal_name(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
     how = "killed by" if exit_code < 0 else "ended with"

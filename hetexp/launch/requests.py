@@ -22,14 +22,14 @@ class Requests:
         self._number = 0
         self._open: dict[int, Callable[[Answer], None]] = {}
 
-    def send(self, name: str, argument: str = "", told: Callable[[Answer], None] = lambda _: None) -> None:
+    def send(self, name: str, argument: str = "", reply: Callable[[Answer], None] = lambda _: None) -> None:
         """Ask all ranks for something; they act together at a step's end.
 
         Args:
-            told: gets the answer of the first rank.
+            reply: gets the answer of the first rank.
         """
         self._number += 1
-        self._open[self._number] = told
+        self._open[self._number] = reply
         self._store.set(Request.key(self._number), Request(self._number, name, argument).to_json())
         self._store.set(LATEST_REQUEST, str(self._number))
 
@@ -42,16 +42,16 @@ class Requests:
 
     def close(self) -> None:
         """Tell all that wait that no answer comes any more."""
-        for told in self._open.values():
-            told(Answer(False, "The run has ended."))
+        for reply in self._open.values():
+            reply(Answer(False, "The run has ended."))
         self._open.clear()
 
 
-def _answer(told: dict[str, Any]) -> Answer:
+def _answer(facts: dict[str, Any]) -> Answer:
     """Return the first rank's answer in words."""
-    if told.get("error"):
-        return Answer(False, str(told["error"]))
-    if told.get("answer") is not None:
-        return Answer(True, str(told["answer"]))
-    parts = [f"{name} {value}" for name, value in told.items() if name != "done" and value is not None]
+    if facts.get("error"):
+        return Answer(False, str(facts["error"]))
+    if facts.get("answer") is not None:
+        return Answer(True, str(facts["answer"]))
+    parts = [f"{name} {value}" for name, value in facts.items() if name != "done" and value is not None]
     return Answer(True, ", ".join(parts) or "done")

@@ -70,7 +70,7 @@ class _Reservation:
 
     def __init__(self, check: Check, request: Request, console: Console, config: Config) -> None:
         self._check, self._request, self._console, self._config = check, request, console, config
-        self._told: list[str] = []
+        self._said: list[str] = []
         self._held_until = -math.inf
 
     def take(self, found: Checked) -> tuple[Checked, Leases]:
@@ -94,8 +94,8 @@ class _Reservation:
             while blocked and (blocked, held) == (leases.holders(), held_by_others()):
                 self._held_until = time.monotonic()
                 if limit is not None and time.monotonic() - started >= limit:
-                    told = "; ".join(blocked)
-                    raise SetupError(f"{told}: not free within {limit:g} s (sweep.wait_seconds).")
+                    holders = "; ".join(blocked)
+                    raise SetupError(f"{holders}: not free within {limit:g} s (sweep.wait_seconds).")
                 pause.wait(POLL_SECONDS)
             if not blocked:
                 pause.wait(POLL_SECONDS)
@@ -119,7 +119,7 @@ class _Reservation:
         assert isinstance(found.selection, Selection)
         assert self._request.sweep is not None
         devices = found.selection.devices
-        if hardware.share_devices:  # a shared card is nobody's own
+        if hardware.share_devices:  # a shared card is not leased
             devices = [device for device in devices if device.number is None]
         cpu = None if sweep.share_cpu else self._request.sweep / CPU_LEASE
         return Leases(devices, str(self._request.run_dir), cpu, reserve=True)
@@ -127,11 +127,11 @@ class _Reservation:
     def _tell(self, blocked: list[str]) -> None:
         # Once for the same devices: a run that is giving one back has no name for a moment.
         devices = [text.partition(", held by")[0] for text in blocked]
-        if blocked and devices != self._told:
+        if blocked and devices != self._said:
             self._console.print(
                 f"{self._request.run_dir.name} waits for {'; '.join(blocked)}.",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,
             )
-        self._told = devices or self._told
+        self._said = devices or self._said

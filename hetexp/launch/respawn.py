@@ -1,4 +1,4 @@
-"""Devices on their way into a training under way: lost ones that are started anew, and new ones."""
+"""Devices on their way into a training under way: lost ones that are started again, and new ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hetexp.core.plan import Plan
 from hetexp.launch.members import Member, start_member
 from hetexp.launch.membership import Membership, write_plan
 
-Told = Callable[[bool, str], None]
-"""Is told whether a device has come, and in words what became of it."""
+Report = Callable[[bool, str], None]
+"""Learns whether a device has come, and in words what became of it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Coming:
     device: DeviceSpec
     due: float
     """When its process is to be started, by the monotonic clock."""
-    told: Told
+    report: Report
     newcomer: Newcomer | None = None
     """What is to be added to the plan; `None` for a device that has a place there."""
     member: Member | None = None
@@ -74,14 +74,14 @@ class Respawns:
             due = time.monotonic() + fault.respawn_seconds * 2**tries
             self._coming.append(_Coming(device, due, lambda done, text: self._tell(text)))
 
-    def bring(self, device: DeviceSpec, told: Told, newcomer: Newcomer | None = None) -> None:
+    def bring(self, device: DeviceSpec, report: Report, newcomer: Newcomer | None = None) -> None:
         """Start a process for a device now.
 
         Args:
             newcomer: where the run has not had it.
         """
         self.forget(device.id)
-        self._coming.append(_Coming(device, time.monotonic(), told, newcomer))
+        self._coming.append(_Coming(device, time.monotonic(), report, newcomer))
 
     def forget(self, device_id: str) -> bool:
         """Let a device not come, and tell whether it was on its way."""
@@ -90,15 +90,15 @@ class Respawns:
             self._coming.remove(one)
             if one.member is not None:
                 one.member.kill()
-            one.told(False, f"{device_id} does not come: it was taken out.")
+            one.report(False, f"{device_id} does not come: it was taken out.")
         return bool(left)
 
     def stop(self) -> None:
-        """Let nobody come any more: the training is over."""
+        """Let no device come any more: the training is over."""
         for one in (*self._coming, *self._joining.values()):
             if one.member is not None:
                 one.member.kill()
-            one.told(False, f"{one.device.id} does not come: the training is over.")
+            one.report(False, f"{one.device.id} does not come: the training is over.")
         self._coming.clear()
         self._joining.clear()
 
@@ -110,7 +110,7 @@ class Respawns:
                     self._start(one)
             elif one.member.process.poll() is not None:
                 self._coming.remove(one)
-                one.told(False, f"{one.device} did not come back; its log: {one.member.log_path}")
+                one.report(False, f"{one.device} did not come back; its log: {one.member.log_path}")
                 if one.newcomer is None:
                     self.after_loss(one.device)
             elif not self._membership.forming and self._store.check([prepared_key(one.member.number)]):
@@ -123,7 +123,7 @@ class Respawns:
             one = self._joining.pop(number, None)
             if one is not None:
                 seconds = time.monotonic() - one.started
-                one.told(
+                one.report(
                     True, f"{one.device} takes part from step {step} on, {seconds:.1f} s after its start"
                 )
 
@@ -131,7 +131,7 @@ class Respawns:
         """Tell of a member that was lost before its group had formed."""
         one = self._joining.pop(number, None)
         if one is not None:
-            one.told(False, f"{one.device} was lost while it joined")
+            one.report(False, f"{one.device} was lost while it joined")
 
     def _join(self, one: _Coming, number: int) -> None:
         self._joining[number] = one
@@ -154,7 +154,7 @@ class Respawns:
             one.member = start_member(plan, path, rank, self._config.launch.start_method, number, begins=True)
         except (SetupError, OSError) as error:  # the others do without it
             self._coming.remove(one)
-            one.told(False, str(error))
+            one.report(False, str(error))
             return
         self._started.append(one.member)
 

@@ -122,10 +122,10 @@ def drop_lines_after(path: Path, step: int) -> None:
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            told: Mapping[str, Any] = json.loads(line)
+            row: Mapping[str, Any] = json.loads(line)
         except ValueError:  # cut off where its writer was killed
             continue
-        if told.get("step", 0) <= step:
+        if row.get("step", 0) <= step:
             kept.append(line)
     write_text(path, "".join(f"{line}\n" for line in kept), durable=False)
 

@@ -59,8 +59,8 @@ class FoundRun:
     """What `resume` stands for."""
 
     path: Path | None
-    """Of the checkpoint; `None`: the training begins anew."""
-    told: tuple[str, ...] = ()
+    """Of the checkpoint; `None`: a new training begins."""
+    sentences: tuple[str, ...] = ()
     """Sentences for the screen."""
     in_place: bool = False
     """Whether the run folder's own run goes on in it."""
@@ -106,22 +106,22 @@ def _of_this_job(job: Job, which: str, there: bool) -> FoundRun:
             passed.append(f"'{run}' was passed over: it has no complete checkpoint.")
             continue
         if which == "auto" and _is_done(run, job):
-            told = f"'{run}' is complete, and no more steps are asked for"
+            reason = f"'{run}' is complete, and no more steps are asked for"
             if there:
-                return FoundRun(None, (f"resume=auto: {told}. Nothing is done.",), finished=True)
-            return FoundRun(None, (*passed, f"resume=auto: {told}. The training begins anew."))
+                return FoundRun(None, (f"resume=auto: {reason}. Nothing is done.",), finished=True)
+            return FoundRun(None, (*passed, f"resume=auto: {reason}. A new training begins."))
         with lock_folder(run, wait=False) as idle:
             if not idle:
                 fix = "Wait for it, or name another run's folder."
                 raise ConfigError(must_be("resume", "of a run that has ended", f"{which} ({run})", fix))
         found = _choose(job, run, LAST if which == "auto" else which)
-        return FoundRun(found.path, (*passed, *found.told), in_place=there)
+        return FoundRun(found.path, (*passed, *found.sentences), in_place=there)
     if which == "auto":
         if there:
             passed = [f"'{job.run_dir}' has no complete checkpoint."]
         elif not passed:
             passed = [f"there is no run of the same job in {_place(job.run_dir)}."]
-        return FoundRun(None, (f"resume=auto: {' '.join(passed)} The training begins anew.",), in_place=there)
+        return FoundRun(None, (f"resume=auto: {' '.join(passed)} A new training begins.",), in_place=there)
     fix = (
         f"There is none in {_place(job.run_dir)} with the same model, data, optimizer, seed, batch and name. "
         f"Name its folder: resume=outputs/2026-01-31/12-00-00-0a1b2c/{which}"

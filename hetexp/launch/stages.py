@@ -13,8 +13,8 @@ from hetexp.strategy.staged import Staged
 def check_model(config: Config) -> list[str]:
     """Return what keeps the model from being cut as the configuration says, where it is to be cut.
 
-    To know that, the data set and the model are built. What a person's own classes raise there is told by
-    the ranks, which do the same.
+    To know that, the data set and the model are built. The ranks do the same, and report what a person's own
+    classes raise there.
     """
     strategy = instantiate(config.strategy)
     if not isinstance(strategy, Staged):

@@ -13,8 +13,8 @@ class StoppedWatch:
     """Knows how long processes have been stopped (SIGSTOP); only Linux tells.
 
     Args:
-        seconds: longest time between two looks in which nothing is missed, times two: where this process was
-            stopped itself, it begins anew.
+        seconds: twice the longest time between two looks in which nothing is missed. After a longer time, in
+            which this process was stopped itself, the watch counts from zero.
         clock: monotonic seconds.
         usage: returns what a process did, by its id.
     """

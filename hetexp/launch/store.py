@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 lets the system find a free one, which nobody can take meanwhile.
+    """Return a listening socket; for port 0 the system picks a free port, which the socket holds.
 
     Raises:
         ConfigError: the wanted port is taken.

@@ -1,4 +1,4 @@
-"""A sweep under way: nobody else runs it, what was completed is skipped, and each run's end is written down.
+"""A sweep under way: no other process runs it, completed runs are skipped, each run's end is written down.
 
 Hydra starts the jobs, maybe in processes of their own: what they know of each other is in the sweep's folder.
 """
@@ -142,7 +142,7 @@ def _taken(folder: Path) -> FileLock:
         lock.acquire()
     except Timeout:
         raise ConfigError(
-            f"`hydra.sweep.dir` must be the folder of a sweep that nobody runs now, but {folder} is "
+            f"`hydra.sweep.dir` must be the folder of a sweep that is not running now, but {folder} is "
             f"run by {_who(folder)}. Wait for it, or stop it."
         ) from None
     return lock

@@ -131,7 +131,7 @@ def _tell_unfinished(rows: Sequence[SweepRow], sweep: UnderWay, console: Console
 
 
 def _report(folder: Path, console: Console) -> None:
-    """Write the comparison of the runs; that it cannot be written is told, and no run is worse for it."""
+    """Write the comparison of the runs; a failure to write it is shown, and no run is worse for it."""
     if not any(folder.rglob("summary.json")):
         return
     try:

@@ -17,7 +17,7 @@ TOLERANCE = 1e-4
 
 _TRIAL = """
 import json, os, sys
-told = os.dup(1)
+out = os.dup(1)
 os.dup2(2, 1)  # whatever a library prints must not get into the answer
 sys.path = [path for path in sys.path if path]
 import platform, hetexp, torch
@@ -45,7 +45,7 @@ for kind in ("cuda", "xpu"):
 if torch.backends.mps.is_available():
     names.append("mps")
 answer = [platform.python_version(), hetexp.__version__, torch.__version__, [compare(name) for name in names]]
-os.write(told, json.dumps(answer).encode())
+os.write(out, json.dumps(answer).encode())
 """
 
 

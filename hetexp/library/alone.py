@@ -1,4 +1,4 @@
-"""A script that nobody launched: one device in this process, and a folder once there is something to keep."""
+"""A script without a launcher: one device in this process, and a folder once there is something to keep."""
 
 from __future__ import annotations
 

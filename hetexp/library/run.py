@@ -153,7 +153,7 @@ class Run:
         parts.backend.begin_step(self._progress.step)
         if parts.paced is not None:
             parts.paced.begin_step()
-        self._normalizer.tell = parts.balancer.own_seconds(self._window.meter)
+        self._normalizer.report = parts.balancer.own_seconds(self._window.meter)
         step = self._step = ScriptStep(parts, self._normalizer, self._window.meter, batch)
         while not step.is_over:
             yield on_device(step.next_microbatch(self._stand_in), parts.device)
@@ -224,7 +224,7 @@ class Run:
         self._result = StepResult(step.loss_sum, step.global_count, None, rate)
         self._window.meter.samples += batch.local_samples
         if self._before is not None:
-            rebalance(parts, progress.step, self._before, self._normalizer.told)
+            rebalance(parts, progress.step, self._before, self._normalizer.reported)
         self._before, self._weight = batch, float(step.count)
         progress.step += 1
         progress.samples += batch.global_samples
@@ -241,7 +241,7 @@ class Run:
             "`if run.step_due:` before optimizer.step() and optimizer.zero_grad()."
         )
 
-    # ------------------------------------------------------------ what is told
+    # ------------------------------------------------------------ what is reported
 
     def log(self, values: Mapping[str, Number] | None = None, **named: Number) -> dict[str, float]:
         """Log means over the ranks, weighted by what counted on each of them in the last step.

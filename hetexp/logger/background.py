@@ -12,7 +12,7 @@ class BackgroundCalls:
 
     Args:
         name: of the thread.
-        on_error: told of everything that a call raises, on that thread.
+        on_error: gets everything that a call raises, on that thread.
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:

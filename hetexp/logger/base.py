@@ -1,4 +1,4 @@
-"""What a tracker is told, and the interface it is told through."""
+"""What a tracker receives, and the interface through which it does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Logger(ABC):
         """Record the metrics of an optimizer step."""
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Record what this run has told before this process began to, after `start` and before `log`.
+        """Record what this run has logged before this process began, after `start` and before `log`.
 
         A tracker that has all of it already, or a part, overrides this.
 

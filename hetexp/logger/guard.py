@@ -34,7 +34,7 @@ class GuardedLogger(Logger):
         self._call(lambda: self.tracker.log(metrics, step))
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Record what this run has told before."""
+        """Record what this run has logged before."""
         self._call(lambda: self.tracker.retell(lines))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:

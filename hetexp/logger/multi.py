@@ -30,7 +30,7 @@ class MultiLogger(Logger):
             one.log(metrics, step)
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Record everywhere what this run has told before."""
+        """Record everywhere what this run has logged before."""
         lines = list(lines)
         for one in self.loggers:
             one.retell(lines)

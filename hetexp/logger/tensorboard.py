@@ -62,7 +62,7 @@ class TensorBoardLogger(Logger):
                 self._writer.add_scalar(_tag(name), plain, step)
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write all of it anew, and delete what processes before wrote: its last points may be missing."""
+        """Write all of it again, and delete what processes before wrote: its last points may be missing."""
         for path in self._before:
             path.unlink()
         super().retell(lines)

@@ -140,8 +140,8 @@ class WandbLogger(Logger):
         """
         if self._calls is None or self._given_up:
             return
-        told = list(lines)
-        self._latest = self._calls.submit(lambda: self._send_again(told))
+        rows = list(lines)
+        self._latest = self._calls.submit(lambda: self._send_again(rows))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the run and end wandb's processes; waits `finish_timeout_seconds` and a few more at most."""
@@ -336,7 +336,7 @@ def _short(name: str) -> str:
 def _plain(value: Any) -> Any:
     """Return configuration values as what W&B stores readably: infinities, NaN and unknown objects as text.
 
-    W&B writes NaN in a configuration as null, which could not be told from a value that was not set.
+    W&B writes NaN in a configuration as null, which looks the same as a value that was not set.
     """
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}

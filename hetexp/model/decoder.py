@@ -51,7 +51,7 @@ class Decoder:
 
     Args:
         lm: that `why_not_cut` has nothing against; layers, embedding, norm and head may be gone later, as
-            long as nobody asks for what they compute.
+            long as what they compute is not needed.
     """
 
     def __init__(self, lm: nn.Module) -> None:

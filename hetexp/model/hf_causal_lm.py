@@ -144,7 +144,7 @@ class HFCausalLM(nn.Module):
         return self if device is None else super().to(device, non_blocking=non_blocking)
 
     def constant_names(self) -> list[str]:
-        """Return the parameters and buffers that all ranks have alike for good, which nobody need send."""
+        """Return the parameters and buffers that stay equal on all ranks and need not be sent."""
         frozen = [name for name, one in self.named_parameters() if not one.requires_grad]
         return frozen + [name for name, _ in self.named_buffers()]
 

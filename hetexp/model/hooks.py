@@ -95,7 +95,7 @@ class ModelHooks:
 def reset_moments(
     optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, places: Tensor, dim: int = 0
 ) -> None:
-    """Begin anew what an optimizer keeps of some rows of a parameter, as Adam's moments.
+    """Reset what an optimizer keeps of some rows of a parameter, as Adam's moments.
 
     Args:
         places: of the rows along `dim`.

@@ -37,13 +37,13 @@ class Pieces:
     shared_names: tuple[str, ...] = ()
     """Modules without parameters that every layer needs, such as tables of positions: each piece has them."""
     uniform: bool = False
-    """Whether each layer gives what it takes in shape and type, so that nobody must run them to know."""
+    """Whether each layer gives what it takes in shape and type, so that both are known without a run."""
 
 
 def pieces_of(model: nn.Module) -> Pieces | None:
     """Return the pieces that a model's own method `pieces` tells, or those of an `nn.Sequential`.
 
-    `None` where the model says nothing: then nobody may cut it.
+    `None` if the model says nothing: then it must not be cut.
     """
     if isinstance(model, ModelHooks):  # what it does between steps it does as a whole
         return None

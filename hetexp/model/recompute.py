@@ -66,7 +66,7 @@ def recomputes(model: nn.Module) -> bool:
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Return the dotted names of a model's layers, as far as they can be told."""
+    """Return the dotted names of a model's layers, as far as they can be found."""
     pieces = pieces_of(model)
     if pieces is not None:
         return list(pieces.layer_names)

@@ -35,7 +35,7 @@ class SAE(ModelHooks, nn.Module):
 
     The rows of `W_dec` have length 1 after every step and every merge, and the part of their gradient that
     only changes the length is taken out (Bricken et al. 2023). Features that have not fired for `dead_after`
-    samples are dead; every `resample_every` steps they begin anew at samples that are drawn by their squared
+    samples are dead; every `resample_every` steps they start again at samples that are drawn by their squared
     error, as there. Firings are counted over the samples of all ranks.
 
     Args:
@@ -181,7 +181,7 @@ class SAE(ModelHooks, nn.Module):
         return (self.decode(self.encode(inputs)) - targets).double().square().sum(dim=-1)
 
     def after_step(self, shared: Shared, optimizer: torch.optim.Optimizer) -> None:
-        """Count firings, and let dead features begin anew where it is time."""
+        """Count firings, and let dead features start again when it is time."""
         self.since_fired.copy_(self._counted(shared))
         self.firings += shared.tally
         self.seen += shared.samples

@@ -25,7 +25,7 @@ def to_sae_lens(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Expo
     """Return the files of an autoencoder of vectors as its source model has them.
 
     The factor of the training data is folded into the weights, as SAELens does after its own training: so the
-    encoder takes and the decoder gives vectors that nobody has scaled, and features are what they were.
+    encoder takes and the decoder gives vectors that are not scaled, and features are what they were.
 
     Args:
         tensors: of the checkpoint, by the model's names.

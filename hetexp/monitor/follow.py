@@ -111,7 +111,7 @@ def _start(plan: Plan, config: MonitorConfig) -> subprocess.Popen[bytes] | None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_paths())},
-            start_new_session=True,  # Ctrl-C is the launcher's: the end is told after it
+            start_new_session=True,  # Ctrl-C is the launcher's: the end is reported after it
         )
     except OSError:  # no process to be had: the run is worth more
         return None

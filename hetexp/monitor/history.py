@@ -36,7 +36,7 @@ class Series:
     times: list[float]
     """Seconds since the epoch at which each point begins."""
     values: dict[str, list[float | None]]
-    """`None` where nobody told the value. Of all together: means of use, clock and fan over the devices that
+    """`None` if the value is not known. Of all together: means of use, clock and fan over the devices that
     tell them, the highest temperature, sums of power and memory."""
 
 

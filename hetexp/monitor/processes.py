@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def started_at(pid: int) -> str | None:
-    """Return what tells a process from a later one of its number; `None`: it is gone, or nobody tells.
+    """Return what tells a process from a later one of its number; `None`: it is gone, or that is not known.
 
     On Linux it is when it was started, in clock ticks since the machine was.
     """

@@ -77,7 +77,7 @@ def _average(connection: Connection, own: Any, level: int, into: int, length_ms:
 
 
 def _mean(number: int, begin: int, level: int, rows: Sequence[Any]) -> dict[str, Any]:
-    """Return one row for several of a device; values that nobody told are left out of their mean."""
+    """Return one row for several of a device; the means leave out values that are not known."""
     state = next((s for s in _WORST_FIRST if any(row["state"] == s for row in rows)), rows[-1]["state"])
     throttled = [row["throttled"] for row in rows if row["throttled"] is not None]
     users = [user for row in rows for user in row["users"]]

@@ -1,4 +1,4 @@
-"""What is known of a device at one moment. What nobody tells is null, never 0."""
+"""What is known of a device at one moment. What is not known is null, never 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Device:
     integrated: bool = False
     unified_memory: bool = False
     emulated: bool = False
-    """Whether what is told of it is modelled."""
+    """Whether its values are modelled."""
     run_id: str | None = None
     """The run that an emulated device belongs to."""
 
@@ -71,7 +71,7 @@ class User:
 
 @dataclass(frozen=True)
 class Sample:
-    """One device at one moment; `None` where nobody tells."""
+    """One device at one moment; `None` if a value is not known."""
 
     device: Device
     state: str = "ok"
@@ -122,10 +122,10 @@ def of_reading(device: Device, reading: Reading, total: int | None, users: tuple
 
 def as_dict(sample: Sample) -> dict[str, Any]:
     """Return a sample and its device's facts as plain types, as `Store.latest` does."""
-    told = asdict(sample)
+    values = asdict(sample)
     throttled = list(sample.throttled) if sample.throttled is not None else None
     users = [asdict(user) for user in sample.users]
-    return {**told.pop("device"), **told, "throttled": throttled, "users": users}
+    return {**values.pop("device"), **values, "throttled": throttled, "users": users}
 
 
 def host_name() -> str:

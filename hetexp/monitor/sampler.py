@@ -1,7 +1,7 @@
 """Samples of all devices of this machine: cards of every vendor, the processor, the runs' emulated devices.
 
-Each card is read by a thread of its own. A driver may hang on a card that has failed; the others are told in
-time, and that one is told as lost.
+Each card is read by a thread of its own. A driver may hang on a card that has failed; the others are read in
+time, and that one is reported as lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hetexp.monitor.runs import RunWatch
 from hetexp.monitor.sample import Device, Sample, User, of_reading
 
 LIST_SECONDS = 60.0
-"""How often cards are listed anew: one may have been added."""
+"""How often cards are listed again: one may have been added."""
 LOST_SECONDS = 10.0
 """The same while one is lost: a reset may bring it back."""
 PATIENCE_SECONDS = 0.5
@@ -130,7 +130,7 @@ class _Reader:
     """Reads one card, in a thread of its own.
 
     Args:
-        gauge: `None`: nobody tells anything of the card.
+        gauge: `None`: nothing can be read from the card.
     """
 
     def __init__(self, card: DetectedCard, gauge: Gauge | None, clock: Callable[[], float]) -> None:
@@ -160,7 +160,7 @@ class _Reader:
             self._asked.set()
 
     def answer(self, patience: float) -> Reading | None:
-        """Return what the card told, `None` where it has not yet."""
+        """Return what the card answered, `None` if it has not yet."""
         if self._answered.wait(max(0.0, patience)):
             return self._reading
         silent = self._clock() - self._asked_at
@@ -202,12 +202,12 @@ def _same(one: DeviceSpec, other: DeviceSpec) -> bool:
 
 def _modelled(run: RunWatch, spec: DeviceSpec, rank: int) -> Sample:
     """Return what an emulated device does, as its run tells; while it computes it draws its limit."""
-    told = run.modelled(spec)
-    limit, use = spec.power_limit_watts, told.utilisation
+    modelled = run.modelled(spec)
+    limit, use = spec.power_limit_watts, modelled.utilisation
     return Sample(
         Device.of(spec, run.name),
         utilisation=use,
-        memory_used_bytes=told.memory_bytes,
+        memory_used_bytes=modelled.memory_bytes,
         memory_total_bytes=spec.memory_bytes,
         power_watts=limit * use if limit is not None and use is not None else None,
         power_limit_watts=limit,

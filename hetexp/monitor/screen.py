@@ -89,7 +89,7 @@ def table_of(devices: list[dict[str, Any]], width: int) -> RenderableType:
 
 
 def meter(fraction: float | None, width: int, style: str) -> Text:
-    """Return a bar that is full at 1; dots where nobody tells."""
+    """Return a bar that is full at 1; dots if the fraction is not known."""
     if fraction is None:
         return Text("·" * width, style="dim")
     full = round(max(0.0, min(1.0, fraction)) * width)
@@ -168,27 +168,27 @@ def _together(shown: Shown, width: int) -> list[Text]:
         ),
     ]
     lines = [_count(cards)]
-    for name, fraction, told, history in rows:
+    for name, fraction, reading, history in rows:
         if name == "hottest" and heat is None:
             continue
-        line = Text(f" {name:<12}") + meter(fraction, bar, _fill(name, fraction)) + Text(f"  {told:<19}  ")
+        line = Text(f" {name:<12}") + meter(fraction, bar, _fill(name, fraction)) + Text(f"  {reading:<19}  ")
         lines.append(line + history)
     return lines + _troubles(cards, width)
 
 
 def _troubles(cards: Sequence[dict[str, Any]], width: int) -> list[Text]:
     """Say what is wrong with cards, and why clocks are held back; a few lines at most."""
-    told = [
+    troubles = [
         Text(f" {one['device']} is {one['state']}: {one['reason']}"[:width], style="bold red")
         for one in cards
         if one["state"] != "ok"
     ]
-    told += [
+    troubles += [
         Text(f" {one['device']} holds its clocks back: {', '.join(one['throttled'])}"[:width], style="yellow")
         for one in cards
         if one["throttled"]
     ]
-    return told[:TROUBLES]
+    return troubles[:TROUBLES]
 
 
 def _short(name: str) -> str:
@@ -321,8 +321,8 @@ def _trainings(shown: Shown, width: int, room: int) -> list[RenderableType]:
         if width >= WIDE:
             cells += [Text(short_id(one["id"])), Text(",".join(one["gpu_ids"]))]
         table.add_row(*cells, style="bold" if one is chosen else "")
-    told = Text(f"   {error}"[:width], style="red") if error else Text("")
-    return [table, told]
+    reason = Text(f"   {error}"[:width], style="red") if error else Text("")
+    return [table, reason]
 
 
 def _fill(what: str, fraction: float | None, text: bool = False) -> str:

@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Service:
-    """Samples each interval until it is told to end.
+    """Samples each interval until it is asked to end.
 
     Args:
         config: the typed section.
@@ -57,7 +57,7 @@ class Service:
         self._lock = FileLock(lock_path(config.url), mode=0o666)
         self._watches: dict[Path, RunWatch] = {}
         self._due = {"store": -math.inf, "bury": -math.inf, "roll up": time.monotonic() + ROLL_UP_SECONDS}
-        self._told: str | None = None
+        self._logged: str | None = None
 
     def run(self, ending: threading.Event) -> None:
         """Work until `ending` is set, then tell the run's end."""
@@ -79,18 +79,18 @@ class Service:
             self._close()
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Do something with the database; what fails is told once, and tried again later."""
+        """Do something with the database; a failure is logged once, and the work tried again later."""
         try:
             if self._store is None:
                 if time.monotonic() < self._due["store"]:
                     return
                 self._store = Store(self._config.url)
             work()
-            self._told = None
+            self._logged = None
         except (SQLAlchemyError, OSError, SetupError) as error:
-            if str(error) != self._told:
+            if str(error) != self._logged:
                 _LOG.warning("%s", error)
-            self._told = str(error)
+            self._logged = str(error)
             store, self._store = self._store, None
             self._due["store"] = time.monotonic() + AGAIN_SECONDS
             if store is not None:

@@ -33,7 +33,7 @@ from hetexp.monitor.tables import (
 ACTIVE = ("pending", "running")
 """States of trainings that have not ended."""
 STATES = (*ACTIVE, "completed", "failed", "stopped")
-ABANDONED = "its launcher was killed, and told nothing"
+ABANDONED = "its launcher was killed, and reported nothing"
 
 
 class Store:
@@ -113,7 +113,7 @@ class Store:
             return roll_up(connection, retention, host_name(), now or time.time())
 
     def begin(self, training: dict[str, Any]) -> None:
-        """Add a training, or begin one anew that has run before; what is not given is null."""
+        """Add a training, or begin again one that has run before; values that are not given are null."""
         row = {column.name: training.get(column.name) for column in trainings.columns}
         with self._writing() as connection:
             insert = insert_into(connection, trainings)
@@ -165,7 +165,7 @@ class Store:
             return []
         ended = {"state": "failed", "error": ABANDONED, "ended": now or time.time()}
         with self._writing() as connection:
-            # It may have told its end in the meantime.
+            # It may have reported its end in the meantime.
             still = trainings.c.id.in_(gone) & trainings.c.state.in_(ACTIVE)
             connection.execute(update(trainings).where(still), ended)
         return gone

@@ -153,12 +153,12 @@ def open_engine(url: str | None) -> Engine:
 
 
 def unreachable(error: SQLAlchemyError) -> str:
-    """Return how a person is told that the database does not answer."""
+    """Return the message that the database does not answer."""
     return f"{UNREACHABLE}: {str(error).splitlines()[0].rstrip('.')}"
 
 
 def insert_into(connection: Connection, table: Table) -> Any:
-    """Return the database's own INSERT, which can be told what to do about rows that are there."""
+    """Return the database's own INSERT, which can say what becomes of rows that are there."""
     dialect: Any = postgresql if connection.dialect.name == "postgresql" else sqlite
     return dialect.insert(table)
 

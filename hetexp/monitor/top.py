@@ -50,7 +50,7 @@ class Top:
         self.done = False
 
     def look(self, now: float | None = None) -> Shown:
-        """Return what is to be shown now; a database that does not answer is told on the screen."""
+        """Return what is to be shown now; the screen says if the database does not answer."""
         now = now or time.time()
         shown = Shown(host_name(), now, self.mode, message=self._message(now))
         try:
@@ -128,7 +128,7 @@ class Top:
         except OSError as error:
             self._say(f"It cannot be stopped: {error.strerror or error}.")
         else:
-            self._say("It was told to stop.")
+            self._say("It was asked to stop.")
 
     def _of(self, training_id: str | None) -> dict[str, Any] | None:
         return next((one for one in self._trainings if one["id"] == training_id), None)

@@ -1,4 +1,4 @@
-"""One run's row among the trainings: from its start to its end, told by the process beside its launcher."""
+"""One run's row among the trainings: from its start to its end, kept by the process beside its launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Training:
         self._watch = RunWatch(Path(plan.run_dir))
         self._steps: int | None = None
         self._begun = False
-        self._told: dict[str, Any] = {}
+        self._written: dict[str, Any] = {}
         self._now: dict[str, Any] = {"state": "pending"}
         self.error: str | None = None
         """What the launcher said that ended it, where it wrote no summary."""
@@ -56,10 +56,10 @@ class Training:
         if self._now["state"] == "running":
             self._look()
         now = dict(self._now)  # `ready` comes from another thread
-        new = {name: value for name, value in now.items() if self._told.get(name) != value}
+        new = {name: value for name, value in now.items() if self._written.get(name) != value}
         if new:
             store.update(self._plan.run_id, **new)
-            self._told |= new
+            self._written |= new
 
     def finish(self) -> None:
         """Note how the run ended, as its summary tells."""

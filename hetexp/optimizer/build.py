@@ -15,7 +15,7 @@ from hetexp.core.instantiate import instantiate
 
 ScheduleKind = Literal["constant", "linear", "cosine"]
 FUSES = (torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers whose whole update is one kernel where nobody chose another way: torch itself takes the one that
+"""Optimizers whose whole update is one kernel unless another way was chosen: torch itself takes the one that
 goes over the parameters several times, with temporaries of their size."""
 FUSED_ON = ("cuda", "xpu")
 """torch's words for devices on which that is so (AMD cards are `cuda`, too)."""

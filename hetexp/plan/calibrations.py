@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 MOST_DAYS = 30
-"""Age at which devices are measured anew: what ages a machine without a new driver or version (dust, other
+"""Age at which devices are measured again: what ages a machine without a new driver or version (dust, other
 cards beside it, firmware) is slow, and no fact that could be in a key."""
 WRONG_BY = 0.1
 """Fraction by which a run's steps may differ from what was predicted before the calibration is dropped."""
@@ -58,7 +58,7 @@ class Cached:
         local = datetime.fromisoformat(self.measured_at).astimezone()
         return (
             f"The devices were measured at {local:%Y-%m-%d %H:%M} for the same job; "
-            "balancing.recalibrate=true measures anew."
+            "balancing.recalibrate=true measures them again."
         )
 
 
@@ -119,7 +119,7 @@ def names(plan: Plan, config: Config) -> list[str]:
 def drop_if_wrong(plan: Plan, summary: Mapping[str, Any]) -> str | None:
     """Drop the entries that a finished run's split came from, where its steps took otherwise than predicted.
 
-    The next run then measures anew. Short runs, those with ordered faults and those whose timing is not valid
+    The next run then measures again. Short runs, runs with ordered faults and runs without a valid timing
     tell nothing.
 
     Returns:
@@ -136,7 +136,7 @@ def drop_if_wrong(plan: Plan, summary: Mapping[str, Any]) -> str | None:
         (folder() / name).unlink(missing_ok=True)
     return (
         f"A step took {measured:.4g} s and was predicted to take {predicted:.4g} s: the kept calibration is "
-        "dropped, and the next run measures anew."
+        "dropped, and the next run measures again."
     )
 
 
@@ -255,7 +255,7 @@ def _read(name: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is not used, and the devices are measured anew: %s", path, error)
+        log.warning("%s is not used, and the devices are measured again: %s", path, error)
         return None
     return entry if age < timedelta(days=MOST_DAYS) else None
 

@@ -39,16 +39,16 @@ def fall_back(
     try:
         strategy: Strategy = instantiate(config.strategy)
         problems = strategy.check(config, devices)
-    except ConfigError:  # told by the plan's own check
+    except ConfigError:  # reported by the plan's own check
         return config, raw, selection
     if not problems:
         return config, raw, selection
     device, how = fastest(devices, choose_precisions(config.trainer.precision, devices))
     reason, fallback = " ".join(problems), None
     if isinstance(strategy, Single):
-        told = f"strategy.fallback=single: of {len(devices)} devices {device} trains alone, {how}."
+        note = f"strategy.fallback=single: of {len(devices)} devices {device} trains alone, {how}."
     else:
-        told = f"strategy.fallback=single: {strategy.name} cannot run. {reason} {device} trains alone, {how}."
+        note = f"strategy.fallback=single: {strategy.name} cannot run. {reason} {device} trains alone, {how}."
         fallback = {"from": strategy.name, "to": "single", "reason": reason}
     components: dict[str, Any] = {"strategy": SINGLE, "balancing": EQUAL}
     # The policy may be of several devices' weights, and one device has nothing to share.
@@ -58,7 +58,7 @@ def fall_back(
         replace(
             selection,
             devices=[device],
-            reasons=[*selection.reasons, told],
+            reasons=[*selection.reasons, note],
             network=None,
             fallback=fallback,
         ),

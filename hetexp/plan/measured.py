@@ -166,20 +166,20 @@ def replanned(
 def begun_with(plan: Plan, known: Sequence[DeviceCalibration | None], caps: Sequence[int | None]) -> Plan:
     """Return the plan that begins with what is known of each device alone; unchanged where one is not known.
 
-    What the devices exchange is not known, so that nothing is predicted and nobody is left out.
+    What the devices exchange is not known, so nothing is predicted and no device is left out.
     """
     devices = [one.capped(cap) for one, cap in zip(known, caps, strict=True) if one is not None]
     total = plan.config["trainer"]["global_batch_size"]
     if len(devices) < len(known) or not holds(devices, range(len(devices)), total):
         return plan
     counts = solve([device.curve for device in devices], total).counts
-    told = ", ".join(f"{device.id} {count}" for device, count in zip(plan.devices, counts, strict=True))
+    split = ", ".join(f"{device.id} {count}" for device, count in zip(plan.devices, counts, strict=True))
     old = [reason for reason in plan.reasons if not reason.startswith("Policy ")]
     return replace(
         plan,
         shares=tuple(count / total for count in counts),
         local_batch_sizes=counts,
-        reasons=(f"Each device was measured in an earlier run; it begins with {told} samples.", *old),
+        reasons=(f"Each device was measured in an earlier run; it begins with {split} samples.", *old),
         calibration={
             "devices": [device.to_dict() for device in devices],
             "exchange": None,

@@ -49,7 +49,7 @@ def predict_runs(
     objective: Objective = "time",
     budget_watts: float | None = None,
     preferred: str | None = None,
-    layers: Sequence[Layer] | str = "nobody has counted the model's layers",
+    layers: Sequence[Layer] | str = "the model's layers were not counted",
     refusals: Mapping[str, str] | None = None,
 ) -> Prediction:
     """Predict every strategy with every policy.
@@ -59,7 +59,7 @@ def predict_runs(
         known: of each device of the plan.
         strategies: by name.
         policies: by name, in the order of the rows.
-        needs: memory of a split; `None` where nobody wants it estimated.
+        needs: memory of a split; `None` if no estimate is wanted.
         objective: what the recommended row is best in.
         budget_watts: most that the devices with samples may draw together; needed for `budget`.
         preferred: policy that is recommended before others that are as good.
@@ -113,8 +113,8 @@ def recommend(
             "measures the devices before it trains, and leaves out those that make the job slower."
         ]
     if not fit:
-        told = dict.fromkeys(row.problem for row in rows if row.problem is not None)
-        return None, [f"No recommendation: {'; '.join(told) or 'nothing keeps within the budget'}."]
+        found = dict.fromkeys(row.problem for row in rows if row.problem is not None)
+        return None, [f"No recommendation: {'; '.join(found) or 'nothing keeps within the budget'}."]
     fastest = min(row.step_seconds or 0.0 for row in fit)
     if objective == "energy":
         within = fastest * (1 + ENERGY_TOLERANCE)

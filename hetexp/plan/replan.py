@@ -41,7 +41,7 @@ def replan(whole: Plan, places: Sequence[int]) -> Plan:
     local = apportion(total, shares).counts
     limits = [_passes(whole, place, count) for place, count in zip(places, local, strict=True)]
     devices = kept(whole.devices)
-    told = ", ".join(f"{device.id} {count}" for device, count in zip(devices, local, strict=True))
+    split = ", ".join(f"{device.id} {count}" for device, count in zip(devices, local, strict=True))
     absent = ", ".join(one.id for place, one in enumerate(whole.devices) if place not in places)
     old = [reason for reason in whole.reasons if not reason.startswith("Policy ")]
     return routed(
@@ -55,7 +55,7 @@ def replan(whole: Plan, places: Sequence[int]) -> Plan:
             microbatch_sizes=tuple(limits) if any(limits) else (),
             memory_bytes=kept(whole.memory_bytes),
             calibration=calibration,
-            reasons=(f"Without {absent}: {told} of the {total} samples of a step.", *old),
+            reasons=(f"Without {absent}: {split} of the {total} samples of a step.", *old),
         )
     )
 
@@ -68,7 +68,7 @@ def extended(whole: Plan, device: DeviceSpec, share: float, precision: str, thre
     """
     shares = (*(one * (1 - share) for one in whole.shares), share)
     local = apportion(sum(whole.local_batch_sizes), shares).counts
-    told = ", ".join(f"{one.id} {n}" for one, n in zip((*whole.devices, device), local, strict=True))
+    split = ", ".join(f"{one.id} {n}" for one, n in zip((*whole.devices, device), local, strict=True))
     return routed(
         replace(
             whole,
@@ -80,7 +80,7 @@ def extended(whole: Plan, device: DeviceSpec, share: float, precision: str, thre
             microbatch_sizes=(*whole.microbatch_sizes, None) if whole.microbatch_sizes else (),
             memory_bytes=(*whole.memory_bytes, None) if whole.memory_bytes else (),
             calibration=None,  # nothing is measured of the new one
-            reasons=(f"{device.id} was added: {told} samples of a step.", *whole.reasons),
+            reasons=(f"{device.id} was added: {split} samples of a step.", *whole.reasons),
         )
     )
 

@@ -126,8 +126,8 @@ class Cluster:
                 [self._plan.devices[i] for i in places], [self._plan.precisions[i] for i in places]
             )
         except ConfigError as error:
-            told = " ".join(error.problems)  # which may name every device
-            return ScaledRow(name, problem=told if len(told) <= LONGEST else f"{told[:LONGEST]}…")
+            reason = " ".join(error.problems)  # which may name every device
+            return ScaledRow(name, problem=reason if len(reason) <= LONGEST else f"{reason[:LONGEST]}…")
         counts = apportion(self.total, shares).counts
         return self._row(name, places, counts, time.perf_counter() - started)
 

@@ -22,7 +22,7 @@ def source_hashes(sections: Iterable[Any], import_paths: Sequence[str]) -> dict[
     """Return module → hash of its file, for every class or function that the sections name.
 
     Of a person's own modules (those below `import_paths`) the modules of their own that they import count as
-    well. Installed packages are told apart by version, not here. A name that leads to no file is left out.
+    well. Installed packages are distinguished by version, not here. A name that leads to no file is left out.
 
     Args:
         sections: plain values; every text in them that is a dotted path is looked up.

@@ -101,7 +101,7 @@ def arrange(
     """Return the stages of a plan's devices.
 
     Args:
-        known: of each device of the plan; `None` where nobody asked.
+        known: of each device of the plan; `None` if it was not asked for.
         check_memory: whether a stage must fit its device.
 
     Raises:
@@ -147,8 +147,8 @@ def arrange(
         spent = max(cut.step.step_seconds for cut in cuts) + _exchanges(plan, rated, layers)(cuts)
         judged = Grouping(cuts, spent)
     arrangement = _as_ranks(plan, pipeline, judged, rated is not None)
-    told = [*_told(plan, strategy, pipeline, judged), *_why(plan, policy, pipeline, judged, rated, by_curve)]
-    return replace(arrangement, reasons=tuple(told))
+    why = _why(plan, policy, pipeline, judged, rated, by_curve)
+    return replace(arrangement, reasons=(*_described(plan, strategy, pipeline, judged), *why))
 
 
 def _as_sent(plan: Plan, layers: Sequence[Layer]) -> Sequence[Layer]:
@@ -321,19 +321,19 @@ def _as_ranks(plan: Plan, pipeline: Pipeline, grouping: Grouping, rated: bool) -
     )
 
 
-def _told(plan: Plan, strategy: CutsModels, pipeline: Pipeline, grouping: Grouping) -> list[str]:
+def _described(plan: Plan, strategy: CutsModels, pipeline: Pipeline, grouping: Grouping) -> list[str]:
     """Say what each pipeline is."""
-    told = []
+    sentences = []
     for number, cut in enumerate(grouping.cuts):
         pairs = zip(cut.devices, cut.bounds, strict=True)
         where = ", ".join(f"{layers_told(*bounds)} on {plan.devices[device].id}" for device, bounds in pairs)
         name = "The pipeline" if len(grouping.cuts) == 1 else f"Pipeline {number}"
         many = len(pipeline.sizes(len(cut.group), cut.samples))
-        told.append(
+        sentences.append(
             f"{name} takes {cut.samples} samples a step in {many} microbatches "
             f"({strategy.schedule.name}): {where}."
         )
-    return told
+    return sentences
 
 
 def _why(
@@ -348,19 +348,19 @@ def _why(
     if not by_curve:
         wants = policy.measures or policy.follows
         why = ", as nothing is known of the devices' speeds" if wants else ""
-        told = [f"The layers follow the shares of policy {type(policy).__name__.lower()}{why}."]
-        return told if rated is None else [*told, _predicted(grouping)]
+        reasons = [f"The layers follow the shares of policy {type(policy).__name__.lower()}{why}."]
+        return reasons if rated is None else [*reasons, _predicted(grouping)]
     assert rated is not None
     source = " and ".join(dict.fromkeys(rated.sources))
     even = [even_cut(pipeline, cut.group, cut.samples).step.step_seconds for cut in grouping.cuts]
     exchange = grouping.step_seconds - max(cut.step.step_seconds for cut in grouping.cuts)
-    told = [
+    reasons = [
         f"{_predicted(grouping)[:-1]}; with as many layers in each stage, {max(even) + exchange:.4g} s "
         f"(speeds: {source})."
     ]
     left = set(range(plan.world_size)) - {device for cut in grouping.cuts for device in cut.group}
     whom = ", ".join(str(plan.devices[device]) for device in sorted(left))
-    return [*told, f"Without {whom} a step is as short or shorter."] if left else told
+    return [*reasons, f"Without {whom} a step is as short or shorter."] if left else reasons
 
 
 def _predicted(grouping: Grouping) -> str:

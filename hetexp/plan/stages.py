@@ -70,7 +70,7 @@ def even_cut(pipeline: Pipeline, devices: Sequence[int], samples: int) -> Cut:
 
 
 def _orders(pipeline: Pipeline, devices: Sequence[int], few: int) -> list[tuple[int, ...]]:
-    """Return the orders to try, the given one first; devices that are alike are not told apart.
+    """Return the orders to try, the given one first; devices that are alike are not distinguished.
 
     Args:
         few: devices of which all orders are tried.
@@ -246,10 +246,10 @@ def does_not_fit(pipeline: Pipeline, cut: Cut, what: str) -> str:
     Args:
         what: its beginning, up to "the devices' memory".
     """
-    told = []
+    needs = []
     for device, need in zip(cut.group, cut.memory_bytes, strict=True):
         limit = pipeline.devices[device].memory_bytes
         if limit is not None and need > limit:
             name = pipeline.devices[device].name or f"device {device}"
-            told.append(f"{name} would need {need / GIB:.2f} of {limit / GIB:.2f} GiB")
-    return f"{what} the devices' memory: {', '.join(told)}"
+            needs.append(f"{name} would need {need / GIB:.2f} of {limit / GIB:.2f} GiB")
+    return f"{what} the devices' memory: {', '.join(needs)}"

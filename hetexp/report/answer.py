@@ -28,7 +28,7 @@ def answer_of(found: Comparison, candidates: Sequence[Variant]) -> str:
     equals = [one for one in rivals if one.exact is best.exact]
     sentences = [_lead(best, len(found.variants) - (len(rivals) - len(equals)))]
     if equals:
-        sentences += _told_apart(best, equals[0])
+        sentences += _against(best, equals[0])
     if not best.exact:
         sentences.append("Its steps are not those of one device, so that its loss has to be looked at, too.")
     elif rivals and not rivals[0].exact and _mean(rivals[0]) > _mean(best):
@@ -86,7 +86,7 @@ def _seeds(value: Interval, digits: int = 4) -> str:
     return f" [{', '.join(inside)}]"
 
 
-def _told_apart(best: Variant, rival: Variant) -> list[str]:
+def _against(best: Variant, rival: Variant) -> list[str]:
     """Return what the seeds say of the first two."""
     one, other = best.samples_per_second, rival.samples_per_second
     if one is None or other is None:
@@ -94,8 +94,8 @@ def _told_apart(best: Variant, rival: Variant) -> list[str]:
     next_one = f"`{rival.label}` ({1 - other.mean / one.mean:.1%} slower)"
     shared = overlap(one, other)
     if shared is None:
-        return [f"From one seed nobody knows whether {next_one} differs by more than chance."]
-    return [f"From these seeds it cannot be told apart from {next_one}."] if shared else []
+        return [f"One seed does not show whether {next_one} differs by more than chance."]
+    return [f"From these seeds it cannot be distinguished from {next_one}."] if shared else []
 
 
 def _same_work(one: Variant, other: Variant) -> bool:

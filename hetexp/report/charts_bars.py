@@ -25,7 +25,7 @@ BAR = 18.0
 _KEY = 40.0
 """Room for a row's colour and number."""
 MOST_WHISKER = 1.3
-"""Of the longest bar: a whisker beyond it is cut and ends in an arrow, or nobody could read the bars."""
+"""Of the longest bar: a whisker beyond it is cut and ends in an arrow, to keep the bars readable."""
 
 
 @dataclass(frozen=True)

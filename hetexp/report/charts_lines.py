@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Spot:
-    """A point that is told of when pointed at."""
+    """A point that shows its tip when pointed at."""
 
     x: float
     y: float

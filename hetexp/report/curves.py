@@ -28,7 +28,7 @@ def points(run: RunRecord) -> list[Point]:
         eval_loss = line.get("eval/loss")
         if "step_seconds" not in line and eval_loss is None:
             continue
-        told = _by_device(line)
+        values = _by_device(line)
         found.append(
             Point(
                 step=line["step"],
@@ -36,10 +36,10 @@ def points(run: RunRecord) -> list[Point]:
                 seconds=seconds,
                 train_loss=line.get("train/loss"),
                 eval_loss=eval_loss,
-                shares=told["share"],
-                device_speeds={own: speed * run.scale for own, speed in told["samples_per_second"].items()},
-                device_train_losses=told["train_loss"],
-                device_eval_losses=told["eval_loss"],
+                shares=values["share"],
+                device_speeds={own: speed * run.scale for own, speed in values["samples_per_second"].items()},
+                device_train_losses=values["train_loss"],
+                device_eval_losses=values["eval_loss"],
             )
         )
     return found

@@ -110,7 +110,7 @@ def _dot(source: str, kind: str) -> bytes:
     except OSError as error:
         raise DotError(f"plan.{kind} is not drawn: dot cannot be started ({error.strerror}).") from error
     if done.returncode != 0 or not done.stdout:
-        told = done.stderr.decode(errors="replace").strip().splitlines()
-        why = told[0] if told else f"it ended with {done.returncode}"
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        why = lines[0] if lines else f"it ended with {done.returncode}"
         raise DotError(f"plan.{kind} is not drawn: dot says {why!r}.")
     return done.stdout

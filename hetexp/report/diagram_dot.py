@@ -91,7 +91,7 @@ def dot_of(picture: Picture) -> str:
 
 
 def _machine(graph: Digraph, machine: MachineBox, picture: Picture) -> None:
-    """Add a machine's box: its devices in a column, tied by edges that nobody sees, and its memory."""
+    """Add a machine's box: its devices in a column, tied by invisible edges, and its memory."""
     arrows = {(arrow.sender, arrow.receiver): arrow for arrow in picture.arrows}
     with graph.subgraph(name=f"cluster_{machine.key}") as box:
         box.attr(
@@ -191,8 +191,8 @@ def _tie(column: Digraph, above: Device, below: Device, arrows: Mapping[tuple[st
         column.edge(below.key, above.key, style="invis", weight="10")
     else:
         both = (below.key, above.key) in arrows
-        told = ["activations,", "gradients"] if both else ["activations ↓", "gradients ↑"]
-        column.edge(below.key, above.key, dir="back", weight="10", label=_beside(told), **ARROW)
+        words = ["activations,", "gradients"] if both else ["activations ↓", "gradients ↑"]
+        column.edge(below.key, above.key, dir="back", weight="10", label=_beside(words), **ARROW)
 
 
 def _beside(lines: Sequence[str]) -> str:
@@ -329,8 +329,8 @@ def _style_sheet(rules: Sequence[tuple[str, str]], standalone: bool) -> str:
     if standalone:
         return f"{dark}{{{''.join(name + look for name, look in rules)}}}"
     asked = "".join(f':root:not([data-theme="light"]) {name}{look}' for name, look in rules)
-    told = "".join(f':root[data-theme="dark"] {name}{look}' for name, look in rules)
-    return f"{dark}{{{asked}}}@media screen{{{told}}}"
+    chosen = "".join(f':root[data-theme="dark"] {name}{look}' for name, look in rules)
+    return f"{dark}{{{asked}}}@media screen{{{chosen}}}"
 
 
 def _with_classes(match: re.Match[str]) -> str:

@@ -50,10 +50,10 @@ def mermaid_of(picture: Picture) -> str:
                 rate = f"|{_label(str(device.link).split(', '))}|" if device.link is not None else ""
                 lines.append(f"  {device.key} ---{rate} {machine.key}_memory")
     for arrow in picture.arrows:
-        told = ["activations, gradients back"]
+        words = ["activations, gradients back"]
         if arrow.network:
-            told.append(f"network: {picture.network}" if picture.network is not None else "network")
-        lines.append(f"  {arrow.sender} ==>|{_label(told)}| {arrow.receiver}")
+            words.append(f"network: {picture.network}" if picture.network is not None else "network")
+        lines.append(f"  {arrow.sender} ==>|{_label(words)}| {arrow.receiver}")
     if picture.exchange is not None:
         lines += _exchange(picture, picture.exchange)
     lines.append(f"  about[{_label(about)}]:::memory")
@@ -75,18 +75,18 @@ def _machine(machine: MachineBox) -> list[str]:
     name = machine.name + (" (emulated)" if machine.emulated else "")
     lines = [f"  subgraph {machine.key}[{_label([name])}]"]
     for device in machine.devices:
-        told = [device.heading, device.name]
+        head = [device.heading, device.name]
         if device.emulated and "(emulated)" not in device.name:
-            told.append("altered: not as it is")
-        lines.append(f"    {device.key}[{_label([*told, *device.lines()])}]:::{_class(device)}")
+            head.append("altered: not as it is")
+        lines.append(f"    {device.key}[{_label([*head, *device.lines()])}]:::{_class(device)}")
     return [*lines, f"    {machine.key}_memory[{_label(['host memory'])}]:::memory", "  end"]
 
 
 def _exchange(picture: Picture, exchange: ExchangeBox) -> list[str]:
-    told = [exchange.what, f"{exchange.when}: {exchange.how}"]
+    words = [exchange.what, f"{exchange.when}: {exchange.how}"]
     if len(picture.machines) > 1:
-        told.append(f"network: {picture.network}" if picture.network is not None else "network")
-    lines = [f"  exchange([{_label(told)}]):::exchange"]
+        words.append(f"network: {picture.network}" if picture.network is not None else "network")
+    lines = [f"  exchange([{_label(words)}]):::exchange"]
     if exchange.direct:
         return lines + [f"  exchange --- {key}" for key in exchange.members]
     hosts = [m.key for m in picture.machines if any(d.key in exchange.members for d in m.devices)]

@@ -36,15 +36,15 @@ def trained_samples(run: RunRecord) -> float | None:
 def joules_per_sample(run: RunRecord) -> float | None:
     """Return the energy of all devices a sample, None unless every device tells its own."""
     energy = [device.get("energy_j") for device in run.summary.get("devices", ())]
-    told = [float(one) for one in energy if one is not None]
+    known = [float(one) for one in energy if one is not None]
     samples = trained_samples(run)
-    return sum(told) / samples if samples and told and len(told) == len(energy) else None
+    return sum(known) / samples if samples and known and len(known) == len(energy) else None
 
 
 def energy_source(run: RunRecord) -> str | None:
     """Return where the devices' energy is known from: counters of theirs, a model."""
-    told = [device.get("energy_source") for device in run.summary.get("devices", ())]
-    return ", ".join(dict.fromkeys(str(one) for one in told if one is not None)) or None
+    sources = [device.get("energy_source") for device in run.summary.get("devices", ())]
+    return ", ".join(dict.fromkeys(str(one) for one in sources if one is not None)) or None
 
 
 def train_loss(run: RunRecord) -> float | None:
@@ -69,7 +69,7 @@ def numbers(runs: Sequence[RunRecord], of: Callable[[RunRecord], float | None]) 
     return [value for run in runs if (value := of(run)) is not None]
 
 
-def told(run: RunRecord, key: str) -> float | None:
+def summary_number(run: RunRecord, key: str) -> float | None:
     """Return a number of the summary as it stands there."""
     value = run.summary.get(key)
     return None if value is None else float(value)

@@ -53,7 +53,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _variants(comparison: Comparison) -> list[list[str]]:
-    """Return the main table; a column that nobody has anything for is left out."""
+    """Return the main table; a column without values is left out."""
     header = [
         "variant",
         "devices, shares",
@@ -123,14 +123,14 @@ def _loss(value: Interval | None, one: Variant) -> str:
 
 
 def _remarks(one: Variant) -> str:
-    told = [
+    remarks = [
         "emulated" if one.emulated else "",
         f"{one.num_invalid} of {len(one.runs)} invalid" if one.num_invalid else "",
         f"fell back: {one.fallback}" if one.fallback else _picked(one),
         f"{one.num_diverged} of {len(one.runs)} diverged" if one.num_diverged else "",
         "" if one.exact else "not one device's steps",
     ]
-    return ", ".join(text for text in told if text)
+    return ", ".join(text for text in remarks if text)
 
 
 def _picked(one: Variant) -> str:
@@ -161,16 +161,16 @@ def _curve(curve: WeightsCurve | None) -> str:
         [point.label.replace("|", "\\|"), number(point.share, 3), _with_bounds(point.samples_per_second)]
         for point in curve.points
     ]
-    told = (
+    text = (
         f"Of the splits tried, {plain(curve.device)} with a share of {number(curve.optimum_share, 3)} is the "
         f"fastest: {number(curve.optimum_samples_per_second)} samples/s."
     )
     if curve.predicted_optimum_share is not None:
-        told += (
+        text += (
             f" Predicted from {curve.predicted_source}: {number(curve.predicted_optimum_share, 3)}, "
             f"{number(max(speed for _, speed in curve.predicted))} samples/s."
         )
-    return f"{told}\n\n{_table([['split', f'share of {plain(curve.device)}', 'samples/s'], *rows])}"
+    return f"{text}\n\n{_table([['split', f'share of {plain(curve.device)}', 'samples/s'], *rows])}"
 
 
 def _profiles(profiles: Sequence[DeviceProfile]) -> str:

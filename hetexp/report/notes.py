@@ -41,8 +41,8 @@ def refused(found: Comparison) -> list[str]:
 def _unfinished(failed: Sequence[RunRecord]) -> Iterator[str]:
     ways = Counter(run.status for run in failed)
     if ways:
-        told = ", ".join(f"{count} {status}" for status, count in ways.items())
-        yield f"{counted(len(failed), 'run')} did not complete ({told}): no figure is of these."
+        counts = ", ".join(f"{count} {status}" for status, count in ways.items())
+        yield f"{counted(len(failed), 'run')} did not complete ({counts}): no figure is of these."
 
 
 def _seeds(found: Comparison) -> Iterator[str]:
@@ -117,13 +117,13 @@ def _emulation(runs: Sequence[RunRecord]) -> Iterator[str]:
         )
     faulty = [run for run in runs if run.configured.get("fault.events")]
     if faulty:
-        told = {
+        faults = {
             f"{device['id']}: {fault}"
             for run in faulty
             for device in run.summary["devices"]
             if (fault := fault_of(run, device["id"])) is not None
         }
-        yield f"Faults were ordered in {counted(len(faulty), 'run')}: {_few(sorted(told))}."
+        yield f"Faults were ordered in {counted(len(faulty), 'run')}: {_few(sorted(faults))}."
 
 
 def _comparability(variants: Sequence[Variant], runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -152,7 +152,7 @@ def _comparability(variants: Sequence[Variant], runs: Sequence[RunRecord]) -> It
     if any(one.efficiency is None and one.num_devices > 1 for one in variants):
         yield (
             "Of some variants no efficiency is known: of a model that is cut, or of devices that share one "
-            "process, nobody has measured what each would do alone."
+            "process, what each would do alone has not been measured."
         )
 
 
@@ -174,14 +174,14 @@ def _baselines(found: Comparison) -> Iterator[str]:
     single = [one for one in found.variants if one.single_device is not None]
     figures = [one for one in single if one.single_source in (CALIBRATED, OWN)]
     if figures:
-        told = _few(dict.fromkeys(f"{plain(str(one.single_device))}, {one.single_source}" for one in figures))
+        base = _few(dict.fromkeys(f"{plain(str(one.single_device))}, {one.single_source}" for one in figures))
         low = (
             " Its own work beside others makes a device look slower than alone."
             if any(one.single_source == OWN for one in figures)
             else ""
         )
         yield (
-            f"No run is of the fastest device alone: gains over it are ÷ one figure of it ({told}), which "
+            f"No run is of the fastest device alone: gains over it are ÷ one figure of it ({base}), which "
             f"has no interval of its own.{low}"
         )
     if len({one.single_samples_per_second for one in single}) > 1:
@@ -199,8 +199,8 @@ def _provenance(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards = [frozenset(names) for names in by_option.values()]
     apart = len(set(cards)) > 1
     if apart:
-        told = _few(sorted({plain(name) for names in cards for name in names}))
-        yield f"The runs are not all of the same devices ({told}): the table says which."
+        listed = _few(sorted({plain(name) for names in cards for name in names}))
+        yield f"The runs are not all of the same devices ({listed}): the table says which."
     measured = _different((run.summary.get("calibration") or {}).get("measured_at") for run in runs)
     if len(measured) > 1:
         yield (

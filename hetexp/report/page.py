@@ -28,7 +28,7 @@ SENTENCE = re.compile(r"(?<=\.) (?=[A-Z`])")
 
 
 MOST_FAILED = 4
-"""Failed runs that are told of at once; more are folded."""
+"""Failed runs that are shown at once; more are folded."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hetexp.report.comparison import Comparison, Point, Variant, points, through
 from hetexp.report.runs import RunRecord
 
 MOST_DRAWN = 12
-"""Variants in a chart: more have no colour of their own, and nobody tells them apart."""
+"""Variants in a chart: more have no colour of their own, and look alike."""
 MOST_POINTS = 200
 """Points of a curve."""
 CHANGED = 0.005

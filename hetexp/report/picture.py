@@ -50,8 +50,8 @@ class Rate:
     """In 10^9 bytes."""
 
     def __str__(self) -> str:
-        told = f"{self.gb_per_second:.3g} GB/s"
-        return f"{self.name}, {told}" if self.name else told
+        rate = f"{self.gb_per_second:.3g} GB/s"
+        return f"{self.name}, {rate}" if self.name else rate
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,10 @@ def picture_of(plan: Plan, remarks: Sequence[str] = ()) -> Picture:
     pairs = [*zip(plan.all_devices, devices, strict=True), *zip(plan.left_out, out, strict=True)]
     machines = _machines(pairs)
     network = Rate(_network_name(plan), plan.network["gb_per_second"]) if plan.network is not None else None
-    told = list(remarks)
+    sentences = list(remarks)
     if plan.fallback is not None:
-        told.insert(0, "Not {from} but {to}: {reason}".format_map(plan.fallback))
-    told += strategy_problems(plan)
+        sentences.insert(0, "Not {from} but {to}: {reason}".format_map(plan.fallback))
+    sentences += strategy_problems(plan)
     return Picture(
         title=tuple(_title(plan.name)),
         lines=tuple(_facts(plan, strategy)),
@@ -200,7 +200,7 @@ def picture_of(plan: Plan, remarks: Sequence[str] = ()) -> Picture:
         arrows=_arrows(plan, devices),
         exchange=_exchange(plan, devices, strategy),
         network=network,
-        remarks=tuple(told),
+        remarks=tuple(sentences),
     )
 
 
@@ -332,12 +332,12 @@ def _facts(plan: Plan, strategy: Any) -> list[str]:
     for number, total in enumerate(plan.replica_batch_sizes):
         own = {s.index for stages in plan.stages for s in stages if s.replica == number}
         ranks = sum(any(s.replica == number for s in stages) for stages in plan.stages)
-        told = f"{total} samples a step"
+        text = f"{total} samples a step"
         if strategy is not None:
             many = strategy.num_microbatches(len(own), ranks, total)
-            told += f" in {many} microbatches ({strategy.schedule.name})"
+            text += f" in {many} microbatches ({strategy.schedule.name})"
         one = len(plan.replica_batch_sizes) == 1
-        lines.append(f"pipeline: {told}" if one else f"pipeline {number}: {told}")
+        lines.append(f"pipeline: {text}" if one else f"pipeline {number}: {text}")
     return lines
 
 
@@ -372,7 +372,7 @@ def _arrows(plan: Plan, devices: Sequence[Device]) -> tuple[Arrow, ...]:
 
 
 def _exchange(plan: Plan, devices: Sequence[Device], strategy: Any) -> ExchangeBox | None:
-    """Return what is exchanged beside activations, `None` where nothing is, or nobody here knows."""
+    """Return what is exchanged beside activations, `None` if nothing is, or it is not known here."""
     if len(devices) < 2 or strategy is None:
         return None
     members = tuple(device.key for device in devices)

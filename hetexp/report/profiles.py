@@ -25,8 +25,8 @@ def profiles_of(runs: Sequence[RunRecord]) -> tuple[DeviceProfile, ...]:
     found = [(plan, devices, run) for run in runs for plan, devices in _calibrations(run)]
     if not found:
         return ()
-    plan, told, run = max(found, key=lambda one: len(one[1]))
-    devices = [(spec, DeviceCalibration.from_dict(one)) for spec, one in told]
+    plan, measured, run = max(found, key=lambda one: len(one[1]))
+    devices = [(spec, DeviceCalibration.from_dict(one)) for spec, one in measured]
     total = int(plan.config["trainer"]["global_batch_size"])
     speeds = [total / one.curve.seconds(total) for _, one in devices]
     return tuple(
@@ -48,8 +48,8 @@ def profiles_of(runs: Sequence[RunRecord]) -> tuple[DeviceProfile, ...]:
 def fault_of(run: RunRecord, device: str) -> str | None:
     """Return what was ordered to happen to a device of a run."""
     events = run.configured.get("fault.events") or []
-    told = [_event(event) for event in events if event.get("device") == device]
-    return ", ".join(told) or None
+    texts = [_event(event) for event in events if event.get("device") == device]
+    return ", ".join(texts) or None
 
 
 def _event(event: dict[str, Any]) -> str:
@@ -60,10 +60,10 @@ def _event(event: dict[str, Any]) -> str:
     return f"{kind}{much}{since}{f' to {until}' if until is not None else ''}"
 
 
-Told = tuple[Plan, list[tuple[DeviceSpec, dict[str, Any]]]]
+Measured = tuple[Plan, list[tuple[DeviceSpec, dict[str, Any]]]]
 
 
-def _calibrations(run: RunRecord) -> Iterator[Told]:
+def _calibrations(run: RunRecord) -> Iterator[Measured]:
     """Yield what a run's own folder and its plan tell of its devices."""
     own = run.folder / CALIBRATION
     try:

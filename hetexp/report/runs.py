@@ -55,10 +55,10 @@ class RunRecord:
     def seed(self) -> int | None:
         """Of the run; of one that was refused the one that was typed."""
         if "seed" in self.summary or self.plan is None:
-            told = self.summary.get("seed", self.settings.get("trainer.seed"))
+            value = self.summary.get("seed", self.settings.get("trainer.seed"))
         else:
-            told = self.plan.config.get("trainer", {}).get("seed")
-        return int(told) if told is not None and str(told).lstrip("-").isdigit() else None
+            value = self.plan.config.get("trainer", {}).get("seed")
+        return int(value) if value is not None and str(value).lstrip("-").isdigit() else None
 
     @property
     def emulated(self) -> bool:
@@ -78,8 +78,8 @@ class RunRecord:
     @property
     def fallback(self) -> dict[str, str] | None:
         """What ran instead of what was asked for; a device alone is what `strategy=single` asks for."""
-        told = self.summary.get("fallback") or (self.plan.fallback if self.plan is not None else None)
-        return told if told is not None and told["from"] != told["to"] else None
+        found = self.summary.get("fallback") or (self.plan.fallback if self.plan is not None else None)
+        return found if found is not None and found["from"] != found["to"] else None
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -89,8 +89,8 @@ class RunRecord:
     @property
     def own_steps(self) -> int | None:
         """Steps of this run itself, those before a resume left out; its throughput is of these."""
-        told = [device.get("steps") for device in self.summary.get("devices", ())]
-        return next((int(steps) for steps in told if steps is not None), self.summary.get("steps"))
+        counts = [device.get("steps") for device in self.summary.get("devices", ())]
+        return next((int(steps) for steps in counts if steps is not None), self.summary.get("steps"))
 
     @property
     def first_step(self) -> int:
@@ -192,7 +192,7 @@ def _of_sweep(sweep: Path, rows: Sequence[SweepRow]) -> Iterator[RunRecord]:
 
 
 def _read(folder: Path, row: SweepRow | None = None) -> RunRecord:
-    """Return a run that has a plan; what cannot be read is told in place of its result."""
+    """Return a run that has a plan; if its files cannot be read, the reason replaces its result."""
     try:
         plan = Plan.read(folder / PLAN)
         path = folder / SUMMARY
@@ -203,21 +203,21 @@ def _read(folder: Path, row: SweepRow | None = None) -> RunRecord:
         else:
             summary = {"status": "unfinished", "error": "it has no summary: it is running, or was killed"}
     except (ValueError, TypeError, KeyError) as error:
-        told = f"its files cannot be read ({type(error).__name__}: {error})"
+        reason = f"its files cannot be read ({type(error).__name__}: {error})"
         overrides = row.overrides if row is not None else _typed(folder)
-        return RunRecord(folder, {"status": "unfinished", "error": told}, None, overrides, row)
+        return RunRecord(folder, {"status": "unfinished", "error": reason}, None, overrides, row)
     return RunRecord(folder, summary, plan, plan.overrides if row is None else row.overrides, row)
 
 
 def _unstarted(folder: Path) -> RunRecord:
     """Return a run that Hydra began and that has no plan."""
     measuring = (folder / CALIBRATION).is_dir()
-    told = (
+    reason = (
         "it ended, or still is, where its devices are measured"
         if measuring
         else "it has no plan: its configuration was refused, or it was stopped before it started"
     )
-    return RunRecord(folder, {"status": "unfinished", "error": told}, None, _typed(folder))
+    return RunRecord(folder, {"status": "unfinished", "error": reason}, None, _typed(folder))
 
 
 def _typed(folder: Path) -> tuple[str, ...]:

@@ -79,8 +79,8 @@ def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[
     """Return a short name of each group that no other has."""
     labels = [label_of(own[0], keys) for own in groups]
     for tell in (_kind, _cards):
-        told = [tell(own) for own in groups]
-        pairs = list(zip(labels, told, strict=True))
+        words = [tell(own) for own in groups]
+        pairs = list(zip(labels, words, strict=True))
         labels = [
             f"{label} {word}" if len({own for one, own in pairs if one == label}) > 1 else label
             for label, word in pairs
@@ -126,9 +126,9 @@ def _variant(
     timed = [run for run in own if run.valid] or own
     valid = len(invalid) < len(own)
     reasons = [str(run.summary.get("invalid_reason")) for run in invalid]
-    fallbacks = [f"{told['from']} → {told['to']}" for run in own if (told := run.fallback) is not None]
+    fallbacks = [f"{swap['from']} → {swap['to']}" for run in own if (swap := run.fallback) is not None]
     predicted = figures.numbers(timed, figures.predicted_step_seconds)
-    ceilings = figures.numbers(timed, lambda run: figures.told(run, "ceiling"))
+    ceilings = figures.numbers(timed, lambda run: figures.summary_number(run, "ceiling"))
     sent = figures.numbers(own, lambda run: run.summary["comm"]["bytes_per_step"])
     samples = figures.numbers(own, figures.trained_samples)
     sources = [one for run in timed if (one := figures.energy_source(run)) is not None]
@@ -146,7 +146,7 @@ def _variant(
         samples_per_second=interval(figures.numbers(timed, figures.throughput)),
         step_seconds=interval(figures.numbers(timed, figures.step_seconds)),
         predicted_step_seconds=statistics.fmean(predicted) if predicted else None,
-        efficiency=interval(figures.numbers(timed, lambda run: figures.told(run, "efficiency"))),
+        efficiency=interval(figures.numbers(timed, lambda run: figures.summary_number(run, "efficiency"))),
         ceiling=statistics.fmean(ceilings) if ceilings else None,
         lost_to=_lost_to(timed),
         train_loss=interval(_finite(figures.numbers(own, figures.train_loss))),

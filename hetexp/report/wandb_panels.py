@@ -138,8 +138,8 @@ class _Panels:
         wr = self.wr
         shares = self._of_devices("balancing/weight/") or self._of_devices("device/", "/share")
         metrics = [*map(wr.SummaryMetric, shares), wr.Config(GLOBAL_BATCH)]
-        told = (EFFICIENCY, FINAL_LOSS) if self.paced else (SPEED, EFFICIENCY, FINAL_LOSS)
-        metrics += map(wr.SummaryMetric, told)  # a paced run's speed in the summary is this machine's
+        outcomes = (EFFICIENCY, FINAL_LOSS) if self.paced else (SPEED, EFFICIENCY, FINAL_LOSS)
+        metrics += map(wr.SummaryMetric, outcomes)  # a paced run's speed in the summary is this machine's
         return wr.ParallelCoordinatesPlot(
             title=self._title("Weights and global batch against speed and loss"),
             columns=[wr.ParallelCoordinatesPlotColumn(metric=metric) for metric in metrics],

@@ -34,7 +34,7 @@ MISSING = (
     "`--wandb` must have wandb-workspaces, which is not installed; run: pip install 'hetexp[wandb-report]'"
 )
 NOT_LOGGED_IN = (
-    "W&B must know who you are, but nobody is logged in; run `wandb login`, or set WANDB_API_KEY. "
+    "W&B must know who you are, but you are not logged in; run `wandb login`, or set WANDB_API_KEY. "
     "`--dry-run` shows the report without."
 )
 SAVE_SECONDS = 90.0
@@ -85,7 +85,7 @@ def main_wandb(comparison: Comparison, options: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: it is not known which project of W&B the runs are in.
-        SetupError: wandb-workspaces is missing, nobody is logged in, or W&B does not answer.
+        SetupError: wandb-workspaces is missing, no user is logged in, or W&B does not answer.
     """
     entity, project = where(comparison, options.entity, options.project)
     if options.dry_run:
@@ -110,8 +110,8 @@ def where(comparison: Comparison, entity: str | None, project: str | None) -> tu
     found = [one for run in _runs(comparison) for one in _wandb_loggers(run)]
     projects = dict.fromkeys(str(one.get("project") or "hetexp") for one in found)
     if project is None and len(projects) != 1:
-        told = ", ".join(projects) or "none: no run has logger=wandb"
-        raise ConfigError(must_be("--project", "given where the runs are not all in one of W&B", told))
+        listed = ", ".join(projects) or "none: no run has logger=wandb"
+        raise ConfigError(must_be("--project", "given where the runs are not all in one of W&B", listed))
     entities = dict.fromkeys(str(one["entity"]) for one in found if one.get("entity"))
     if entity is None and len(entities) > 1:
         raise ConfigError(must_be("--entity", "given where the runs have several", ", ".join(entities)))
@@ -157,7 +157,7 @@ def save(comparison: Comparison, entity: str | None, project: str, seconds: floa
     """Save the report and return its URL.
 
     Raises:
-        SetupError: as `build`; nobody is logged in, or W&B does not take the report within the time.
+        SetupError: as `build`; no user is logged in, or W&B does not take the report within the time.
     """
     _library()
     urls: list[str] = []
@@ -181,7 +181,7 @@ def save(comparison: Comparison, entity: str | None, project: str, seconds: floa
     if not answered:
         raise SetupError(f"W&B must answer within {seconds:g} s, but does not. Is there a network?")
     if problems:
-        raise SetupError(_told(problems[0], entity, project)) from problems[0]
+        raise SetupError(_sentence(problems[0], entity, project)) from problems[0]
     return urls[0]
 
 
@@ -226,10 +226,10 @@ def table(comparison: Comparison) -> list[str]:
 
 def _remarks(one: Variant) -> str:
     """Return what keeps a variant's figures from being what they look like; why is in the notes."""
-    told = ["emulated"] if one.emulated else []
-    told += ["not valid"] if not one.valid else []
-    told += [f"fell back: {one.fallback}"] if one.fallback else []
-    return ", ".join(told)
+    remarks = ["emulated"] if one.emulated else []
+    remarks += ["not valid"] if not one.valid else []
+    remarks += [f"fell back: {one.fallback}"] if one.fallback else []
+    return ", ".join(remarks)
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -296,7 +296,7 @@ def _library() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep wandb from asking for a key on the terminal, where nobody may be, and from saying what we say."""
+    """Keep wandb from asking for a key on a terminal that may be unattended, and from repeating us."""
     before = os.environ.get("WANDB_SILENT")
     os.environ["WANDB_SILENT"] = "true"
     try:
@@ -314,7 +314,7 @@ def _end_service() -> None:
     wandb.teardown()
 
 
-def _told(error: BaseException, entity: str | None, project: str) -> str:
+def _sentence(error: BaseException, entity: str | None, project: str) -> str:
     text = next(iter(str(error).splitlines()), "") or type(error).__name__
     if "log in" in text or "logged in" in text or "API key" in text:
         return NOT_LOGGED_IN

@@ -120,20 +120,20 @@ def _modelled(runs: Sequence[RunRecord], total: int) -> Seconds | None:
 
     A card's pass is a straight line over its samples: two runs of different splits tell it.
     """
-    told = [(run, found) for run in runs if (found := _emulation(run)) is not None]
-    if not told:
+    emulations = [(run, found) for run in runs if (found := _emulation(run)) is not None]
+    if not emulations:
         return None
     lines = []
     for place in range(2):
         passes = {}
-        for run, found in told:
+        for run, found in emulations:
             work = found["devices"][place]["work"]
             if work is not None and len(work["forward"]) == 1:
                 passes[int(run.summary["devices"][place]["local_batch"])] = work
         if len(passes) < 2:
             return None
         lines.append(_lines(passes))
-    (run, found) = told[0]
+    (run, found) = emulations[0]
     assert run.plan is not None
     links, buckets = links_of(run.plan), found["buckets"]
 

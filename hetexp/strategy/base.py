@@ -31,7 +31,7 @@ class Strategy(ABC):
     """What a rank does in a step: its samples' part of a gradient that all then apply alike (`joint`), steps
     of its own with its own samples (`local`), or its layers' part of all samples (`staged`)."""
     solo: ClassVar[bool] = False
-    """Whether one rank trains, so that there is nobody to talk to."""
+    """Whether one rank trains, without others to talk to."""
     apart: ClassVar[bool] = False
     """Whether each rank trains a model of its own, with a fixed part of the data."""
     exact: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class Strategy(ABC):
     one_process: ClassVar[bool] = False
     """Whether one rank drives all devices."""
     reforms: ClassVar[bool] = False
-    """Whether ranks of a running training can form their group anew with other members."""
+    """Whether ranks of a running training can form their group again with other members."""
     compiles: ClassVar[bool] = False
     """Whether `wrap` takes a model that `torch.compile` has compiled."""
     codes_gradients: ClassVar[bool] = False

@@ -188,24 +188,24 @@ class SynchronisedNorms:
         """
         home, layer = self._communicator.device, self.layers[index]
         world, rank = self._communicator.world_size, self._communicator.rank
-        told = torch.zeros(world, 2 + 2 * layer.num_features, dtype=torch.float64, device=home)
-        told[rank, 0] = index
+        gathered = torch.zeros(world, 2 + 2 * layer.num_features, dtype=torch.float64, device=home)
+        gathered[rank, 0] = index
         count = 0
         if values is not None:
             count = values.numel() // values.shape[1]
             if count:
                 variance, mean = torch.var_mean(_wide(values.detach()), _dims(values), correction=0)
-                told[rank, 1] = count
-                told[rank, 2:] = torch.cat([mean, variance * count]).to(home)
+                gathered[rank, 1] = count
+                gathered[rank, 2:] = torch.cat([mean, variance * count]).to(home)
         if self._recording:
             assert self._record is not None
             self._record.forward.append(index)
-            told = told[rank : rank + 1]
+            gathered = gathered[rank : rank + 1]
         else:
             with self._waiting():
-                told = self._communicator.all_reduce(told)
-            self._check_order(told[:, 0])
-        counts, means, squares = told[:, 1:2], *told[:, 2:].chunk(2, dim=1)
+                gathered = self._communicator.all_reduce(gathered)
+            self._check_order(gathered[:, 0])
+        counts, means, squares = gathered[:, 1:2], *gathered[:, 2:].chunk(2, dim=1)
         total = counts.sum()
         mean = (counts * means).sum(0) / total
         squares = (squares + counts * (means - mean) ** 2).sum(0)
@@ -232,15 +232,15 @@ class SynchronisedNorms:
             return sums
         home = self._communicator.device
         size = 2 * self.layers[layer_index].num_features
-        told = torch.zeros(1 + size, dtype=torch.float64, device=home)
-        told[0] = layer_index
+        gathered = torch.zeros(1 + size, dtype=torch.float64, device=home)
+        gathered[0] = layer_index
         if sums is not None:
-            told[1:] = sums.flatten().to(home)
+            gathered[1:] = sums.flatten().to(home)
         with self._waiting():
-            told = self._communicator.all_reduce(told)
+            gathered = self._communicator.all_reduce(gathered)
         if sums is None:
             return None
-        return told[1:].reshape(2, -1).to(sums.device, sums.dtype)
+        return gathered[1:].reshape(2, -1).to(sums.device, sums.dtype)
 
     def _check_order(self, indices: Tensor) -> None:
         """A device of its own would have to be waited for: there it is not looked at."""
@@ -248,9 +248,9 @@ class SynchronisedNorms:
             return
         come = [self.names[int(index)] for index in indices]
         if len(set(come)) > 1:
-            told = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(come))
+            places = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(come))
             raise RuntimeError(
-                f"the ranks have come to different BatchNorm layers: {told}. Where a model's layers depend "
+                f"the ranks have come to different BatchNorm layers: {places}. Where a model's layers depend "
                 "on the samples, `strategy.sync_batch_norm` must be false."
             )
 

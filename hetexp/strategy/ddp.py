@@ -81,7 +81,7 @@ class DDP(Strategy):
         # torch 2.13 deprecates the argument and warns whenever it is given, also with its own default.
         buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
         guard, constant = EmptyShareGuard(model), getattr(model, "constant_names", None)
-        if callable(constant):  # every rank has them: nobody need send them, at the start or ever
+        if callable(constant):  # every rank has them: they need not be sent, at the start or ever
             names = [f"model.{name}" for name in constant()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(guard, names)
         # No `device_ids`: the module is on its device already, and CPU ranks refuse the argument.
@@ -192,7 +192,7 @@ class DDP(Strategy):
         those before anything happens (`checkAndRaiseMarkedTwiceError` in torch's `reducer.cpp`).
 
         Raises:
-            torch.OutOfMemoryError: every gradient was sent already, so that the other ranks cannot be told.
+            torch.OutOfMemoryError: every gradient was sent already, so the other ranks cannot learn of it.
         """
         import torch
 

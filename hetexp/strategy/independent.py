@@ -24,7 +24,7 @@ class Independent(Unexchanged):
         merge: whether the models are merged to one after the last step (`hetexp merge` does it later).
         soup: `null`: the mean weighted by samples; `greedy`: models are taken in from the best to the worst,
             each only if the evaluation loss of the mean falls (Wortsman et al. 2022).
-        batch_norm: `recalibrate`: running statistics are measured anew on training data with the merged
+        batch_norm: `recalibrate`: running statistics are measured again on training data with the merged
             weights; `average`: they are averaged as the weights are.
     """
 

@@ -33,7 +33,7 @@ class LocalSGD(Unexchanged):
         outer_momentum: of the outer SGD.
         outer_nesterov: whether that momentum looks ahead.
         inner_state: what becomes of the optimizer's state at a sync: each rank's own is kept, or averaged as
-            the weights are, or begun anew.
+            the weights are, or reset.
         wire: how the change of the weights travels: in the weights' own type (`float32`), or rounded to
             `bfloat16` or `int8` with error feedback.
     """

@@ -36,10 +36,10 @@ class Pipeline(Staged):
         shard_plan: Literal["auto"] | list[list[int]] | list[dict[str, Any]] = "auto",
     ) -> None:
         super().__init__(schedule, num_microbatches)
-        told = () if shard_plan == "auto" else shard_plan
-        self._entries = [one for one in told if isinstance(one, Mapping)]
-        """Of stages that are told with their devices."""
-        ranges = [list(one) for one in told if not isinstance(one, Mapping)]
+        stages = () if shard_plan == "auto" else shard_plan
+        self._entries = [one for one in stages if isinstance(one, Mapping)]
+        """Of stages that are given with their devices."""
+        ranges = [list(one) for one in stages if not isinstance(one, Mapping)]
         self._ranges: Ranges | None = None if shard_plan == "auto" else ranges
 
     def chosen_groups(self, num_devices: int) -> list[list[int]] | None:

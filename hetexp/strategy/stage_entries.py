@@ -5,7 +5,7 @@
       - {device: "xpu:0", modules: [blocks.4..blocks.9, blocks.10]}     # by the names of modules, or
       - {device: "cpu:0", layers: [10, 12]}          # by numbers, [first, end)
 
-All stages are told in one of these ways, in the order of the pipeline.
+All stages are given in one of these ways, in the order of the pipeline.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ def check_names(entries: Sequence[Entry], layers: Sequence[str]) -> list[str]:
     for place, name in enumerate(layers):
         stages = sorted(set(holders.get(place, [])))
         if len(stages) > 1:
-            told = " and ".join(map(str, stages))
-            problems.append(f"`{KEY}` must give each layer to one stage, but {name} is in stages {told}.")
+            several = " and ".join(map(str, stages))
+            problems.append(f"`{KEY}` must give each layer to one stage, but {name} is in stages {several}.")
     left_out = [name for place, name in enumerate(layers) if place not in holders]
     if left_out and not problems:
         names = ", ".join(left_out[:3]) + (", …" if len(left_out) > 3 else "")
         problems.append(f"`{KEY}` must hold all {len(layers)} layers of the model, but leaves out {names}.")
     firsts = [min(holds) for holds in (_places(one["modules"], layers)[0] for one in entries) if holds]
     if not problems and firsts != sorted(firsts):
-        told = f"in the order of the model's layers ({layers[0]} first)"
-        problems.append(f"`{KEY}` must have its stages {told}.")
+        order = f"in the order of the model's layers ({layers[0]} first)"
+        problems.append(f"`{KEY}` must have its stages {order}.")
     return problems
 
 

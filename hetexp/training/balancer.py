@@ -33,7 +33,7 @@ class Balancer:
 
     Args:
         plan: gives the split to begin with, and what is known of the devices.
-        settings: how eagerly to split anew; `None`: the plan's split holds for the whole run.
+        settings: how eagerly to split again; `None`: the plan's split holds for the whole run.
         ahead: steps beyond the present one that any rank's loader may have drawn (`read_ahead`).
     """
 
@@ -93,7 +93,7 @@ class Balancer:
         return meter.since_last() if self.follows else None
 
     def observe(self, step: int, num_samples: int, seconds: Sequence[float], now: int) -> Decision | None:
-        """Take in what all ranks told of a step, and return what follows from it.
+        """Take in what all ranks reported of a step, and return what follows from it.
 
         Args:
             step: that the seconds are of.
@@ -147,7 +147,7 @@ class Balancer:
         return True
 
     def inherit(self, stored: dict[str, Any] | None) -> None:
-        """Take over what `to_dict` told of devices that are still there, after others have come or gone.
+        """Take over what `to_dict` stored of devices that are still there, after others have come or gone.
 
         Their speeds are kept; what was decided for the ranks before is not.
         """

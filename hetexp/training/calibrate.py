@@ -60,7 +60,7 @@ MOST_OF_SHARE = 2.0
 """How far beyond its likely share a device is measured: shares move, and the line goes on from there."""
 WARM_STEPS, JOINT_STEPS = 3, 8
 SMALL_BYTES, LARGE_BYTES = 2**16, 2**24
-"""Messages by which an all-reduce's latency and rate are told apart."""
+"""Messages whose times separate an all-reduce's latency from its rate."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def calibrate(parts: TrainState, store: dist.Store) -> dict[str, Any]:
     scale = parts.time_scale or 1.0
     with undone(parts):
         passes = _measure_passes(parts, scale)
-        devices = _told(parts, store, "calibration", _fitted(parts, passes))
+        devices = _exchanged(parts, store, "calibration", _fitted(parts, passes))
         parts.microbatch_limits = [
             min((n for n in (limit, device.curve.microbatch_size) if n is not None), default=None)
             for limit, device in zip(parts.microbatch_limits, devices, strict=True)
@@ -106,18 +106,18 @@ def calibrate(parts: TrainState, store: dist.Store) -> dict[str, Any]:
         measured = _measure_exchange(parts) if not parts.plan.paced else None
         joint = joint_steps(parts, split)
         passes.points += _single_passes(parts, split.counts[parts.rank], joint.own, scale)
-        devices = _told(parts, store, "calibration/joint", _fitted(parts, passes))
+        devices = _exchanged(parts, store, "calibration/joint", _fitted(parts, passes))
         known = _beside_work(parts, devices, split, joint, measured, scale)
     return {"devices": [device.to_dict() for device in devices], "exchange": known.to_dict()}
 
 
-def _told(
+def _exchanged(
     parts: TrainState, store: dist.Store, topic: str, mine: DeviceCalibration
 ) -> list[DeviceCalibration]:
     """Tell all ranks what this one measured, and return what each of them did."""
     limit = parts.config.comm.timeout_seconds
-    told = exchange(store, topic, parts.rank, parts.plan.world_size, mine.to_dict(), limit)
-    return [DeviceCalibration.from_dict(one) for one in told]
+    rows = exchange(store, topic, parts.rank, parts.plan.world_size, mine.to_dict(), limit)
+    return [DeviceCalibration.from_dict(row) for row in rows]
 
 
 def _measure_passes(parts: TrainState, scale: float) -> _Passes:
@@ -398,7 +398,7 @@ def joint_steps(
 
 
 def _rest(parts: TrainState) -> None:
-    """Let all ranks finish what they do, and begin anew together."""
+    """Let all ranks finish what they do, and start again together."""
     parts.backend.pause()
     parts.backend.synchronize()
     parts.communicator.barrier()

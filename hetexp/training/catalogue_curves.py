@@ -141,7 +141,7 @@ def calibration_of(
 
     Args:
         slow: factor by which the device is made slower than it is.
-        likely: local samples for which forward and backward are told apart.
+        likely: local samples for which forward and backward are separated.
     """
     figures = (work.forward_flops, work.backward_flops, UPDATE_PASSES * work.weight_bytes)
     times = CardTimes(card, precision, *figures)

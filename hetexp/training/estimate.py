@@ -147,7 +147,7 @@ class RunMemory:
         found: list[int | None] = []
         for (device, _, precision, _), samples in zip(self._ranks, num_samples, strict=True):
             whole = self._largest(device, precision, samples, accumulates=False)
-            if whole is None:  # all of them, or nobody knows
+            if whole is None:  # all of them, or unknown
                 found.append(None)
                 continue
             with_room = self._largest(device, precision, samples, accumulates=True, headroom=True)

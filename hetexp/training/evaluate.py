@@ -68,10 +68,10 @@ def evaluate_apart(parts: TrainState) -> list[dict[str, float]]:
     mine = evaluate_alone(parts)
     parts.communicator.meet()
     own = parts.hooks.measures if parts.hooks is not None else ()
-    told = torch.zeros((parts.communicator.world_size, 3 + len(own)), dtype=torch.float64)
+    gathered = torch.zeros((parts.communicator.world_size, 3 + len(own)), dtype=torch.float64)
     row = [mine["loss"], mine["samples"], mine.get("accuracy", -1.0), *(mine[name] for name in own)]
-    told[parts.rank] = torch.tensor(row, dtype=torch.float64)
-    everyone = parts.communicator.all_reduce(told).tolist()
+    gathered[parts.rank] = torch.tensor(row, dtype=torch.float64)
+    everyone = parts.communicator.all_reduce(gathered).tolist()
     return [
         {"loss": loss, "samples": samples}
         | ({"accuracy": accuracy} if accuracy >= 0 else {})
@@ -90,7 +90,7 @@ def _added_up(parts: TrainState, measured: torch.Tensor | None) -> torch.Tensor 
 
 
 def _sums(parts: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tensor, torch.Tensor | None]:
-    """Return the sum of the loss; elements, right ones, samples, and 1 where nobody knows what is right.
+    """Return the sum of the loss; elements, right ones, samples, and 1 if it is not known what is right.
 
     Then come the sums that the model itself measures, where it does and there are samples.
     """

@@ -22,7 +22,7 @@ class GradCheck:
     """On the gradients of a step, the loss scale taken out of them; the same on every rank.
 
     Args:
-        look: whether anybody wants to know; what nobody looks at counts as finite.
+        look: whether to look at all; unchecked gradients count as finite.
     """
 
     def __init__(

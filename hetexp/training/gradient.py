@@ -94,7 +94,7 @@ class _Passes:
             self.loss_sum += total.detach()
 
     def _total(self, inputs: Any, targets: Any, last: bool) -> Any:
-        """Return the sum of the loss; nobody holds the model's output, so that backward need not hold it."""
+        """Return the sum of the loss; the model's output is not held, so that backward need not hold it."""
         output = self._forward(self._parts.to_device(inputs), last)
         if inputs is None:
             return output
@@ -136,7 +136,7 @@ def take_gradient(
         num_passes: least number of passes; the first ones are without samples where the rank has fewer.
 
     Raises:
-        DeviceMemoryError: memory ran out, and the other ranks cannot be told of it.
+        DeviceMemoryError: memory ran out, and the other ranks cannot learn of it.
     """
     normalizer.start(sum(count_of(parts.loss, targets) for _, targets in microbatches))
     parts.optimizer.zero_grad(set_to_none=True)

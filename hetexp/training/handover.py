@@ -66,7 +66,7 @@ def give(training: Training, store: dist.Store, settled: bool, tensors: bool, ha
     parts = training.parts
     progress = training.progress if settled else training.good
     named, packed = state_of(parts) if tensors else ({}, None)
-    told = {
+    facts = {
         "progress": {
             "step": progress.step,
             "position": progress.position.to_dict(),
@@ -83,7 +83,7 @@ def give(training: Training, store: dist.Store, settled: bool, tensors: bool, ha
         "optimizer": packed,
         "tensors": [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in named.items()],
     }
-    store.set(_KEY, json.dumps(told))
+    store.set(_KEY, json.dumps(facts))
 
 
 def take(training: Training, store: dist.Store, donor: int, behind: bool, tensors: bool) -> int:
@@ -101,9 +101,9 @@ def take(training: Training, store: dist.Store, donor: int, behind: bool, tensor
         PeerLostError: a rank is gone meanwhile.
     """
     parts, progress = training.parts, training.progress
-    told: dict[str, Any] = json.loads(store.get(_KEY))
+    facts: dict[str, Any] = json.loads(store.get(_KEY))
     if tensors:
-        layout = [(name, getattr(torch, kind), tuple(shape)) for name, kind, shape in told["tensors"]]
+        layout = [(name, getattr(torch, kind), tuple(shape)) for name, kind, shape in facts["tensors"]]
         if parts.rank == donor:
             named = state_of(parts)[0]
             send([named[name] for name, _, _ in layout], parts.communicator, donor)
@@ -111,27 +111,27 @@ def take(training: Training, store: dist.Store, donor: int, behind: bool, tensor
             blank = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in layout}
             send(list(blank.values()), parts.communicator, donor)
             if behind:
-                set_state(parts, blank, told["optimizer"])
-    stands = told["progress"]
+                set_state(parts, blank, facts["optimizer"])
+    stands = facts["progress"]
     now = Progress.from_dict(stands["step"], stands["position"], stands["more"])
     progress.__dict__.update(now.__dict__)
     training.good = replace(progress)
     restart_schedule(parts.schedule, progress.step)
     for key in _OUTCOME:
-        setattr(training.outcome, key, told["outcome"][key])
+        setattr(training.outcome, key, facts["outcome"][key])
     for key in _DONE:
-        setattr(training, key, told["done"][key])
-    training.loss_at = (told["loss_at"][0], told["loss_at"][1])
+        setattr(training, key, facts["done"][key])
+    training.loss_at = (facts["loss_at"][0], facts["loss_at"][1])
     if "float16" in parts.plan.precisions:
-        parts.loss_scale = LossScale.from_dict(told["loss_scale"]) if told["loss_scale"] else LossScale()
+        parts.loss_scale = LossScale.from_dict(facts["loss_scale"]) if facts["loss_scale"] else LossScale()
     else:
         parts.loss_scale = None
-    if told["time_scale"] is not None and parts.time_scale is None:
-        parts.time_scale = told["time_scale"]
-        parts.backend.start_pacing(told["time_scale"])
-    training.carried = Carried(told["limits"], told["balancer"])
+    if facts["time_scale"] is not None and parts.time_scale is None:
+        parts.time_scale = facts["time_scale"]
+        parts.backend.start_pacing(facts["time_scale"])
+    training.carried = Carried(facts["limits"], facts["balancer"])
     training.carried.put_into(parts)
-    handled: int = told["handled"]
+    handled: int = facts["handled"]
     return handled
 
 

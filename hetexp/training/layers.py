@@ -26,8 +26,8 @@ from hetexp.training.estimate import RunMemory
 SIZES = (2, 3)
 """Samples of two passes, whose difference is one sample's; normalising over a batch refuses a single one."""
 LARGE_BYTES = 2 * 2**30
-"""Weights of a model that is counted without data where it can be, on emulated devices, too: nobody should
-need its memory only to plan."""
+"""Weights of a model that is counted without data if it can be, on emulated devices, too: a plan alone should
+not need the model's memory."""
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -100,7 +100,7 @@ class LocalTraining:
         return self.outer
 
     def forget(self) -> None:
-        """Begin anew: weights and optimizer were put back to where they had been before."""
+        """Start again: weights and optimizer were put back to where they had been before."""
         self.outer, self.since, self.samples, self.host_bytes = None, SyncStats(), 0, 0
         self._summation.feedback, self._summation.sent_bytes = None, 0
 
@@ -138,32 +138,32 @@ class LocalTraining:
         outer, mine = self.begin(parts), self.since
         parts.backend.pause()
         start = parts.backend.mark()
-        told = self._told(parts, loss_scale)
+        rows = self._gathered(parts, loss_scale)
         self.since = SyncStats()
-        _agree(parts, told, loss_scale)
-        self._face_non_finite(parts, told)
-        total = float(told[:, 0].sum())
+        _agree(parts, rows, loss_scale)
+        self._face_non_finite(parts, rows)
+        total = float(rows[:, 0].sum())
         if total:
             outer.step(mine.count / total)
             self._settle_moments(parts, outer, mine.count / total)
             self._conclude(parts, outer, step, mine)
         meter.waited(start, parts.backend.mark())
         parts.backend.resume()
-        self._rebalance(parts, step, mine, told[:, _FIXED:])
-        return int(told[:, 1].sum())
+        self._rebalance(parts, step, mine, rows[:, _FIXED:])
+        return int(rows[:, 1].sum())
 
-    def _told(self, parts: TrainState, loss_scale: LossScale | None) -> torch.Tensor:
+    def _gathered(self, parts: TrainState, loss_scale: LossScale | None) -> torch.Tensor:
         """Return what each rank tells of its steps since the last sync [ranks, `_FIXED` + steps]."""
         mine, limit = self.since, parts.microbatch_limits[parts.rank]
-        told = torch.zeros((parts.communicator.world_size, _FIXED + len(mine.seconds)), dtype=torch.float64)
+        rows = torch.zeros((parts.communicator.world_size, _FIXED + len(mine.seconds)), dtype=torch.float64)
         scale = (loss_scale.value, loss_scale.good_steps) if loss_scale is not None else (0.0, 0)
         row = [mine.count, mine.left_out, mine.hopeless_step, mine.hopeless_loss, *scale, limit or 0]
         seconds = [own for _, _, own in mine.seconds]
-        told[parts.rank] = torch.tensor([*row, *mine.found.to_row(), *seconds], dtype=torch.float64)
-        return parts.communicator.all_reduce(told)
+        rows[parts.rank] = torch.tensor([*row, *mine.found.to_row(), *seconds], dtype=torch.float64)
+        return parts.communicator.all_reduce(rows)
 
-    def _face_non_finite(self, parts: TrainState, told: torch.Tensor) -> None:
-        hopeless = [(rank, row) for rank, row in enumerate(told.tolist()) if row[2]]
+    def _face_non_finite(self, parts: TrainState, rows: torch.Tensor) -> None:
+        hopeless = [(rank, row) for rank, row in enumerate(rows.tolist()) if row[2]]
         if not hopeless or parts.config.trainer.non_finite == "continue":
             return
         sentences = " ".join(
@@ -241,17 +241,17 @@ _FIXED = 7 + WIDTH
 scale and steps since it changed, microbatch limit, the hopeless step's samples; its seconds follow."""
 
 
-def _agree(parts: TrainState, told: torch.Tensor, loss_scale: LossScale | None) -> None:
-    """Take from what all ranks told: their microbatch limits, and the smallest loss scale."""
-    parts.microbatch_limits = [int(limit) or None for limit in told[:, 6].tolist()]
+def _agree(parts: TrainState, rows: torch.Tensor, loss_scale: LossScale | None) -> None:
+    """Take from all ranks' reports their microbatch limits, and the smallest loss scale."""
+    parts.microbatch_limits = [int(limit) or None for limit in rows[:, 6].tolist()]
     if loss_scale is not None:
-        loss_scale.value = float(told[:, 4].min())
-        smallest = told[:, 4] == told[:, 4].min()
-        loss_scale.good_steps = int(told[smallest, 5].min())
+        loss_scale.value = float(rows[:, 4].min())
+        smallest = rows[:, 4] == rows[:, 4].min()
+        loss_scale.good_steps = int(rows[smallest, 5].min())
 
 
 def explain(step: int, loss: float, rank: int, device: str, found: NonFiniteSamples) -> str:
-    """Return what is told of a local step whose gradient is not finite.
+    """Return the message about a local step whose gradient is not finite.
 
     Args:
         step: its number, counted from 1.

@@ -172,5 +172,5 @@ def _take_in(parts: TrainState, local: LocalTraining, step: int, result: StepRes
     since.hopeless_step, since.hopeless_loss = step + 1, float(result.loss_sum)
     if local.settings is None and parts.config.trainer.non_finite == "stop":
         device = f"{parts.plan.devices[parts.rank]}"
-        told = explain(step + 1, since.hopeless_loss, parts.rank, device, since.found)
-        raise NonFiniteError(f"{told} {FIX}")
+        message = explain(step + 1, since.hopeless_loss, parts.rank, device, since.found)
+        raise NonFiniteError(f"{message} {FIX}")

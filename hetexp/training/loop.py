@@ -133,7 +133,7 @@ class Training:
         self.evaluated_at = self.saved_at = self.logged_at = -1
         self.loss_at: tuple[int, float | None] = (-1, None)
         """The loss of a log line, and after which step, where it was known before the weights changed."""
-        self.told: set[tuple[str, int]] = set()
+        self.lines: set[tuple[str, int]] = set()
         """Lines that are in `metrics.jsonl` already, where what follows a step is done again."""
         self._saved_seconds = time.perf_counter()
         """When the last checkpoint was begun, or the training."""
@@ -156,20 +156,20 @@ class Training:
         batches = parts.batches(progress.position, left, progress.step, parts.config.trainer.num_workers)
         before: LocalBatch | None = None
         for batch in window.loaded(batches):
-            normalizer.tell = parts.balancer.own_seconds(window.meter)
+            normalizer.report = parts.balancer.own_seconds(window.meter)
             if parts.survives and self._log_due(progress.step + 1):
                 normalizer.window = window.loss
             with window.undone_on_error():
                 result = train_step(parts, progress.step, batch, normalizer, window.meter)
-            if before is not None and normalizer.told:
-                rebalance(parts, progress.step, before, normalizer.told)
+            if before is not None and normalizer.reported:
+                rebalance(parts, progress.step, before, normalizer.reported)
             before = batch
             self._advance(batch, result, normalizer)
             if result.beyond_mending and parts.config.trainer.non_finite != "continue":
-                told = tell_non_finite(parts, progress, batch, result, window)
+                text = tell_non_finite(parts, progress, batch, result, window)
                 if parts.config.trainer.non_finite == "stop":
                     good = self._before
-                    raise NonFiniteError(f"{told} {save_before(parts, good, self.first_step, self.saved_at)}")
+                    raise NonFiniteError(f"{text} {save_before(parts, good, self.first_step, self.saved_at)}")
             self._end_step(result.synchronised)
             *news, due = normalizer.noticed
             if self.survivor is not None:
@@ -257,12 +257,12 @@ class Training:
         step = self.progress.step
         known = {"loss": self.loss_at[1]} if self.loss_at[0] == step else {}
         self.window.save_due |= self._save_due()
-        self.outcome.train_loss = self.window.log(self.progress, quiet=("train", step) in self.told, **known)
+        self.outcome.train_loss = self.window.log(self.progress, quiet=("train", step) in self.lines, **known)
         self.logged_at = step
 
     def _evaluate(self) -> None:
         step = self.progress.step
-        result = evaluate_and_log(self.parts, self.progress, ("eval", step) in self.told)
+        result = evaluate_and_log(self.parts, self.progress, ("eval", step) in self.lines)
         self.outcome.evaluation, self.evaluated_at = result, step
         if self.saved_at == step:
             add_evaluation(self.parts, step, result)
@@ -311,7 +311,7 @@ def driven(parts: TrainState) -> list[Backend]:
 
 
 def rebalance(parts: TrainState, step: int, before: LocalBatch, seconds: Sequence[float]) -> None:
-    """Decide, all ranks alike, whether the batches to come are split anew.
+    """Decide, all ranks alike, whether the batches to come are split again.
 
     Args:
         step: the one that is just over.
@@ -338,7 +338,7 @@ class MetricsWindow:
         self._seconds = self._resumed_at = 0.0
         self._last: StepResult | None = None
         self.warned = False
-        """Whether a step that was left out has been told of."""
+        """Whether a step that was left out has been reported."""
         self.save_due = False
         """Whether a checkpoint is due by this rank's clock; after `log`, by the first rank's."""
 
@@ -503,20 +503,20 @@ def tell_non_finite(
     the step before.
 
     Returns:
-        Nothing where it was told before: under `skip` later steps are only counted.
+        Nothing if it was reported before: under `skip` later steps are only counted.
     """
     stop = parts.config.trainer.non_finite == "stop"
     if window.warned and not stop:
         return ""
     window.warned = True
     window.stop()
-    told = explain(parts, progress.step, batch, result.loss_sum, result.losses, result.factor)
+    text = explain(parts, progress.step, batch, result.loss_sum, result.losses, result.factor)
     if stop:
         window.log(progress)  # the loss that ends the run is seen in its curve
     elif parts.rank == 0:
-        log.warning("%s The step was left out on all ranks; later ones are counted only.", told)
+        log.warning("%s The step was left out on all ranks; later ones are counted only.", text)
     window.restart()
-    return told
+    return text
 
 
 def evaluate_and_log(parts: TrainState, progress: Progress, quiet: bool = False) -> dict[str, float]:

@@ -21,8 +21,8 @@ class StepTimer:
     wait_seconds: float = 0.0
     """Time in backward after the last own gradient, the exchange of gradients included."""
     samples: int = 0
-    _told: float = 0.0
-    """Of `compute_seconds`, what `since_last` has told; below 0 after a `take` that came before it."""
+    _returned: float = 0.0
+    """Of `compute_seconds`, what `since_last` has returned; below 0 after a `take` that came before it."""
     _spans: list[tuple[Any, Any]] = field(default_factory=list)
     _waits: list[tuple[Any, Any]] = field(default_factory=list)
     _within: list[tuple[Any, Any]] = field(default_factory=list)
@@ -82,8 +82,8 @@ class StepTimer:
         if self._spans:
             self.backend.wait(self._spans[-1][1])
             self._read_spans()
-        told, self._told = self._told, self.compute_seconds
-        return self.compute_seconds - told
+        before, self._returned = self._returned, self.compute_seconds
+        return self.compute_seconds - before
 
     def _take_waits(self) -> None:
         self._within += self.backend.waits
@@ -101,7 +101,7 @@ class StepTimer:
         """Settle, return compute seconds, wait seconds and samples, and start again from zero."""
         self.settle()
         taken = self.compute_seconds, self.wait_seconds, self.samples
-        self._told -= self.compute_seconds
+        self._returned -= self.compute_seconds
         self.compute_seconds, self.wait_seconds, self.samples = 0.0, 0.0, 0
         return taken
 

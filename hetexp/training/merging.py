@@ -186,7 +186,7 @@ class _Judge:
 
 
 def recalibrate(parts: TrainState) -> None:
-    """Measure the running statistics of all BatchNorm layers anew, on training data with the present weights.
+    """Measure the running statistics of all BatchNorm layers again, on training data with present weights.
 
     Each becomes the mean over batches of the training's size; everything else computes as in an evaluation.
     """
@@ -229,7 +229,7 @@ def _norms(model: nn.Module) -> list[_BatchNorm]:
 def write_merged(folder: Path, parents: Sequence[Parent], merged: Merged) -> Path:
     """Write a merged model as a checkpoint of the usual form, and return it.
 
-    It stands where its parent with the largest weight stood. The optimizer begins anew: moments of gradients
+    It stands where its parent with the largest weight stood. The optimizer starts fresh: moments of gradients
     at other weights are none of these. `state.json` says who took part.
     """
     weights = merged.report["weights"]

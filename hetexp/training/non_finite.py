@@ -58,7 +58,7 @@ def explain(
     losses: list[torch.Tensor],
     factor: float,
 ) -> str:
-    """Return what is told of a step whose gradient is not finite; all ranks call it, and get the same.
+    """Return the message about a step whose gradient is not finite; all ranks call it, and get the same.
 
     Args:
         step: number of the step, counted from 1.
@@ -83,7 +83,7 @@ def explain(
     everyone = [NonFiniteSamples.from_row(row) for row in parts.communicator.all_reduce(rows).tolist()]
     names = [name for name, _ in parts.model.named_parameters()]
     blamed = any(one.what == ALONE for one in everyone)
-    told = [
+    reasons = [
         _of_loss(parts, one, value, everyone[one], blamed)
         if bad
         else _of_gradient(parts, one, everyone[one], names)
@@ -91,9 +91,9 @@ def explain(
         if bad or (not any(bad_loss) and everyone[one].what != NOT_FOUND)
     ]
     if any(bad_loss):
-        cause = f"the loss is {'; '.join(told)}"
-    elif told:
-        cause = f"every loss is finite, but {'; '.join(told)}"
+        cause = f"the loss is {'; '.join(reasons)}"
+    elif reasons:
+        cause = f"every loss is finite, but {'; '.join(reasons)}"
     else:
         cause = "every loss is finite; computed again, each rank's own gradient is, too"
     return f"The gradient of step {step} is not finite{_first(parts)}, and {cause}."
@@ -145,7 +145,7 @@ def _suspects(
 def search(
     parts: TrainState, suspects: list[tuple[Any, list[int]]], factor: float, of_loss: bool
 ) -> NonFiniteSamples:
-    """Look for the samples on this rank; whatever goes wrong on the way, the run's own error is told.
+    """Look for the samples on this rank; whatever goes wrong on the way, the run's own error is reported.
 
     Args:
         suspects: microbatches, each with the places of its samples in the training data.
@@ -156,7 +156,7 @@ def search(
     try:
         with _as_alone(parts):
             return _narrow(suspects, judge, of_loss)
-    except Exception:  # memory, a model that refuses one sample: then they are not told
+    except Exception:  # memory, a model that refuses one sample: then they are not named
         return NonFiniteSamples()
 
 

@@ -1,4 +1,4 @@
-"""What a rank found out about a step of its own that is not finite, and how the others are told."""
+"""What a rank found out about a step of its own that is not finite, and how the others learn of it."""
 
 from __future__ import annotations
 

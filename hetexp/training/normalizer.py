@@ -48,13 +48,13 @@ class LossNormalizer:
         self._communicator = communicator
         self._gradient_divisor = gradient_divisor
         self._per = per
-        self.tell: float | None = None
+        self.report: float | None = None
         """A number for all ranks to know, sent with the next count: of every rank or of none."""
-        self.told: list[float] = []
-        """What each rank told in the step of the last `factor`."""
+        self.reported: list[float] = []
+        """What each rank reported in the step of the last `factor`."""
         self.notices: Callable[[], tuple[int, int, int]] | None = None
         """Asked on the first rank, as a step begins, for the newest epoch and request, and whether its clock
-        asks for a checkpoint; `None`: nobody is."""
+        asks for a checkpoint; `None`: no rank is."""
         self.noticed = (0, 0, 0)
         """What it answered in the step of the last `factor`; the same on every rank."""
         self.window: tuple[torch.Tensor | float, float] | None = None
@@ -74,10 +74,10 @@ class LossNormalizer:
             notices = self.notices() if self._communicator.rank == 0 else (0, 0, 0)
         # In two parts: sums of whole counts stay exact, however large they are.
         numbers = torch.tensor([*divmod(local_count, _PART), *notices], dtype=torch.float64)
-        if self.tell is not None:
-            told = torch.zeros(self._communicator.world_size, dtype=torch.float64)
-            told[self._communicator.rank] = self.tell
-            numbers = torch.cat([numbers, told])
+        if self.report is not None:
+            reports = torch.zeros(self._communicator.world_size, dtype=torch.float64)
+            reports[self._communicator.rank] = self.report
+            numbers = torch.cat([numbers, reports])
         self._pending = self._communicator.all_reduce_async(numbers)
 
     def factor(self) -> tuple[float, float]:
@@ -88,9 +88,9 @@ class LossNormalizer:
             scale included, and the global count.
         """
         assert self._pending is not None, "start() comes first"
-        parts, rest, *self.told = self._pending.wait().tolist()
+        parts, rest, *self.reported = self._pending.wait().tolist()
         if self.notices is not None:
-            epoch, request, due, *self.told = self.told
+            epoch, request, due, *self.reported = self.reported
             self.noticed = int(epoch), int(request), int(due)
         global_count = int(parts) * _PART + (int(rest) if rest.is_integer() else rest)
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0

@@ -49,7 +49,7 @@ class OutOfMemory:
 def recovering_guard(parts: TrainState) -> EmptyShareGuard | None:
     """Let the guard keep the model's shortages, and return it; `None` where a shortage ends the run.
 
-    With `trainer.non_finite=continue` nobody looks at the gradient, so that ranks could not learn of it.
+    With `trainer.non_finite=continue` the gradient is not checked, so that ranks could not learn of it.
     """
     if not parts.looks and parts.communicator.world_size > 1 and parts.strategy.steps != "local":
         return None
@@ -138,12 +138,12 @@ def halve_together(
         DeviceMemoryError: on a rank whose microbatch was a single sample.
         PeerLostError: on all others then.
     """
-    told = torch.zeros((parts.communicator.world_size, 4), dtype=torch.float64)
+    reports = torch.zeros((parts.communicator.world_size, 4), dtype=torch.float64)
     if shortage is not None:
         sizes = sizes_of(microbatches)
         free = -1 if shortage.free_bytes is None else shortage.free_bytes
-        told[parts.rank] = torch.tensor([1, max(sizes, default=0), sum(sizes), free], dtype=torch.float64)
-    everyone = [[int(value) for value in row] for row in parts.communicator.all_reduce(told).tolist()]
+        reports[parts.rank] = torch.tensor([1, max(sizes, default=0), sum(sizes), free], dtype=torch.float64)
+    everyone = [[int(value) for value in row] for row in parts.communicator.all_reduce(reports).tolist()]
     hopeless = []
     for rank, (short, size, samples, free) in enumerate(everyone):
         if not short:

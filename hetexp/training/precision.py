@@ -100,7 +100,7 @@ def settle(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look
         look: whether to look for values that are not finite where there is no scale to adapt.
 
     Returns:
-        Whether the gradients are finite (where nobody looks they are taken to be); the same on every rank.
+        Whether the gradients are finite (they count as finite if unchecked); the same on every rank.
     """
     if loss_scale is None:
         return not look or all_finite(gradients)

@@ -142,7 +142,7 @@ def restore_random(parts: TrainState, folder: Path) -> None:
 def match_states(
     saved: Sequence[str | None], now: Sequence[str | None]
 ) -> tuple[list[int | None], list[int | None]]:
-    """Return for each rank whose host's states, and whose card's, it goes on with; `None`: nobody's.
+    """Return for each rank whose host's states, and whose card's, it goes on with; `None`: no rank's.
 
     Args:
         saved: kind of each rank's card at the time of the checkpoint; `None` for a processor.
@@ -182,19 +182,19 @@ def _tell(
     """Warn once, for all ranks, of states that are lost, and of devices that begin with their seed."""
     lost = [one["device"] for place, one in enumerate(origins) if one["kind"] and place not in cards]
     lost += [f"the process of {one['device']}" for place, one in enumerate(origins) if place not in host]
-    anew = [
+    fresh = [
         spec.id
         for spec, process, card in zip(parts.plan.devices, host, cards, strict=True)
         if process is None or (_kind(spec.backend) is not None and card is None)
     ]
-    if not lost and not anew:
+    if not lost and not fresh:
         return
-    told = [f"those of {_list(lost)} are left, there is no such device now"] if lost else []
-    told += [f"{_list(anew)} begin with their seeds"] if anew else []
+    changes = [f"those of {_list(lost)} are left, there is no such device now"] if lost else []
+    changes += [f"{_list(fresh)} begin with their seeds"] if fresh else []
     log.warning(
         "resume: random states of other devices: %s. Dropout and augmentations draw other numbers than they "
         "would have.",
-        "; ".join(told),
+        "; ".join(changes),
     )
 
 

@@ -32,7 +32,7 @@ OWN = ("checkpoint", "stop")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a handler is told; it is called on every rank."""
+    """What a handler is given; it is called on every rank."""
 
     argument: str
     """What followed the name."""
@@ -90,15 +90,15 @@ class Requests:
 
     def _answer(self, training: Training, request: Request) -> dict[str, Any]:
         step = training.progress.step
-        told: dict[str, Any] = {"done": True, "step": step}
+        reply: dict[str, Any] = {"done": True, "step": step}
         if request.name == "checkpoint":
             training.window.stop()
-            told["checkpoint"] = training.save(wait=True)
+            reply["checkpoint"] = training.save(wait=True)
             training.window.restart()
-            return told
+            return reply
         if request.name == "stop":
             training.stops = True
-            return told
+            return reply
         handler = self._handler(training, request.name)
         if handler is None:
             known = [*OWN, *self._known(training)]
@@ -109,7 +109,7 @@ class Requests:
         parts = training.parts
         asked = Asked(request.argument, step, parts.rank, parts.plan.world_size, parts.model, parts.optimizer)
         try:
-            return told | {"answer": handler(asked)}
+            return reply | {"answer": handler(asked)}
         except PeerLostError:
             raise
         except Exception as error:  # a mistake in it is no reason to lose the training

@@ -1,7 +1,7 @@
 """One rank's part in a training whose members change: how it leaves a group, and forms the next one.
 
 A rank that loses another one drops the step that it is in, and waits for the launcher's word on who trains
-from now on (`hetexp/core/epoch.py`). The members form their group anew and tell each other how far they are.
+from now on (`hetexp/core/epoch.py`). The members re-form their group and tell each other how far they are.
 A rank may have died between the exchange of gradients and the update, so that some have done the step and
 others have not: the newest step counts, since it is the step that all would have done. Who is behind, and who
 comes new, is given all of its state by one that has it (`hetexp/training/handover.py`). Then the next global
@@ -72,7 +72,7 @@ class RankRecovery:
         self._watch.stop()
 
     def _obsolete(self) -> bool:
-        """Tell whether nobody comes to this group any more."""
+        """Return whether no rank comes to this group any more."""
         if self._forming:  # some may have gone on to a newer one already, whatever that changes
             return self._watch.epoch > self.epoch
         return self._watch.broken_since(self.epoch)
@@ -148,14 +148,14 @@ class RankRecovery:
         self._take_loggers(training)
         seconds = time.monotonic() - began
         if rank == 0:
-            told = {
+            message = {
                 "step": training.progress.step,
                 "donor": epoch.members[donor],
                 "seconds": seconds,
                 "steps_lost": 0,
                 "way": "in process",
             }
-            self._launcher.set(reformed_key(epoch.number), json.dumps(told))
+            self._launcher.set(reformed_key(epoch.number), json.dumps(message))
             who = ", ".join(device.id for device in plan.devices)
             log.info("epoch %d: %s train from step %d on", epoch.number, who, training.progress.step)
 
@@ -195,10 +195,10 @@ class RankRecovery:
         return donor
 
     def _take_loggers(self, training: Training) -> None:
-        """Let the first rank write the metrics from now on, and nobody else."""
+        """Let only the first rank write the metrics from now on."""
         parts = training.parts
         if parts.rank == 0:
-            training.told = told_lines(Path(parts.plan.run_dir) / "metrics.jsonl")
+            training.lines = written_lines(Path(parts.plan.run_dir) / "metrics.jsonl")
             if not parts.loggers:
                 parts.loggers = start_loggers(parts)
         elif parts.loggers:
@@ -220,13 +220,13 @@ def written(training: Training) -> bool:
         due.add(("train", step))
     if training.evaluated_at == step and training.outcome.evaluation:
         due.add(("eval", step))
-    return not due or due <= told_lines(Path(training.parts.plan.run_dir) / "metrics.jsonl")
+    return not due or due <= written_lines(Path(training.parts.plan.run_dir) / "metrics.jsonl")
 
 
-def told_lines(path: Path) -> set[tuple[str, int]]:
+def written_lines(path: Path) -> set[tuple[str, int]]:
     """Return which lines of the last steps a metrics file has: `train` or `eval`, and the step."""
     found = set()
-    for told in last_rows(path, LINES):
-        kinds = {str(name).partition("/")[0] for name in told}
-        found |= {(kind, told["step"]) for kind in kinds & {"train", "eval"}}
+    for row in last_rows(path, LINES):
+        kinds = {str(name).partition("/")[0] for name in row}
+        found |= {(kind, row["step"]) for kind in kinds & {"train", "eval"}}
     return found

@@ -83,9 +83,9 @@ class ReplicaCheck:
         """
         self._due = False
         found = self._differences()
-        told = [one for one in found if one.kind != "buffer"]
-        if told:
-            raise ReplicaError(f"{self._words(step, told)} {FIX}")
+        fatal = [one for one in found if one.kind != "buffer"]
+        if fatal:
+            raise ReplicaError(f"{self._words(step, fatal)} {FIX}")
         if found and not self._warned:
             self._warned = True
             if self._parts.rank == 0:

@@ -66,8 +66,8 @@ def report(parts: TrainState, store: dist.Store, outcome: Outcome, wall_seconds:
         summary["comm"]["wire_dtype"] = wire if wire != "float32" else summary["comm"]["wire_dtype"]
     summary["versions"] |= versions()
     for place, device in enumerate(summary["devices"]):
-        told = everyone[0 if parts.plan.cards else place]["device"]
-        device |= _of_card(parts.plan, told, place) if parts.plan.cards else told
+        facts = everyone[0 if parts.plan.cards else place]["device"]
+        device |= _of_card(parts.plan, facts, place) if parts.plan.cards else facts
         joules = everyone[0 if parts.plan.cards else place]["joules"][place if parts.plan.cards else 0]
         source = backend_class(device["backend"]).energy_source if joules is not None else None
         device |= {"energy_j": joules, "energy_source": source}
@@ -91,12 +91,12 @@ def report(parts: TrainState, store: dist.Store, outcome: Outcome, wall_seconds:
     return summary
 
 
-def _of_card(plan: Plan, told: dict[str, Any], place: int) -> dict[str, Any]:
+def _of_card(plan: Plan, facts: dict[str, Any], place: int) -> dict[str, Any]:
     """Return what is known of one of a single rank's cards: it is the rank that was timed, not the card."""
-    largest = apportion(told["micro_batch"], plan.card_shares).counts[place]
-    unknown = {"samples_per_s": None, "peak_memory": told["peak_memory"] if place == 0 else None}
+    largest = apportion(facts["micro_batch"], plan.card_shares).counts[place]
+    unknown = {"samples_per_s": None, "peak_memory": facts["peak_memory"] if place == 0 else None}
     own = {"share": plan.card_shares[place], "local_batch": plan.card_batch_sizes[place]}
-    return told | own | unknown | {"micro_batch": largest}
+    return facts | own | unknown | {"micro_batch": largest}
 
 
 def _by_calibration(
@@ -123,7 +123,7 @@ def _by_own_work(
     """Return these fields from each device's own work during the run, where nothing was measured before it.
 
     A device's time is taken to grow with its samples, so that large fixed costs make its own speed look
-    lower than it is. Nothing is told where a device had no samples, or of a device alone.
+    lower than it is. Nothing is reported if a device had no samples, or of a device alone.
     """
     if len(own) < 2 or not all(one["compute"] > 0 and one["samples"] for one in own):
         return {}

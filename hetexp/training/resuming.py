@@ -55,7 +55,7 @@ def resume(parts: TrainState, configured: bool = True) -> Progress:
     if parts.local is not None and part is not None:
         parts.local.goes_on, parts.local.samples = True, part["samples"]
         if parts.strategy.apart and part["share"] != parts.plan.shares[parts.rank]:
-            log.warning("resume: the shares are others than before: samples are dealt out anew.")
+            log.warning("resume: the shares are others than before: samples are dealt out again.")
     restore_random(parts, folder)
     parts.microbatch_limits = _limits_before(parts, state.extra.get("devices", []))
     return Progress.from_dict(state.step, state.position, state.extra["progress"])

@@ -96,7 +96,7 @@ class Saver:
         """Let a write that is under way end, before the process does; return whether it has, in this time."""
         try:
             return self._writer.wait(seconds)
-        except CheckpointError:  # told already
+        except CheckpointError:  # reported already
             return True
 
 

@@ -98,8 +98,8 @@ def save_before(parts: TrainState, good: Progress, first_step: int, saved_at: in
     """
     fix = "with a lower `optimizer.lr`, with `trainer.clip_norm`, or with trainer.non_finite=skip"
     if parts.config.trainer.fast_dev_run or good.step == first_step:
-        parts.communicator.barrier()  # nobody leaves while rank 0 still writes metrics
-        return f"No step before it is worth a checkpoint: start anew {fix}, which leaves such steps out."
+        parts.communicator.barrier()  # no rank leaves while rank 0 still writes metrics
+        return f"No step before it is worth a checkpoint: start again {fix}, which leaves such steps out."
     if saved_at != good.step:
         restart_schedule(parts.schedule, good.step)
         try:

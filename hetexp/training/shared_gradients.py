@@ -157,7 +157,7 @@ class SharedGradients:
             time.sleep(due - now)
 
     def _sum(self, group: _Group, flat: torch.Tensor) -> None:
-        """Really sum over a group. Which parameters take part is told as it is, whatever the wire."""
+        """Really sum over a group. Which parameters take part is sent as it is, whatever the wire."""
         if self._codec is None:
             group.exchange.sum_(flat)
             self.num_bytes += flat.numel() * flat.element_size()
@@ -176,13 +176,13 @@ class SharedGradients:
             finite: whether this rank's are; all ranks skip the step where one rank's are not.
             wants_norm: whether to compute the norm of the whole gradient, each parameter once.
         """
-        told = torch.zeros(2, dtype=torch.float64)
-        told[0] = 0.0 if finite else 1.0
+        numbers = torch.zeros(2, dtype=torch.float64)
+        numbers[0] = 0.0 if finite else 1.0
         if wants_norm:
             gradients = [p.grad for p in self.counted if p.grad is not None]
-            told[1] = float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
-        told = self._parts.communicator.all_reduce(told)
-        return float(told[0]) == 0.0, math.sqrt(float(told[1])) if wants_norm else None
+            numbers[1] = float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
+        numbers = self._parts.communicator.all_reduce(numbers)
+        return float(numbers[0]) == 0.0, math.sqrt(float(numbers[1])) if wants_norm else None
 
 
 def parameters_by_name(model: nn.Module, cut: Cut) -> dict[str, nn.Parameter]:

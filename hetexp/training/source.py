@@ -81,8 +81,8 @@ class SourceModel:
             ConfigError: the file does not say, or a class of the checkpoint is not trusted.
         """
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            checkpoint, layer = Path(told["checkpoint"]), str(told["layer"])
+            recorded = json.loads(path.read_text(encoding="utf-8"))
+            checkpoint, layer = Path(recorded["checkpoint"]), str(recorded["layer"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             accepted = "0 where source.json does not name a checkpoint and a layer"
             raise ConfigError(must_be("data.loss_recovered", accepted, num_samples, f"{error}.")) from error

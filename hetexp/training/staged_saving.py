@@ -57,7 +57,7 @@ def gather(parts: TrainState, step: int) -> Packed | None:
     stages = _parts_of(parts, 0, step, len(own_model) + len(own_optimizer))
     for rank in range(1, parts.plan.world_size):
         try:
-            of_step, tensors, states, told = _receive(parts, rank)
+            of_step, tensors, states, description = _receive(parts, rank)
         except PeerLostError:
             with contextlib.suppress(OSError):  # the disk may be full, too
                 note_unfinished(parts.checkpoints, step, _parts_of(parts, rank, step, 0))
@@ -65,7 +65,7 @@ def gather(parts: TrainState, step: int) -> Packed | None:
         stages += _parts_of(parts, rank, of_step, len(tensors) + len(states))
         model |= tensors
         optimizer |= states
-        described.append(told)
+        described.append(description)
     whole = parts.staging.cut.whole
     record = to_record(stages, len(whole.pieces.layer_names))
     if lacks := lacking(record, step):
@@ -82,7 +82,7 @@ def gather(parts: TrainState, step: int) -> Packed | None:
 
 
 def _parts_of(parts: TrainState, rank: int, step: int, num_tensors: int) -> list[StagePart]:
-    """Return what is told of a rank's stages."""
+    """Return what is known of a rank's stages."""
     device = parts.plan.devices[rank]
     return [
         StagePart(

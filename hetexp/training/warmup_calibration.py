@@ -76,7 +76,7 @@ def undone(parts: TrainState) -> Iterator[None]:
 def _real_steps(parts: TrainState) -> None:
     """Train a little at full speed."""
     gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
-    scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts anew
+    scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts fresh
     normalizer = LossNormalizer(parts.communicator, gradient_divisor, loss_scale=scale)
     meter = StepTimer(parts.backend)
     for batch in parts.batches(Progress().position, REHEARSED_STEPS):

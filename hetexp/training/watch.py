@@ -16,7 +16,7 @@ from hetexp.comm.watched_store import another_connection
 from hetexp.core.epoch import LATEST, LATEST_REQUEST, Epoch, Request
 
 LOOK_SECONDS = 0.1
-"""Pause between two looks; it is what a rank that has lost nobody learns too late of another's loss."""
+"""Pause between two looks: a rank with live peers learns of another's loss at most this much later."""
 HURRIED_SECONDS = 0.005
 """The same where this rank waits for an epoch."""
 

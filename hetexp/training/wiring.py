@@ -101,7 +101,7 @@ def build_newcomer(plan: Plan, config: Config, rank: int, member: int, store: di
         HandshakeError: it differs from the others in what it would train.
     """
     parts, cut, _ = _build_alone(plan, config, rank, store, member)
-    assert cut is None, "stages do not form anew"
+    assert cut is None, "stages do not re-form"
     return parts
 
 
@@ -137,8 +137,8 @@ def _build_alone(
     seed_all(trainer.seed)
     model = build_model(config.model, data.facts, trainer.activation_checkpointing)
     if not config.debug.dropout:
-        told = without_dropout(model)
-        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(told)}" if told else "there was none")
+        found = without_dropout(model)
+        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(found)}" if found else "there was none")
     model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
@@ -419,13 +419,13 @@ def agree(
     compare_facts(everyone, names)
     if any(one != run_on[0] for one in run_on):
         builds = (", ".join(f"{key} {value}" for key, value in one.items()) for one in run_on)
-        told = "; ".join(f"{name}: {build}" for name, build in zip(names, builds, strict=True))
-        log.info("ranks of different builds: %s; they compute in %s", told, ", ".join(plan.precisions))
+        listed = "; ".join(f"{name}: {build}" for name, build in zip(names, builds, strict=True))
+        log.info("ranks of different builds: %s; they compute in %s", listed, ", ".join(plan.precisions))
     return run_on
 
 
 def agree_late(plan: Plan, member: int, store: dist.Store, facts: dict[str, Any]) -> None:
-    """Compare what a process would train that is to join others with what the run's first rank told of it.
+    """Compare what a process that joins others would train with what the run's first rank reported.
 
     Raises:
         HandshakeError: names each fact that differs.
@@ -478,7 +478,7 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
 def start_loggers(parts: TrainState) -> tuple[Logger, ...]:
     """Open `metrics.jsonl` and the configured tracker; rank 0 calls it, after `resume`.
 
-    Where the file is there already, another process of this run has written it: the tracker is told again.
+    If the file has rows already, another process of this run wrote them: the tracker gets them again.
     """
     info = run_info(parts)
     path = Path(parts.plan.run_dir) / "metrics.jsonl"
@@ -516,7 +516,7 @@ def run_info(parts: TrainState) -> RunInfo:
 
 
 def _tags(plan: Plan, resumed: bool) -> tuple[str, ...]:
-    """Return what runs are told apart by: each group's option, with the group where it says nothing alone."""
+    """Return what distinguishes runs: each group's option, with the group if it says nothing alone."""
     tags = ["emulated"] if plan.emulated else []
     tags += ["resumed"] if resumed else []
     chosen = {"strategy": plan.strategy} | plan.choices

@@ -227,13 +227,13 @@ async def _bounded(receive: Any) -> tuple[Any, bool]:
         size += len(parts[-1])
         if size > MOST_BYTES:
             return receive, True
-    told = False
+    delivered = False
 
     async def whole() -> Any:
-        nonlocal told
-        if told:
+        nonlocal delivered
+        if delivered:
             return await receive()
-        told = True
+        delivered = True
         return {"type": "http.request", "body": b"".join(parts), "more_body": False}
 
     return whole, False

@@ -221,8 +221,8 @@ def problems_of(overrides: Mapping[str, Any], experiment: str | None) -> list[tu
     for key, value in overrides.items():
         if key not in known:
             shown = _short(key)
-            told = f"`{shown}` is not a key that a request may set.{did_you_mean(shown, known)}"
-            found.append((shown, f"{told} GET /api/v1/options lists them."))
+            message = f"`{shown}` is not a key that a request may set.{did_you_mean(shown, known)}"
+            found.append((shown, f"{message} GET /api/v1/options lists them."))
         else:
             problem = known[key].problem(value)
             found += [(key, problem)] if problem else []
@@ -273,6 +273,6 @@ def _number(value: float | None) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Return a value, or the beginning of one that is too long to be told."""
+    """Return a value, or its beginning if it is too long to show."""
     text = value if isinstance(value, str) else repr(value)
     return value if len(text) <= 80 else f"{text[:77]}…"

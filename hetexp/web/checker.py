@@ -60,8 +60,8 @@ class Checker:
         answer = self._known(order)
         if answer is None:
             if self._waiting >= MOST_WAITING:
-                told = "Too many configurations wait to be checked; ask again later."
-                raise RefusedError(429, [(None, told)])
+                message = "Too many configurations wait to be checked; ask again later."
+                raise RefusedError(429, [(None, message)])
             self._waiting += 1
             try:
                 async with self._lock:
@@ -87,7 +87,7 @@ class Checker:
         return answer if time.monotonic() - moment < KEPT_SECONDS else None
 
     def _keep(self, order: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-        """Keep an estimate; what a training starts with is always checked anew, and so is what failed."""
+        """Keep an estimate; what a training starts with, or what failed, is always checked again."""
         if order["kind"] == "estimate" and not answer["problems"]:
             while len(self._kept) >= MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))  # the oldest
@@ -118,18 +118,18 @@ class Checker:
             if line:
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-            told = (
+            message = (
                 "The configuration ended the process that checks it; it may need more memory than there is."
             )
         except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
-            told = f"The configuration could not be checked within {self._limit:g} s."
+            message = f"The configuration could not be checked within {self._limit:g} s."
         except (OSError, ValueError) as error:
-            told = f"The configuration could not be checked: {error}"
+            message = f"The configuration could not be checked: {error}"
         except BaseException:  # cancelled: the answer to this question would be taken for the next one's
             await self._end()
             raise
         await self._end()
-        return {"problems": [told]}
+        return {"problems": [message]}
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Answer = dict[str, Any]
 _FIRST = ("hardware.devices=[cpu,cpu]", "hardware.cards=null")
-"""A question that nobody asked: what its answer imports, those of people need, too."""
+"""A warm-up question: its answer imports what the answers to users' questions need, too."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         "check": checked,
         "estimate": estimated,
     }
-    with contextlib.suppress(Exception):  # whoever asks is told what is wrong
+    with contextlib.suppress(Exception):  # a user's question reports what is wrong
         estimated(_FIRST, ("cpu", "cpu"))
     for line in sys.stdin:
         order = json.loads(line)

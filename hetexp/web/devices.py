@@ -15,7 +15,7 @@ from hetexp.hardware.detected import DetectedCard
 from hetexp.web.job import Card
 
 LIST_SECONDS = 60.0
-"""How often cards are listed anew."""
+"""Seconds after which cards are listed again."""
 _EMULATED = "emulated:"
 
 
@@ -37,7 +37,7 @@ class Machine:
                 self._listed_at = time.monotonic()
             return self._cards
 
-    def told(self, device: dict[str, Any]) -> dict[str, Any]:
+    def shown(self, device: dict[str, Any]) -> dict[str, Any]:
         """Return a device as the API shows it, with who drives it and whether it can be chosen."""
         card = self.cards().get(device["id"])
         if card is None or device["emulated"]:

@@ -2,7 +2,7 @@
 
 The folder tells everything, so that a server that was killed finds its trainings again: `job.json` what was
 asked, `job.lock` whether its launcher lives. The lock is taken before the launcher is started, which holds it
-by inheriting the open file: there is no moment in which it runs and nobody can tell.
+by inheriting the open file: the lock shows at every moment whether it runs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Job:
 
     def held(self) -> list[str]:
         """Return which of its cards another run holds, in words."""
-        return [f"{card.id}: {told}" for card in self.cards if (told := holder(card.spec)) is not None]
+        return [f"{card.id}: {text}" for card in self.cards if (text := holder(card.spec)) is not None]
 
     @property
     def run_dir(self) -> Path:
@@ -188,7 +188,7 @@ def signalled(pid: int, number: signal.Signals, group: bool = False) -> None:
 
 
 def log_tail(run_dir: Path, lines: int, most_bytes: int = 64 * 1024) -> list[str]:
-    """Return the last lines of what a launcher printed, or of rank 0's log where nobody kept that."""
+    """Return the last lines of a launcher's output, or of rank 0's log if the output was not kept."""
     for path in (run_dir / LOG, run_dir / "logs" / "rank_0.log"):
         try:
             with path.open("rb") as file:

@@ -1,8 +1,8 @@
 """The trainings of this machine: those that the server starts, in order as devices get free, and others.
 
-A thread looks every moment at what changed. What is known of a training is in the monitor's table; whoever
-follows a run (`hetexp.monitor.follow`) writes its progress there, this thread what nobody else can tell: that
-a launcher was started, or ended before it had a plan.
+A thread polls for changes. The monitor's table holds what is known of a training. The process that follows a
+run (`hetexp.monitor.follow`) writes its progress there. This thread adds what only it knows: that a launcher
+was started, or ended before it had a plan.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Jobs:
                 try:
                     signalled(row["pid"], SIGTERM)
                 except PermissionError:
-                    told = f"Training {row['id']} is another user's."
-                    raise RefusedError(409, [("id", told)]) from None
+                    message = f"Training {row['id']} is another user's."
+                    raise RefusedError(409, [("id", message)]) from None
         self._wake.set()
 
     def delete(self, row: Row) -> None:
@@ -166,7 +166,7 @@ class Jobs:
                 _LOG.warning("%s", error)
 
     def _goes_on(self, row: Row, job: Job | None) -> bool:
-        """Return whether a training has not ended, and note an end that nobody else told."""
+        """Return whether a training has not ended, and note an end that no other process noted."""
         if job is None:
             return True  # a command line's: whoever samples the machine notes when it is gone (`Store.bury`)
         run_dir, process = Path(row["run_dir"]), self._processes.get(row["id"])
@@ -193,7 +193,7 @@ class Jobs:
             signalled(row["pid"], SIGTERM)
 
     def _begin(self, rows: list[Row], jobs: dict[str, Job | None]) -> None:
-        """Start what waits and whose devices nobody uses, or waits for longer."""
+        """Start each training that waits, unless its devices are in use or an older one waits for them."""
         taken: dict[str, str] = {}
         waiting = []
         for row in sorted(rows, key=lambda row: row["created"]):
@@ -206,11 +206,11 @@ class Jobs:
                 waiting.append((row, job))
         self._waits = {}
         for row, job in waiting:
-            told = [f"{one}, which {taken[one]} uses" for one in sorted(job.takes & taken.keys())]
-            told = told or job.held()
+            reasons = [f"{one}, which {taken[one]} uses" for one in sorted(job.takes & taken.keys())]
+            reasons = reasons or job.held()
             taken |= dict.fromkeys(job.takes - taken.keys(), str(row["name"]))
-            if told:
-                self._waits[row["id"]] = told
+            if reasons:
+                self._waits[row["id"]] = reasons
             elif job.stop_asked is None:
                 self._launch(row, job)
 
@@ -225,7 +225,7 @@ class Jobs:
             self._store.update(job.id, pid=process.pid, process_mark=started_at(process.pid))
 
     def _conclude(self, row: Row, job: Job) -> None:
-        """Note how a training ended whose launcher told nobody."""
+        """Note the end of a training whose launcher did not report it."""
         run_dir = Path(row["run_dir"])
         with suppress(OSError, ValueError, KeyError):
             summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""What happens, told to all open WebSockets: every sample, every change of a training.
+"""Sends every sample and every change of a training to all open WebSockets.
 
-Each client has a queue of its own. One that does not take what it is sent is dropped when its queue is full;
-nobody waits for it.
+Each client has a queue of its own. A client that is too slow is dropped when its queue is full; nothing waits
+for it.
 """
 
 from __future__ import annotations

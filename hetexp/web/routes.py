@@ -114,22 +114,22 @@ async def estimate(behind: Behind, asked: schemas.Question) -> schemas.Estimate:
 async def start(behind: Behind, asked: schemas.NewTraining) -> schemas.Training:
     """Start a training, or let it wait for its devices."""
     words = await to_thread(_words, behind, asked.overrides, asked.experiment, asked.gpu_ids)
-    told = await behind.checker.ask("check", words, asked.gpu_ids)
+    facts = await behind.checker.ask("check", words, asked.gpu_ids)
     folder = f"outputs/{datetime.now():%Y-%m-%d}/{new_name()}"
     job = Job(
         id=run_id(behind.root / folder),
         root=str(behind.root),
         folder=folder,
         words=tuple(words),
-        name=told["name"] or allowed.named(asked.overrides, asked.experiment),
+        name=facts["name"] or allowed.named(asked.overrides, asked.experiment),
         monitor_url=behind.config.url,
         gpu_ids=tuple(asked.gpu_ids),
         cards=behind.machine.real(asked.gpu_ids),
         overrides=dict(asked.overrides),
         experiment=asked.experiment,
-        balancing=told["balancing"],
+        balancing=facts["balancing"],
     )
-    row = await to_thread(behind.jobs.add, job, told["strategy"], told["emulated"])
+    row = await to_thread(behind.jobs.add, job, facts["strategy"], facts["emulated"])
     return schemas.Training.model_validate(behind.training(row))
 
 
@@ -230,8 +230,8 @@ def _plain(shown: dict[str, Any]) -> JSONResponse:
 def _row(behind: Any, training_id: str) -> dict[str, Any]:
     row: dict[str, Any] | None = behind.store.training(training_id)
     if row is None:
-        told = must_be("training_id", "one that GET /api/v1/trainings lists", training_id)
-        raise RefusedError(404, [("training_id", told)])
+        message = must_be("training_id", "one that GET /api/v1/trainings lists", training_id)
+        raise RefusedError(404, [("training_id", message)])
     return row
 
 

@@ -59,7 +59,7 @@ class User(BaseModel):
 
 
 class Device(BaseModel):
-    """A device and its newest sample; what nobody tells is null."""
+    """A device and its newest sample; a value that is not known is null."""
 
     id: str
     key: str

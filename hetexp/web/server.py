@@ -86,7 +86,7 @@ class Dashboard:
     def devices(self) -> list[dict[str, Any]]:
         """Return all devices with their newest samples."""
         rows = self.store.latest(time.time() - RECENT_SECONDS)
-        return [self.machine.told(views.device(row)) for row in rows]
+        return [self.machine.shown(views.device(row)) for row in rows]
 
     def training(self, row: dict[str, Any], with_log: bool = False) -> dict[str, Any]:
         """Return a training as the API shows it."""
@@ -125,7 +125,7 @@ class Dashboard:
             if moment <= self._shown_until:
                 return
             self._shown_until = moment
-        devices = [self.machine.told(views.device(row)) for row in rows]
+        devices = [self.machine.shown(views.device(row)) for row in rows]
         self.hub.tell({"kind": "sample", "time": moment, "devices": devices})
 
     def _join(self) -> None:
@@ -150,8 +150,8 @@ def make_app(dashboard: Dashboard) -> Any:
     app = FastAPI(
         title="hetexp",
         version=hetexp.__version__,
-        description="Devices and trainings of this machine. Times are seconds since the epoch; what nobody "
-        "tells is null.",
+        description="Devices and trainings of this machine. Times are seconds since the epoch; a value that "
+        "is not known is null.",
         docs_url=None,  # these pages would load their scripts from elsewhere
         redoc_url=None,
         openapi_url="/api/v1/openapi.json",
@@ -179,7 +179,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(detail(_told(one) for one in error.errors()), 422)
+        return JSONResponse(detail(_sentence(one) for one in error.errors()), 422)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -196,7 +196,7 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(detail([(None, str(error))]), 409)
 
 
-def _told(one: dict[str, Any]) -> tuple[str | None, str]:
+def _sentence(one: dict[str, Any]) -> tuple[str | None, str]:
     """Return pydantic's error of a request as a sentence."""
     place = [str(part) for part in one["loc"] if part not in ("body", "query", "path")]
     key = ".".join(place) or "body"

@@ -63,7 +63,7 @@ def test_a_gradient_that_is_not_finite_where_the_loss_is(train: Train, tmp_path:
     told = str(caught.value)
     assert "every loss is finite, but rank 1's own gradient, on cpu:1" in told
     assert f"is not (first in first.weight), because of training sample {bad}." in told
-    assert "start anew" in told and not (tmp_path / "run" / "checkpoints").exists()
+    assert "start again" in told and not (tmp_path / "run" / "checkpoints").exists()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["checkpoint"] is None
 

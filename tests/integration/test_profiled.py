@@ -86,7 +86,7 @@ def test_what_was_measured_serves_the_next_run(train: Train, own_cards: str) -> 
     assert (first.folder / "calibration").exists()
     assert not (second.folder / "calibration").exists()
     assert "Measuring" in first.screen and "Measuring" not in second.screen
-    assert "balancing.recalibrate=true measures anew" in " ".join(second.screen.split())
+    assert "balancing.recalibrate=true measures them again" in " ".join(second.screen.split())
     plans = [json.loads((run.folder / "plan.json").read_text()) for run in (first, second)]
     assert plans[0]["calibration"] | {"cached": True} == plans[1]["calibration"]
     assert [run.summary["calibration"]["cached"] for run in (first, second)] == [False, True]

@@ -119,8 +119,8 @@ def library() -> ctypes.CDLL | None:
     try:
         loaded = ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or error
-        log.info("the exchange's copy in C is not used, the one in Python is: %s", told)
+        reason = getattr(error, "stderr", None) or error
+        log.info("the exchange's copy in C is not used, the one in Python is: %s", reason)
         return None
     loaded.hetexp_await.restype = ctypes.c_int
     loaded.hetexp_pool.restype = ctypes.c_void_p

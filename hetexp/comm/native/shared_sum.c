@@ -382,7 +382,7 @@ static void *take(void *given) {
     return NULL;
 }
 
-/* ---- Threads of an exchange, which sleep between its tensors: a new one would meet the device's runtime anew. */
+/* ---- Threads of an exchange, which sleep between its tensors: a new one would meet the device's runtime again. */
 
 struct worker {
     pthread_t thread;

@@ -92,7 +92,7 @@ def test_what_is_no_order(run: Path, tmp_path: Path) -> None:
 
 
 def test_orders_that_nobody_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SetupError, match=r"is not running: nobody answers there, and it has no summary\."):
+    with pytest.raises(SetupError, match=r"is not running: nothing answers there, and it has no summary\."):
         ask(run, "stop")
     (run / "summary.json").write_text("{}")
     assert main_control([str(run), "stop"]) == 2

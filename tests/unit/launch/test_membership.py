@@ -61,12 +61,12 @@ def test_a_member_goes_and_its_device_comes_back(membership: Membership, store: 
     assert [device.id for device in plan.devices] == ["emulated:1", "emulated:2"]
     assert plan.local_batch_sizes == (6, 6)
     assert plan.store_port == 1234
-    assert membership.told() is None
+    assert membership.take_report() is None
     told = {"step": 17, "donor": 1, "seconds": 0.1, "steps_lost": 0, "way": "in process"}
     store[reformed_key(1)] = json.dumps(told)
-    assert (membership.told() or {})["step"] == 17
-    assert membership.told() is None  # once
-    (loss,) = membership.untold()
+    assert (membership.take_report() or {})["step"] == 17
+    assert membership.take_report() is None  # once
+    (loss,) = membership.unreported()
     assert loss.to_dict() | {"recovered_s": None} == {
         "step": 17,
         "device": "emulated:0",
@@ -88,10 +88,10 @@ def test_losses_of_two_epochs_end_with_the_group_that_forms(membership: Membersh
     membership.leave({1: gone(CARDS[1], 1)})
     membership.leave({2: gone(CARDS[2], 2, "Frozen")})
     store[reformed_key(1)] = json.dumps({"step": 3, "steps_lost": 0})  # too late to count
-    assert membership.told() is None
+    assert membership.take_report() is None
     store[reformed_key(2)] = json.dumps({"step": 4, "steps_lost": 0})
-    assert membership.told() is not None
-    assert [(loss.device, loss.kind, loss.step) for loss in membership.untold()] == [
+    assert membership.take_report() is not None
+    assert [(loss.device, loss.kind, loss.step) for loss in membership.unreported()] == [
         ("emulated:1", "SIGKILL", 4),
         ("emulated:2", "Frozen", 4),
     ]
@@ -145,7 +145,7 @@ def test_who_came_too_late_is_left_out_without_a_word(membership: Membership, st
     """The others have done the last step, and have ended or are about to."""
     membership.leave({0: gone(CARDS[0], 0)})
     store[reformed_key(1)] = json.dumps({"step": 17})
-    membership.told()
+    membership.take_report()
     membership.withdraw()
     assert list(membership.members) == [1, 2]
     membership.join({3: 0})

@@ -66,7 +66,7 @@ def test_the_second_run_does_not_measure_and_says_when_the_first_did(measuring: 
     assert second.local_batch_sizes == first.local_batch_sizes == (51, 13)
     assert not any("were measured at" in reason for reason in first.reasons)
     (told,) = [reason for reason in second.reasons if "were measured at" in reason]
-    assert "balancing.recalibrate=true measures anew" in told
+    assert "balancing.recalibrate=true measures them again" in told
     kept = [blank_summary(plan, "completed")["calibration"] for plan in (first, second)]
     assert [one["cached"] for one in kept] == [False, True]
     assert kept[0]["measured_at"] == kept[1]["measured_at"]

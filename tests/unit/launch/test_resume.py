@@ -55,8 +55,8 @@ def test_auto_goes_on_from_the_newest_run_of_the_same_job(tmp_path: Path) -> Non
     (tmp_path / "outputs/2026-02-01/17-00-00-g/plan.json").write_text("{")
     found = find(job(tmp_path, "auto"))
     assert found.path == mine / "checkpoints" / "step_00000004" and not found.in_place
-    assert "13-00-00-c' was passed over: it has no complete checkpoint." in found.told[0]
-    assert "resume: goes on from" in found.told[1] and len(found.told) == 2
+    assert "13-00-00-c' was passed over: it has no complete checkpoint." in found.sentences[0]
+    assert "resume: goes on from" in found.sentences[1] and len(found.sentences) == 2
     assert find(job(tmp_path, "best")).path == mine / "checkpoints" / "step_00000003"
     assert find(job(tmp_path, "step:3")).path == mine / "checkpoints" / "step_00000003"
     with pytest.raises(CheckpointError, match=r"step of a checkpoint in .* \(3, 4\)"):
@@ -68,12 +68,12 @@ def test_auto_goes_on_from_the_newest_run_of_the_same_job(tmp_path: Path) -> Non
 
 def test_auto_begins_anew_where_nothing_is_to_be_gone_on_from(tmp_path: Path) -> None:
     assert find(job(tmp_path, None)) == FoundRun(None)
-    anew = find(job(tmp_path, "auto"))
-    assert anew.path is None and "there is no run of the same job in" in anew.told[0]
-    assert "The training begins anew." in anew.told[0]
+    begun = find(job(tmp_path, "auto"))
+    assert begun.path is None and "there is no run of the same job in" in begun.sentences[0]
+    assert "A new training begins." in begun.sentences[0]
     run = ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (1,), 20.0, "completed")
     done = find(job(tmp_path, "auto"))
-    assert done.path is None and "is complete, and no more steps are asked for" in done.told[0]
+    assert done.path is None and "is complete, and no more steps are asked for" in done.sentences[0]
     more = find(job(tmp_path, "auto", max_steps=5))
     assert more.path == run / "checkpoints" / "step_00000001"
     assert find(job(tmp_path, "last")).path == more.path  # whoever names it gets it
@@ -105,10 +105,10 @@ def test_a_fixed_run_folder_goes_on_in_its_place(tmp_path: Path) -> None:
             find(job(tmp_path, resume, "runs/mine"))
     (mine / "summary.json").write_text(json.dumps({"status": "completed"}))
     finished = find(job(tmp_path, "auto", "runs/mine"))
-    assert finished.finished and "Nothing is done." in finished.told[0]
+    assert finished.finished and "Nothing is done." in finished.sentences[0]
     empty = ran(tmp_path, "runs/empty", (), 0.0)
     begun = find(job(tmp_path, "auto", "runs/empty"))
-    assert begun.path is None and begun.in_place and f"'{empty}' has no complete" in begun.told[0]
+    assert begun.path is None and begun.in_place and f"'{empty}' has no complete" in begun.sentences[0]
 
 
 def test_jobs_of_a_sweep_go_on_from_themselves(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ class TestTop:
         top.press(key)
         top.press("y")
         assert sent == [(os.getpid(), signal.SIGTERM)]
-        assert "told to stop" in (top.look().message or "")
+        assert "asked to stop" in (top.look().message or "")
 
     def test_what_cannot_be_stopped_says_why(self, store: Store) -> None:
         top, sent = self.top(store)

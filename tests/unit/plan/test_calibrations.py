@@ -219,7 +219,7 @@ def test_a_damaged_entry_is_told_and_not_used(what: str, caplog: pytest.LogCaptu
     spoil(DAMAGE[what])
     assert find(*job()) is None
     assert known_devices(*job()) == [None, None]
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
     store(*job(), measured())
     assert find(*job()) is not None
 
@@ -230,7 +230,7 @@ def test_half_a_file_is_none(text: str, caplog: pytest.LogCaptureFixture) -> Non
     for path in folder().iterdir():
         path.write_bytes(text.encode("latin-1"))
     assert find(*job()) is None
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
 
 
 def test_old_entries_are_not_used_and_removed() -> None:
@@ -313,7 +313,7 @@ def test_a_run_that_took_otherwise_drops_what_is_known(
     assert (told is not None) == dropped
     assert (find(*job()) is None) == dropped
     if told:
-        assert "was predicted to take 0.1 s" in told and "next run measures anew" in told
+        assert "was predicted to take 0.1 s" in told and "next run measures again" in told
 
 
 def test_a_run_that_tells_nothing_drops_nothing(tmp_path: Path) -> None:

@@ -328,7 +328,9 @@ class TestCommand:
 
 class TestTrouble:
     def test_not_logged_in(self, tmp_path: Path, logged_out: None) -> None:
-        with pytest.raises(SetupError, match="nobody is logged in; run `wandb login`, or set WANDB_API_KEY"):
+        with pytest.raises(
+            SetupError, match="you are not logged in; run `wandb login`, or set WANDB_API_KEY"
+        ):
             save(comparison(tmp_path, "ddp"), "team", "mixed")
 
     def test_no_answer_in_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ def test_the_state_before_is_saved_and_goes_on(make_parts: MakeParts, tmp_path: 
 
 
 def test_nothing_is_saved_where_no_step_was_done(make_parts: MakeParts, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="start anew"):
+    with pytest.raises(NonFiniteError, match="start again"):
         train_on(make_parts, [6.0, 2.0], data(order(make_parts)[0]), max_steps=3)
     assert not (tmp_path / "checkpoints").exists()
 

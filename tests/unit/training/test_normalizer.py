@@ -75,7 +75,7 @@ def test_counts_that_are_not_whole_travel_as_they_are(tells: bool) -> None:
 
     def rank(comm: Communicator) -> tuple[float, float]:
         normalizer = LossNormalizer(comm, 4)
-        normalizer.tell = 1.0 if tells else None
+        normalizer.report = 1.0 if tells else None
         normalizer.start(counts[comm.rank])
         return normalizer.factor()
 
@@ -91,18 +91,18 @@ def test_a_step_starts_with_its_count() -> None:
         LossNormalizer(SoloCommunicator(), 1).factor()
 
 
-def test_every_rank_learns_what_each_told() -> None:
+def test_every_rank_learns_what_each_reported() -> None:
     def rank(comm: Communicator) -> tuple[tuple[float, float], list[float]]:
         normalizer = LossNormalizer(comm, 3)
-        normalizer.tell = 0.1 + comm.rank
+        normalizer.report = 0.1 + comm.rank
         normalizer.start(5 * comm.rank)
-        return normalizer.factor(), normalizer.told
+        return normalizer.factor(), normalizer.reported
 
     assert FakeGroup(3).run(rank) == [((3 / 15, 15), [0.1, 1.1, 2.1])] * 3
 
 
-def test_nobody_tells_nothing_is_told() -> None:
+def test_without_a_report_nothing_is_reported() -> None:
     normalizer = LossNormalizer(SoloCommunicator(), 1)
     normalizer.start(4)
     assert normalizer.factor() == (0.25, 4)
-    assert normalizer.told == []
+    assert normalizer.reported == []

@@ -14,7 +14,7 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.core.errors import SetupError
 from hetexp.training.loop import Training
-from hetexp.training.rank_recovery import RankRecovery, told_lines
+from hetexp.training.rank_recovery import RankRecovery, written_lines
 from hetexp.training.state import Progress, TrainState
 
 MakeParts = Callable[..., TrainState]
@@ -73,8 +73,8 @@ def test_somebody_must_have_a_state(make_parts: MakeParts) -> None:
 
 def test_lines_that_are_there(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert told_lines(path) == set()
+    assert written_lines(path) == set()
     path.write_text(
         '{"step": 4, "train/loss": 1.0}\n{"step": 4, "eval/loss": 1.0}\n{"step": 5, "train/loss": 1.0}\n{"st'
     )
-    assert told_lines(path) == {("train", 4), ("eval", 4), ("train", 5)}
+    assert written_lines(path) == {("train", 4), ("eval", 4), ("train", 5)}
