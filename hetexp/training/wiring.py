@@ -63,6 +63,9 @@ from hetexp.training.state import TrainState, on_device
 
 log = logging.getLogger(__name__)
 
+LAUNCHER_FIRST_SECONDS = 5.0
+"""How much longer than the launcher a rank waits for the others: the launcher knows which one is late."""
+
 HANDSHAKE = "handshake"
 """Topic in the store under which ranks tell what they are about to train."""
 LEAVE_SECONDS = 5.0
@@ -412,7 +415,7 @@ def agree(
         HandshakeError: names each fact that differs, or the rank that did not come.
     """
     mine = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts}
-    limit = config.launch.timeout_seconds
+    limit = config.launch.timeout_seconds + LAUNCHER_FIRST_SECONDS
     everyone = exchange(store, HANDSHAKE, rank, plan.world_size, mine | {"runs on": versions()}, limit)
     run_on = [fact.pop("runs on") for fact in everyone]
     names = [f"rank {r} ({device.id})" for r, device in enumerate(plan.devices)]
