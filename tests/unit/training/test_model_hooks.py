@@ -73,9 +73,9 @@ class Numbers(torch.utils.data.Dataset[Any]):
 
 RUN = (
     "data=custom",
-    "data._target_=test_between.Numbers",
+    "data._target_=test_model_hooks.Numbers",
     "model=custom",
-    "model._target_=test_between.Counting",
+    "model._target_=test_model_hooks.Counting",
     "trainer.loss=reconstruction",
     "trainer.precision=float64",
     "trainer.global_batch_size=16",
