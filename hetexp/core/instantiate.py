@@ -21,7 +21,7 @@ from hetexp.core.config import explain, own_arguments
 from hetexp.core.errors import ConfigError, did_you_mean, must_be
 
 _RESERVED = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
-COMPONENTS = (
+ALWAYS_TRUSTED = (
     *("hetexp.strategy", "hetexp.balancing", "hetexp.model", "hetexp.data", "hetexp.training.loss"),
     "torch.optim",
 )
@@ -38,7 +38,7 @@ class _Limit:
     how: str
 
     def covers(self, name: str) -> bool:
-        return _inside(name, (*COMPONENTS, *self.packages))
+        return _inside(name, (*ALWAYS_TRUSTED, *self.packages))
 
 
 _limits: ContextVar[tuple[_Limit, ...]] = ContextVar("limits", default=())
