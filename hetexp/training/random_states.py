@@ -36,17 +36,20 @@ _NAMED = 6
 
 def seed_all(seed: int) -> None:
     """Seed what Python, NumPy and torch draw in this process, and on its cards."""
+    _seed_python_and_numpy(seed)
+    torch.manual_seed(seed)
+
+
+def _seed_python_and_numpy(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Let the block draw what a rank draws after `seed_all`, and put the process's generators back."""
     with undrawn():
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        _seed_python_and_numpy(seed)
         torch.default_generator.manual_seed(seed)  # a launcher touches no card
         yield
 
