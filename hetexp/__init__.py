@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetexp.library.run import Run
     from hetexp.library.setup import setup
-    from hetexp.training.rank_commands import on_request
+    from hetexp.training.recovery.rank_commands import on_request
 
 __all__ = ["Run", "__version__", "on_request", "setup"]
 __version__ = "0.1.0"
 _LIBRARY = {
     "Run": "hetexp.library.run",
-    "on_request": "hetexp.training.rank_commands",
+    "on_request": "hetexp.training.recovery.rank_commands",
     "setup": "hetexp.library.setup",
 }
 """What a script uses, and where it is: imported when it is used, because torch comes with it."""

@@ -16,10 +16,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hetexp.core.conf_folders import conf_dir as conf_dir
-from hetexp.core.conf_folders import name_own_conf_dir
+from hetexp.core.compose.conf_folders import conf_dir as conf_dir
+from hetexp.core.compose.conf_folders import name_own_conf_dir
+from hetexp.core.compose.words import written_out
 from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
-from hetexp.core.words import written_out
 
 if TYPE_CHECKING:
     import argparse
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from hetexp.cluster.meeting import HostInfo, JoinedCluster
     from hetexp.core.config import Config, HardwareConfig
-    from hetexp.core.grid import Job
     from hetexp.core.plan import Plan
-    from hetexp.hardware.detection import Inventory
-    from hetexp.hardware.pool import Selection
+    from hetexp.core.sweep.grid import Job
+    from hetexp.hardware.detection.inventory import Inventory
+    from hetexp.hardware.selection.pool import Selection
     from hetexp.launch.reserve import Checked
     from hetexp.plan.planner import Request
 
@@ -46,7 +46,7 @@ _typed_here = False
 
 def main() -> None:
     """Run the command line of `train.py` and of `hetexp train`."""
-    from hetexp.launch.interpreter import check_own_interpreter
+    from hetexp.launch.environments.interpreter import check_own_interpreter
 
     try:
         check_own_interpreter()
@@ -56,7 +56,7 @@ def main() -> None:
     from hydra._internal.utils import get_args_parser
 
     from hetexp.core.rank_env import find_rank_env
-    from hetexp.launch.sweep import as_typed
+    from hetexp.launch.sweep.run import as_typed
 
     global _typed_here
     _typed_here = True
@@ -90,7 +90,7 @@ def start(arguments: argparse.Namespace, started: ExternalRanks | None = None) -
     """
     import hydra
 
-    from hetexp.launch.sweep import concluded
+    from hetexp.launch.sweep.run import concluded
 
     problems = check_command_line(arguments, started)
     if problems:
@@ -115,7 +115,7 @@ def register_resolvers() -> None:
     """
     from omegaconf import OmegaConf
 
-    from hetexp.core.sweep import new_name, sweep_name
+    from hetexp.core.sweep.folder import new_name, sweep_name
 
     functions: dict[str, Callable[..., str]] = {"run": new_name, "sweep": sweep_name, "job": _job_folder}
     for name, function in functions.items():
@@ -123,7 +123,7 @@ def register_resolvers() -> None:
 
 
 def _job_folder(sweep: str, number: int, overrides: ListConfig) -> str:
-    from hetexp.core.sweep import job_folder
+    from hetexp.core.sweep.folder import job_folder
 
     return job_folder(Path(sweep), number, _as_texts(overrides))
 
@@ -150,7 +150,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration of a command line, for scripts and tests that start runs themselves."""
     from hydra import compose, initialize_config_dir
 
-    from hetexp.core.overrides import without_hydra
+    from hetexp.core.compose.overrides import without_hydra
 
     register_resolvers()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -165,8 +165,8 @@ def _asks(arguments: argparse.Namespace) -> bool:
 
 def check_command_line(arguments: argparse.Namespace, started: ExternalRanks | None = None) -> list[str]:
     """Return every mistake in what the person typed, before Hydra would stop at the first one."""
-    from hetexp.core.grid import asks_to_sweep, compose_jobs
-    from hetexp.core.overrides import compose_typed
+    from hetexp.core.compose.overrides import compose_typed
+    from hetexp.core.sweep.grid import asks_to_sweep, compose_jobs
 
     if _asks(arguments) or not arguments.overrides or arguments.experimental_rerun:
         return []
@@ -211,10 +211,10 @@ def _job(cfg: DictConfig, started: ExternalRanks | None) -> None:
     from hydra.errors import CompactHydraException
     from hydra.types import RunMode
 
+    from hetexp.core.compose.overrides import without_idle_arguments
     from hetexp.core.files import ending_when_full
-    from hetexp.core.overrides import without_idle_arguments
-    from hetexp.core.sweep import of_a_run
-    from hetexp.launch.sweep import run_job
+    from hetexp.core.sweep.folder import of_a_run
+    from hetexp.launch.sweep.run import run_job
     from hetexp.plan.planner import Request
 
     if not _typed_here:
@@ -393,10 +393,10 @@ def _go(found: Checked, request: Request, console: Console, started: ExternalRan
     from omegaconf import OmegaConf
 
     from hetexp.core.files import write_text
-    from hetexp.hardware.pool import Selection
-    from hetexp.launch.choose_strategy import chosen
+    from hetexp.hardware.selection.pool import Selection
     from hetexp.launch.launcher import launch
-    from hetexp.launch.prepare import prepare
+    from hetexp.launch.prepare.choose_strategy import chosen
+    from hetexp.launch.prepare.plan import prepare
     from hetexp.plan.calibrations import drop_if_wrong
     from hetexp.plan.planner import make_plan
 
@@ -423,8 +423,8 @@ def _go(found: Checked, request: Request, console: Console, started: ExternalRan
 def _predict(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     """Print what each strategy and policy would make of the devices, and write it to the run folder."""
     from hetexp.core.files import write_json
-    from hetexp.launch.planning import Wanted, foresee
-    from hetexp.launch.prediction_display import show
+    from hetexp.launch.prepare.planning import Wanted, foresee
+    from hetexp.launch.terminal.prediction import show
 
     found = foresee(plan, config, Wanted())
     show(found, console)
@@ -453,8 +453,8 @@ def check(
     """
     from hetexp.core.config import COMPONENTS, check_config, for_devices
     from hetexp.core.instantiate import check_component
-    from hetexp.hardware.selection import select_devices
-    from hetexp.launch.stages import check_model
+    from hetexp.hardware.selection.devices import select_devices
+    from hetexp.launch.prepare.stages import check_model
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.fallback import fall_back
     from hetexp.plan.planner import check_plan
@@ -528,7 +528,7 @@ def _of_cluster(config: Config, selection: Any, met: JoinedCluster | None) -> li
     from hetexp.cluster.devices import of_host, problems_over_hosts
     from hetexp.cluster.role import own_role
     from hetexp.hardware.link_probe import in_words
-    from hetexp.hardware.selection import network_between, threads_for
+    from hetexp.hardware.selection.devices import network_between, threads_for
 
     try:
         host = own_role(config.cluster, config.node)
@@ -643,7 +643,7 @@ def need_bytes(config: Config, inventory: Inventory, count: int) -> int | None:
     """Return what the run needs on each of so many cards that share its batch evenly, `None` if not known."""
     from hetexp.core.instantiate import instantiate
     from hetexp.core.precision import choose_precisions
-    from hetexp.training.estimate import RunMemory
+    from hetexp.training.measuring.estimate import RunMemory
 
     devices = [card.spec for card in inventory.cards][:1]
     if not devices:
@@ -663,10 +663,10 @@ def detect_for(
     Args:
         pythons: further interpreters that may drive them.
     """
-    from hetexp.hardware.builds import known_builds, read_builds
-    from hetexp.hardware.busy import who_is_busy
-    from hetexp.hardware.detection import detect
-    from hetexp.hardware.machine import Machine
+    from hetexp.hardware.detection.builds import known_builds, read_builds
+    from hetexp.hardware.detection.busy import who_is_busy
+    from hetexp.hardware.detection.inventory import detect
+    from hetexp.hardware.detection.machine import Machine
 
     machine = Machine()
     named = [str(working_dir / entry.python) for entry in hardware.devices if entry.python is not None]

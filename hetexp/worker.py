@@ -23,20 +23,20 @@ from hetexp.core.config import Config, read_config
 from hetexp.core.errors import HetexpError, UsageError
 from hetexp.core.files import no_room, write_json
 from hetexp.core.plan import Plan
-from hetexp.launch.heartbeat import beat, show_stack_on_request
+from hetexp.launch.elastic.heartbeat import beat, show_stack_on_request
+from hetexp.launch.elastic.membership import device_trouble
 from hetexp.launch.launcher import CALIBRATION, READY
-from hetexp.launch.membership import device_trouble
-from hetexp.launch.parent_death import die_with_parent, end_with_launcher
 from hetexp.launch.preflight import check_checkpoint_space, checkpoint_bytes
-from hetexp.launch.process import LAUNCHER_PID
-from hetexp.launch.report import NO_ROOM, RankFailure, log_path, stack_path, write_failure
+from hetexp.launch.processes.failure import NO_ROOM, RankFailure, log_path, stack_path, write_failure
+from hetexp.launch.processes.parent_death import die_with_parent, end_with_launcher
+from hetexp.launch.processes.process import LAUNCHER_PID
 
 HURRIED_SECONDS = 0.5
 """Longest wait for a save under way where the others wait for this rank's end to go on without it."""
 
 if TYPE_CHECKING:
     from hetexp.library.setup import Launched
-    from hetexp.training.rank_recovery import RankRecovery
+    from hetexp.training.recovery.rank_recovery import RankRecovery
     from hetexp.training.state import Progress, TrainState
 
 
@@ -227,11 +227,11 @@ class _Rank:
     def run(self) -> None:
         """Meet the other ranks, agree with them, train (or only measure), report."""
         from hetexp.comm.rendezvous import connect_store
-        from hetexp.training.calibrate import calibrate
-        from hetexp.training.rank_recovery import RankRecovery
-        from hetexp.training.resuming import resume
+        from hetexp.training.measuring.calibrate import calibrate
+        from hetexp.training.measuring.warmup_calibration import rehearse
+        from hetexp.training.recovery.rank_recovery import RankRecovery
+        from hetexp.training.saving.resuming import resume
         from hetexp.training.state import Progress
-        from hetexp.training.warmup_calibration import rehearse
         from hetexp.training.wiring import build_newcomer, build_parts, start_loggers
 
         config = read_config(self.plan.config)
@@ -270,7 +270,7 @@ class _Rank:
     def _train(self, survival: RankRecovery) -> None:
         """Train to the end, or until the others go on without this rank, and report."""
         from hetexp.training.loop import Outcome, train
-        from hetexp.training.rank_recovery import DismissedError
+        from hetexp.training.recovery.rank_recovery import DismissedError
         from hetexp.training.result import report
 
         parts, progress, started = self.parts, self.progress, time.perf_counter()
@@ -367,7 +367,7 @@ class _ScriptRank:
         """
         from hetexp.comm.rendezvous import connect_store
         from hetexp.library.setup import Launched, begin_as
-        from hetexp.training.random_states import seed_all
+        from hetexp.training.saving.random_states import seed_all
 
         assert self.plan.script is not None
         config = read_config(self.plan.config)

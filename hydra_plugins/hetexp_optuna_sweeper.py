@@ -17,7 +17,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 
-from hetexp.core.search import SearchConfig
+from hetexp.core.sweep.search import SearchConfig
 
 if TYPE_CHECKING:
     import optuna
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from optuna.distributions import BaseDistribution
 
-    from hetexp.core.search import Dimension, Outcome
+    from hetexp.core.sweep.search import Dimension, Outcome
 
 STUDY = "hetexp"
 STORAGE = "search.journal"
@@ -91,7 +91,7 @@ class OptunaSweeper(Sweeper):
         from omegaconf import OmegaConf
 
         from hetexp.core.errors import RunFailedError
-        from hetexp.core.search import merged
+        from hetexp.core.sweep.search import merged
 
         self._check()
         assert self.config is not None
@@ -122,8 +122,8 @@ class OptunaSweeper(Sweeper):
             ConfigError: all of them; SetupError: Optuna is not installed.
         """
         from hetexp.core.errors import ConfigError, SetupError
-        from hetexp.core.grid import NEEDS_OPTUNA
-        from hetexp.core.search import settings_problems
+        from hetexp.core.sweep.grid import NEEDS_OPTUNA
+        from hetexp.core.sweep.search import settings_problems
 
         settings = ("n_trials", "n_jobs", "sampler", "direction")
         problems = settings_problems({name: getattr(self, name) for name in settings})
@@ -201,7 +201,7 @@ class OptunaSweeper(Sweeper):
     def _outcome(self, folder: Path, job: JobReturn, failed: list[str]) -> Outcome:
         from hydra.core.utils import JobStatus
 
-        from hetexp.core.search import Outcome, folder_of, outcome
+        from hetexp.core.sweep.search import Outcome, folder_of, outcome
 
         if job.status != JobStatus.COMPLETED:
             failed.append(str(job._return_value))
@@ -246,7 +246,7 @@ def _sorted_out(overrides: Sequence[Override]) -> tuple[list[str], list[Dimensio
         ConfigError: nothing is varied, or something that cannot be.
     """
     from hetexp.core.errors import ConfigError
-    from hetexp.core.search import dimension, examples
+    from hetexp.core.sweep.search import dimension, examples
 
     fixed = [examples(one)[0] for one in overrides if not one.is_sweep_override()]
     problems, dimensions = [], []

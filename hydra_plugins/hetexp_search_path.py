@@ -7,7 +7,7 @@ from pathlib import Path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from hetexp.core.conf_folders import conf_dir, own_conf_dirs
+from hetexp.core.compose.conf_folders import conf_dir, own_conf_dirs
 
 
 class HetexpSearchPath(SearchPathPlugin):

@@ -5,8 +5,8 @@
 Each row is a shape in a precision, and for each of the three passes (forward, gradient of the input, gradient
 of the weight) the bytes that were taken: with memory to spare, and where there is next to none, when torch
 goes on to the next algorithm of cuDNN's list (`Conv_v8.cpp`, `try_configs`). What is known of cuDNN in
-`hetexp/hardware/memory_convolution.py` comes from these rows. `--record` writes those that are modelled, for
-`tests/unit/hardware/test_memory_convolution.py`. It needs torch only.
+`hetexp/hardware/memory/convolution.py` comes from these rows. `--record` writes those that are modelled, for
+`tests/unit/hardware/memory/test_convolution.py`. It needs torch only.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="file for what the tests compare with")
     parser.add_argument("--seconds", type=float, default=120, help="how long new shapes are tried")
     arguments = parser.parse_args()
-    # As `hetexp.hardware.cuda` sets it: float32 means float32.
+    # As `hetexp.hardware.backends.cuda` sets it: float32 means float32.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     found: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     found |= {"cudnn": torch.backends.cudnn.version(), "rows": []}

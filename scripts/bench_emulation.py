@@ -3,7 +3,7 @@
     python scripts/bench_emulation.py [--steps 31] [--output table.md] [--only gpt/nvidia_arc]
 
 Each row is one run. Compute and link times are medians over its passes on the worst device, samples/s the
-median over its steps; the model is the catalogue's figures through `hetexp.core.cost`.
+median over its steps; the model is the catalogue's figures through `hetexp.core.cost.step`.
 """
 
 from __future__ import annotations

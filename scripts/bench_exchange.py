@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from hetexp.comm import shared_memory
 from hetexp.comm.exchange import Exchange, GroupExchange
-from hetexp.comm.shared_memory import SharedMemoryExchange
+from hetexp.comm.shared_memory import exchange as shared_memory
+from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
 
 SIZES = tuple(2**n for n in range(16, 29))
 """64 KiB to 256 MiB."""

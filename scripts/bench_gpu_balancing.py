@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from hetexp.app import compose_config, run
-from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of
 from hetexp.plan.planner import Request

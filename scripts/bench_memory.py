@@ -7,7 +7,7 @@ memory. Then the largest microbatch that is said to fit into 6 GiB is compared w
 runs. Without a card it prints the estimates only. It needs torch and numpy beside hetexp's own sources.
 
 `--out` keeps each row with the memory at each phase, and with `--events` the size of everything that was
-allocated and freed in the last step, in order. With these the constants of `hetexp/hardware/memory_trace.py`
+allocated and freed in the last step, in order. With these the constants of `hetexp/hardware/memory/trace.py`
 are set. `--limits` looks for the least memory that each row really runs in: with it, those of
 `memory_rules.py` are set. `--record` writes what `tests/unit/hardware/test_memory_recorded.py` compares with.
 """
@@ -42,13 +42,13 @@ except ImportError:  # the models only name its types in their signatures
     sys.modules["hetexp.core.instantiate"] = building
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.memory_estimate import (
+from hetexp.hardware.memory.estimate import (
     MemoryEstimate,
     Workload,
     estimate_memory,
     largest_microbatch,
 )
-from hetexp.hardware.memory_rules import MIB, rules_for
+from hetexp.hardware.memory.rules import MIB, rules_for
 from hetexp.training.loss import CrossEntropy, MeanSquaredError
 
 STEPS = 3
@@ -444,7 +444,7 @@ def main() -> int:
     found: dict[str, Any] = {"torch": torch.__version__, "rows": [], "fits": []}
     on_card = torch.cuda.is_available()
     if on_card:
-        # As `hetexp.hardware.cuda` sets them: float32 means float32.
+        # As `hetexp.hardware.backends.cuda` sets them: float32 means float32.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         found |= {"card": torch.cuda.get_device_name(), "probe": probe()}
         found["cudnn"] = torch.backends.cudnn.version()

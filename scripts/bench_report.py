@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hetexp.core.sweep import SweepRow, append_row
+from hetexp.core.sweep.folder import SweepRow, append_row
 
 SEEDS = 5
 STRATEGIES = ("ddp", "pipeline", "local_sgd", "hybrid", "independent", "dp", "single", "auto")

@@ -14,7 +14,7 @@ import statistics
 import time
 
 from hetexp.balancing.solver import solve
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 
 SAMPLES_PER_DEVICE = 100
 

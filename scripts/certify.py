@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hetexp.commands.certificate import EXACT, Certificate
+from hetexp.commands.support.certificate import EXACT, Certificate
 from hetexp.commands.verify import verify
-from hetexp.core.options import group_options
+from hetexp.core.compose.options import group_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "certificates.md"

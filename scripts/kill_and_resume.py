@@ -33,8 +33,8 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 import hetexp.training.loop
+import hetexp.training.measuring.warmup_calibration
 import hetexp.training.result
-import hetexp.training.warmup_calibration
 import hetexp.training.wiring  # noqa: F401 - imported once, for all forks
 from hetexp.app import compose_config, run
 from hetexp.core.errors import HetexpError
@@ -103,7 +103,7 @@ def start(folder: Path, overrides: Sequence[str], screen: Path) -> int:
 
 def warm_up() -> None:
     """Start the fork server here, so that the launchers that are killed need not start one each."""
-    forkserver.set_forkserver_preload(["hetexp.launch.preload", "hetexp.worker"])
+    forkserver.set_forkserver_preload(["hetexp.launch.processes.preload", "hetexp.worker"])
     forkserver.ensure_running()
 
 

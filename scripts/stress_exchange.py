@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm import native
-from hetexp.comm.segment import PREFIX, reclaim, shared_memory_folder
-from hetexp.comm.shared_memory import SharedMemoryExchange
+from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
+from hetexp.comm.shared_memory.segment import PREFIX, reclaim, shared_memory_folder
 from hetexp.core.errors import HandshakeError, PeerLostError, SetupError
 
 MOST_NUMBERS = 2**19
@@ -80,7 +80,7 @@ def stress(num_sums: int, ranks: list[int], seed: int, named: float = NAMED) -> 
     """
     draw, found = random.Random(seed), Found()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hetexp.comm.shared_memory"])
+    context.set_forkserver_preload(["hetexp.comm.shared_memory.exchange"])
     while found.sums < num_sums and not found.wrong:
         most = min(ROUND_SUMS, num_sums - found.sums)
         _group(context, draw.choice(ranks), draw, found, most, draw.random() < named)

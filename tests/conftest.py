@@ -19,7 +19,7 @@ import pytest
 from support import Run, Train, start_run
 from xdist.scheduler import LoadFileScheduling
 
-from hetexp.launch import process as ranks
+from hetexp.launch.processes import process as ranks
 
 # Ranks of the tests of adapters would each import it for seconds; the server goes without what is missing. It
 # imports bitsandbytes, which opens the card: no process that is forked afterwards could use it.

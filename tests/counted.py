@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hetexp.comm.shared_memory import SharedMemoryExchange
+from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
 
 
 class HalfFrozen(nn.Module):

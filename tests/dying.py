@@ -11,7 +11,7 @@ from hurt import Net
 
 from hetexp.comm.watched_store import WatchedStore
 from hetexp.core.errors import SetupError
-from hetexp.training import rank_recovery
+from hetexp.training.recovery import rank_recovery
 
 
 class Newcomer(Net):

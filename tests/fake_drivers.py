@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hetexp.hardware.detected import Seen
-from hetexp.hardware.machine import Machine
+from hetexp.hardware.detection.detected import Seen
+from hetexp.hardware.detection.machine import Machine
 
 GIB = 2**30
 VENDOR_IDS = {"nvidia": 0x10DE, "amd": 0x1002, "intel": 0x8086}

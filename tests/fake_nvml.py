@@ -18,8 +18,8 @@ from typing import Any
 
 import pynvml
 
-from hetexp.hardware.detected import Seen
-from hetexp.hardware.machine import Machine
+from hetexp.hardware.detection.detected import Seen
+from hetexp.hardware.detection.machine import Machine
 
 GIB = 1024**3
 NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 3, 4, 6, 9, 12

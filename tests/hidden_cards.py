@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hetexp.core.speed import SpeedCurve
-from hetexp.hardware.deviation import Deviation
+from hetexp.core.cost.speed import SpeedCurve
+from hetexp.hardware.emulation.deviation import Deviation
 
 FIXED, PER_SAMPLE = 1e-5, 1e-5
 """Of a card as its model says it: the fixed cost of a pass in each direction, and of one sample both ways."""

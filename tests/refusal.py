@@ -24,7 +24,7 @@ class Refusals:
         def never(*_: object) -> None:
             raise AssertionError("a process was started")
 
-        self.monkeypatch.setattr("hetexp.launch.members.start_rank", never)
+        self.monkeypatch.setattr("hetexp.launch.processes.members.start_rank", never)
         flags = [word for word in words if word.startswith("-")]
         folder = f"hydra.{'sweep' if flags else 'run'}.dir={self.run_dir}"
         rest = [word for word in words if word not in flags]

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 
 seconds = st.integers(0, 40).map(lambda n: n / 8)  # exact in binary: equal times are equal
 

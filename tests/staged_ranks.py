@@ -15,7 +15,7 @@ from hetexp.app import check, compose_config
 from hetexp.core.config import read_config
 from hetexp.core.plan import Plan
 from hetexp.data.loader import LocalBatch
-from hetexp.launch.stages import with_stages
+from hetexp.launch.prepare.stages import with_stages
 from hetexp.plan.planner import Request, make_plan
 from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetexp.balancing.solver import FINE, TIE, Counts, Floats, Table, solve, step_times
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.split import Split
 
 Flags = NDArray[np.bool_]

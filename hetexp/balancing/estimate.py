@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hetexp.balancing.average import ShiftDetector, SpeedAverage
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 
 KEPT = 12
 """Factors kept to start over from; a slower change than this is followed by the average itself."""

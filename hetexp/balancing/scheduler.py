@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hetexp.balancing.average import ASSUMED_SPREAD, ASSUMED_VALUES, SpeedAverage
 from hetexp.balancing.estimate import DeviceEstimate
 from hetexp.balancing.solver import solve, step_times
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.split import Split, apportion
 
 ALARM_STEPS = 5

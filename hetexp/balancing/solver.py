@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.split import Split
 
 TIE = 1e-9

@@ -17,7 +17,7 @@ from hetexp.cluster.files import send_folder
 from hetexp.cluster.forward import join_both
 from hetexp.cluster.wire import Channel, RefusedError, WireError, accepted, answer_stranger, shut
 from hetexp.core.errors import SetupError, must_be
-from hetexp.launch.process import Start
+from hetexp.launch.processes.process import Start
 
 MOST_STRANGERS = 16
 """Connections at a time that have not proved themselves yet; more are closed at once."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hetexp.cluster.wire import Channel, WireError
-from hetexp.launch.hosts import Host
-from hetexp.launch.process import Elsewhere, Start
-from hetexp.launch.report import RankFailure, failure_path, stack_path, write_failure
+from hetexp.launch.processes.failure import RankFailure, failure_path, stack_path, write_failure
+from hetexp.launch.processes.hosts import Host
+from hetexp.launch.processes.process import Elsewhere, Start
 
 BEATS = 5
 """Signs of life within `cluster.silence_seconds`."""

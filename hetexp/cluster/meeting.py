@@ -26,7 +26,7 @@ from hetexp.core.errors import HetexpError, RunFailedError, SetupError
 from hetexp.hardware.catalogue import Link
 from hetexp.hardware.link_probe import LIMIT_SECONDS, measured, slowest
 from hetexp.hardware.link_probe import answer as answer_probe
-from hetexp.launch.hosts import reachable
+from hetexp.launch.processes.hosts import reachable
 
 TRY_SECONDS = 5.0
 """Longest that one try to connect may take: a firewall that drops without a word lets it wait."""

@@ -24,11 +24,11 @@ from hetexp.cluster.meeting import HostInfo, connect_for, join
 from hetexp.cluster.wire import Channel, WireError
 from hetexp.core.errors import HetexpError, RunFailedError
 from hetexp.core.plan import Plan
-from hetexp.hardware.lease import Leases
-from hetexp.launch.hosts import reachable
-from hetexp.launch.members import Member, end_all, environment_of
-from hetexp.launch.process import Start, signal_group, signal_rank, start_rank
-from hetexp.launch.report import RankFailure, failure_path, log_path, stack_path, write_failure
+from hetexp.hardware.detection.lease import Leases
+from hetexp.launch.processes.failure import RankFailure, failure_path, log_path, stack_path, write_failure
+from hetexp.launch.processes.hosts import reachable
+from hetexp.launch.processes.members import Member, end_all, environment_of
+from hetexp.launch.processes.process import Start, signal_group, signal_rank, start_rank
 
 POLL_SECONDS = 0.05
 PIECE = 2**16

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hetexp.core.cluster import ClusterConfig
 from hetexp.core.errors import SetupError
-from hetexp.hardware.builds import home
-from hetexp.launch.process import CLUSTER_TOKEN
+from hetexp.hardware.detection.builds import home
+from hetexp.launch.processes.process import CLUSTER_TOKEN
 
 LEAST_LENGTH = 32
 """Characters of a token: a shorter one could be found by trying, from one recorded handshake."""

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from hetexp.core.cost import Wire
+from hetexp.core.cost.step import Wire
 
 BLOCK = 256
 """Numbers that share a scale in int8."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hetexp.comm.compression import Compressor, compressor_of
 from hetexp.comm.exchange import Exchange
-from hetexp.core.cost import Wire
+from hetexp.core.cost.step import Wire
 
 
 @dataclass

@@ -23,8 +23,8 @@ from hetexp.comm.communicator import peer_lost
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import Averaging
 from hetexp.comm.sockets import remembered
-from hetexp.core.cost import Links, Wire
-from hetexp.hardware.pacing import GRAIN_SECONDS
+from hetexp.core.cost.step import Links, Wire
+from hetexp.hardware.emulation.pacing import GRAIN_SECONDS
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.library_exchange import LibraryExchange
-from hetexp.comm.shared_memory import SharedMemoryExchange
+from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
 from hetexp.core.errors import SetupError
 from hetexp.core.plan import Plan
 

@@ -7,7 +7,7 @@ import torch
 from hetexp.comm.compression import PIECE, compressor_of
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.paced_exchange import PacedExchange
-from hetexp.core.cost import Links, Wire
+from hetexp.core.cost.step import Links, Wire
 
 HOST = torch.device("cpu")
 

@@ -331,7 +331,7 @@ def _builder(job: Job) -> Build:
     def build(group: Group, store: dist.Store, rank: int) -> Exchange:
         size = len(group.ranks)
         if group.library == "shm":
-            from hetexp.comm.shared_memory import SharedMemoryExchange
+            from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
 
             return SharedMemoryExchange.form(store, rank, size, job.timeout_seconds, job.device)
         limits = (job.timeout_seconds, FORMING_SECONDS if job.again else None)

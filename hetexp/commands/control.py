@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.support.ending import exit_code
 
 _RUN = "folder of a run, or its name below outputs"
 _ADD = """\

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.ending import add_trust, exit_code
+from hetexp.commands.support.ending import add_trust, exit_code
 
 if TYPE_CHECKING:
     from hetexp.core.plan import Plan
@@ -61,8 +61,8 @@ def _run(options: argparse.Namespace) -> int:
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.files import folder_problem
     from hetexp.core.instantiate import only_trusted
-    from hetexp.report.diagram import write_diagrams
-    from hetexp.report.picture import strategy_problems
+    from hetexp.report.diagram.files import write_diagrams
+    from hetexp.report.diagram.picture import strategy_problems
 
     formats = [name.strip() for name in (options.format or DEFAULT).split(",")]
     problems = [
@@ -116,11 +116,11 @@ def _read(given: Path) -> tuple[Plan | None, list[str], list[str]]:
 def _foreseen(options: argparse.Namespace) -> tuple[Plan | None, list[str], list[str]]:
     """Return the plan that a run would have, what is not known of it, and what is wrong with the words."""
     from hetexp.app import check, register_resolvers
-    from hetexp.core.conf_folders import name_own_conf_dir
-    from hetexp.core.overrides import compose_typed
-    from hetexp.core.words import written_out
-    from hetexp.hardware.pool import Selection
-    from hetexp.launch.foreseen import foreseen
+    from hetexp.core.compose.conf_folders import name_own_conf_dir
+    from hetexp.core.compose.overrides import compose_typed
+    from hetexp.core.compose.words import written_out
+    from hetexp.hardware.selection.pool import Selection
+    from hetexp.launch.prepare.foreseen import foreseen
     from hetexp.plan.planner import Request
 
     register_resolvers()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hetexp.core.errors import SetupError
 
 if TYPE_CHECKING:
-    from hetexp.commands.checks import Context
+    from hetexp.commands.support.checks import Context
 
 
 @dataclass
@@ -69,7 +69,7 @@ def examine(context: Context | None = None) -> list[Section]:
     Args:
         context: what to look at; this machine by default.
     """
-    from hetexp.launch.interpreter import check_own_interpreter
+    from hetexp.launch.environments.interpreter import check_own_interpreter
 
     try:
         check_own_interpreter()
@@ -77,7 +77,7 @@ def examine(context: Context | None = None) -> list[Section]:
         lacking = Section("hetexp")
         lacking.problem(str(error), blocks=True)
         return [lacking]
-    from hetexp.commands.checks import CHECKS, Context
+    from hetexp.commands.support.checks import CHECKS, Context
 
     context = context or Context()
     sections = []

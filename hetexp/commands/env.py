@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.interpreters import Interpreter, command_line, how_to_mend, interpreters
+from hetexp.commands.support.interpreters import Interpreter, command_line, how_to_mend, interpreters
 from hetexp.core.errors import HetexpError, SetupError
-from hetexp.hardware.builds import own_build
-from hetexp.hardware.detection import detect
-from hetexp.launch.environments import (
+from hetexp.hardware.detection.builds import own_build
+from hetexp.hardware.detection.inventory import detect
+from hetexp.launch.environments.record import (
     Recipe,
     check_recipe,
     create,
@@ -24,7 +24,7 @@ from hetexp.launch.environments import (
     pip_has_own_sources,
     typed,
 )
-from hetexp.launch.wheels import KINDS, Wheel, choose_wheel
+from hetexp.launch.environments.wheels import KINDS, Wheel, choose_wheel
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -220,7 +220,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from hetexp.commands.env_check import check, checked, chosen
+    from hetexp.commands.support.env_check import check, checked, chosen
 
     results = check(chosen(interpreters(), options.names))
     console = _console()

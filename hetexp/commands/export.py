@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetexp.commands.ending import add_trust, exit_code
+from hetexp.commands.support.ending import add_trust, exit_code
 
 _EPILOG = """\
 DIR gets model.safetensors, every tensor by the name that the model has for it, and config.json. Of adapters

@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hetexp.core.device import GIB
-from hetexp.hardware.busy import who_is_busy
-from hetexp.hardware.detected import DetectedCard
-from hetexp.hardware.detection import Inventory, detect
-from hetexp.hardware.machine import Machine
+from hetexp.hardware.detection.busy import who_is_busy
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.inventory import Inventory, detect
+from hetexp.hardware.detection.machine import Machine
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,7 +69,7 @@ def show(as_json: bool) -> None:
 
 def inspect() -> Inventory:
     """Return the cards of this machine with who uses them."""
-    from hetexp.hardware.probe import torch_devices
+    from hetexp.hardware.detection.probe import torch_devices
 
     # What no driver can be asked is asked of an interpreter's torch, which takes seconds: the answer is
     # fetched in the background and shown by the next call.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.ending import add_trust, exit_code
+from hetexp.commands.support.ending import add_trust, exit_code
 
 if TYPE_CHECKING:
     import torch

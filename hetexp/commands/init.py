@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hetexp.cluster.token import default_token_file, new_token, write_token
-from hetexp.commands.ending import exit_code
+from hetexp.commands.support.ending import exit_code
 from hetexp.core.cluster import DEFAULT_PORT, ClusterConfig, HostEntry, cluster_problems
 from hetexp.core.errors import ConfigError, SetupError
 from hetexp.core.files import write_text

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hetexp.core.config import Config
     from hetexp.core.plan import Plan
-    from hetexp.hardware.pool import Selection
+    from hetexp.hardware.selection.pool import Selection
 
 OF_THE_SCRIPT = ("model", "data", "optimizer", "trainer")
 """Sections that say what a script says itself."""
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
-    from hetexp.launch.interpreter import check_own_interpreter
+    from hetexp.launch.environments.interpreter import check_own_interpreter
     from hetexp.launch.launcher import launch
 
     try:
@@ -89,11 +89,11 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     from omegaconf import OmegaConf
 
     from hetexp.app import register_resolvers
-    from hetexp.core.conf_folders import name_own_conf_dir
+    from hetexp.core.compose.conf_folders import name_own_conf_dir
+    from hetexp.core.compose.overrides import compose_typed
+    from hetexp.core.compose.words import written_out
     from hetexp.core.errors import ConfigError, HetexpError, must_be
     from hetexp.core.files import ending_when_full, write_text
-    from hetexp.core.overrides import compose_typed
-    from hetexp.core.words import written_out
     from hetexp.launch.resume import Job, clear, find
     from hetexp.plan.planner import Request, make_plan
 
@@ -165,7 +165,7 @@ def check(
     from hetexp.core.config import check_config
     from hetexp.core.errors import ConfigError, HetexpError
     from hetexp.core.instantiate import check_component
-    from hetexp.hardware.selection import select_devices
+    from hetexp.hardware.selection.devices import select_devices
     from hetexp.plan.fallback import fall_back
     from hetexp.plan.planner import check_plan
 
@@ -260,7 +260,7 @@ def _choices(typed: Sequence[str]) -> dict[str, str]:
     """Return which option of each group of devices and policies the run has, for its summary."""
     from omegaconf import OmegaConf
 
-    from hetexp.core.conf_folders import conf_dir
+    from hetexp.core.compose.conf_folders import conf_dir
 
     shipped: Any = OmegaConf.load(conf_dir() / "config.yaml")
     found = {

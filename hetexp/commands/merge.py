@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.ending import add_trust, exit_code
+from hetexp.commands.support.ending import add_trust, exit_code
 
 if TYPE_CHECKING:
     from hetexp.checkpoint.merge import Parent
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hetexp.core.errors import ConfigError, must_be
-    from hetexp.launch.display import show_merge
+    from hetexp.launch.terminal.display import show_merge
     from hetexp.training.merging import Wanted, merge, write_merged
 
     parents = _parents(options.runs)
@@ -141,7 +141,7 @@ def _parts(parent: Parent) -> tuple[TrainState | None, str]:
     from hetexp.core.errors import ConfigError
     from hetexp.core.instantiate import untrusted
     from hetexp.core.plan import Plan
-    from hetexp.hardware.cpu import CpuBackend
+    from hetexp.hardware.backends.cpu import CpuBackend
     from hetexp.training.wiring import build_parts
 
     sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`

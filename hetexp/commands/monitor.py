@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.support.ending import exit_code
 
 if TYPE_CHECKING:
     from hetexp.core.config import MonitorConfig
@@ -56,10 +56,10 @@ def read_config(overrides: Sequence[str]) -> MonitorConfig:
     from pydantic import ValidationError
 
     from hetexp.app import register_resolvers
-    from hetexp.core.conf_folders import name_own_conf_dir
+    from hetexp.core.compose.conf_folders import name_own_conf_dir
+    from hetexp.core.compose.overrides import compose_typed
     from hetexp.core.config import MonitorConfig, explain
     from hetexp.core.errors import ConfigError, must_be
-    from hetexp.core.overrides import compose_typed
 
     problems = [
         must_be("OVERRIDE", "monitor.key=value", word)

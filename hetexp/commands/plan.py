@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.support.ending import exit_code
 
 if TYPE_CHECKING:
-    from hetexp.launch.planning import OtherPlan, Wanted
+    from hetexp.launch.prepare.planning import OtherPlan, Wanted
 
 _EPILOG = """\
 examples
@@ -72,12 +72,12 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 def _run(options: argparse.Namespace) -> int:
     from hetexp.app import check, register_resolvers
-    from hetexp.core.conf_folders import name_own_conf_dir
+    from hetexp.core.compose.conf_folders import name_own_conf_dir
+    from hetexp.core.compose.overrides import compose_typed
+    from hetexp.core.compose.words import written_out
     from hetexp.core.errors import ConfigError
-    from hetexp.core.overrides import compose_typed
-    from hetexp.core.words import written_out
-    from hetexp.hardware.pool import Selection
-    from hetexp.launch.planning import check_scale, foresee
+    from hetexp.hardware.selection.pool import Selection
+    from hetexp.launch.prepare.planning import check_scale, foresee
     from hetexp.plan.planner import Request, make_plan
 
     register_resolvers()
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from hetexp.launch.prediction_display import show
+    from hetexp.launch.terminal.prediction import show
 
     show(found, Console())
     return 0
@@ -114,8 +114,8 @@ def _run(options: argparse.Namespace) -> int:
 def _wanted(options: argparse.Namespace) -> tuple[Wanted, list[str]]:
     """Return what the options ask for, and what is wrong with them."""
     from hetexp.core.errors import ConfigError, must_be
-    from hetexp.launch.planning import Wanted
-    from hetexp.plan.what_if import parse_changes
+    from hetexp.launch.prepare.planning import Wanted
+    from hetexp.plan.predict.what_if import parse_changes
 
     problems: list[str] = []
     changes: list[Any] = []
@@ -137,8 +137,8 @@ def _other(
 ) -> OtherPlan | None:
     """Return the plan after the wanted changes; what is wrong with them and the scale goes to `problems`."""
     from hetexp.core.errors import ConfigError, must_be
-    from hetexp.launch.planning import what_if
-    from hetexp.plan.scale import MOST
+    from hetexp.launch.prepare.planning import what_if
+    from hetexp.plan.predict.scale import MOST
 
     other = None
     if wanted.changes:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetexp.commands.ending import add_trust, exit_code
+from hetexp.commands.support.ending import add_trust, exit_code
 
 _EPILOG = """\
 examples
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own words."""
-    from hetexp.report.wandb_report import add_arguments
+    from hetexp.report.wandb_report.report import add_arguments
 
     made = argparse.ArgumentParser(
         prog="hetexp report",
@@ -68,7 +68,7 @@ def _run(options: argparse.Namespace) -> int:
     runs = read_runs(options.folders)
     title = options.title or ", ".join(path.resolve().name for path in options.folders)
     if options.wandb:
-        from hetexp.report.wandb_report import main_wandb
+        from hetexp.report.wandb_report.report import main_wandb
 
         with only_trusted(options.trust):
             main_wandb(compare(runs, title), options)

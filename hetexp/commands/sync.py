@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.support.ending import exit_code
 
 _EPILOG = """\
 examples

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hetexp.commands.ending import exit_code
 from hetexp.commands.monitor import check_installed, read_config
+from hetexp.commands.support.ending import exit_code
 
 if TYPE_CHECKING:
     from hetexp.core.config import MonitorConfig

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hetexp.commands.certificate import Certificate
+    from hetexp.commands.support.certificate import Certificate
     from hetexp.core.config import Config
     from hetexp.core.plan import Plan
-    from hetexp.hardware.pool import Selection
+    from hetexp.hardware.selection.pool import Selection
     from hetexp.plan.planner import Request
 
 _EPILOG = """\
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
-    from hetexp.launch.interpreter import check_own_interpreter
+    from hetexp.launch.environments.interpreter import check_own_interpreter
 
     console = Console(stderr=True)
     try:
@@ -120,7 +120,7 @@ def verify(
     """
     from rich.console import Console
 
-    from hetexp.commands.certificate import Certificate, Tolerance, compare
+    from hetexp.commands.support.certificate import Certificate, Tolerance, compare
     from hetexp.core.files import write_json, write_text
 
     folder = folder.absolute()
@@ -163,14 +163,14 @@ class _Prepared:
 
 def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, console: Console) -> _Prepared:
     from hetexp.app import check, register_resolvers
-    from hetexp.core.conf_folders import name_own_conf_dir
+    from hetexp.core.compose.conf_folders import name_own_conf_dir
+    from hetexp.core.compose.overrides import compose_typed
+    from hetexp.core.compose.words import written_out
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.instantiate import instantiate
-    from hetexp.core.overrides import compose_typed
-    from hetexp.core.words import written_out
-    from hetexp.hardware.pool import Selection
-    from hetexp.launch.choose_strategy import chosen
-    from hetexp.launch.prepare import prepare
+    from hetexp.hardware.selection.pool import Selection
+    from hetexp.launch.prepare.choose_strategy import chosen
+    from hetexp.launch.prepare.plan import prepare
     from hetexp.plan.planner import Request, make_plan
 
     register_resolvers()
@@ -237,7 +237,7 @@ class _Runs:
     def alone(self, name: str, accumulate: int = 1) -> str:
         """Run one device on whole batches, cut into so many microbatches; return the name."""
         from hetexp.core.config import read_config
-        from hetexp.hardware.pool import Selection
+        from hetexp.hardware.selection.pool import Selection
         from hetexp.plan.planner import make_plan
 
         raw = self._adjusted(self._prepared.raw)
@@ -281,7 +281,7 @@ class _Runs:
         from hetexp.core.errors import ConfigError, RunFailedError
         from hetexp.core.precision import precision_problems
         from hetexp.launch.launcher import launch
-        from hetexp.launch.prepare import memory_of, with_memory
+        from hetexp.launch.prepare.plan import memory_of, with_memory
 
         config = read_config(raw)
         problems = precision_problems(self._precision, plan.devices)

@@ -25,11 +25,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hetexp.core.cluster import ClusterConfig, cluster_problems
-from hetexp.core.cost import Wire
+from hetexp.core.cost.step import Wire
 from hetexp.core.errors import ConfigError, did_you_mean, how_to_write, must_be
 from hetexp.core.precision import long_name
 from hetexp.core.section import Section
-from hetexp.core.sweep import name_problem
+from hetexp.core.sweep.folder import name_problem
 
 COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
 """Sections built by `_target_`."""
@@ -82,7 +82,7 @@ class HardwareConfig(Section):
     devices: list[DeviceEntry] = []
     gpu_ids: int | str | list[int | str] | None = None
     """Cards by number, `cuda:0`, UUID or PCI address, or `all`, `available`, `recommend:2`, in place of
-    `devices: [auto]` (see `hetexp.hardware.request`)."""
+    `devices: [auto]` (see `hetexp.hardware.selection.request`)."""
     cuda_ids: int | str | list[int | str] | None = None
     """An older name of `gpu_ids`."""
     default_gpu_selection: Literal["all", "available", "manual"] = "available"
@@ -198,7 +198,7 @@ class TrainerConfig(Section):
     """What becomes of the run where a checkpoint before the last one cannot be written."""
     on_request: dict[str, str] = {}
     """What answers to `hetexp control RUN NAME`, by name: dotted paths of functions that take an
-    `hetexp.training.rank_commands.Asked`."""
+    `hetexp.training.recovery.rank_commands.Asked`."""
     log_every: PositiveInt = 10
     check_sync_every: NonNegativeInt = 0
     """Steps between comparisons of all ranks' replicas (`hetexp.training.replicas`); 0: none."""
@@ -432,9 +432,9 @@ class Config(Section):
     fallback: Literal["single"] | None = None
     """What to do where the strategy cannot run, written `strategy.fallback`; `None`: say why, and end."""
     plan_only: bool = False
-    """Whether to print what would come of it (`hetexp.plan.predict`), and start nothing."""
+    """Whether to print what would come of it (`hetexp.plan.predict.runs`), and start nothing."""
     diagram: bool = True
-    """Whether the plan is drawn into the run folder (`hetexp.report.diagram`)."""
+    """Whether the plan is drawn into the run folder (`hetexp.report.diagram.files`)."""
     resume: str | None = None
     """A checkpoint's folder, a run's (`RUN`, `RUN/best`, `RUN/step:100`), or `auto`, `last`, `best`,
     `step:100` of a run of the same job (`hetexp.launch.resume`)."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hetexp.core.cost import Wire
+from hetexp.core.cost.step import Wire
 from hetexp.core.device import DeviceSpec
 from hetexp.core.files import write_json
 from hetexp.core.split import apportion
@@ -90,7 +90,7 @@ class Plan:
     fallback: dict[str, str] | None = None
     """`from` and `to` which strategy, and the `reason`, where the configured one could not run."""
     measuring: bool = False
-    """Whether the ranks only measure their devices (`hetexp.training.calibrate`)."""
+    """Whether the ranks only measure their devices (`hetexp.training.measuring.calibrate`)."""
     calibration: dict[str, Any] | None = None
     """What was measured of these devices, and the step that is predicted from it."""
     network: dict[str, Any] | None = None

@@ -14,8 +14,8 @@ from hetexp.engine.local import own_device
 from hetexp.engine.meeting import Meeting
 from hetexp.engine.part import take_part_of
 from hetexp.engine.probe import ProbeServer
-from hetexp.hardware.pool import Selection
-from hetexp.hardware.selection import select_devices
+from hetexp.hardware.selection.devices import select_devices
+from hetexp.hardware.selection.pool import Selection
 
 
 def follow(meeting: Meeting, composed: DictConfig | None) -> None:

@@ -26,13 +26,13 @@ from hetexp.engine.local import gathered, own_device, threads_of
 from hetexp.engine.meeting import POLL_SECONDS, Meeting, hosted
 from hetexp.engine.part import FAILED, take_part_of
 from hetexp.engine.probe import slowest
-from hetexp.hardware.detection import Inventory
+from hetexp.hardware.detection.inventory import Inventory
 from hetexp.hardware.link_probe import in_words
-from hetexp.hardware.pool import Selection
-from hetexp.hardware.selection import select_devices
-from hetexp.launch.diagrams import diagrams
-from hetexp.launch.display import show_plan, show_summary
+from hetexp.hardware.selection.devices import select_devices
+from hetexp.hardware.selection.pool import Selection
 from hetexp.launch.launcher import CALIBRATION
+from hetexp.launch.terminal.diagrams import diagrams
+from hetexp.launch.terminal.display import show_plan, show_summary
 from hetexp.worker import keep_from_ending
 
 CAUSE_SECONDS = 1.0

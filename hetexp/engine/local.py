@@ -14,11 +14,11 @@ from hetexp.core.plan import Plan
 from hetexp.core.rank_env import RankEnv
 from hetexp.engine.probe import ProbeServer
 from hetexp.hardware.backend import VISIBILITY, environment_together
+from hetexp.hardware.backends.cpu import CpuBackend, cpu_count
 from hetexp.hardware.catalogue import Link
-from hetexp.hardware.cpu import CpuBackend, cpu_count
-from hetexp.hardware.pool import Selection
-from hetexp.hardware.selection import threads_for
-from hetexp.launch.interpreter import is_own
+from hetexp.hardware.selection.devices import threads_for
+from hetexp.hardware.selection.pool import Selection
+from hetexp.launch.environments.interpreter import is_own
 
 
 def own_device(

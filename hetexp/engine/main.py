@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig
 
 from hetexp import app
+from hetexp.core.compose.overrides import compose_typed
 from hetexp.core.errors import HetexpError, RunFailedError, UsageError
-from hetexp.core.grid import asks_to_sweep
-from hetexp.core.overrides import compose_typed
 from hetexp.core.rank_env import RankEnv, find_rank_env
+from hetexp.core.sweep.grid import asks_to_sweep
 from hetexp.engine.follow import follow
 from hetexp.engine.lead import Lead
 from hetexp.engine.meeting import Meeting

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hetexp.core.errors import SetupError
 from hetexp.core.rank_env import RankEnv
-from hetexp.launch.store import bind, host_store
+from hetexp.launch.processes.store import bind, host_store
 
 POLL_SECONDS = 0.05
 GOODBYE_SECONDS = 10.0
@@ -170,7 +170,7 @@ def hosted(address: str, port: int) -> tuple[dist.TCPStore, int]:
     """Host a run's store where the other ranks reach it; return it and its port.
 
     Raises:
-        ConfigError, SetupError: as `hetexp.launch.store.bind`.
+        ConfigError, SetupError: as `hetexp.launch.processes.store.bind`.
     """
     listener = bind(address, port)
     own: int = listener.getsockname()[1]

@@ -14,7 +14,7 @@ from hetexp.core.errors import HetexpError
 from hetexp.core.plan import Plan
 from hetexp.engine.local import take_environment
 from hetexp.engine.meeting import Meeting
-from hetexp.hardware.lease import Leases
+from hetexp.hardware.detection.lease import Leases
 from hetexp.worker import take_part
 
 FAILED = "failed"

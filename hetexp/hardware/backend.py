@@ -10,32 +10,32 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hetexp.core.cost import Work
+from hetexp.core.cost.step import Work
 from hetexp.core.device import DeviceSpec
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.precision import AUTOCAST
-from hetexp.hardware.builds import TorchBuild
-from hetexp.hardware.detected import DetectedCard
-from hetexp.hardware.machine import Machine
-from hetexp.hardware.ordered_faults import suffer
-from hetexp.hardware.pci import PciCard
+from hetexp.hardware.detection.builds import TorchBuild
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.detection.pci import PciCard
+from hetexp.hardware.emulation.ordered_faults import suffer
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hetexp.hardware.emulation.memory_model import ModelledAllocator
+    from hetexp.hardware.emulation.pacing import Slowdown
     from hetexp.hardware.energy import Counter
     from hetexp.hardware.gauges import Gauge
-    from hetexp.hardware.memory_model import ModelledAllocator
-    from hetexp.hardware.pacing import Slowdown
 
 BACKENDS = {
-    "cpu": "hetexp.hardware.cpu:CpuBackend",
-    "cuda": "hetexp.hardware.cuda:CudaBackend",
-    "hip": "hetexp.hardware.hip:HipBackend",
-    "xpu": "hetexp.hardware.xpu:XpuBackend",
-    "mps": "hetexp.hardware.mps:MpsBackend",
-    "emulated": "hetexp.hardware.emulated:EmulatedBackend",
+    "cpu": "hetexp.hardware.backends.cpu:CpuBackend",
+    "cuda": "hetexp.hardware.backends.cuda:CudaBackend",
+    "hip": "hetexp.hardware.backends.hip:HipBackend",
+    "xpu": "hetexp.hardware.backends.xpu:XpuBackend",
+    "mps": "hetexp.hardware.backends.mps:MpsBackend",
+    "emulated": "hetexp.hardware.emulation.emulated:EmulatedBackend",
 }
 ACCELERATORS = ("cuda", "hip", "xpu", "mps")
 """Backends of cards that a machine can have; detection asks each of them."""
@@ -134,8 +134,8 @@ class Backend(ABC):
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         """Return every card of the vendor in the machine, usable or not, and what is read of it.
 
-        Numbers and ids are given afterwards (`hetexp.hardware.detection`). A driver, a library or a query
-        that fails costs the field that it would have filled, never a card.
+        Numbers and ids are given afterwards (`hetexp.hardware.detection.inventory`). A driver, a library or a
+        query that fails costs the field that it would have filled, never a card.
 
         Args:
             on_bus: the cards of this vendor that the kernel sees.
@@ -254,7 +254,7 @@ class Backend(ABC):
             inputs: a small batch of the training data, on the device.
         """
         if self.spec.slow != 1.0 or self.faults.lasting:
-            from hetexp.hardware.pacing import Slowdown
+            from hetexp.hardware.emulation.pacing import Slowdown
 
             self._slowdown = Slowdown(model, lambda: self.slower, self)
         if self.spec.limited:
@@ -269,7 +269,7 @@ class Backend(ABC):
             model: what this device has of it.
         """
         if self.spec.slow != 1.0 or self.faults.lasting:
-            from hetexp.hardware.pacing import Slowdown
+            from hetexp.hardware.emulation.pacing import Slowdown
 
             for stage in stages:
                 Slowdown(stage.module, lambda: self.slower, self)
@@ -291,7 +291,7 @@ class Backend(ABC):
 
     def limit_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Let the device hold no more than `spec.memory_bytes`, by a model of what it holds."""
-        from hetexp.hardware.memory_model import ModelledAllocator
+        from hetexp.hardware.emulation.memory_model import ModelledAllocator
 
         assert self.spec.memory_bytes is not None
         name = str(self.spec)

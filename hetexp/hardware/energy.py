@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.machine import Machine
+from hetexp.hardware.detection.machine import Machine
 
 if TYPE_CHECKING:
     from hetexp.hardware.backend import Backend

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from hetexp.hardware.backend import ACCELERATORS, backend_class
-from hetexp.hardware.detected import DetectedCard, Reading
-from hetexp.hardware.machine import Machine
+from hetexp.hardware.detection.detected import DetectedCard, Reading
+from hetexp.hardware.detection.machine import Machine
 
 Gauge = Callable[[], Reading]
 """Returns what the driver says of one card now, without the processes that hold it.

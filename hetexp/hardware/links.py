@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetexp.core.cost import WIRE_BYTES, Channel, Links
+from hetexp.core.cost.step import WIRE_BYTES, Channel, Links
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.hardware.catalogue import Link, card_of

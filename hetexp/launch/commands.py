@@ -16,17 +16,17 @@ from hetexp.core.errors import ConfigError, SetupError
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.precision import choose_precisions
-from hetexp.hardware.builds import known_builds
-from hetexp.hardware.busy import who_is_busy
-from hetexp.hardware.detection import detect
-from hetexp.hardware.lease import Leases
-from hetexp.hardware.machine import Machine
-from hetexp.hardware.selection import select_devices, threads_for
+from hetexp.hardware.detection.builds import known_builds
+from hetexp.hardware.detection.busy import who_is_busy
+from hetexp.hardware.detection.inventory import detect
+from hetexp.hardware.detection.lease import Leases
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.selection.devices import select_devices, threads_for
 from hetexp.launch.control import Answer, Command, ControlServer
-from hetexp.launch.group_recovery import GroupRecovery
-from hetexp.launch.members import Member
+from hetexp.launch.elastic.group_recovery import GroupRecovery
+from hetexp.launch.elastic.respawn import Newcomer
+from hetexp.launch.processes.members import Member
 from hetexp.launch.requests import Requests
-from hetexp.launch.respawn import Newcomer
 
 LOOK_SECONDS = 0.1
 """Pause between two looks for orders."""

@@ -23,22 +23,22 @@ from hetexp.core.files import ending_when_full, write_json
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.detection import detect
-from hetexp.hardware.lease import Leases
+from hetexp.hardware.detection.inventory import detect
+from hetexp.hardware.detection.lease import Leases
 from hetexp.launch.commands import CommandRunner
 from hetexp.launch.control import ControlServer
-from hetexp.launch.diagrams import diagrams
-from hetexp.launch.display import Display, show_plan, show_summary
-from hetexp.launch.group_recovery import NONE_HERE, GroupRecovery
-from hetexp.launch.health import UNSEEN
-from hetexp.launch.hosts import all_there, is_here
-from hetexp.launch.members import Member, end_all, environment_of, pause_for, start_member
+from hetexp.launch.elastic.group_recovery import NONE_HERE, GroupRecovery
+from hetexp.launch.elastic.health import UNSEEN
+from hetexp.launch.elastic.restart import Again, Restarts, keep_faults
+from hetexp.launch.elastic.stopped import StoppedWatch
 from hetexp.launch.preflight import check_machine
-from hetexp.launch.report import RankFailure, first_cause, read_failure, tail
+from hetexp.launch.processes.failure import RankFailure, first_cause, read_failure, tail
+from hetexp.launch.processes.hosts import all_there, is_here
+from hetexp.launch.processes.members import Member, end_all, environment_of, pause_for, start_member
+from hetexp.launch.processes.store import bind, host_store
 from hetexp.launch.requests import Requests
-from hetexp.launch.restart import Again, Restarts, keep_faults
-from hetexp.launch.stopped import StoppedWatch
-from hetexp.launch.store import bind, host_store
+from hetexp.launch.terminal.diagrams import diagrams
+from hetexp.launch.terminal.display import Display, show_plan, show_summary
 from hetexp.monitor.follow import Follower, followed
 
 POLL_SECONDS = 0.05
@@ -74,7 +74,7 @@ def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     """Let the ranks of a plan measure their devices, in a folder of the run's own.
 
     Returns:
-        What `hetexp.training.calibrate.calibrate` returned on rank 0.
+        What `hetexp.training.measuring.calibrate.calibrate` returned on rank 0.
 
     Raises:
         ConfigError, SetupError, RunFailedError: as `launch`.

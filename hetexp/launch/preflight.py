@@ -19,8 +19,8 @@ from hetexp.core.config import Config
 from hetexp.core.errors import SetupError
 from hetexp.core.files import folder_problem
 from hetexp.core.plan import Plan
-from hetexp.launch.hosts import is_here
-from hetexp.launch.interpreter import check_interpreter
+from hetexp.launch.environments.interpreter import check_interpreter
+from hetexp.launch.processes.hosts import is_here
 
 if TYPE_CHECKING:
     import torch

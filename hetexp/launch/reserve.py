@@ -18,8 +18,8 @@ from rich.console import Console
 
 from hetexp.core.config import Config
 from hetexp.core.errors import SetupError
-from hetexp.hardware.lease import Leases, choosing, held_by_others
-from hetexp.hardware.pool import Selection
+from hetexp.hardware.detection.lease import Leases, choosing, held_by_others
+from hetexp.hardware.selection.pool import Selection
 from hetexp.plan.planner import Request
 
 POLL_SECONDS = 0.5

@@ -25,7 +25,7 @@ from hetexp.checkpoint.manifest import (
 from hetexp.core.config import Config
 from hetexp.core.errors import CheckpointError, ConfigError, must_be
 from hetexp.core.files import lock_folder
-from hetexp.core.sweep import key_of
+from hetexp.core.sweep.folder import key_of
 from hetexp.launch.reserve import Checked
 
 PLAN, SUMMARY = "plan.json", "summary.json"

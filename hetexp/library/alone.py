@@ -13,7 +13,7 @@ import torch
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.jsonl import MetricsFile
 

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from hetexp.core.errors import SetupError
-from hetexp.hardware.pacing import num_samples, tensors
+from hetexp.hardware.emulation.pacing import num_samples, tensors
 from hetexp.library.front import Call, Called, keeping_modes
+from hetexp.training.measuring.warmup_calibration import REHEARSED_STEPS, rehearse
 from hetexp.training.state import TrainState
-from hetexp.training.warmup_calibration import REHEARSED_STEPS, rehearse
 
 
 def attach(parts: TrainState, called: Called, call: Call) -> None:

@@ -20,11 +20,12 @@ from hetexp.library.attach import attach, find_pace
 from hetexp.library.batches import Collate, on_device, part_batches, steps_left
 from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
-from hetexp.training import resuming, saving
 from hetexp.training.loop import MetricsWindow, Outcome, rebalance
+from hetexp.training.nonfinite.loss_scale import widened
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.precision import widened
 from hetexp.training.result import report
+from hetexp.training.saving import resuming
+from hetexp.training.saving import save as saving
 from hetexp.training.state import Progress, TrainState
 from hetexp.training.step import StepResult
 

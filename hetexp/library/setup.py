@@ -32,7 +32,7 @@ from hetexp.library.run import Run
 from hetexp.plan.exchange_checks import float64_problem
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
-from hetexp.training.random_states import seed_all
+from hetexp.training.saving.random_states import seed_all
 from hetexp.training.state import TrainState
 from hetexp.training.wiring import (
     agree,

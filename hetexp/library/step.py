@@ -10,12 +10,12 @@ import torch
 
 from hetexp.core.errors import UsageError, must_be
 from hetexp.data.loader import LocalBatch
-from hetexp.hardware.pacing import tensors
+from hetexp.hardware.emulation.pacing import tensors
 from hetexp.library.front import Call, keeping_statistics
 from hetexp.training.loss import as_count
 from hetexp.training.measure import StepTimer
+from hetexp.training.nonfinite.loss_scale import widened
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.precision import widened
 from hetexp.training.state import TrainState
 
 Reduction = Literal["mean", "sum"]

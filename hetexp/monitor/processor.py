@@ -6,9 +6,9 @@ import os
 from dataclasses import replace
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.hardware.machine import Machine
-from hetexp.hardware.sysfs import host_memory
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.backends.sysfs import host_memory
+from hetexp.hardware.detection.machine import Machine
 from hetexp.monitor.sample import Device, Sample, User
 
 

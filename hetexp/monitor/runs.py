@@ -13,7 +13,7 @@ from typing import Any
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.lines import Appended
 from hetexp.core.plan import Plan
-from hetexp.hardware.lease import owners
+from hetexp.hardware.detection.lease import owners
 from hetexp.monitor.processes import lives
 
 SILENT_SECONDS = 10.0

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.detected import Reading
+from hetexp.hardware.detection.detected import Reading
 
 
 @dataclass(frozen=True)

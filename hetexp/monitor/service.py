@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hetexp.core.config import MonitorConfig
 from hetexp.core.errors import SetupError
-from hetexp.hardware.builds import home
+from hetexp.hardware.detection.builds import home
 from hetexp.monitor.runs import RunWatch, leased
 from hetexp.monitor.sample import Sample, host_name
 from hetexp.monitor.sampler import Sampler

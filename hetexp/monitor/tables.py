@@ -30,7 +30,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from hetexp.core.errors import SetupError
-from hetexp.hardware.builds import home
+from hetexp.hardware.detection.builds import home
 
 SCHEMA = 1
 """Version of the tables; a database of a newer one is refused."""

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import hetexp
-from hetexp.core.calibration import DeviceCalibration, Exchange
 from hetexp.core.config import Config
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.device import DeviceSpec
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.builds import home
+from hetexp.hardware.detection.builds import home
 from hetexp.plan.sources import source_hashes
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetexp.core.calibration import Exchange
+from hetexp.core.cost.calibration import Exchange
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of, wire_of

@@ -12,7 +12,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import instantiate
 from hetexp.core.precision import choose_precisions
-from hetexp.hardware.pool import Selection
+from hetexp.hardware.selection.pool import Selection
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.single import Single
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hetexp.core.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.device import DeviceSpec
 
 MEASURED, CATALOGUE, NOTHING = "measured", "from the catalogue", "not known"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetexp.balancing.solver import solve
-from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.split import Split

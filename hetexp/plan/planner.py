@@ -20,8 +20,8 @@ from hetexp.core.plan import Plan
 from hetexp.core.precision import choose_precisions, precision_problems, precision_reasons
 from hetexp.core.split import apportion
 from hetexp.core.topology import Topology
-from hetexp.hardware.pool import Selection
-from hetexp.hardware.selection import threads_for
+from hetexp.hardware.selection.devices import threads_for
+from hetexp.hardware.selection.pool import Selection
 from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
 from hetexp.plan.fallback import with_hint
 from hetexp.plan.routes import routed, sums_large

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetexp.core.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetexp.core.sweep import of_a_run
+from hetexp.core.sweep.folder import of_a_run
 from hetexp.report.answer import answer_of
 from hetexp.report.curves import points
 from hetexp.report.figures import joules_per_sample, throughput

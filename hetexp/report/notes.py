@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from hetexp.report.baselines import CALIBRATED, OWN
+from hetexp.report.diagram.picture import strategy_problems
 from hetexp.report.figures import eval_loss
-from hetexp.report.picture import strategy_problems
 from hetexp.report.profiles import fault_of
 from hetexp.report.results import Comparison, Variant
 from hetexp.report.runs import RunRecord

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hetexp.core.calibration import DeviceCalibration
+from hetexp.core.cost.calibration import DeviceCalibration
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.report.results import DeviceProfile

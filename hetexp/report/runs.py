@@ -11,7 +11,7 @@ from typing import Any
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.plan import Plan
-from hetexp.core.sweep import SWEEP_FILE, SweepRow, key_of, of_a_run, read_rows
+from hetexp.core.sweep.folder import SWEEP_FILE, SweepRow, key_of, of_a_run, read_rows
 
 SUMMARY, PLAN, METRICS = "summary.json", "plan.json", "metrics.jsonl"
 HYDRA = Path(".hydra", "overrides.yaml")
@@ -19,7 +19,7 @@ HYDRA = Path(".hydra", "overrides.yaml")
 PREDICTION, CALIBRATION = "prediction.json", "calibration"
 """A folder with the first is of no run; the second is a part of one."""
 TRACEBACK = "error.txt"
-"""What a sweep (`hetexp.launch.sweep`) writes into the folder of a run that failed."""
+"""What a sweep (`hetexp.launch.sweep.run`) writes into the folder of a run that failed."""
 NO_RUNS = "a folder with runs in it (each has a plan.json)"
 
 

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hetexp.core.calibration import DeviceCalibration, Exchange
-from hetexp.core.cost import Work, step_seconds
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.step import Work, step_seconds
 from hetexp.hardware.links import links_of
 from hetexp.plan.measured import step_of
 from hetexp.report.results import CurvePoint, Variant, WeightsCurve

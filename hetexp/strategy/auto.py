@@ -21,7 +21,7 @@ class Auto(Strategy):
     Between hosts on a slow network it may stand for one that is exact inside each host only.
 
     No rank ever has it: the launcher puts the one that it picked in its place before it makes the plan
-    (`hetexp.launch.choose_strategy`).
+    (`hetexp.launch.prepare.choose_strategy`).
 
     Args:
         among: options of the group `strategy` to pick from; `None`: every one that is exact.

@@ -10,7 +10,7 @@ from torch import nn
 
 from hetexp.core.call import call_model
 from hetexp.core.split import apportion
-from hetexp.hardware.pacing import tensors
+from hetexp.hardware.emulation.pacing import tensors
 from hetexp.model.recompute import rebind
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetexp.core.call import call_model
-from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
+from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 
 
 class _Given(torch.autograd.Function):

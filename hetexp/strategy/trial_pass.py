@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hetexp.core.call import call_model
-from hetexp.hardware.pacing import tensors
+from hetexp.hardware.emulation.pacing import tensors
 
 
 @contextmanager

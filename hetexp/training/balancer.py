@@ -16,9 +16,9 @@ from typing import Any
 
 from hetexp.balancing.estimate import DeviceEstimate
 from hetexp.balancing.scheduler import BalanceScheduler, Decision, SchedulerSettings
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.files import naming
 from hetexp.core.plan import Plan
-from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split, apportion
 from hetexp.training.measure import StepTimer
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hetexp.core.config import Config
 from hetexp.core.errors import SetupError
-from hetexp.hardware.pacing import tensors
+from hetexp.hardware.emulation.pacing import tensors
 
 
 def compiled(model: nn.Module, config: Config) -> nn.Module | None:

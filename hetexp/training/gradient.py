@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from hetexp.hardware.out_of_memory import first_line, is_out_of_memory
+from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 from hetexp.model.base import WithAuxiliary
 from hetexp.training.compiled import any_batch_size, tells_why_not
 from hetexp.training.loss import count_of
 from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import no_tally
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.oom_recovery import OutOfMemory, ends_with_shortage, sizes_of
+from hetexp.training.recovery.oom_recovery import OutOfMemory, ends_with_shortage, sizes_of
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetexp.comm.summation import Summation
-from hetexp.core.cost import Links
+from hetexp.core.cost.step import Links
 from hetexp.hardware.links import links_of
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.training.host_group import HostGroup
 from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import conclude, no_tally, share
-from hetexp.training.nonfinite_samples import ALONE, TOGETHER, WIDTH, NonFiniteSamples
+from hetexp.training.nonfinite.loss_scale import LossScale, NonFiniteError
+from hetexp.training.nonfinite.samples import ALONE, TOGETHER, WIDTH, NonFiniteSamples
 from hetexp.training.outer import OuterStep
-from hetexp.training.precision import LossScale, NonFiniteError
 
 if TYPE_CHECKING:
     from hetexp.training.state import TrainState

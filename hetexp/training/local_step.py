@@ -15,10 +15,10 @@ from hetexp.training.host_group import HostGroup
 from hetexp.training.local import FIX, LocalTraining, explain
 from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import conclude, project, share
-from hetexp.training.non_finite import KeptBuffers, search
+from hetexp.training.nonfinite.loss_scale import NonFiniteError, settle
+from hetexp.training.nonfinite.search import KeptBuffers, search
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.oom_recovery import halve_alone, sizes_of, split_by_sizes
-from hetexp.training.precision import NonFiniteError, settle
+from hetexp.training.recovery.oom_recovery import halve_alone, sizes_of, split_by_sizes
 from hetexp.training.state import TrainState
 from hetexp.training.step import StepResult, clip, update
 

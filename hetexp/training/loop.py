@@ -19,14 +19,14 @@ from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
 from hetexp.training.evaluate import evaluate, evaluate_apart
-from hetexp.training.handover import Carried
 from hetexp.training.measure import StepTimer, Totals
 from hetexp.training.merging import merge_ranks
-from hetexp.training.non_finite import explain
+from hetexp.training.nonfinite.loss_scale import NonFiniteError
+from hetexp.training.nonfinite.search import explain
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.precision import NonFiniteError
+from hetexp.training.recovery.handover import Carried
 from hetexp.training.replicas import ReplicaCheck
-from hetexp.training.saving import add_evaluation, finish_saving, save, save_before
+from hetexp.training.saving.save import add_evaluation, finish_saving, save, save_before
 from hetexp.training.state import Progress, TrainState
 from hetexp.training.step import StepResult
 from hetexp.training.steps import train_step
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Survivor(Protocol):
-    """What lets a training go on with other members (`hetexp.training.rank_recovery.RankRecovery`)."""
+    """What lets a training go on with other members (`hetexp.training.recovery.rank_recovery`)."""
 
     def notices(self) -> tuple[int, int]:
         """Return the newest epoch and the newest request, as far as this rank knows."""

@@ -18,7 +18,7 @@ from hetexp.core.instantiate import locate
 from hetexp.model.base import WithAuxiliary
 from hetexp.training import many_logits
 from hetexp.training.many_logits import ManyLogits
-from hetexp.training.precision import widened
+from hetexp.training.nonfinite.loss_scale import widened
 
 HALF = (torch.bfloat16, torch.float16)
 IGNORED = -100

@@ -34,7 +34,7 @@ from hetexp.data.loader import chop, cut
 from hetexp.strategy.independent import Independent
 from hetexp.training.evaluate import evaluate_alone
 from hetexp.training.model_hooks import conclude
-from hetexp.training.saving import rank_folder
+from hetexp.training.saving.save import rank_folder
 from hetexp.training.state import Progress, TrainState
 
 log = logging.getLogger(__name__)

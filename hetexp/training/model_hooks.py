@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from hetexp.data.loader import chop, cut
-from hetexp.hardware.pacing import tensors
+from hetexp.hardware.emulation.pacing import tensors
 from hetexp.model.hooks import ModelHooks, Probe, Shared
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ pytorch/pytorch#67253.
 
 The same all-reduce carries one more number of each rank, where the loop has something to report (the seconds
 of the step before: see `hetexp/training/balancer.py`). It carries three of the first rank: news of members,
-requests (`hetexp/training/rank_recovery.py`), and whether a checkpoint is due by its clock. So all ranks act
-on them at the end of the same step.
+requests (`hetexp/training/recovery/rank_recovery.py`), and whether a checkpoint is due by its clock. So all
+ranks act on them at the end of the same step.
 
 Where a rank computes in float16, all ranks multiply by the one loss scale as well; `settle` in
-`hetexp/training/precision.py` divides the exchanged gradient by it again.
+`hetexp/training/nonfinite/loss_scale.py` divides the exchanged gradient by it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from hetexp.comm.communicator import Communicator, Pending
-from hetexp.training.precision import LossScale
+from hetexp.training.nonfinite.loss_scale import LossScale
 
 _PART = 2**32
 

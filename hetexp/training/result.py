@@ -13,17 +13,17 @@ import torch.distributed as dist
 from hetexp.balancing.accounting import Account, account
 from hetexp.comm.compression import compressor_of
 from hetexp.comm.rendezvous import exchange
-from hetexp.core.calibration import DeviceCalibration
-from hetexp.core.cost import Work, step_seconds
+from hetexp.core.cost.calibration import DeviceCalibration
+from hetexp.core.cost.speed import SpeedCurve
+from hetexp.core.cost.step import Work, step_seconds
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
-from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import apportion
 from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.emulated import OUTRUN_TOLERANCE
+from hetexp.hardware.emulation.emulated import OUTRUN_TOLERANCE
+from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.links import links_of
-from hetexp.hardware.pacing import tensors
 from hetexp.training.loop import Outcome, driven
 from hetexp.training.measure import Totals
 from hetexp.training.staged_result import pipeline_fields, stage_fields

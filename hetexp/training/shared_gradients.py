@@ -16,8 +16,8 @@ from torch import nn
 from hetexp.comm.compression import compressor_of
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.subgroup import form_subgroup
+from hetexp.hardware.emulation.pacing import GRAIN_SECONDS
 from hetexp.hardware.links import links_of
-from hetexp.hardware.pacing import GRAIN_SECONDS
 from hetexp.training.cutting import Cut
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from hetexp.data.loader import LocalBatch
-from hetexp.hardware.out_of_memory import is_out_of_memory
+from hetexp.hardware.memory.out_of_memory import is_out_of_memory
 from hetexp.training.loss import count_of
 from hetexp.training.measure import StepTimer
-from hetexp.training.non_finite import KeptBuffers
+from hetexp.training.nonfinite.loss_scale import settle
+from hetexp.training.nonfinite.search import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.oom_recovery import ends_with_shortage, sizes_of
-from hetexp.training.precision import settle
+from hetexp.training.recovery.oom_recovery import ends_with_shortage, sizes_of
 from hetexp.training.state import TrainState
 from hetexp.training.step import StepResult, clip, end_step
 

@@ -23,7 +23,7 @@ from hetexp.core.split import apportion
 from hetexp.data.loader import LocalBatch, cut, local_batches
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
-from hetexp.hardware.pacing import tensors
+from hetexp.hardware.emulation.pacing import tensors
 from hetexp.logger.base import Logger
 from hetexp.model.hooks import ModelHooks
 from hetexp.strategy.base import Strategy
@@ -31,8 +31,8 @@ from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import Loss, summed
-from hetexp.training.precision import LossScale
-from hetexp.training.saver import Saver
+from hetexp.training.nonfinite.loss_scale import LossScale
+from hetexp.training.saving.saver import Saver
 from hetexp.training.source import SourceModel
 
 if TYPE_CHECKING:

@@ -11,13 +11,18 @@ import torch
 
 from hetexp.data.loader import LocalBatch
 from hetexp.optimizer.build import restart_schedule
-from hetexp.training.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
 from hetexp.training.gradient import take_gradient
 from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import conclude, project, share
-from hetexp.training.non_finite import KeptBuffers
+from hetexp.training.nonfinite.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
+from hetexp.training.nonfinite.search import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.oom_recovery import ends_with_shortage, halve_together, sizes_of, split_microbatches
+from hetexp.training.recovery.oom_recovery import (
+    ends_with_shortage,
+    halve_together,
+    sizes_of,
+    split_microbatches,
+)
 from hetexp.training.state import TrainState
 
 
@@ -52,7 +57,7 @@ def joint_step(
 ) -> StepResult:
     """Do one optimizer step of the global batch: the same gradient as one device on all of it.
 
-    Where memory runs out on a rank, all of them do it again (`hetexp.training.oom_recovery`).
+    Where memory runs out on a rank, all of them do it again (`hetexp.training.recovery.oom_recovery`).
     """
     keeps = (parts.looks or parts.survives) and parts.has_buffers
     buffers = KeptBuffers(parts.model) if keeps else None

@@ -37,8 +37,8 @@ from hetexp.data.dealt import DealtSampler
 from hetexp.data.loader import read_ahead
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import Backend, StagePasses, backend_class, visible_places
+from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.links import links_of
-from hetexp.hardware.pacing import tensors
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.guard import GuardedLogger
 from hetexp.logger.jsonl import MetricsFile
@@ -54,9 +54,9 @@ from hetexp.training.cutting import Cut, cut_model
 from hetexp.training.host_group import HostGroup
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
-from hetexp.training.oom_recovery import recovering_guard
-from hetexp.training.precision import LossScale, check_device
-from hetexp.training.random_states import seed_all
+from hetexp.training.nonfinite.loss_scale import LossScale, check_device
+from hetexp.training.recovery.oom_recovery import recovering_guard
+from hetexp.training.saving.random_states import seed_all
 from hetexp.training.source import SourceModel
 from hetexp.training.staging import NothingTrained, Staging
 from hetexp.training.state import TrainState, on_device

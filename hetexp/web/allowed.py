@@ -167,8 +167,8 @@ def defaults() -> dict[str, Any]:
 @cache
 def _options() -> dict[str, tuple[str, ...]]:
     from hetexp.app import register_resolvers
-    from hetexp.core.grid import asks_to_sweep
-    from hetexp.core.overrides import config_loader
+    from hetexp.core.compose.overrides import config_loader
+    from hetexp.core.sweep.grid import asks_to_sweep
 
     register_resolvers()
     found = {}
@@ -191,7 +191,7 @@ def _allowed() -> dict[str, Allowed]:
 def _defaults() -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    from hetexp.core.overrides import compose_typed
+    from hetexp.core.compose.overrides import compose_typed
 
     composed, _ = compose_typed([])
     assert composed is not None

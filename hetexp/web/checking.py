@@ -19,7 +19,7 @@ from hetexp.core.errors import ConfigError, HetexpError
 if TYPE_CHECKING:
     from hetexp.core.config import Config
     from hetexp.core.plan import Plan
-    from hetexp.hardware.pool import Selection
+    from hetexp.hardware.selection.pool import Selection
 
 Answer = dict[str, Any]
 _FIRST = ("hardware.devices=[cpu,cpu]", "hardware.cards=null")
@@ -56,8 +56,8 @@ def checked(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
     A card that another run holds is none of its problems: the training waits for it.
     """
     raw, config, selection = _composed(words)
-    from hetexp.core.options import group_options
-    from hetexp.launch.planning import option_of
+    from hetexp.core.compose.options import group_options
+    from hetexp.launch.prepare.planning import option_of
 
     return {
         "problems": [],
@@ -70,7 +70,7 @@ def checked(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
 
 def estimated(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
     """Return what a step would be on the chosen devices, with the shapes that the API documents."""
-    from hetexp.launch.foreseen import foreseen
+    from hetexp.launch.prepare.foreseen import foreseen
     from hetexp.plan.planner import Request, make_plan
 
     raw, config, selection = _composed(words)
@@ -104,8 +104,8 @@ def _composed(words: Sequence[str]) -> tuple[dict[str, Any], Config, Selection]:
         ConfigError: everything that is wrong.
     """
     from hetexp.app import check, register_resolvers
-    from hetexp.core.overrides import compose_typed
-    from hetexp.hardware.pool import Selection
+    from hetexp.core.compose.overrides import compose_typed
+    from hetexp.hardware.selection.pool import Selection
 
     register_resolvers()
     composed, problems = compose_typed(words)
@@ -126,8 +126,8 @@ def _predicted(plan: Plan, whole: Plan, config: Config) -> tuple[float | None, l
     """
     from dataclasses import replace
 
-    from hetexp.launch.known import like_ddp
-    from hetexp.launch.planning import Alternatives, Wanted, alternatives, predicted
+    from hetexp.launch.prepare.known import like_ddp
+    from hetexp.launch.prepare.planning import Alternatives, Wanted, alternatives, predicted
 
     choices: Alternatives = alternatives(config)
     config = like_ddp(config) if choices.picks else config

@@ -11,7 +11,7 @@ from typing import Any
 from hetexp.core.device import GIB
 from hetexp.core.errors import did_you_mean, must_be
 from hetexp.hardware.catalogue import load_catalogue
-from hetexp.hardware.detected import DetectedCard
+from hetexp.hardware.detection.detected import DetectedCard
 from hetexp.web.job import Card
 
 LIST_SECONDS = 60.0

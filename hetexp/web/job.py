@@ -22,7 +22,7 @@ from typing import Any
 import hetexp
 from hetexp.core.device import DeviceSpec
 from hetexp.core.files import write_json
-from hetexp.hardware.lease import holder
+from hetexp.hardware.detection.lease import holder
 
 NOTE, LOCK = "job.json", "job.lock"
 LOG = Path("logs") / "launcher.log"

@@ -187,7 +187,9 @@ class Jobs:
         if job.stop_asked is None or row["pid"] is None or not lives(row["pid"], row["process_mark"]):
             return
         if time.time() - job.stop_asked > self._stop_seconds:
-            signalled(row["pid"], SIGKILL, group=True)  # its ranks end with it (`hetexp.launch.parent_death`)
+            signalled(
+                row["pid"], SIGKILL, group=True
+            )  # its ranks end with it (`hetexp.launch.processes.parent_death`)
         elif row["id"] not in self._asked:
             self._asked.add(row["id"])
             signalled(row["pid"], SIGTERM)
@@ -281,7 +283,7 @@ def report_of(row: Row) -> str:
     from hetexp.core.errors import ConfigError
     from hetexp.core.instantiate import only_trusted
     from hetexp.report.comparison import compare
-    from hetexp.report.page import render
+    from hetexp.report.page.html import render
     from hetexp.report.runs import read_runs
 
     run_dir = Path(row["run_dir"])

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.ending import exit_code
+from hetexp.commands.support.ending import exit_code
 
 if TYPE_CHECKING:
     from hetexp.core.config import MonitorConfig

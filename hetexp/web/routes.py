@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.requests import HTTPConnection
 
 from hetexp.core.errors import must_be
-from hetexp.core.sweep import new_name
+from hetexp.core.sweep.folder import new_name
 from hetexp.monitor.history import MOST_POINTS
 from hetexp.plan.planner import run_id
 from hetexp.web import allowed, schemas, views

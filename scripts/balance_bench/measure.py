@@ -15,7 +15,7 @@ from balance_bench.mixes import Mix, write_catalogue
 from balance_bench.runs import Run, start, start_ranks
 from balance_bench.truth import Best, Truth
 from hetexp.app import check, compose_config
-from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of

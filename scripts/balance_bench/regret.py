@@ -11,10 +11,17 @@ from typing import Any
 
 from hetexp.balancing.fit import fit_curve, median_errors, sizes_to_measure
 from hetexp.balancing.solver import solve, step_times
-from hetexp.core.speed import BACKWARD_SHARE, SpeedCurve
+from hetexp.core.cost.speed import BACKWARD_SHARE, SpeedCurve
 from hetexp.core.split import Split
-from hetexp.hardware.deviation import FACTOR_RANGE, JITTER, KINK_BATCHES, KINK_RANGE
-from hetexp.training.calibrate import JOINT_STEPS, MOST_OF_SHARE, MOST_PASSES, NUM_SIZES, PASSES, SURE
+from hetexp.hardware.emulation.deviation import FACTOR_RANGE, JITTER, KINK_BATCHES, KINK_RANGE
+from hetexp.training.measuring.calibrate import (
+    JOINT_STEPS,
+    MOST_OF_SHARE,
+    MOST_PASSES,
+    NUM_SIZES,
+    PASSES,
+    SURE,
+)
 
 
 def regrets(num_cards: int, num_mixes: int, seed: int = 0) -> dict[str, Any]:
@@ -83,7 +90,7 @@ def _measured(draw: random.Random, card: SpeedCurve, sizes: Sequence[int]) -> li
 
 
 def _card(draw: random.Random, per_sample: float, total: int) -> SpeedCurve:
-    """Return a card with a hidden factor and kink, of the sizes of `hetexp.hardware.deviation`."""
+    """Return a card with a hidden factor and kink, of the sizes of `hetexp.hardware.emulation.deviation`."""
     per_sample *= draw.uniform(*FACTOR_RANGE)
     kink = (draw.randint(*KINK_BATCHES), per_sample * draw.uniform(*KINK_RANGE))
     return SpeedCurve(draw.uniform(0.0, 0.05) * per_sample * total, per_sample, (kink,))

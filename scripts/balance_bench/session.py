@@ -18,8 +18,8 @@ import torch.distributed as dist
 from hetexp.core.config import read_config
 from hetexp.core.plan import Plan
 from hetexp.core.split import Split
-from hetexp.training.calibrate import joint_steps
-from hetexp.training.warmup_calibration import rehearse
+from hetexp.training.measuring.calibrate import joint_steps
+from hetexp.training.measuring.warmup_calibration import rehearse
 from hetexp.training.wiring import build_parts
 
 

@@ -1,7 +1,7 @@
 """What nobody tells the policies: what each emulated card really takes, and the best split there is.
 
-The times are those that the cards are paced by (`hetexp.hardware.emulated.CardTimes`, hidden deviation
-included), without jitter: what passes take on average.
+The times are those that the cards are paced by (`hetexp.hardware.emulation.emulated.CardTimes`, hidden
+deviation included), without jitter: what passes take on average.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader
 
 from hetexp.balancing.solver import ceiling, solve
 from hetexp.core.config import read_config
-from hetexp.core.cost import Timeline, Work, step_seconds
+from hetexp.core.cost.speed import SpeedCurve
+from hetexp.core.cost.step import Timeline, Work, step_seconds
 from hetexp.core.plan import Plan
-from hetexp.core.speed import SpeedCurve
 from hetexp.data.base import build_data
 from hetexp.hardware.catalogue import card_of
-from hetexp.hardware.deviation import JITTER, Deviation
-from hetexp.hardware.emulated import UPDATE_PASSES, CardTimes
+from hetexp.hardware.emulation.deviation import JITTER, Deviation
+from hetexp.hardware.emulation.emulated import UPDATE_PASSES, CardTimes
+from hetexp.hardware.emulation.pacing import count_work
 from hetexp.hardware.links import links_of
-from hetexp.hardware.pacing import count_work
 from hetexp.model.base import build_model
 
 EXHAUSTIVE = 3

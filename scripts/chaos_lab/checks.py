@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from hetexp.comm.segment import PREFIX
+from hetexp.comm.shared_memory.segment import PREFIX
 
 EXACT = 1e-12
 """Relative difference of losses and parameters that counts as none, in float64."""

@@ -20,10 +20,10 @@ from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-import hetexp.launch.preload
+import hetexp.launch.processes.preload
 import hetexp.training.loop
+import hetexp.training.measuring.warmup_calibration
 import hetexp.training.result
-import hetexp.training.warmup_calibration
 import hetexp.training.wiring
 import hetexp.worker  # noqa: F401
 from chaos_lab.parts import ORDER, RECORDS, rank_by_log

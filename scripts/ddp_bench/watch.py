@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware import nvml
-from hetexp.hardware.machine import Machine
+from hetexp.hardware.backends import nvml
+from hetexp.hardware.detection.machine import Machine
 
 PERIOD_SECONDS = 0.05
 

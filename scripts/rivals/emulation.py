@@ -18,7 +18,7 @@ from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.subgroup import form_subgroup
 from hetexp.core.config import read_config
 from hetexp.core.plan import Plan
-from hetexp.hardware.emulated import OUTRUN_TOLERANCE, EmulatedBackend
+from hetexp.hardware.emulation.emulated import OUTRUN_TOLERANCE, EmulatedBackend
 from hetexp.hardware.links import links_of
 
 TIMEOUT_SECONDS = 300.0

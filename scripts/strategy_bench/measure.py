@@ -10,7 +10,7 @@ from typing import Any
 from balance_bench.mixes import Mix
 from balance_bench.runs import Run, start
 
-from hetexp.core.pipeline_cost import StageTimes, order_of, play
+from hetexp.core.cost.pipeline import StageTimes, order_of, play
 from strategy_bench.entrants import Entrant, task_on
 
 WARM_STEPS = 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetexp.hardware.builds import own_build
-from hetexp.hardware.detection import detect
+from hetexp.hardware.detection.builds import own_build
+from hetexp.hardware.detection.inventory import detect
 
 CARDS = (
     sum(

@@ -13,8 +13,8 @@ from support import Train, worst
 
 from hetexp.cli import main
 from hetexp.core.errors import ConfigError, SetupError
-from hetexp.hardware.detection import detect
-from hetexp.hardware.lease import Leases
+from hetexp.hardware.detection.inventory import detect
+from hetexp.hardware.detection.lease import Leases
 
 FIELDS = ("index", "uuid", "pci.bus_id", "name", "memory.total", "power.limit", "temperature.gpu")
 QUICK = (

@@ -8,8 +8,8 @@ from support import Train, worst
 from torch.nn import functional
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.memory_estimate import Workload, estimate_memory
-from hetexp.hardware.memory_rules import rules_for
+from hetexp.hardware.memory.estimate import Workload, estimate_memory
+from hetexp.hardware.memory.rules import rules_for
 from hetexp.model.gpt import GPT
 from hetexp.model.recompute import recompute_layers
 

@@ -10,7 +10,7 @@ from support import Train
 
 from hetexp.checkpoint.snapshot import HostCopies
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.cuda import CudaBackend
+from hetexp.hardware.backends.cuda import CudaBackend
 
 STEPS, MORE = 3, 6
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support import Run, Train, difference, worst
 
-from hetexp.hardware.builds import own_build
-from hetexp.hardware.detection import detect
+from hetexp.hardware.detection.builds import own_build
+from hetexp.hardware.detection.inventory import detect
 
 STEPS = 20
 GPT = (

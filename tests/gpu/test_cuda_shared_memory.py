@@ -11,7 +11,7 @@ import torch.distributed as dist
 from exchanging import each
 
 from hetexp.comm import native
-from hetexp.comm.shared_memory import CHUNK_BYTES, SMALL_BYTES, SharedMemoryExchange
+from hetexp.comm.shared_memory.exchange import CHUNK_BYTES, SMALL_BYTES, SharedMemoryExchange
 
 LENGTHS = (1, 1000, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, CHUNK_BYTES + 7, 20 * CHUNK_BYTES // 4)
 

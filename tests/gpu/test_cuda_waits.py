@@ -11,10 +11,10 @@ from torch import nn
 
 from hetexp.comm.communicator import MOST_ASIDE_BYTES, ProcessGroupCommunicator
 from hetexp.comm.pulse import Pulse
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.hardware.cuda import CudaBackend
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.backends.cuda import CudaBackend
 from hetexp.optimizer.build import build_optimizer
-from hetexp.training.grad_check import skip_if_nonfinite
+from hetexp.training.nonfinite.grad_check import skip_if_nonfinite
 
 LONG_CYCLES = 2_000_000_000
 """About a second of a card's clock."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support import Train
 
-from hetexp.hardware.builds import own_build
-from hetexp.hardware.detected import DetectedCard
-from hetexp.hardware.detection import detect
+from hetexp.hardware.detection.builds import own_build
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.inventory import detect
 
 WORK = (
     "hardware.devices=[cuda:0]",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hetexp.core.conf_folders import conf_dir
+from hetexp.core.compose.conf_folders import conf_dir
 from hetexp.monitor.processes import lives
 
 httpx = pytest.importorskip("httpx", reason="the extra `dashboard` is not installed")

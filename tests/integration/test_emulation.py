@@ -15,8 +15,8 @@ from support import Run, Train, difference
 from hetexp.core.device import GIB
 from hetexp.core.errors import ConfigError, RunFailedError
 from hetexp.hardware.catalogue import Card, card
+from hetexp.hardware.emulation.memory_model import CONTEXT_BYTES
 from hetexp.hardware.links import SHARED_EXCHANGE
-from hetexp.hardware.memory_model import CONTEXT_BYTES
 
 TINY = (
     "model=mlp",

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import Train
 
-from hetexp.hardware.builds import own_build, read_builds
+from hetexp.hardware.detection.builds import own_build, read_builds
 
 pytestmark = pytest.mark.timeout(400)  # once for all tests here: some 200 MB of wheels are unpacked
 NOT_TO_BE_HAD = ("No matching distribution found for torch==", "ResolutionImpossible", "No solution found")

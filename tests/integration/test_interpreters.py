@@ -19,7 +19,7 @@ import torch
 from support import Train, worst
 
 from hetexp.core.errors import ConfigError, SetupError
-from hetexp.launch.members import package_root
+from hetexp.launch.processes.members import package_root
 
 VARIABLE = "HETEXP_SECOND_PYTHON"
 STEPS = 10

@@ -15,7 +15,7 @@ from support import Train
 from hetexp.checkpoint.manifest import search_checkpoint, step_of
 from hetexp.commands.control import main_add, main_control, main_drop
 from hetexp.launch import launcher
-from hetexp.launch.members import Member, pause_for
+from hetexp.launch.processes.members import Member, pause_for
 
 THREE = "hardware.devices=[cpu,cpu,cpu]"
 SLOW = ("data=custom", "data._target_=slow_data.Slow", "trainer.precision=float64")

@@ -103,7 +103,7 @@ def test_a_chosen_port_that_is_taken(
     def never(*_: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("hetexp.launch.members.start_rank", never)
+    monkeypatch.setattr("hetexp.launch.processes.members.start_rank", never)
     with pytest.raises(ConfigError) as caught:
         train(*SHORT, f"launch.port={occupied}", folder=tmp_path / "run")
     (problem,) = caught.value.problems

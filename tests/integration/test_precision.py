@@ -12,7 +12,7 @@ from support import Run, Train, difference, worst
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, RunFailedError
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 
 FULL = ("float64", "float32")
 SYNTHETIC = ("data=synthetic", "data.num_samples=240", "data.num_test_samples=50")

@@ -11,7 +11,7 @@ import pytest
 from launched import TINY, TRAIN
 from support import Train
 
-from hetexp.launch.process import PRELOADED
+from hetexp.launch.processes.process import PRELOADED
 
 LISTING = """
 import sys

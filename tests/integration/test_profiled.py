@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support import Train, difference
 
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.errors import RunFailedError
-from hetexp.core.speed import SpeedCurve
-from hetexp.training.calibrate import JOINT_STEPS
+from hetexp.training.measuring.calibrate import JOINT_STEPS
 
 CARDS = """
 cards:

@@ -20,7 +20,7 @@ from hetexp.core.errors import ConfigError, RunFailedError
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.data.synthetic import Synthetic
 from hetexp.model.mlp import MLP
-from hetexp.report.diagram import has_dot
+from hetexp.report.diagram.files import has_dot
 
 TINY = (
     "model=mlp",

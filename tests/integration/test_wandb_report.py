@@ -12,7 +12,7 @@ from hetexp.core.plan import Plan
 from hetexp.logger.wandb import STEP_METRIC
 from hetexp.report.comparison import compare
 from hetexp.report.runs import read_runs
-from hetexp.report.wandb_report import build, spec_of
+from hetexp.report.wandb_report.report import build, spec_of
 
 pytest.importorskip("wandb_workspaces")
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")

@@ -16,7 +16,7 @@ from ddp_bench.task import GPT_124M, MOST_SAMPLES, TASKS, TINY, Size, data_of, n
 from ddp_bench.watch import Watch, last_step, rows_of, utilisation
 
 from hetexp.app import check, compose_config
-from hetexp.hardware.nvml import Card
+from hetexp.hardware.backends.nvml import Card
 from hetexp.model.gpt import GPT
 
 CPU = ["--device", "cpu", "--tiny"]
@@ -50,7 +50,7 @@ def test_the_runs_may_start_on_every_processor(
     count: int, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_bfloat16 = ("float64", "float32")
-    monkeypatch.setattr("hetexp.hardware.cpu._native_precisions", lambda: without_bfloat16)
+    monkeypatch.setattr("hetexp.hardware.backends.cpu._native_precisions", lambda: without_bfloat16)
     job = job_of(arguments_of([*CPU, "--ranks", str(count)]), count, 4, model)
     *_, problems = check(compose_config(job.words()), Path.cwd())
     assert problems == []

@@ -12,7 +12,7 @@ from strategy_bench.entrants import ENTRANTS, EVAL_EVERY, MIXES, SYNC_EVERY, Ent
 from strategy_bench.measure import loss_at
 
 from hetexp.app import check, compose_config
-from hetexp.core.conf_folders import conf_dir
+from hetexp.core.compose.conf_folders import conf_dir
 
 CURVE = [(2.0, 4.0), (4.0, 3.0), (6.0, 2.8)]
 

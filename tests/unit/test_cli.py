@@ -19,7 +19,7 @@ from own_project import write_project
 import hetexp
 from hetexp.app import compose_config, conf_dir
 from hetexp.cli import COMMANDS, main
-from hetexp.core.conf_folders import name_own_conf_dir
+from hetexp.core.compose.conf_folders import name_own_conf_dir
 
 TRAIN = str(Path(hetexp.__file__).resolve().parent.parent / "train.py")
 HETEXP = "import sys; from hetexp.cli import main; sys.exit(main())"

@@ -13,8 +13,8 @@ from hydra.errors import HydraException
 from hetexp.app import compose_config, conf_dir
 from hetexp.app import main as train_main
 from hetexp.cli import main
+from hetexp.core.compose.words import written_out
 from hetexp.core.config import TrainerConfig
-from hetexp.core.words import written_out
 
 ROOT = conf_dir().parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -11,9 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from hetexp.app import check, conf_dir, register_resolvers
-from hetexp.core.conf_folders import name_own_conf_dir
-from hetexp.core.grid import asks_to_sweep, compose_jobs
-from hetexp.core.words import written_out
+from hetexp.core.compose.conf_folders import name_own_conf_dir
+from hetexp.core.compose.words import written_out
+from hetexp.core.sweep.grid import asks_to_sweep, compose_jobs
 
 EXPERIMENTS = sorted((conf_dir() / "experiment").glob("*.yaml"))
 SWEEPS = ("compare_balancing", "compare_strategies", "scaling", "weights_curve", "weights_search")

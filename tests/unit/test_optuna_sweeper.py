@@ -14,8 +14,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 
-from hetexp.core.search import SearchConfig
-from hetexp.core.sweep import key_of
+from hetexp.core.sweep.folder import key_of
+from hetexp.core.sweep.search import SearchConfig
 from hydra_plugins.hetexp_optuna_sweeper import RESULTS, OptunaSweeper
 
 PARAMS = {"balancing.weights.0": "tag(log, interval(0.5, 8))", "strategy": "ddp,local_sgd", "model": "mlp"}
@@ -189,7 +189,7 @@ def test_wrong_settings_end_the_search_at_once(
 
 
 def test_jobs_are_found_by_their_row(launcher: Launcher) -> None:
-    from hetexp.core.sweep import SweepRow, append_row
+    from hetexp.core.sweep.folder import SweepRow, append_row
 
     class Again(Launcher):
         def job(self, number: int, words: list[str]) -> JobReturn:

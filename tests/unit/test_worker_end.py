@@ -9,8 +9,8 @@ import pytest
 from support import plan_on, unbuilt_config
 
 from hetexp.core.config import read_config
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.launch.report import RankFailure
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.launch.processes.failure import RankFailure
 from hetexp.worker import HURRIED_SECONDS, _Rank, most_checkpoints, survived
 
 

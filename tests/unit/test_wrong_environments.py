@@ -34,13 +34,13 @@ from hetexp.core.errors import CheckpointError, ConfigError, RunFailedError, Set
 from hetexp.core.files import folder_problem
 from hetexp.core.plan import Plan
 from hetexp.launch import preflight
-from hetexp.launch.interpreter import check_own_interpreter
+from hetexp.launch.environments.interpreter import check_own_interpreter
 from hetexp.launch.launcher import _Run, launch
-from hetexp.launch.members import Member
 from hetexp.launch.preflight import check_checkpoint_space, check_machine, checkpoint_bytes
-from hetexp.launch.process import Start, SubprocessRank
-from hetexp.launch.report import NO_ROOM, RankFailure, log_path, read_failure
-from hetexp.launch.store import bind
+from hetexp.launch.processes.failure import NO_ROOM, RankFailure, log_path, read_failure
+from hetexp.launch.processes.members import Member
+from hetexp.launch.processes.process import Start, SubprocessRank
+from hetexp.launch.processes.store import bind
 from hetexp.plan.planner import Request, make_plan
 
 TWO = "hardware.devices=[cpu,cpu]"
@@ -119,7 +119,9 @@ def test_interpreter_that_is_no_program(refused: Refusals, tmp_path: Path) -> No
 
 def test_own_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     check_own_interpreter()
-    monkeypatch.setattr("hetexp.launch.interpreter.find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr(
+        "hetexp.launch.environments.interpreter.find_spec", lambda name: None if name == "torch" else name
+    )
     with pytest.raises(SetupError, match=r"This interpreter, .*python.*, lacks torch\. Install hetexp"):
         check_own_interpreter()
 
@@ -445,7 +447,7 @@ def test_process_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.Monk
     def no_process(*_: object) -> Any:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr("hetexp.launch.members.start_rank", no_process)
+    monkeypatch.setattr("hetexp.launch.processes.members.start_rank", no_process)
     with pytest.raises(SetupError, match=r"Rank 0 on cpu:0 \(.*\) cannot be started: .*temporarily unavail"):
         launch(*planned(tmp_path / "run"), Console(file=io.StringIO()))
 

@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from hetexp.hardware.builds import home
+from hetexp.hardware.detection.builds import home
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hetexp.balancing.accounting import account
 from hetexp.balancing.solver import solve
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 
 CURVES = st.lists(st.builds(SpeedCurve, st.floats(0.0, 0.1), st.floats(1e-4, 0.1)), min_size=1, max_size=4)
 

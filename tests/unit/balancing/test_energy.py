@@ -13,7 +13,7 @@ from speed_curves import curves
 
 from hetexp.balancing.energy import EXACT_DEVICES, solve_for_energy, solve_within_watts
 from hetexp.balancing.solver import solve, step_times
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 
 PROFILE = settings(deadline=None, max_examples=100)
 SLACK = 1 + 1e-6

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hetexp.balancing.fit import Fit, Point, fit_curve, median_errors, sizes_to_measure
 from hetexp.balancing.solver import solve, step_times
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 
 
 def measure(card: HiddenCard, sizes: Sequence[int], passes: int) -> list[Point]:

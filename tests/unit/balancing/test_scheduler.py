@@ -22,9 +22,9 @@ from hetexp.balancing.scheduler import (
     imbalance,
 )
 from hetexp.balancing.solver import solve, step_times
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.split import Split, apportion
-from hetexp.hardware.deviation import Deviation
+from hetexp.hardware.emulation.deviation import Deviation
 
 Factor = Callable[[int, int], float]
 """Step and rank → how many times as long the rank takes just then."""

@@ -16,7 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from speed_curves import curves, seconds
 
 from hetexp.balancing.solver import ceiling, solve, step_times
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.split import Split
 
 PROFILE = settings(deadline=None, max_examples=200)

@@ -22,7 +22,7 @@ from hetexp.cluster.wire import Channel, introduce
 from hetexp.core.cluster import ClusterConfig, HostEntry
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError, SetupError
-from hetexp.launch.hosts import all_there
+from hetexp.launch.processes.hosts import all_there
 
 TOKEN = b"t" * 64
 CPU = DeviceSpec(id="cpu:0", backend="cpu", index=0, name="CPU", vendor="cpu")

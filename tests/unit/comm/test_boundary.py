@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetexp.comm.boundary import Layout, nothing, number_of, pack, unpack
 from hetexp.comm.compression import BLOCK, compressor_of
-from hetexp.core.cost import Wire
+from hetexp.core.cost.step import Wire
 from hetexp.core.errors import ConfigError
 
 HOST = torch.device("cpu")

@@ -11,7 +11,7 @@ from hetexp.comm import exchange as module
 from hetexp.comm.compression import BLOCK, compressor_of
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.fake import FakeExchange, FakeGroup
-from hetexp.core.cost import Wire
+from hetexp.core.cost.step import Wire
 
 SHAPE = (20, 50)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import Feedback, GradientHook
-from hetexp.core.cost import Wire
+from hetexp.core.cost.step import Wire
 from hetexp.core.errors import PeerLostError
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.lost import is_peer_lost
 from hetexp.comm.paced_exchange import PacedExchange
-from hetexp.core.cost import Channel, Links, Wire
+from hetexp.core.cost.step import Channel, Links, Wire
 from hetexp.core.errors import PeerLostError
 
 PAIR = Links((Channel(1e-3, 1e6),) * 2, (Channel(2e-3, 1e6, shared=True),))

@@ -14,11 +14,11 @@ from support import plan_on
 
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.fake import FakeExchange
-from hetexp.comm.shared_memory import SharedMemoryExchange
+from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
 from hetexp.comm.subgroup import form_subgroup
 from hetexp.core.errors import SetupError
 from hetexp.core.plan import Plan
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 
 CPU = torch.device("cpu")
 RANKS = (0, 2)

@@ -12,7 +12,7 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.compression import BLOCK
 from hetexp.comm.fake import FakeExchange, FakeGroup
 from hetexp.comm.summation import Summation
-from hetexp.core.cost import Channel, Links, Wire
+from hetexp.core.cost.step import Channel, Links, Wire
 
 LENGTH = 1000
 

@@ -11,12 +11,12 @@ from support import plan_on, unbuilt_config
 
 from hetexp.app import check, compose_config
 from hetexp.cli import main
-from hetexp.core.calibration import DeviceCalibration, Exchange
-from hetexp.core.speed import SpeedCurve
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.speed import SpeedCurve
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.plan import calibrations
 from hetexp.plan.planner import Request, make_plan
-from hetexp.report.diagram import NO_DOT, has_dot
+from hetexp.report.diagram.files import NO_DOT, has_dot
 
 TINY = ("model=mlp", "data=synthetic", "logger=none")
 MIX = ("hardware=nvidia_arc", *TINY, "model.hidden_sizes=[512,512]", "trainer.global_batch_size=4096")
@@ -27,7 +27,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("hetexp.launch.members.start_rank", never)
+    monkeypatch.setattr("hetexp.launch.processes.members.start_rank", never)
 
 
 def drawn(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:

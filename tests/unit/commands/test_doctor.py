@@ -15,16 +15,17 @@ import pytest
 
 import hetexp
 from hetexp.cli import main
-from hetexp.commands import checks, doctor
-from hetexp.commands.checks import CHECKS, Context
+from hetexp.commands import doctor
 from hetexp.commands.doctor import Problem, Section, examine
-from hetexp.commands.interpreters import Interpreter
+from hetexp.commands.support import checks
+from hetexp.commands.support.checks import CHECKS, Context
+from hetexp.commands.support.interpreters import Interpreter
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import SetupError
-from hetexp.hardware.builds import TorchBuild
-from hetexp.hardware.detected import DetectedCard
-from hetexp.hardware.detection import Inventory
-from hetexp.hardware.machine import Machine
+from hetexp.hardware.detection.builds import TorchBuild
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.inventory import Inventory
+from hetexp.hardware.detection.machine import Machine
 
 RTX = DeviceSpec("cuda:0", "cuda", 0, "RTX 3090", "nvidia", 24 * GIB, driver="580.65.06", number=0)
 ARC = DeviceSpec("xpu:0", "xpu", 0, "Arc A770", "intel", number=1)
@@ -167,7 +168,7 @@ def test_an_interpreter_without_its_packages(
     def lacks() -> None:
         raise SetupError("This interpreter, /own/python, lacks pydantic. Install …")
 
-    monkeypatch.setattr("hetexp.launch.interpreter.check_own_interpreter", lacks)
+    monkeypatch.setattr("hetexp.launch.environments.interpreter.check_own_interpreter", lacks)
     assert main(["doctor"]) == 1
     assert "lacks pydantic" in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 1

@@ -14,17 +14,18 @@ import pytest
 from rich.console import Console
 
 from hetexp.cli import main
-from hetexp.commands import env, env_check
-from hetexp.commands.env_check import Checked, check, checked, chosen
-from hetexp.commands.interpreters import Interpreter, how_to_mend, interpreters
+from hetexp.commands import env
+from hetexp.commands.support import env_check
+from hetexp.commands.support.env_check import Checked, check, checked, chosen
+from hetexp.commands.support.interpreters import Interpreter, how_to_mend, interpreters
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError, SetupError
 from hetexp.hardware.backend import backend_class
-from hetexp.hardware.builds import TorchBuild
-from hetexp.hardware.detected import DetectedCard
-from hetexp.hardware.detection import Inventory
-from hetexp.launch.environments import record, records
-from hetexp.launch.trial import Trial
+from hetexp.hardware.detection.builds import TorchBuild
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.inventory import Inventory
+from hetexp.launch.environments.record import record, records
+from hetexp.launch.environments.trial import Trial
 
 CUDA_0 = DetectedCard(
     DeviceSpec("cuda:0", "cuda", 0, "NVIDIA A100", "nvidia", driver="580.65.06", architecture="sm_80")
@@ -45,7 +46,7 @@ LOSSES = [2.0, 1.0, 0.5, 0.25]
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HETEXP_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("hetexp.commands.interpreters.detect", lambda **_: Inventory())
+    monkeypatch.setattr("hetexp.commands.support.interpreters.detect", lambda **_: Inventory())
     monkeypatch.setattr(env, "detect", lambda **_: Inventory([CUDA_0, CUDA_1]))
     return tmp_path / "home"
 

@@ -14,8 +14,8 @@ import pytest
 from hetexp.cli import main
 from hetexp.commands import gpus
 from hetexp.core.device import GIB, DeviceSpec
-from hetexp.hardware.detected import DetectedCard, Process, Reading
-from hetexp.hardware.detection import Inventory
+from hetexp.hardware.detection.detected import DetectedCard, Process, Reading
+from hetexp.hardware.detection.inventory import Inventory
 
 RTX = DetectedCard(
     DeviceSpec(

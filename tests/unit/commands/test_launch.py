@@ -50,7 +50,7 @@ def test_a_plan_of_a_script(tmp_path: Path) -> None:
 
 
 def test_auto_follows_and_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetexp.hardware.cpu._native_precisions", lambda: ("float32", "bfloat16"))
+    monkeypatch.setattr("hetexp.hardware.backends.cpu._native_precisions", lambda: ("float32", "bfloat16"))
     plan, _ = made(SCRIPT, "hardware.devices=[cpu,cpu]", "trainer.precision=bf16", "hydra.run.dir=mine")
     assert plan.choices["balancing"] == "auto"
     assert plan.shares == (0.5, 0.5)
@@ -104,7 +104,7 @@ def test_refusals(
     def never(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("hetexp.launch.members.start_rank", never)
+    monkeypatch.setattr("hetexp.launch.processes.members.start_rank", never)
     assert main(["launch", *words]) == 2
     screen = capsys.readouterr()
     assert told in screen.err

@@ -15,8 +15,8 @@ from rich.console import Console
 from hetexp.app import check, compose_config, conf_dir, run
 from hetexp.app import main as train_main
 from hetexp.cli import main
-from hetexp.core.calibration import DeviceCalibration, Exchange
-from hetexp.core.speed import SpeedCurve
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.plan import calibrations
 from hetexp.plan.measured import choose
 from hetexp.plan.planner import Request, make_plan
@@ -31,7 +31,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("hetexp.launch.members.start_rank", never)
+    monkeypatch.setattr("hetexp.launch.processes.members.start_rank", never)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:

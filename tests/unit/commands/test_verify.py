@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from hetexp.cli import main
-from hetexp.commands.certificate import Certificate, Comparison, Tolerance, compare
-from hetexp.launch import members
+from hetexp.commands.support.certificate import Certificate, Comparison, Tolerance, compare
+from hetexp.launch.processes import members
 
 FACTS: dict[str, Any] = {
     "date": "2026-01-31",

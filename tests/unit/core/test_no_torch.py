@@ -19,15 +19,14 @@ def load(name):
     importlib.import_module(name)
     assert "torch" not in sys.modules, f"{name} imports torch"
 
-import hetexp.core, hetexp.balancing
-for package in (hetexp.core, hetexp.balancing):
+import hetexp.core, hetexp.balancing, hetexp.plan
+for package in (hetexp.core, hetexp.balancing, hetexp.plan):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         load(module.name)
-for name in ("hetexp.hardware.selection", "hetexp.strategy.base", "hetexp.plan.planner", "hetexp.app"):
+for name in ("hetexp.hardware.selection.devices", "hetexp.strategy.base", "hetexp.plan.planner",
+"hetexp.app"):
     load(name)
-for name in ("known", "measured", "predict", "scale", "what_if", "as_json", "staged", "groups", "pick"):
-    load(f"hetexp.plan.{name}")
-for name in ("hetexp.launch.planning", "hetexp.launch.prediction_display"):
+for name in ("hetexp.launch.prepare.planning", "hetexp.launch.terminal.prediction"):
     load(name)
 for name in ("follow", "sampler", "service", "training", "top", "screen", "main"):
     load(f"hetexp.monitor.{name}")
@@ -40,8 +39,8 @@ import sys
 from pathlib import Path
 from hetexp.core.config import HardwareConfig, read_config
 from hetexp.hardware.backend import BACKENDS, backend_class
-from hetexp.hardware.detection import detect
-from hetexp.hardware.selection import select_devices
+from hetexp.hardware.detection.inventory import detect
+from hetexp.hardware.selection.devices import select_devices
 from hetexp.plan.planner import Request, check_plan, make_plan
 
 for name in BACKENDS:

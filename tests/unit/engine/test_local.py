@@ -7,8 +7,8 @@ from support import plan_on, unbuilt_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.rank_env import RankEnv
 from hetexp.engine.local import gathered, own_device, threads_of
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.hardware.pool import Selection
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.selection.pool import Selection
 
 
 def seat(rank: int, local_rank: int, node: str = "0", host: str = "box") -> RankEnv:

@@ -17,8 +17,8 @@ from torch import nn
 from hetexp.core.config import FaultEvent
 from hetexp.core.fault import FaultSchedule
 from hetexp.hardware import backend as backend_module
-from hetexp.hardware import ordered_faults, pacing
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.emulation import ordered_faults, pacing
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
     monkeypatch.setattr(backend_module, "time", fake)
     monkeypatch.setattr(ordered_faults, "time", fake)
-    monkeypatch.setattr("hetexp.hardware.cpu.time", fake)  # which marks are read from
+    monkeypatch.setattr("hetexp.hardware.backends.cpu.time", fake)  # which marks are read from
     monkeypatch.setattr(pacing, "time", fake)
     return fake
 
@@ -71,7 +71,7 @@ def test_death_is_sudden() -> None:
     program = """
         from hetexp.core.config import FaultEvent
         from hetexp.core.fault import FaultSchedule
-        from hetexp.hardware.cpu import CpuBackend
+        from hetexp.hardware.backends.cpu import CpuBackend
 
         backend = CpuBackend(CpuBackend.describe(0))
         backend.faults = FaultSchedule([FaultEvent(kind="death", device="cpu:0", at_step=2)], "cpu:0")

@@ -37,13 +37,13 @@ from fake_nvml import (
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
-from hetexp.hardware import detection
-from hetexp.hardware.builds import TorchBuild
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.hardware.cuda import CudaBackend, native_precisions
-from hetexp.hardware.detected import DetectedCard, Process, Reading, Seen
-from hetexp.hardware.machine import Machine
-from hetexp.hardware.pci import pci_cards
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.backends.cuda import CudaBackend, native_precisions
+from hetexp.hardware.detection import inventory as detection
+from hetexp.hardware.detection.builds import TorchBuild
+from hetexp.hardware.detection.detected import DetectedCard, Process, Reading, Seen
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.detection.pci import pci_cards
 
 CARD = FakeCard()
 MEMINFO = (
@@ -793,8 +793,9 @@ def test_a_torch_that_is_not_built_for_it_says_so(monkeypatch: pytest.MonkeyPatc
 
 def test_listing_cards_imports_no_torch() -> None:
     code = (
-        "import sys; from hetexp.hardware.cuda import CudaBackend; "
-        "from hetexp.hardware.machine import Machine; from hetexp.hardware.pci import pci_cards; "
+        "import sys; from hetexp.hardware.backends.cuda import CudaBackend; "
+        "from hetexp.hardware.detection.machine import Machine; "
+        "from hetexp.hardware.detection.pci import pci_cards; "
         "m = Machine(torch_sees=lambda kind: []); "
         "CudaBackend.hide(CudaBackend.cards(m, pci_cards(m)), m); sys.exit('torch' in sys.modules)"
     )

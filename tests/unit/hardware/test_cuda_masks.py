@@ -25,10 +25,10 @@ from fake_nvml import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hetexp.hardware.cuda import CudaBackend
-from hetexp.hardware.detected import DetectedCard, Seen
-from hetexp.hardware.detection import numbered
-from hetexp.hardware.pci import pci_cards
+from hetexp.hardware.backends.cuda import CudaBackend
+from hetexp.hardware.detection.detected import DetectedCard, Seen
+from hetexp.hardware.detection.inventory import numbered
+from hetexp.hardware.detection.pci import pci_cards
 
 A, B, C = cards_like(FakeCard(), 3)
 UNEQUAL = [A, replace(B, name="NVIDIA GeForce RTX 3060", memory=(12 * GIB, 11 * GIB)), C]

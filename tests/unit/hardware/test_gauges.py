@@ -35,11 +35,11 @@ from fake_nvml import (
     machine_with,
 )
 
-from hetexp.hardware.detected import Reading
-from hetexp.hardware.detection import detect
+from hetexp.hardware.backends.mps import STATISTICS
+from hetexp.hardware.detection.detected import Reading
+from hetexp.hardware.detection.inventory import detect
+from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.gauges import CardLostError, Gauge, gauges
-from hetexp.hardware.machine import Machine
-from hetexp.hardware.mps import STATISTICS
 
 FIELDS = {
     "nvmlDeviceGetMemoryInfo": {"memory_free_bytes"},
@@ -138,7 +138,7 @@ def test_amds_card(tmp_path: Path) -> None:
 
 def test_intels_card_tells_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("hetexp.hardware.xpu.time.monotonic", lambda: now)
+    monkeypatch.setattr("hetexp.hardware.backends.xpu.time.monotonic", lambda: now)
     zes = ZesCard(ARC_A770.address, active=(1_000, 10_000))
     card = replace(
         ARC_A770,

@@ -8,11 +8,11 @@ import pytest
 from support import plan_on
 
 from hetexp.comm.compression import compressor_of
-from hetexp.core.cost import Channel, Wire
+from hetexp.core.cost.step import Channel, Wire
 from hetexp.core.device import DeviceSpec
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.catalogue import card, links
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.hardware.emulated import EmulatedBackend
+from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.hardware.links import (
     HOST_EXCHANGE,
     SHARED_EXCHANGE,

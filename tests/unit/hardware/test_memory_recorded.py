@@ -11,8 +11,8 @@ import torch
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.instantiate import instantiate
-from hetexp.hardware.memory_estimate import MemoryEstimate, Workload, estimate_memory
-from hetexp.hardware.memory_rules import CONTEXT_BYTES, rules_for
+from hetexp.hardware.memory.estimate import MemoryEstimate, Workload, estimate_memory
+from hetexp.hardware.memory.rules import CONTEXT_BYTES, rules_for
 from hetexp.training.loss import CrossEntropy, MeanSquaredError
 
 RECORDED = json.loads((Path(__file__).parents[2] / "recorded" / "memory_h100.json").read_text())

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from hetexp.app import compose_config, conf_dir
 from hetexp.core.config import check_config, read_config
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.detected import DetectedCard
-from hetexp.hardware.detection import Inventory
-from hetexp.hardware.pool import Selection
-from hetexp.hardware.selection import select_devices
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.inventory import Inventory
+from hetexp.hardware.selection.devices import select_devices
+from hetexp.hardware.selection.pool import Selection
 
 FILES = sorted((conf_dir() / "hardware").glob("*.yaml"))
 BACKENDS = {"nvidia": "cuda", "intel": "xpu", "amd": "hip", "apple": "mps"}

@@ -13,11 +13,11 @@ from torch import nn
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.precision import choose_precisions
-from hetexp.hardware.accelerator import AcceleratorBackend
 from hetexp.hardware.backend import Backend
+from hetexp.hardware.backends.accelerator import AcceleratorBackend
+from hetexp.hardware.backends.cpu import CpuBackend, _native_precisions
 from hetexp.hardware.catalogue import card
-from hetexp.hardware.cpu import CpuBackend, _native_precisions
-from hetexp.hardware.emulated import EmulatedBackend
+from hetexp.hardware.emulation.emulated import EmulatedBackend
 
 FULL = ("float64", "float32")
 

@@ -20,13 +20,13 @@ from hetexp.core.config import read_config
 from hetexp.core.device import GIB
 from hetexp.core.plan import Plan
 from hetexp.hardware.backend import VISIBILITY, backend_class
-from hetexp.hardware.builds import TorchBuild
-from hetexp.hardware.busy import who_is_busy
-from hetexp.hardware.detected import Seen
-from hetexp.hardware.detection import Inventory, detect
-from hetexp.hardware.machine import Machine
-from hetexp.hardware.selection import select_devices
-from hetexp.launch.process import rank_environment
+from hetexp.hardware.detection.builds import TorchBuild
+from hetexp.hardware.detection.busy import who_is_busy
+from hetexp.hardware.detection.detected import Seen
+from hetexp.hardware.detection.inventory import Inventory, detect
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.selection.devices import select_devices
+from hetexp.launch.processes.process import rank_environment
 from hetexp.plan.planner import Request, check_plan, make_plan
 
 CUDA = TorchBuild(None, version="2.13.0+cu126", cuda="12.6")

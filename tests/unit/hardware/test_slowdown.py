@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hetexp.hardware import pacing
-from hetexp.hardware.pacing import STRETCHES, Slowdown, spread_out
+from hetexp.hardware.emulation import pacing
+from hetexp.hardware.emulation.pacing import STRETCHES, Slowdown, spread_out
 from hetexp.strategy.empty_share import EmptyShareGuard
 
 

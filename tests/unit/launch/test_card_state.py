@@ -11,11 +11,11 @@ from rich.console import Console
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.hardware.detected import DetectedCard
-from hetexp.hardware.detection import Inventory
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.inventory import Inventory
 from hetexp.launch import launcher
-from hetexp.launch.report import RankFailure
+from hetexp.launch.processes.failure import RankFailure
 
 CARD = DeviceSpec("cuda:1", "cuda", 1, "RTX 3090", "nvidia", uuid="GPU-1", pci="0000:03:00.0")
 OTHER = DetectedCard(replace(CARD, id="cuda:0", uuid="GPU-0", pci="0000:01:00.0"), lost="GPU is lost")

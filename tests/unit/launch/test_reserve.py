@@ -19,12 +19,12 @@ from rich.console import Console
 from hetexp.core.config import COMPONENTS, read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
-from hetexp.hardware.busy import who_is_busy
-from hetexp.hardware.detected import DetectedCard
-from hetexp.hardware.detection import Inventory, numbered
-from hetexp.hardware.lease import Leases, holder
-from hetexp.hardware.machine import Machine
-from hetexp.hardware.selection import select_devices
+from hetexp.hardware.detection.busy import who_is_busy
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.inventory import Inventory, numbered
+from hetexp.hardware.detection.lease import Leases, holder
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.selection.devices import select_devices
 from hetexp.launch import reserve
 from hetexp.launch.reserve import Check, Checked, reserved
 from hetexp.plan.planner import Request

@@ -14,8 +14,8 @@ pytest.importorskip("peft")
 from language_model import architecture
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.memory_estimate import MemoryEstimate, Workload, estimate_memory
-from hetexp.hardware.memory_rules import rules_for
+from hetexp.hardware.memory.estimate import MemoryEstimate, Workload, estimate_memory
+from hetexp.hardware.memory.rules import rules_for
 from hetexp.model.four_bit import Modelled, keep_in_four_bits
 from hetexp.model.hf_causal_lm import HFCausalLM
 from hetexp.model.recompute import recompute_layers

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError
-from hetexp.hardware.memory_estimate import MemoryEstimate, Workload, estimate_memory
-from hetexp.hardware.memory_rules import rules_for
-from hetexp.hardware.pacing import count_work
+from hetexp.hardware.emulation.pacing import count_work
+from hetexp.hardware.memory.estimate import MemoryEstimate, Workload, estimate_memory
+from hetexp.hardware.memory.rules import rules_for
 from hetexp.model.base import build_model
 from hetexp.model.convnet import ConvNet
 from hetexp.model.gpt import GPT

@@ -12,8 +12,8 @@ from fake_nvml import GPU_IS_LOST, FakeCard, FakeNvml, cards_like, error, machin
 from support import plan_on
 
 from hetexp.core.device import GIB, DeviceSpec
-from hetexp.hardware.detection import detect
-from hetexp.hardware.machine import Machine
+from hetexp.hardware.detection.inventory import detect
+from hetexp.hardware.detection.machine import Machine
 from hetexp.monitor import sampler as module
 from hetexp.monitor.runs import RunWatch
 from hetexp.monitor.sample import Sample, User

@@ -15,15 +15,15 @@ import pytest
 from support import plan_on, unbuilt_config
 
 import hetexp
-from hetexp.core.calibration import DeviceCalibration, Exchange
 from hetexp.core.config import Config, read_config
-from hetexp.core.cost import Channel
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.speed import SpeedCurve
+from hetexp.core.cost.step import Channel
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.core.speed import SpeedCurve
 from hetexp.core.topology import Topology
 from hetexp.hardware.catalogue import load_catalogue
-from hetexp.hardware.emulated import EmulatedBackend
+from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.plan import calibrations
 from hetexp.plan.calibrations import Cached, drop_if_wrong, find, folder, known_devices, names, store
 from hetexp.plan.measured import choose, replanned

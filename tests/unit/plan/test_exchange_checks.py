@@ -9,7 +9,7 @@ from support import unbuilt_config
 
 from hetexp.core.config import Config, read_config
 from hetexp.core.errors import ConfigError
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.ddp import DDP

@@ -12,7 +12,7 @@ from hetexp.app import check, compose_config
 from hetexp.core.config import Config, check_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.summary import blank_summary
-from hetexp.hardware.pool import Selection
+from hetexp.hardware.selection.pool import Selection
 from hetexp.plan.fallback import fastest
 from hetexp.plan.planner import Request, make_plan
 

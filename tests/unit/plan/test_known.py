@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetexp.core.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.device import DeviceSpec
-from hetexp.core.speed import SpeedCurve
 from hetexp.plan.known import CATALOGUE, MEASURED, NOTHING, Known
 
 SPECS = tuple(DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia") for i in range(3))

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import plan_on
 
-from hetexp.core.calibration import DeviceCalibration, Exchange
-from hetexp.core.cost import Channel
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.speed import SpeedCurve
+from hetexp.core.cost.step import Channel
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.core.speed import SpeedCurve
 from hetexp.plan.measured import choose, predicted, replanned
 
 

@@ -13,10 +13,10 @@ from support import unbuilt_config
 
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.catalogue import card
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.hardware.emulated import EmulatedBackend
-from hetexp.hardware.pool import Selection
+from hetexp.hardware.emulation.emulated import EmulatedBackend
+from hetexp.hardware.selection.pool import Selection
 from hetexp.plan.planner import Request, check_plan, make_plan, run_id, run_name
 
 CPU = [CpuBackend.describe(i) for i in range(3)]

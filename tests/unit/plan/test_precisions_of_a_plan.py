@@ -13,7 +13,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.precision import SHORT_FORMS
 from hetexp.core.summary import blank_summary
-from hetexp.hardware.pool import Selection
+from hetexp.hardware.selection.pool import Selection
 from hetexp.plan.planner import Request, check_plan, make_plan
 
 AMPERE = DeviceSpec(

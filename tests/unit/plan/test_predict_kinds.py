@@ -15,18 +15,18 @@ from hetexp.balancing.base import BalancingPolicy
 from hetexp.balancing.equal import Equal
 from hetexp.balancing.profiled import Profiled
 from hetexp.balancing.tflops import Tflops
-from hetexp.core.calibration import DeviceCalibration, Exchange
 from hetexp.core.config import Config
-from hetexp.core.cost import Channel
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.speed import SpeedCurve
+from hetexp.core.cost.step import Channel
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.core.speed import SpeedCurve
 from hetexp.core.stage import Layer
-from hetexp.plan.as_json import prediction
 from hetexp.plan.known import NOTHING, Known
-from hetexp.plan.predict import Prediction, predict_runs
-from hetexp.plan.prediction_inputs import PredictedRun
-from hetexp.plan.staged import arrange
+from hetexp.plan.predict.as_json import prediction
+from hetexp.plan.predict.inputs import PredictedRun
+from hetexp.plan.predict.runs import Prediction, predict_runs
+from hetexp.plan.stages.arrange import arrange
 from hetexp.strategy.base import Strategy
 from hetexp.strategy.ddp import DDP
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import plan_on, unbuilt_config
 
-from hetexp.core.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.plan import Plan
-from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import apportion
 from hetexp.core.topology import Group, Topology
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.plan.replan import extended, replan
 from hetexp.plan.routes import routed
 

@@ -12,9 +12,9 @@ from support import plan_on, unbuilt_config
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.topology import Group, Topology
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.catalogue import card
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.hardware.emulated import EmulatedBackend
+from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.plan.routes import choose_collective, choose_route, choose_routes, routed, routes_to_try
 
 CPU = [CpuBackend.describe(i) for i in range(3)]

@@ -9,7 +9,7 @@ import pytest
 from run_folders import write_run
 
 from hetexp.core.errors import ConfigError
-from hetexp.core.sweep import SweepRow, append_row
+from hetexp.core.sweep.folder import SweepRow, append_row
 from hetexp.report.runs import canonical, differing, read_runs
 
 

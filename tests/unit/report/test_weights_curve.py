@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from run_folders import BATCH, FAST, SLOW, write_run
 
-from hetexp.core.calibration import DeviceCalibration, Exchange, joint_seconds
-from hetexp.core.cost import Channel, Links, Work, step_seconds
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seconds
+from hetexp.core.cost.speed import SpeedCurve
+from hetexp.core.cost.step import Channel, Links, Work, step_seconds
 from hetexp.core.device import DeviceSpec
-from hetexp.core.speed import SpeedCurve
 from hetexp.hardware.links import build_links
 from hetexp.report.comparison import WeightsCurve, compare
 from hetexp.report.runs import read_runs

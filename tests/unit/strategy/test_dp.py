@@ -16,7 +16,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
 from hetexp.hardware.backend import visible_places
-from hetexp.launch.members import environment_of
+from hetexp.launch.processes.members import environment_of
 from hetexp.model.gpt import GPT
 from hetexp.model.recompute import rebind, recompute_layers, recomputes
 from hetexp.plan.planner import in_one_process

@@ -9,7 +9,7 @@ from support import unbuilt_config
 
 from hetexp.core.config import read_config
 from hetexp.core.instantiate import check_component
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.strategy.hybrid import Hybrid
 
 CPUS = [CpuBackend.describe(index) for index in range(4)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from support import unbuilt_config
 from torch import nn
 
+from hetexp.core.compose.options import group_options
 from hetexp.core.config import read_config
 from hetexp.core.instantiate import check_component
-from hetexp.core.options import group_options
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.strategy.independent import Independent
 
 CPUS = [CpuBackend.describe(index) for index in range(3)]

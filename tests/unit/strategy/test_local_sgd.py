@@ -9,10 +9,10 @@ import torch
 from support import unbuilt_config
 from torch import nn
 
+from hetexp.core.compose.options import group_options
 from hetexp.core.config import Config, read_config
 from hetexp.core.instantiate import check_component
-from hetexp.core.options import group_options
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.strategy.local_sgd import LocalSGD
 

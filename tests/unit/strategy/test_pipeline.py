@@ -10,9 +10,9 @@ from support import unbuilt_config
 from hetexp.core.config import read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.instantiate import check_component
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.catalogue import card
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.hardware.emulated import EmulatedBackend
+from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.strategy.pipeline import Pipeline
 
 CPUS = [CpuBackend.describe(index) for index in range(3)]

@@ -14,8 +14,8 @@ from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import check_component
 from hetexp.core.stage import Layer
-from hetexp.hardware.cpu import CpuBackend
-from hetexp.plan.staged import arrange
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.plan.stages.arrange import arrange
 from hetexp.strategy.pipeline import Pipeline
 
 CPUS = [CpuBackend.describe(index) for index in range(3)]

@@ -22,7 +22,7 @@ from hetexp.core.plan import Plan
 from hetexp.core.split import apportion, normalise
 from hetexp.data.loader import read_ahead
 from hetexp.data.sampler import GlobalSampler
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.optimizer.build import build_schedule
 from hetexp.strategy.base import Strategy
@@ -30,8 +30,8 @@ from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.training.balancer import Balancer
 from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
-from hetexp.training.oom_recovery import recovering_guard
-from hetexp.training.precision import LossScale
+from hetexp.training.nonfinite.loss_scale import LossScale
+from hetexp.training.recovery.oom_recovery import recovering_guard
 from hetexp.training.state import TrainState
 
 

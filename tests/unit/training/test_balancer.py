@@ -15,12 +15,12 @@ from support import unbuilt_config
 from torch.utils.data import Dataset, TensorDataset
 
 from hetexp.balancing.scheduler import SchedulerSettings
+from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.plan import Plan
-from hetexp.core.speed import SpeedCurve
 from hetexp.core.split import Split, apportion
 from hetexp.data.loader import local_batches, read_ahead
 from hetexp.data.sampler import GlobalSampler, Position
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.training.balancer import SPLITS_FILE, Balancer, start_curves
 
 TOTAL = 64

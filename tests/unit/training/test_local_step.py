@@ -24,9 +24,9 @@ from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.training.balancer import SPLITS_FILE
 from hetexp.training.loop import Outcome, train
 from hetexp.training.measure import StepTimer
-from hetexp.training.oom_recovery import DeviceMemoryError
+from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.outer import OuterStep
-from hetexp.training.precision import NonFiniteError
+from hetexp.training.recovery.oom_recovery import DeviceMemoryError
 from hetexp.training.state import Progress, TrainState
 
 MakeParts = Callable[..., TrainState]

@@ -23,16 +23,17 @@ from hetexp.comm.fake import FakeGroup
 from hetexp.core.split import Split
 from hetexp.data.loader import LocalBatch, chop, cut
 from hetexp.data.sampler import Position
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
-from hetexp.training import loop, saving
+from hetexp.training import loop
 from hetexp.training.evaluate import evaluate as evaluated
 from hetexp.training.gradient import NO_SAMPLES
 from hetexp.training.loop import MetricsWindow, Outcome, should_stop, train
 from hetexp.training.loss import CrossEntropy
 from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.saving import save as saving
 from hetexp.training.state import Progress, TrainState
 from hetexp.training.step import StepResult
 from hetexp.training.steps import train_step

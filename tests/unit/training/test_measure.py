@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from hetexp.hardware.cpu import CpuBackend
+from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.training.measure import StepTimer
 
 

@@ -16,8 +16,8 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.optimizer.build import schedule_factor
 from hetexp.training.loop import train
-from hetexp.training.precision import LossScale
-from hetexp.training.resuming import resume
+from hetexp.training.nonfinite.loss_scale import LossScale
+from hetexp.training.saving.resuming import resume
 from hetexp.training.state import TrainState
 
 MakeParts = Callable[..., TrainState]

@@ -15,7 +15,7 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.fake import FakeCommunicator, FakeExchange, FakeGroup
 from hetexp.core.config import CommConfig
-from hetexp.core.cost import Wire
+from hetexp.core.cost.step import Wire
 from hetexp.training import shared_gradients as module
 from hetexp.training.shared_gradients import SharedGradients
 from hetexp.training.state import TrainState

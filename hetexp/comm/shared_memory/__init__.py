@@ -1,0 +1,1 @@
+"""Collectives through memory that the ranks of one host share."""

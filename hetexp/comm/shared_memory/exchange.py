@@ -1,0 +1,397 @@
+"""Sums over the ranks of one host through memory that they share, whatever their devices and builds of torch.
+
+A tensor travels in chunks (`hetexp.comm.shared_memory.chunked_copy`). All ranks together sum large tensors of
+several, each its part of every chunk, and each reads the others' parts of the result (a reduce-scatter and an
+all-gather). Where two ranks of the CPU exchange, or the tensor is small, every rank reads all chunks and sums
+them itself: half the meetings. Either way ranks' numbers are added in rank order, and all get the same bits.
+
+Where it could be built, C copies, with several threads where there are cores for them, each with a
+channel of its own. On CUDA and ROCm devices the segment is page-locked: the device copies to and from it by
+itself, and the host adds up. Without a compiler one thread copies in Python, and the device adds up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from hetexp.comm import native
+from hetexp.comm.exchange import Exchange
+from hetexp.comm.rendezvous import exchange
+from hetexp.comm.shared_memory.chunked_copy import (
+    DEPTH,
+    SUMMED_IN_C,
+    Channel,
+    ChunkedCopy,
+    CopyStream,
+    CudaCopyStream,
+    HostCopyStream,
+    Place,
+)
+from hetexp.comm.shared_memory.segment import LINE_BYTES, Segment, Waiter, create
+from hetexp.core.errors import PeerLostError, SetupError
+
+HOST_CHUNK_BYTES = 2**20
+"""Of a chunk where one thread sums tensors of the host: what is copied in is still in the cache then."""
+CHUNK_BYTES = 2**21
+"""Of a chunk at most, elsewhere."""
+SMALL_BYTES = 2**19
+"""Tensors up to this size are one chunk, and summed by every rank for itself."""
+PIECES, PIECES_A_CHANNEL = 4, 2
+"""Chunks that a tensor is cut into at least, unless they would be too small: some travel at once."""
+PAGE_BYTES = 2**12
+MOST_CHANNELS = 4
+"""One or two threads a rank do not fill a large machine's memory, and more than this hardly gain."""
+SHARED_CHANNELS, SHARED_BYTES = 2, 2**24
+"""Channels at most where ranks share a card, whose copies take turns, and up to which size it is one."""
+SPINS, MANY_SPINS = 300, 2000
+"""Looks at a counter before a rank sleeps: some 20 µs, or 100 µs where each rank has several cores. Waking up
+takes longer than most waits do. Where ranks outnumber cores a rank sleeps at once."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all ranks of an exchange must do alike; each derives it from what all have reported."""
+
+    size: int
+    """Ranks."""
+    channels: int
+    slot_bytes: int
+    alone_bytes: int
+    """Tensors up to this size are summed by every rank for itself, larger ones in parts."""
+    shared: bool = False
+    """Whether two ranks drive one card."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Shape:
+        """Return the shape for ranks that report their `device`'s type, `card`, `cores` and `native`."""
+        size, cores = len(ranks), min(one["cores"] for one in ranks)
+        on_host = all(one["device"] == "cpu" for one in ranks)
+        # A thread that waits for a device's copy keeps a core busy, and the ranks have other work, too.
+        threads = cores // size if on_host else cores // (2 * size)
+        channels = max(1, min(MOST_CHANNELS, threads)) if all(one["native"] for one in ranks) else 1
+        alone = sys.maxsize if on_host and size == 2 else SMALL_BYTES
+        slot = HOST_CHUNK_BYTES if on_host and channels == 1 else CHUNK_BYTES
+        cards = [one["card"] for one in ranks if one.get("card")]
+        return cls(size, channels, slot, alone, shared=len(set(cards)) < len(cards))
+
+    @property
+    def num_words(self) -> int:
+        """Counters of all channels, and one by which a rank tells that it gives up."""
+        return 3 * self.size * self.channels + 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.size * DEPTH * self.slot_bytes * self.channels
+
+    def used_channels(self, num_bytes: int) -> int:
+        """Return how many channels a tensor takes."""
+        if not self.shared:
+            return self.channels
+        return min(self.channels, 1 if num_bytes <= SHARED_BYTES else SHARED_CHANNELS)
+
+    def chunk_bytes(self, num_bytes: int) -> int:
+        """Return the size of the chunks of a tensor."""
+        if self.slot_bytes == HOST_CHUNK_BYTES:
+            return self.slot_bytes
+        wanted = -(-num_bytes // max(PIECES, PIECES_A_CHANNEL * self.used_channels(num_bytes)))
+        return min(self.slot_bytes, max(SMALL_BYTES, -(-wanted // PAGE_BYTES) * PAGE_BYTES))
+
+
+class DeviceInC:
+    """A channel's streams and events of a device, as the copy in C takes them."""
+
+    def __init__(self, device: torch.device, calls: Sequence[int]) -> None:
+        self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
+        self._events = [torch.cuda.Event() for _ in range(2 * DEPTH + 1)]
+        for event in self._events:
+            event.record(self._streams[0])  # before that it has no handle
+        ready, *handles = [event.cuda_event for event in self._events]
+        self._scratch = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._struct = native.Device(
+            *calls,
+            ready=ready,
+            out=self._streams[0].cuda_stream,
+            back_in=self._streams[1].cuda_stream,
+            left=(ctypes.c_void_p * native.MOST_DEPTH)(*handles[:DEPTH]),
+            back=(ctypes.c_void_p * native.MOST_DEPTH)(*handles[DEPTH:]),
+            scratch=self._scratch.data_ptr(),
+            index=device.index if device.index is not None else torch.cuda.current_device(),
+        )
+        self.address = ctypes.addressof(self._struct)
+
+    def begin(self, device: torch.device) -> None:
+        """Let the copies follow what the current stream has been given."""
+        self._events[0].record(torch.cuda.current_stream(device))
+
+
+class SharedMemoryExchange(Exchange):
+    """Sums over ranks of one host; made by `form`.
+
+    Any mix of devices: the host's and CUDA's tensors directly, others by way of the host. A rank that dies is
+    noticed by the others within a tenth of a second; after a `PeerLostError` the exchange is of no more use.
+
+    Args:
+        segment: mapped by all ranks.
+        device: whose runtime is to page-lock the segment, where it can.
+    """
+
+    name = "shm"
+
+    def __init__(self, segment: Segment, shape: Shape, timeout_seconds: float, device: torch.device) -> None:
+        self.rank, self.size = segment.rank, segment.size
+        self._segment, self._shape = segment, shape
+        self._waiter = Waiter(segment, shape.num_words - 1, timeout_seconds)
+        places = [Place(channel, self.size, shape.slot_bytes) for channel in range(shape.channels)]
+        self._native = native.library()
+        known = [None if self._native is None else self._for_c(place, timeout_seconds) for place in places]
+        self._channels = [
+            Channel(segment, self._waiter, place, in_c) for place, in_c in zip(places, known, strict=True)
+        ]
+        self._pool: int | None = None
+        """The compiled copy's threads, one a channel but the first."""
+        if self._native is not None and shape.channels > 1:
+            self._pool = self._native.hetexp_pool(shape.channels - 1)
+        self._walk = ChunkedCopy(self.rank, self.size, self._channels)
+        self._host = HostCopyStream()
+        self._lane: CopyStream | None = None
+        self._on_device: list[DeviceInC] = []
+        self._locked = device.type == "cuda" and _page_lock(segment)
+        if self._locked:
+            self._lane = CudaCopyStream(device)
+            self._on_device = self._devices_for_c(device)
+
+    @classmethod
+    def form(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        device: torch.device,
+        named: bool = False,
+    ) -> SharedMemoryExchange:
+        """Make the exchange of a group; all its ranks call it.
+
+        Args:
+            store: of this group alone.
+            rank: place in the group.
+            device: the rank's own.
+            named: put the segment into a file for as long as it takes all ranks to open it, even where memory
+                without a name can be had.
+
+        Raises:
+            SetupError: a rank could not have or map the memory; on every rank, with its reason.
+            HandshakeError: a rank did not come.
+        """
+        mine = {
+            "device": device.type,
+            "card": _card(device),
+            "cores": os.cpu_count() or 1,
+            "native": native.library() is not None,
+        }
+        shape = Shape.of(exchange(store, "able", rank, size, mine, timeout_seconds))
+        return cls(_shared(store, rank, shape, timeout_seconds, named), shape, timeout_seconds, device)
+
+    @property
+    def page_locked(self) -> bool:
+        """Whether the device copies to and from the segment by itself."""
+        return self._locked
+
+    @property
+    def num_bytes(self) -> int:
+        """What the ranks share, however large the tensors are."""
+        return self._segment.num_bytes
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type not in ("cpu", "cuda"):
+            staged = tensor.to("cpu")
+            self.sum_(staged)
+            tensor.copy_(staged)
+            return
+        if self.size == 1:
+            return
+        flat = tensor.detach().view(-1)
+        copy_stream, num_bytes = self._lane_of(flat), flat.numel() * flat.element_size()
+        length = self._shape.chunk_bytes(num_bytes) // flat.element_size()
+        in_parts = num_bytes > self._shape.alone_bytes
+        self._walk.used = self._shape.used_channels(num_bytes)
+        with self._gives_up_on_error():
+            if self._goes_in_c(copy_stream) and flat.dtype in SUMMED_IN_C:
+                self._sum_in_c(flat, length, in_parts)
+            else:
+                (self._walk.sum_in_parts if in_parts else self._walk.sum_alone)(copy_stream, flat, length)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if tensor.device.type not in ("cpu", "cuda"):
+            return [one.to(tensor.device) for one in self.gather(tensor.to("cpu"))]
+        tensor = tensor.contiguous()
+        everyone = [tensor if r == self.rank else torch.empty_like(tensor) for r in range(self.size)]
+        if self.size == 1:
+            return everyone
+        copy_stream, length = self._lane_of(tensor), self._shape.chunk_bytes(len(tensor))
+        self._walk.used = self._shape.used_channels(len(tensor))
+        with self._gives_up_on_error():
+            if self._goes_in_c(copy_stream):
+                self._gather_in_c(everyone, length)
+            else:
+                self._walk.gather(copy_stream, everyone, length)
+        return everyone
+
+    def abandon(self) -> None:
+        if self._segment.file >= 0:
+            self._waiter.give_up()
+
+    def close(self) -> None:
+        if self._locked:
+            self._locked = False
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._segment.address)
+        if self._native is not None and self._pool is not None:
+            self._native.hetexp_end_pool(ctypes.c_void_p(self._pool))
+            self._pool = None
+        self._walk.forget()
+        self._lane, self._on_device = None, []
+        self._segment.close()
+
+    def _lane_of(self, flat: torch.Tensor) -> CopyStream:
+        return self._lane if flat.device.type == "cuda" and self._lane is not None else self._host
+
+    def _goes_in_c(self, copy_stream: CopyStream) -> bool:
+        return self._native is not None and (copy_stream is self._host or bool(self._on_device))
+
+    def _sum_in_c(self, flat: torch.Tensor, length: int, in_parts: bool) -> None:
+        call = native.Call(
+            data=flat.data_ptr(),
+            count=len(flat),
+            chunk=length,
+            width=flat.element_size(),
+            in_parts=in_parts,
+        )
+        self._in_c(call, flat.device)
+
+    def _gather_in_c(self, everyone: Sequence[torch.Tensor], length: int) -> None:
+        own = everyone[self.rank]
+        addresses = (ctypes.c_void_p * self.size)(*[one.data_ptr() for one in everyone])
+        call = native.Call(
+            data=own.data_ptr(), everyone=ctypes.addressof(addresses), count=len(own), chunk=length
+        )
+        self._in_c(call, own.device)
+
+    def _in_c(self, call: native.Call, device: torch.device) -> None:
+        """Let each channel take its chunks, all at once, and raise where a rank was lost.
+
+        Args:
+            call: all of it that is the same for each channel.
+        """
+        assert self._native is not None
+        self._walk.publish_read()
+        num_chunks, every = -(-call.count // call.chunk), self._walk.used
+        used = self._channels[: min(num_chunks, every)]
+        calls = (native.Call * len(used))()
+        for position, (one, channel) in enumerate(zip(calls, used, strict=True)):
+            ctypes.memmove(ctypes.addressof(one), ctypes.addressof(call), ctypes.sizeof(native.Call))
+            in_c = cast(native.Channel, channel.in_c)
+            in_c.every = every
+            one.channel = ctypes.addressof(in_c)
+            one.number = channel.chunks & 0xFFFFFFFF
+            channel.chunks += -(-(num_chunks - position) // every)
+            if device.type != "cpu":
+                self._on_device[position].begin(device)
+                one.device = self._on_device[position].address
+        self._native.hetexp_take(ctypes.c_void_p(self._pool), calls, len(used))
+        for one, channel in zip(calls, used, strict=True):
+            channel.judge(one.status)
+
+    def _devices_for_c(self, device: torch.device) -> list[DeviceInC]:
+        """Return what each channel's C needs of the device; nothing where its runtime is not found."""
+        if self._native is None:
+            return []
+        calls = native.runtime_calls(torch.version.hip, torch.version.cuda)
+        return [] if calls is None else [DeviceInC(device, calls) for _ in self._channels]
+
+    def _for_c(self, place: Place, timeout_seconds: float) -> native.Channel:
+        segment, shape, cores = self._segment, self._shape, os.cpu_count() or 1
+        return native.Channel(
+            words=segment.address + place.first_word * LINE_BYTES,
+            abandoned=segment.address + (shape.num_words - 1) * LINE_BYTES,
+            slots=segment.data.data_ptr() + place.first_byte,
+            rank_stride=DEPTH * shape.slot_bytes,
+            slot_bytes=shape.slot_bytes,
+            rank=self.rank,
+            size=self.size,
+            depth=DEPTH,
+            file=segment.file,
+            spins=0 if cores < self.size else SPINS if cores < 2 * self.size else MANY_SPINS,
+            first=place.channel,
+            every=shape.channels,
+            lost=-1,
+            timeout_seconds=timeout_seconds,
+        )
+
+    @contextmanager
+    def _gives_up_on_error(self) -> Iterator[None]:
+        """Let no other rank wait for one that failed."""
+        try:
+            self._waiter.check()
+            yield
+        except BaseException as error:
+            if not isinstance(error, PeerLostError):
+                self._waiter.give_up()
+            raise
+
+
+def _shared(store: dist.Store, rank: int, shape: Shape, timeout_seconds: float, named: bool) -> Segment:
+    """Return the group's segment, made by its first rank and mapped by all."""
+    size, numbers = shape.size, (shape.num_words, shape.num_bytes)
+    file, path, problem = -1, "", ""
+    if rank == 0:
+        try:
+            file, path = create(Segment.total_bytes(*numbers), named)
+        except SetupError as error:
+            problem = str(error)
+    first = exchange(store, "segment", rank, size, {"path": path, "problem": problem}, timeout_seconds)[0]
+    segment: Segment | None = None
+    if not first["problem"]:
+        try:
+            file = file if rank == 0 else os.open(first["path"], os.O_RDWR | os.O_CLOEXEC)
+            segment = Segment(file, rank, size, *numbers)
+        except OSError as error:
+            problem = f"the exchange's memory could not be mapped ({error})"
+    everyone = exchange(store, "mapped", rank, size, {"problem": problem}, timeout_seconds)
+    if rank == 0 and path and not path.startswith("/proc/"):
+        Path(path).unlink()
+    # No rank goes on before the name is gone: one that seeks old segments would lose its lock on this one.
+    exchange(store, "unnamed", rank, size, {}, timeout_seconds)
+    problems = [f"rank {r}: {one['problem']}" for r, one in enumerate(everyone) if one["problem"]]
+    if problems or segment is None:
+        if segment is not None:
+            segment.close()
+        raise SetupError("; ".join(problems))
+    return segment
+
+
+def _card(device: torch.device) -> str | None:
+    """Return what tells a CUDA or ROCm card from all others of the host, `None` where that is not known."""
+    if device.type != "cuda":
+        return None
+    unique = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if unique is None else str(unique)
+
+
+def _page_lock(segment: Segment) -> bool:
+    """Return whether the runtime has page-locked the segment; else its copies go by way of memory that is."""
+    try:
+        return int(torch.cuda.cudart().cudaHostRegister(segment.address, segment.num_bytes, 1)) == 0
+    except RuntimeError:
+        return False

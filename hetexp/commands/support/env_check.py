@@ -1,0 +1,198 @@
+"""`hetexp env check`: computes with every interpreter, and trains with this one and each other together."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetexp.commands.doctor import Problem
+from hetexp.commands.support.interpreters import OWN, Interpreter, command_line, how_to_mend
+from hetexp.core.errors import HetexpError, RunFailedError, SetupError, did_you_mean
+from hetexp.launch.environments.trial import TOLERANCE, Trial, try_interpreter
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+EXCHANGE_TOLERANCE = 1e-9
+"""Largest relative difference of a float64 loss between one device and two interpreters' ranks."""
+
+_RUN = (
+    "hardware=cpu",
+    "hardware.threads_per_rank=1",
+    "model=mlp",
+    "model.hidden_sizes=[16]",
+    "data=synthetic",
+    "data.num_samples=64",
+    "data.num_test_samples=8",
+    "logger=none",
+    "monitor=none",
+    "trainer.global_batch_size=16",
+    "trainer.max_steps=4",
+    "trainer.max_epochs=null",
+    "trainer.precision=float64",
+    "trainer.log_every=1",
+)
+"""A training that takes moments; its losses are the same however many ranks share it."""
+
+
+@dataclass
+class Checked:
+    """What the check of one interpreter found."""
+
+    interpreter: Interpreter
+    trial: Trial
+    exchange: str = "not tried"
+    problems: list[Problem] = field(default_factory=list)
+
+    def problem(self, text: str, fix: str = "hetexp doctor") -> None:
+        """Add something that is wrong, and the command that fixes it or tells more."""
+        self.problems.append(Problem(text, fix))
+
+    @property
+    def devices(self) -> str:
+        """Each device with what became of it."""
+        results = [
+            f"{device} {'ok' if isinstance(error, float) and error <= TOLERANCE else 'wrong'}"
+            for device, error in (self.trial.errors or {}).items()
+        ]
+        return ", ".join(results) or "not tried"
+
+
+def chosen(found: Sequence[Interpreter], names: Sequence[str]) -> list[Interpreter]:
+    """Return this process's own interpreter and those named, or all where none is.
+
+    Raises:
+        SetupError: a name is not recorded.
+    """
+    known = [one.name for one in found]
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise SetupError(
+                f"An environment must be one of {', '.join(known)}, but is '{name}' instead.{hint}"
+            )
+    return [one for one in found if not names or one.name == OWN or one.name in names]
+
+
+def check(found: Sequence[Interpreter]) -> list[Checked]:
+    """Compute with each interpreter, and train with the first, this process's own, and each of the others."""
+    results = [_tried(one) for one in found]
+    own = results[0]
+    pairs = [result for result in results[1:] if not result.problems]
+    if not pairs or own.problems:
+        return results
+    reference, problem = _losses(["hardware.devices=[cpu]", "strategy=single"])
+    if problem is not None:
+        own.problem(f"Training on the CPU alone failed: {problem}")
+        return results
+    for result in pairs:
+        _exchange(result, reference)
+    return results
+
+
+def _tried(one: Interpreter) -> Checked:
+    trial = try_interpreter(one.python)
+    result = Checked(one, trial)
+    if trial.problem is not None:
+        result.problem(f"it cannot be used: {trial.problem}.", how_to_mend(one))
+        return result
+    errors = trial.errors or {}
+    for device, error in errors.items():
+        if isinstance(error, str):
+            result.problem(f"{device} cannot compute: {error}.")
+        elif not error <= TOLERANCE:  # also where it is no number
+            result.problem(
+                f"{device} computes wrong: its float32 result is {error:.1e} away from float64's, and at "
+                f"most {TOLERANCE:g} is right. Another driver or build of torch (--torch) may help."
+            )
+    seen = [device for device in errors if device != "cpu"]
+    if one.visible and not seen:
+        result.problem(f"its torch sees no card, though it should drive {', '.join(one.visible)}.")
+    return result
+
+
+def _exchange(result: Checked, reference: Sequence[float]) -> None:
+    """Train on two CPU ranks, one under each interpreter, and compare with a single one."""
+    mend = how_to_mend(result.interpreter)
+    python = json.dumps(result.interpreter.python)
+    devices = f"hardware.devices=[{{device: cpu}}, {{device: cpu, python: {python}}}]"
+    losses, problem = _losses([devices, "strategy=ddp", "comm=gloo"])
+    if problem is not None:
+        result.exchange = "failed"
+        result.problem(f"it cannot train together with this interpreter: {problem}", mend)
+        return
+    difference = max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
+    if difference <= EXCHANGE_TOLERANCE:
+        result.exchange = "ok"
+        return
+    result.exchange = "wrong"
+    result.problem(
+        f"trained together with this interpreter, its losses are {difference:.1e} away from a single "
+        f"device's, and at most {EXCHANGE_TOLERANCE:g} is right.",
+        mend,
+    )
+
+
+def _losses(overrides: Sequence[str]) -> tuple[list[float], str | None]:
+    """Train as `hetexp train` would, and return the loss of each step, or why there is none."""
+    from rich.console import Console
+
+    from hetexp.app import compose_config, run
+    from hetexp.plan.planner import Request
+
+    here = Path.cwd()
+    folder = Path(tempfile.mkdtemp(prefix="hetexp-check-"))
+    try:
+        os.chdir(folder)  # a person's own conf/ must not change what is run
+        request = Request(folder / "run", folder)
+        run(compose_config([*_RUN, *overrides]), request, Console(file=io.StringIO(), width=160))
+        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    except HetexpError as error:
+        if isinstance(error, RunFailedError) and error.exit_code > 128:  # a signal ends the whole check
+            shutil.rmtree(folder, ignore_errors=True)
+            raise KeyboardInterrupt from None
+        return [], f"{str(error).removesuffix('.')}. What it left is in {folder}."
+    finally:
+        os.chdir(here)
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder)
+    return [row["train/loss"] for row in rows if "train/loss" in row], None
+
+
+def checked(results: Sequence[Checked]) -> list[RenderableType]:
+    """Return the table of what was tried, and below it what is wrong."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for column in ("name", "Python", "torch", "devices", "trains with this"):
+        table.add_column(column, overflow="fold")
+    for result in results:
+        trial, one = result.trial, result.interpreter
+        exchange = "–" if one.name == OWN else result.exchange
+        cells = [
+            one.name,
+            trial.python_version or "n/a",
+            trial.torch_version or "n/a",
+            result.devices,
+            exchange,
+        ]
+        table.add_row(*(Text(cell, style="red" if result.problems else "") for cell in cells))
+    lines: list[RenderableType] = []
+    wrong = [(result.interpreter.name, problem) for result in results for problem in result.problems]
+    for number, (name, problem) in enumerate(wrong, start=1):
+        lines.append(Text(f"{number}. {name}: {problem.text}"))
+        lines.append(command_line(f"{problem.fix}"))
+    if not lines:
+        lines.append("Nothing is wrong.")
+        if len(results) == 1:
+            lines.append("No environment is recorded. To make one: hetexp env create cuda (rocm, xpu, cpu)")
+    return [table, *lines]

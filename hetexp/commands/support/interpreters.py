@@ -1,0 +1,91 @@
+"""This process's interpreter and the recorded environments, with the cards that each can drive."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hetexp.hardware.backend import backend_class
+from hetexp.hardware.detection.builds import TorchBuild, own_build, read_builds
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.inventory import Inventory, detect
+from hetexp.launch.environments.record import records, version_of
+from hetexp.launch.environments.wheels import KINDS
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+OWN = "this"
+"""Name of the interpreter that runs the command."""
+
+
+@dataclass
+class Interpreter:
+    """One interpreter of this machine."""
+
+    name: str
+    python: str
+    build: TorchBuild
+    python_version: str | None = None
+    devices: list[str] = field(default_factory=list)
+    """Cards that its torch can drive, whether they are free or not."""
+    visible: list[str] = field(default_factory=list)
+    """Those of them that no visibility variable hides."""
+
+    @property
+    def built_for(self) -> str:
+        """In words: `CUDA 13.0`."""
+        build = self.build
+        words = {"cuda": f"CUDA {build.cuda}", "hip": f"ROCm {build.hip}", "xpu": "Intel XPU"}
+        return words.get(build.kind, "Apple GPU" if build.kind == "mps" else "CPU")
+
+
+def interpreters(inventory: Inventory | None = None) -> list[Interpreter]:
+    """Return this process's own interpreter, then the recorded ones; torch is not imported for it.
+
+    Args:
+        inventory: cards of the machine; detected by default.
+    """
+    recorded = records()
+    builds = [own_build(), *read_builds(recorded.values())]
+    inventory = detect(builds=builds) if inventory is None else inventory
+    by_python = {build.python: build for build in builds}
+    own = ".".join(map(str, sys.version_info[:3]))
+    found = [Interpreter(OWN, sys.executable, builds[0], own)]
+    for name, python in recorded.items():
+        found.append(Interpreter(name, python, by_python[python], version_of(python)))
+    for one in found:
+        if one.build.problem is None:
+            cards = driven(inventory, one.build)
+            one.devices = [card.spec.id for card in cards]
+            one.visible = [card.spec.id for card in cards if card.hidden_by is None]
+    return found
+
+
+def driven(inventory: Inventory, build: TorchBuild) -> list[DetectedCard]:
+    """Return the cards that a build of torch can drive, whether they are free or not."""
+    return [
+        card
+        for card in inventory.cards
+        if card.lost is None
+        and card.undriven is None
+        and backend_class(card.spec.backend).build_problem(card.spec, build) is None
+    ]
+
+
+def command_line(command: str) -> Text:
+    """Return a command on a line of its own, for rich: never cut in two, so that it can be copied."""
+    from rich.text import Text
+
+    return Text(f"   {command}", no_wrap=True, overflow="ignore")
+
+
+def how_to_mend(one: Interpreter) -> str:
+    """Return the command that gives an interpreter a torch that works."""
+    if one.name == OWN:
+        return f"{one.python} -m pip install torch"
+    # Its name says what it was made for; if not, the build that it has does.
+    built = next((kind for kind, build in KINDS.items() if build == one.build.kind), "cpu")
+    kind = one.name if one.name in KINDS else built
+    return f"hetexp env create {kind}{'' if kind == one.name else f' --name {one.name}'} --force"

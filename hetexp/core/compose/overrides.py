@@ -1,0 +1,438 @@
+"""Checks what a person typed before Hydra composes it, so that every mistake is reported at once."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf._utils import split_key
+from omegaconf.errors import OmegaConfBaseException
+
+from hetexp.core.compose.conf_folders import conf_dir, own_conf_dirs
+from hetexp.core.errors import did_you_mean, must_be
+from hetexp.core.files import folder_problem
+from hetexp.core.sweep.folder import name_problem
+
+if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
+    from hydra.core.override_parser.types import Override
+
+_LISTS = ("experiment",)
+"""Groups of which several options may be chosen at once: each lies over the one before."""
+_ELSEWHERE = {
+    "batch_size": "trainer.global_batch_size",
+    "per_device_batch_size": "trainer.batch_size_per_device",
+    "learning_rate": "optimizer.lr",
+    "gpus": "hardware.gpu_ids",
+    "num_epochs": "trainer.max_epochs",
+}
+"""Words of other frameworks, and our keys."""
+_TYPOGRAPHIC = "“”„‘’‚«»"
+_KEY = re.compile(r"[\w@$-]+(?:[./][\w@$-]+)*")
+
+
+class Overrides:
+    """The overrides of a command line, sorted into usable ones and problems.
+
+    Args:
+        loader: Hydra's loader of the application's configuration.
+        config_name: the primary configuration.
+        typed: the overrides as typed.
+        sweep: whether `--multirun` was given, so that a value may be a list of choices.
+    """
+
+    def __init__(self, loader: ConfigLoader, config_name: str, typed: Sequence[str], sweep: bool) -> None:
+        self._loader, self._config_name, self._sweep = loader, config_name, sweep
+        self.problems: list[str] = []
+        self._groups: list[str] = []
+        values: list[Override] = []
+        for text in self._without_pieces(typed):
+            override = self._parse(text)
+            if override is None or not self._check_choices(override):
+                continue
+            key = str(override.key_or_group)
+            if override.is_sweep_override() and not sweep:
+                self.problems.append(
+                    f"`{key}` must be one value without --multirun, but is '{text.partition('=')[2]}' "
+                    f"instead. A list is written '{key}=[…]', a sweep needs -m."
+                )
+            elif key == "sweep.name" and override.is_sweep_override():
+                self.problems.append(
+                    must_be(key, "one name: it is that of the whole sweep", text.partition("=")[2])
+                )
+            elif self._loader.get_group_options(key):
+                self._groups.append(text)
+            else:
+                values.append(override)
+        self._check_hardware()
+        self._plain: Any = None
+        self._loaded: dict[tuple[str, ...], Any] = {}
+        self._values: list[Override] = values if self._composes(values) else []
+        for override in values if not self._values else ():
+            if self._check_key(override):
+                self._values.append(override)
+        if sweep and not self.problems:
+            with contextlib.suppress(HydraException):
+                self.compose()
+
+    def compose(self) -> Any:
+        """Return the configuration of all usable overrides as an OmegaConf object.
+
+        What is swept keeps its default, in which Hydra looks for the other keys, too.
+
+        A folder for results that cannot be used is added to the problems: Hydra itself would stop there.
+
+        Raises:
+            hydra.errors.HydraException: what is left cannot be composed.
+        """
+        composed = self._load([str(override.input_line) for override in self._values])
+        self._check_sweep_name(composed)
+        key = "hydra.sweep.dir" if self._sweep else "hydra.run.dir"
+        with contextlib.suppress(OmegaConfBaseException):  # an unresolved value is reported elsewhere
+            folder = OmegaConf.select(composed, key, throw_on_missing=True)
+            problem = folder_problem(Path(folder)) if isinstance(folder, str) else ""
+            message = must_be(key, "a folder that can be written", folder, problem)
+            if problem and message not in self.problems:
+                self.problems.append(message)
+        return composed
+
+    def _check_sweep_name(self, composed: Any) -> None:
+        """Tell what cannot name a sweep; the jobs would tell it too late, each in a folder of that name."""
+        with contextlib.suppress(OmegaConfBaseException):
+            name = OmegaConf.select(composed, "sweep.name")
+            problem = name_problem(str(name) if type(name) is int else name) if name is not None else ""
+            message = must_be("sweep.name", problem, name)
+            if self._sweep and problem and message not in self.problems:
+                self.problems.append(message)
+
+    def _composes(self, values: list[Override]) -> bool:
+        """Whether Hydra takes them all, which refuses unknown keys: then none must be looked for."""
+        if self.problems or any(override.is_sweep_override() for override in values):
+            return False
+        with contextlib.suppress(HydraException):
+            self._load([str(override.input_line) for override in values])
+            return True
+        return False
+
+    def _load(self, values: list[str]) -> Any:
+        """Compose the chosen groups and these values; a sweep is left out, any of its choices would do."""
+        usable = tuple(text for text in (*self._groups, *values) if not self._is_sweep(text))
+        if usable not in self._loaded:
+            self._loaded[usable] = self._compose(list(usable))
+        return self._loaded[usable]
+
+    def _compose(self, usable: list[str]) -> Any:
+        return self._loader.load_configuration(self._config_name, usable, run_mode=RunMode.RUN)
+
+    def _is_sweep(self, text: str) -> bool:
+        override = self._parse(text)
+        return override is None or override.is_sweep_override()
+
+    def _without_pieces(self, typed: Sequence[str]) -> Iterator[str]:
+        """Yield the words; what the shell cut at a space is reported once, as what it was meant to be."""
+        words = list(typed)
+        while words:
+            end = _end_of_word(words)
+            whole, rest = " ".join(words[:end]), words[end:]
+            if end == 1:
+                yield whole
+            else:
+                self._refuse(whole, f"The shell cuts words at spaces: type '{_without_spaces(whole)}'.")
+            words = rest
+
+    def _refuse(self, text: str, reason: str) -> None:
+        key = text.partition("=")[0].strip() or text
+        self.problems.append(
+            f"`{key}` must be given as key=value that Hydra can read, but is '{text}' instead. {reason}"
+        )
+
+    def _parse(self, text: str) -> Override | None:
+        if text.startswith("="):  # Hydra takes it for an override of the primary configuration
+            self._refuse(text, _why_unreadable(text))
+            return None
+        try:
+            return OverridesParser.create().parse_override(text)
+        except HydraException:
+            self._refuse(text, _why_unreadable(text))
+            return None
+
+    def _check_choices(self, override: Override) -> bool:
+        """Whether a group's option exists; an override that is of no group passes."""
+        group = str(override.key_or_group)
+        options = self._loader.get_group_options(group)
+        if (
+            not options
+            or override.is_delete()
+            or override.value_type is ValueType.GLOB_CHOICE_SWEEP
+            or group.startswith("hydra")
+        ):
+            return True
+        if isinstance(override.value(), list) and group not in _LISTS:
+            accepted = "one of " + ", ".join(options) + ", not a list"
+            self.problems.append(must_be(group, accepted, override.value()))
+            return False
+        chosen = _choices(override)
+        wrong = [choice for choice in chosen if choice not in options]
+        for choice in wrong:
+            self.problems.append(
+                must_be(
+                    group, "one of " + ", ".join(options), choice, did_you_mean(str(choice), options).strip()
+                )
+            )
+        return not wrong
+
+    def _check_hardware(self) -> None:
+        """Refuse two mixes: Hydra would take the last one, but adding them up may well be meant."""
+        mixes = [text.partition("=")[2] for text in self._groups if text.startswith("hardware=")]
+        if len(set(mixes)) > 1:
+            self.problems.append(
+                f"`hardware` must be chosen once, but is chosen as {' and '.join(mixes)}. Devices of your "
+                "own choice are written hardware.devices=[…]."
+            )
+
+    def _check_key(self, override: Override) -> bool:
+        """Whether a key exists in what the groups compose, or in what the words before it add."""
+        key = str(override.key_or_group)
+        if override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra"):
+            return True
+        try:
+            self._plain = self._load([]) if self._plain is None else self._plain
+        except HydraException:  # `compose` will say what is wrong with the groups
+            return True
+        unknown, known = _walk(self._plain, key)
+        if unknown is not None and self._values:
+            with contextlib.suppress(HydraException):
+                unknown, known = _walk(self.compose(), key)
+        if unknown is None:
+            return True
+        self.problems.append(
+            f"`{key}` is not a key of the configuration (its value is {override.get_value_string()})."
+            + (self._where(key) or did_you_mean(unknown, known) or self._elsewhere(unknown))
+        )
+        return False
+
+    def _where(self, key: str) -> str:
+        """Say where the key is: with dots, or in other options of its group (`balancing.weights`: manual)."""
+        with_dots = key.replace("/", ".")
+        if key != with_dots and _walk(self._plain, with_dots)[0] is None:
+            return f" Did you mean `{with_dots}`?"
+        group = split_key(key)[0]
+        having = []
+        for option in self._loader.get_group_options(group):
+            chosen = [text for text in self._groups if not text.startswith(f"{group}=")]
+            with contextlib.suppress(HydraException):
+                composed = self._compose([*chosen, f"{group}={option}"])
+                if _walk(composed, key)[0] is None:
+                    having.append(f"{group}={option}")
+        if not having:
+            return ""
+        if any(self._is_sweep(text) and text.startswith(f"{group}=") for text in self._groups):
+            return (
+                f" It is one with {' or '.join(having)}, but Hydra looks for it where `{group}` is not swept:"
+                f" write ++{key}=…"
+            )
+        return f" It is one with {' or '.join(having)}."
+
+    def _elsewhere(self, name: str) -> str:
+        """Suggest a key of another section with this name, or a name like it."""
+        keys = {key.rpartition(".")[2]: key for key in reversed(_dotted_keys(self._plain))} | _ELSEWHERE
+        found = did_you_mean(name, keys)
+        return f" Did you mean `{keys[found.split('`')[1]]}`?" if found else ""
+
+
+def compose_typed(
+    typed: Sequence[str],
+    multirun: bool = False,
+    config_dir: str | None = None,
+    config_path: str | None = None,
+    config_name: str = "config",
+) -> tuple[DictConfig | None, list[str]]:
+    """Compose what a person typed, and find every mistake in its words.
+
+    Args:
+        config_dir: a person's own folder, before the shipped one.
+
+    Returns:
+        The configuration of all words that could be read, and one sentence a mistake; `None` for a sweep,
+        which has several, and where nothing can be composed.
+    """
+    try:
+        with config_loader(config_dir, config_path, config_name) as (loader, name):
+            overrides = Overrides(loader, name, typed, multirun)
+            if multirun and not overrides.problems:
+                return None, []
+            # The values that could be read are checked too: one round of mending instead of two.
+            try:
+                composed = overrides.compose()
+            except HydraException as error:
+                return None, [*overrides.problems, str(error)]
+            return without_hydra(composed), overrides.problems
+    except HydraException as error:
+        return None, [str(error)]
+
+
+def without_hydra(composed: Any) -> DictConfig:
+    """Return a composed configuration without what is Hydra's own, and `without_idle_arguments`."""
+    hydra = composed.hydra
+    without_idle_arguments(composed, hydra.runtime.choices, [str(word) for word in hydra.overrides.task])
+    return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+
+
+def without_idle_arguments(cfg: Any, choices: Mapping[str, Any], typed: Sequence[str]) -> None:
+    """Take out of `cfg` what only the class of a shipped option takes, where another `_target_` was given.
+
+    `optimizer._target_=torch.optim.RMSprop` leaves the arguments of AdamW behind. Those that the new class
+    does not take fall away; a typed value, or one of the user's own files, stays to be refused.
+
+    Args:
+        cfg: the composed configuration, with or without Hydra's own part.
+        choices: the option of each group.
+        typed: the overrides.
+    """
+    # Completion checks no values, and what does is slow to import.
+    from hetexp.core.config import COMPONENTS
+    from hetexp.core.instantiate import accepts
+
+    keys = {word.lstrip("+~").partition("=")[0] for word in typed}
+    for section in COMPONENTS:
+        node = cfg.get(section)
+        if not isinstance(node, DictConfig):
+            continue
+        shipped = _shipped_option(section, str(choices.get(section)))
+        target = node._get_node("_target_")
+        given = None if target is None or target._is_interpolation() else target._value()
+        if not isinstance(given, str) or shipped.get("_target_", given) == given:
+            continue
+        values: Any = OmegaConf.to_container(node, resolve=False)
+        with open_dict(node):
+            for name, value in shipped.items():
+                key = f"{section}.{name}"
+                is_typed = any(one == key or one.startswith((f"{key}.", f"{key}[")) for one in keys)
+                left = name in values and values[name] == value and not is_typed
+                if left and not accepts(given, name):
+                    del node[name]
+
+
+def _shipped_option(group: str, option: str) -> dict[str, Any]:
+    """Return what the file of a shipped option says; nothing if a file of the user takes its place."""
+    file = Path(group, f"{option}.yaml")
+    path = conf_dir() / file
+    if not path.is_file() or any((folder / file).is_file() for folder in own_conf_dirs(Path.cwd())):
+        return {}
+    said: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    inherited = [entry for entry in said.pop("defaults", ()) if isinstance(entry, str) and entry != "_self_"]
+    found: dict[str, Any] = {}
+    for name in inherited:
+        found |= _shipped_option(group, name)
+    found |= said
+    return found
+
+
+@contextlib.contextmanager
+def config_loader(
+    config_dir: str | None = None, config_path: str | None = None, config_name: str = "config"
+) -> Iterator[tuple[ConfigLoader, str]]:
+    """Give Hydra's loader of the application's configuration, and its name, and clear Hydra's state after.
+
+    Args:
+        config_dir: a person's own folder, before the shipped one.
+    """
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
+
+    search_path = create_config_search_path(str(config_path or conf_dir()))
+    if config_dir is not None:
+        folder = Path(config_dir).absolute()
+        search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    try:
+        yield Hydra.create_main_hydra2("hetexp", search_path).config_loader, config_name
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _end_of_word(words: Sequence[str]) -> int:
+    """Return how many of the words the shell made of the first one: open brackets, or spaces around `=`."""
+    if len(words) > 2 and words[1] == "=":
+        return 3
+    if len(words) > 1 and (
+        (words[0].endswith("=") and "=" not in words[1]) or (words[1].startswith("=") and "=" not in words[0])
+    ):
+        return 2
+    if len(words) > 1 and words[0].endswith(",") and "=" not in words[1]:
+        return 1 + _end_of_word(words[1:])
+    depth = 0
+    for count, word in enumerate(words, start=1):
+        depth += sum(word.count(bracket) for bracket in "[{") - sum(word.count(bracket) for bracket in "]}")
+        if depth == 0:
+            return count
+    return 1
+
+
+def _without_spaces(whole: str) -> str:
+    """Return what to type instead, for the shell to keep it one word."""
+    key, _, value = whole.partition("=")
+    key, value = key.strip(), value.strip()
+    value = value if "{" in value else re.sub(r" *, *", ",", value)
+    return f'"{key}={value}"' if " " in value else f"{key}={value}"
+
+
+def _why_unreadable(text: str) -> str:
+    """Say what keeps Hydra from reading a word, and how it is written."""
+    key, equals, value = text.partition("=")
+    if any(sign in text for sign in _TYPOGRAPHIC):
+        return "“ and ” are typographic quotes, as web pages have them: type ' or \"."
+    if not equals:
+        return "It has no `=`; a value with spaces needs quotes around the whole word."
+    if not key:
+        return "There is no key before `=`."
+    if not _KEY.fullmatch(key.lstrip("+~")):
+        return "The parts of a key are joined by one dot each, as in `trainer.max_steps`."
+    if any(text.count(one) != text.count(other) for one, other in ("[]", "{}")):
+        return "Its brackets do not match."
+    if "=" in value:
+        return f"A value with `=` in it needs quotes that reach Hydra: '{key}=\"{value}\"'."
+    return (
+        f"A list is written [a,b]; a text with such signs needs quotes that reach Hydra: '{key}=\"{value}\"'."
+    )
+
+
+def _dotted_keys(node: Any, prefix: str = "") -> list[str]:
+    """Return all keys below a node but Hydra's own."""
+    keys = []
+    for name in node:
+        key = f"{prefix}{name}"
+        if key != "hydra":
+            keys.append(key)
+            inner = node._get_node(name)
+            if isinstance(inner, DictConfig) and not inner._is_none():
+                keys += _dotted_keys(inner, f"{key}.")
+    return keys
+
+
+def _walk(node: Any, key: str) -> tuple[str | None, list[str]]:
+    """Return the first part of a key that does not exist, and what exists beside it."""
+    for part in split_key(key):
+        if isinstance(node, ListConfig) and part.isdigit() and int(part) < len(node):
+            node = node._get_node(int(part))
+        elif isinstance(node, DictConfig) and part in node.keys():  # noqa: SIM118 - `in` hides missing values
+            node = node._get_node(part)
+        else:
+            return part, [str(k) for k in node] if isinstance(node, DictConfig) else []
+    return None, []
+
+
+def _choices(override: Override) -> list[Any]:
+    if override.is_choice_sweep():
+        return list(override.sweep_string_iterator())
+    value = override.value()
+    return list(value) if isinstance(value, list) else [value]

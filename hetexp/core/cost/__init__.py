@@ -1,0 +1,1 @@
+"""The cost model: how long a device, an exchange and a pipeline take. Pure functions."""

@@ -1,0 +1,1 @@
+"""What a sweep varies, and the folder that it writes."""

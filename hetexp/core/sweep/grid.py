@@ -1,0 +1,122 @@
+"""A sweep before its first job: what its `params` and the typed words make of it, and what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from hetexp.core.compose.overrides import Overrides, config_loader, without_hydra
+from hetexp.core.errors import ConfigError
+from hetexp.core.sweep.search import dimension, jobs, merged, settings_problems
+
+if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
+    from hydra.core.override_parser.types import Override
+
+MOST_JOBS = 32
+"""So many jobs of a sweep are composed and checked before the first one starts."""
+NEEDS_OPTUNA = (
+    "hydra/sweeper=hetexp_optuna needs Optuna, which is not installed: pip install 'hetexp[search]'"
+)
+_BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+_SEARCH = "hydra_plugins.hetexp_optuna_sweeper.OptunaSweeper"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep, or one example of what a search may try."""
+
+    label: str
+    config: DictConfig
+
+
+def asks_to_sweep(typed: Sequence[str], **where: Any) -> bool:
+    """Return whether an experiment says of itself that it is a sweep (`hydra.mode: MULTIRUN`).
+
+    Args:
+        where: the folders and the name of the configuration, as for `compose_typed`.
+    """
+    words = [word for word in typed if word.lstrip("+").startswith(("experiment=", "hydra.mode="))]
+    if not words:
+        return False
+    with config_loader(**where) as (loader, name), contextlib.suppress(HydraException):
+        composed = loader.load_configuration(name, words, run_mode=RunMode.RUN)
+        # Loading for one run, Hydra leaves alone what the configuration itself says.
+        return bool(OmegaConf.select(composed, "hydra.mode") == RunMode.MULTIRUN)
+    return False
+
+
+def compose_jobs(typed: Sequence[str], **where: Any) -> tuple[list[Job], list[str]]:
+    """Compose the first jobs of a sweep.
+
+    Args:
+        where: the folders and the name of the configuration, as for `compose_typed`.
+
+    Returns:
+        The jobs, and one sentence a mistake. Both are empty where another sweeper decides what is run.
+    """
+    try:
+        with config_loader(**where) as (loader, name):
+            overrides = Overrides(loader, name, typed, True)
+            if overrides.problems:
+                return [], overrides.problems
+            try:
+                sweeper = overrides.compose().hydra.sweeper
+            except HydraException:  # without what is swept it may not be whole: its jobs tell what is wrong
+                sweeper = OmegaConf.create({"_target_": _BASIC})
+            if overrides.problems or sweeper._target_ not in (_BASIC, _SEARCH):
+                return [], overrides.problems
+            return _composed(loader, name, typed, sweeper)
+    except HydraException as error:
+        return [], [str(error)]
+
+
+def _composed(
+    loader: ConfigLoader, name: str, typed: Sequence[str], sweeper: Any
+) -> tuple[list[Job], list[str]]:
+    params: Mapping[str, Any] = sweeper.get("params") or {}
+    params = {str(key): value for key, value in params.items()}
+    everything = merged(params, typed, loader)
+    own = [str(one.input_line) for one in everything if one.input_line not in typed]
+    if own:
+        wrong = Overrides(loader, name, [*typed, *own], True).problems
+        if wrong:
+            return [], [f"{problem} It is swept in `hydra.sweeper.params`." for problem in wrong]
+    search = sweeper._target_ == _SEARCH
+    problems = _of_the_search(sweeper, everything) if search else []
+    if problems:
+        return [], problems
+    swept = {one.get_key_element() for one in everything if one.is_sweep_override()}
+    found: list[Job] = []
+    failed: dict[str, str] = {}
+    for number, words in enumerate(jobs(everything, MOST_JOBS)):
+        chosen = " ".join(word for word in words if word.partition("=")[0] in swept)
+        label = f"{'A trial' if search else f'Job {number}'} ({chosen or 'all as typed'})"
+        try:
+            found.append(
+                Job(label, without_hydra(loader.load_configuration(name, list(words), run_mode=RunMode.RUN)))
+            )
+        except HydraException as error:
+            failed.setdefault(str(error), label)
+    return found, [f"{label} cannot be composed: {reason}" for reason, label in failed.items()]
+
+
+def _of_the_search(sweeper: Any, everything: Sequence[Override]) -> list[str]:
+    """Return what is wrong with a search's settings, and with what it is to vary."""
+    problems = settings_problems(sweeper)
+    for one in everything:
+        try:
+            if one.is_sweep_override():
+                dimension(one)
+        except ConfigError as error:
+            problems += error.problems
+    if find_spec("optuna") is None:
+        problems.append(NEEDS_OPTUNA)
+    return problems

@@ -1,0 +1,351 @@
+"""NVIDIA cards: found by NVML without torch, driven by torch's `cuda` backend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+from hetexp.core.device import DeviceSpec
+from hetexp.hardware.backends import nvml
+from hetexp.hardware.backends.accelerator import CudaNamespaceBackend
+from hetexp.hardware.backends.cuda_mask import MASK, Mask
+from hetexp.hardware.backends.pci_names import chip, unnamed
+from hetexp.hardware.detection.builds import TorchBuild
+from hetexp.hardware.detection.detected import DetectedCard, Reading, Seen
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.detection.pci import PciCard
+from hetexp.hardware.energy import Counter
+from hetexp.hardware.gauges import CardLostError, Gauge
+
+
+class CudaBackend(CudaNamespaceBackend):
+    """Drives one NVIDIA card, or one MIG instance, the only one that its process sees."""
+
+    built_for: ClassVar[str] = "cuda"
+    vendor: ClassVar[str] = "nvidia"
+    wheel: ClassVar[str] = "cuda"
+    native_collective: ClassVar[str | None] = "nccl"
+
+    @classmethod
+    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
+        try:
+            with nvml.opened(machine) as library:
+                found = _listed(library, machine, on_bus)
+        except nvml.NotAnsweringError as problem:
+            return _without_nvml(machine, on_bus, str(problem))
+        return found + _missing(on_bus, found, machine, _NOT_LISTED)
+
+    @classmethod
+    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
+        value = machine.environ.get(MASK)
+        if value is None or not found:
+            return list(found), []
+        visible, problems = Mask(value, found, machine).visible()
+        hidden_by = f"{MASK}={value}"
+        cards = [
+            card if place in visible else replace(card, hidden_by=hidden_by)
+            for place, card in enumerate(found)
+        ]
+        return cards, problems
+
+    @classmethod
+    def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
+        whose = build.python or "this interpreter"
+        if build.problem is not None:
+            return f"{whose} cannot drive it: {build.problem}"
+        torch_of = f"torch {build.version} of {whose}"
+        if build.kind != "cuda" or build.cuda is None:
+            return f"{torch_of} is not built for CUDA"
+        why = _without_code_for(spec.architecture, build)
+        return f"{torch_of} has no code for {spec.architecture}: {why}" if why is not None else None
+
+    @classmethod
+    def environment(cls, spec: DeviceSpec) -> dict[str, str]:
+        mask = spec.mask or spec.uuid or str(spec.index)
+        if mask.isdigit():
+            # Only where there is no UUID. Our numbers follow the bus, CUDA's by default the cards' speed.
+            return {MASK: mask, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        return {MASK: mask}
+
+    @contextmanager
+    def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
+        with ExitStack() as stack:
+            try:
+                library = stack.enter_context(nvml.opened(machine))
+                card = nvml.find(library, self.spec.uuid, self.spec.pci)
+            except nvml.NotAnsweringError:
+                card = None
+            yield partial(nvml.energy_joules, card) if card is not None else None
+
+    @classmethod
+    @contextmanager
+    def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
+        with ExitStack() as stack:
+            try:
+                library = stack.enter_context(nvml.opened(machine))
+                known = [part for card in nvml.cards(library) for part in (*card.instances, card)]
+            except nvml.NotAnsweringError:
+                known = []
+            matching = [next((one for one in known if _is(one, card.spec)), None) for card in cards]
+            yield [partial(_gauged, one, machine) if one is not None else None for one in matching]
+
+    def _seen_uuid(self, module: Any) -> str | None:
+        # CUDA runtimes differ in whether they tell an instance's own UUID or its card's.
+        return None if (self.spec.uuid or "").startswith("MIG-") else super()._seen_uuid(module)
+
+    def computes_in(self, precision: str) -> bool | None:
+        # By capability: torch computes in all of them on all cards, emulated or very slowly.
+        major, minor = self._module().get_device_capability(0)
+        native = native_precisions(f"sm_{major}{minor}")
+        return precision in native if native is not None else super().computes_in(precision)
+
+
+_NOT_LISTED = (
+    "NVIDIA's driver does not list it; give it to this container (docker run --gpus all) if this is one, "
+    "else see what the kernel says of it (sudo dmesg | grep -i nvrm)"
+)
+
+
+def _listed(library: Any, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
+    cards = nvml.cards(library)
+    driver = nvml.driver_version(library)
+    _place(cards, on_bus)
+    found: list[DetectedCard] = []
+    for card in cards:
+        parts = [_found(one, driver, machine, on_bus) for one in card.instances or [card]]
+        lost = next((part.lost for part in parts if part.lost is not None), card.lost)
+        found += [replace(part, lost=lost) for part in parts]
+    if any(card.lost is not None for card in found):
+        found = [_without_number(card) for card in found]
+    return found
+
+
+def _place(cards: Sequence[nvml.Card], on_bus: Sequence[PciCard]) -> None:
+    """Give cards whose address NVML does not tell the addresses that are left, where that is clear.
+
+    NVML counts along the bus, so that as many left on the bus as without an address are these, in order.
+    """
+    known = {card.pci for card in cards}
+    nowhere = [card for card in cards if card.pci is None]
+    left = [card.address for card in on_bus if card.driver == "nvidia" and card.address not in known]
+    if len(nowhere) == len(left):
+        for card, address in zip(nowhere, left, strict=True):
+            card.pci = address
+            for one in card.instances:
+                one.pci = address
+
+
+def _found(card: nvml.Card, driver: str | None, machine: Machine, on_bus: Sequence[PciCard]) -> DetectedCard:
+    total, free = nvml.memory(card, machine)
+    generation, lanes = nvml.pcie_link(card)
+    reading = nvml.reading(card, free)
+    known = next((chip("nvidia", one.device_id) for one in on_bus if one.address == card.pci), None)
+    architecture = card.architecture or (known.architecture if known is not None else None)
+    spec = DeviceSpec(
+        id=f"cuda:{card.index}",
+        backend="cuda",
+        index=card.index,
+        name=card.name or (known.name if known is not None else unnamed("nvidia", None)),
+        vendor="nvidia",
+        memory_bytes=total,
+        uuid=card.uuid,
+        driver=driver,
+        pci=card.pci,
+        pcie_generation=generation,
+        pcie_lanes=lanes,
+        architecture=architecture,
+        # `integrated` stays False: where NVIDIA's GPU is part of the processor, it is the one to train on.
+        unified_memory=card.integrated,
+        precisions=native_precisions(architecture),
+        mask=card.uuid or (str(card.index) if card.parent is None else None),
+    )
+    undriven = card.refused
+    if card.in_mig_mode:
+        undriven = (
+            "it is in MIG mode and has no instance that could be used; make one (sudo nvidia-smi mig -i "
+            f"{card.index} -cgi <profile> -C; nvidia-smi mig -lgip lists profiles) or leave the mode "
+            f"(sudo nvidia-smi -i {card.index} -mig 0)"
+        )
+    elif spec.mask is None:
+        undriven = "NVML does not tell the instance's UUID, by which alone a process can be given it"
+    return DetectedCard(spec, reading, lost=card.lost, undriven=undriven)
+
+
+def _is(card: nvml.Card, spec: DeviceSpec) -> bool:
+    """Return whether a card or an instance is the listed one; one that is lost may tell no UUID."""
+    if spec.uuid is not None:
+        return card.uuid == spec.uuid
+    return card.parent is None and spec.pci is not None and card.pci == spec.pci
+
+
+def _gauged(card: nvml.Card, machine: Machine) -> Reading:
+    _, free = nvml.memory(card, machine)
+    reading = nvml.reading(card, free, processes=False)
+    lost = card.lost or (card.parent.lost if card.parent is not None else None)
+    if lost is not None:
+        raise CardLostError(lost)
+    return reading
+
+
+def _without_number(card: DetectedCard) -> DetectedCard:
+    """Refuse a card that only its number could select: beside a lost card CUDA may count otherwise."""
+    if card.spec.mask is None or not card.spec.mask.isdigit() or card.lost or card.undriven:
+        return card
+    return replace(
+        card,
+        undriven="NVML does not tell its UUID, and beside a lost card its number is not certain; restart the "
+        "machine",
+    )
+
+
+def _missing(
+    on_bus: Sequence[PciCard], found: Sequence[DetectedCard], machine: Machine, bound_but_missing: str
+) -> list[DetectedCard]:
+    """Return the cards of the bus that are not among `found`.
+
+    Args:
+        bound_but_missing: why not, of those that NVIDIA's driver is bound to.
+    """
+    known = {card.spec.pci for card in found}
+    return [
+        _undriven(card, len(found) + place, machine, bound_but_missing)
+        for place, card in enumerate(card for card in on_bus if card.address not in known)
+    ]
+
+
+def _undriven(card: PciCard, index: int, machine: Machine, bound_but_missing: str) -> DetectedCard:
+    known = chip("nvidia", card.device_id)
+    architecture = known.architecture if known is not None else None
+    spec = DeviceSpec(
+        id=f"cuda:{index}",
+        backend="cuda",
+        index=index,
+        name=known.name if known is not None else unnamed("nvidia", card.device_id),
+        vendor="nvidia",
+        pci=card.address,
+        architecture=architecture,
+        precisions=native_precisions(architecture),
+    )
+    if card.driver == "nvidia":
+        return DetectedCard(spec, undriven=bound_but_missing)
+    if card.driver == "vfio-pci":
+        why = (
+            "vfio-pci keeps it for a virtual machine; to have it back, take it out of that machine and run: "
+            f"sudo driverctl unset-override {card.address}"
+        )
+    elif card.driver is not None:
+        why = (
+            f"the driver {card.driver} is bound to it, with which CUDA does not work; install NVIDIA's "
+            "driver and restart the machine"
+        )
+    elif machine.path("/proc/driver/nvidia/version").exists():
+        why = "NVIDIA's driver is loaded but not bound to it; see why: sudo dmesg | grep -i nvrm"
+    else:
+        why = "NVIDIA's driver is not loaded; install it, or load it: sudo modprobe nvidia"
+    return DetectedCard(spec, undriven=why)
+
+
+def _without_nvml(machine: Machine, on_bus: Sequence[PciCard], why: str) -> list[DetectedCard]:
+    """Return the cards that torch sees and those of the bus.
+
+    Windows' subsystem for Linux has /dev/dxg and no card on the bus; a container may have the driver's device
+    files without its libraries.
+    """
+    found: list[DetectedCard] = []
+    if any(machine.path(name).exists() for name in ("/dev/dxg", "/dev/nvidia0")):
+        seen = machine.torch_sees("cuda")
+        found = [_seen(card, seen) for card in seen]
+    return found + _missing(on_bus, found, machine, why)
+
+
+def _seen(card: Seen, beside: Sequence[Seen]) -> DetectedCard:
+    uuid = card.uuid
+    if uuid is not None and not uuid.startswith(("GPU-", "MIG-")):
+        uuid = f"GPU-{uuid}"  # torch leaves it out
+    mask, undriven = uuid, None
+    if uuid is None:
+        addresses = [one.pci for one in beside]
+        along_bus = sorted(address for address in addresses if address is not None)
+        if len(beside) == 1:
+            mask = "0"
+        elif card.pci is not None and len(set(along_bus)) == len(beside):
+            mask = str(along_bus.index(card.pci))
+        else:
+            undriven = (
+                "neither its UUID nor its address is known, by which a process could be given it alone; "
+                "install nvidia-ml-py and the driver's libraries, or a newer torch"
+            )
+    spec = DeviceSpec(
+        id=f"cuda:{card.index}",
+        backend="cuda",
+        index=card.index,
+        name=card.name,
+        vendor="nvidia",
+        memory_bytes=card.memory_bytes,
+        uuid=uuid,
+        pci=card.pci,
+        architecture=card.architecture,
+        unified_memory=card.integrated,
+        precisions=native_precisions(card.architecture) or card.precisions or None,
+        mask=mask,
+    )
+    return DetectedCard(spec, undriven=undriven)
+
+
+def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
+    """Return the precisions that a card computes in natively and at a useful rate, `None`: not known.
+
+    CUDA C++ Programming Guide, Throughput of Native Arithmetic Instructions: float16 from 5.3 on, but for 6.1
+    2 a clock where float32 has 128; bfloat16 and TF32 from 8.0 on, before which they are emulated.
+
+    Args:
+        architecture: `sm_86`.
+    """
+    capability = _capability(architecture)
+    if capability is None:
+        return None
+    precisions = ["float64", "float32"]
+    if capability >= 80:
+        precisions += ["tf32", "bfloat16"]
+    if capability >= 53 and capability != 61:
+        precisions.append("float16")
+    return tuple(precisions)
+
+
+def _capability(architecture: str | None) -> int | None:
+    numbers = re.fullmatch(r"sm_([0-9]+)[a-z]?", architecture or "")
+    return int(numbers[1]) if numbers is not None else None
+
+
+def _without_code_for(architecture: str | None, build: TorchBuild) -> str | None:
+    """Return why a torch built for CUDA cannot compute on a card, `None` where it can or that is not known.
+
+    Sources: for all builds, CUDA 13.0 release notes, Deprecated Architectures. For PyTorch's own wheels, by
+    their version, the CUDA Support Matrix in its RELEASE.md (2.9 to 2.14) and the release notes of 2.8.
+    Other builds have what their builders chose.
+    """
+    capability = _capability(architecture)
+    cuda = _numbers(build.cuda)
+    if capability is None or cuda is None:
+        return None
+    if cuda >= (13,):
+        return "CUDA 13 begins at sm_75; it needs a build for CUDA 12.6" if capability < 75 else None
+    if not re.search(r"\+cu[0-9]+$", build.version or ""):
+        return None
+    if cuda < (12, 8):
+        return "wheels for CUDA before 12.8 end at sm_90; it needs a newer one" if capability >= 100 else None
+    release = _numbers(build.version) or (0,)
+    least = 75 if release >= (2, 11) else 70 if release >= (2, 8) else 0
+    if capability < least:
+        return f"wheels of this release for CUDA {build.cuda} begin at sm_{least}; it needs one for CUDA 12.6"
+    return None
+
+
+def _numbers(version: str | None) -> tuple[int, ...] | None:
+    """Return the first two numbers of a version."""
+    parts = re.match(r"([0-9]+)\.([0-9]+)", version or "")
+    return (int(parts[1]), int(parts[2])) if parts is not None else None

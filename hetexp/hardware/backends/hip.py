@@ -1,0 +1,309 @@
+"""AMD cards: found by the kernel and AMD SMI without torch, driven by a ROCm build of torch as `cuda`.
+
+A card is identified by its address on the bus. ROCm counts in its own order, GPUs in processors included
+(`hetexp.hardware.backends.kfd`), so that a rank gets its card by UUID where the card has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hetexp.core.device import GIB, DeviceSpec
+from hetexp.core.errors import SetupError
+from hetexp.hardware.backends import amd_smi, hip_mask, kfd, sysfs
+from hetexp.hardware.backends.accelerator import CudaNamespaceBackend, bare_uuid, seen_uuid
+from hetexp.hardware.backends.pci_names import WORDS, chip, unnamed
+from hetexp.hardware.detection.builds import TorchBuild
+from hetexp.hardware.detection.detected import DetectedCard, Process, Reading
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.detection.pci import PciCard, pci_cards
+from hetexp.hardware.energy import Counter
+from hetexp.hardware.gauges import CardLostError, Gauge
+
+if TYPE_CHECKING:
+    import torch
+
+IN_PROCESSORS = (
+    *("gfx902", "gfx909", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1037"),
+    *("gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"),
+)
+"""Chips that are part of a processor (https://llvm.org/docs/AMDGPUUsage.html#processors, column `APU`)."""
+_SMALL_BYTES = GIB
+"""An unknown chip that has no more memory of its own than this is part of a processor."""
+_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+"""Beginnings of architectures that multiply bfloat16 in hardware: CDNA's matrix cores, RDNA 3 and 4
+(https://rocm.docs.amd.com/en/latest/reference/precision-support.html)."""
+_CONTAINER = "--device /dev/kfd --device /dev/dri"
+
+
+class HipBackend(CudaNamespaceBackend):
+    """Drives one AMD card, the only one that its process sees; RCCL answers as `nccl`."""
+
+    built_for: ClassVar[str] = "hip"
+    vendor: ClassVar[str] = "amd"
+    wheel: ClassVar[str] = "rocm"
+    native_collective: ClassVar[str | None] = "nccl"
+
+    @classmethod
+    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
+        nodes = {node.address: node for node in reversed(kfd.nodes(machine))}
+        addresses = sorted({card.address for card in on_bus} | nodes.keys())
+        if not addresses:
+            return []
+        by_address = {card.address: card for card in on_bus}
+        busy = kfd.computing(machine, [node.gpu_id for node in nodes.values()])
+        with amd_smi.opened(machine) as reported:
+            facts = [_Facts(a, by_address.get(a), nodes.get(a), reported.get(a)) for a in addresses]
+            return [_found(one, machine, busy) for one in facts]
+
+    @classmethod
+    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
+        nodes = kfd.nodes(machine)
+        if not found or not nodes:  # ROCm sees no card whatever the variables say
+            return list(found), []
+        nvidia_too = any(card.vendor == "nvidia" for card in pci_cards(machine))
+        hidden, problems = hip_mask.hidden(nodes, machine.environ, nvidia_too)
+        return [replace(card, hidden_by=hidden.get(card.spec.pci or "")) for card in found], problems
+
+    @classmethod
+    def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
+        whose = build.python or "this interpreter"
+        if build.problem is not None:
+            return f"{whose} cannot drive it: {build.problem}"
+        if build.kind != "hip":
+            return f"torch {build.version} of {whose} is not built for ROCm"
+        return None
+
+    @classmethod
+    def environment(cls, spec: DeviceSpec) -> dict[str, str]:
+        # One variable, the first that is applied: a second one would count what this one leaves.
+        return {hip_mask.ROCR: spec.mask or spec.uuid or str(spec.index)}
+
+    def torch_device(self) -> torch.device:
+        try:
+            return super().torch_device()
+        except SetupError as error:
+            if self._module().is_available():
+                raise
+            raise SetupError(f"{error}{_foreign_chip(self.spec.architecture)}") from error
+
+    @classmethod
+    @contextmanager
+    def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
+        on_bus = {card.address: card for card in pci_cards(machine)}
+        with amd_smi.opened(machine) as reported:
+            yield [
+                partial(_gauged, _Facts(pci, on_bus.get(pci), None, reported.get(pci)), card.spec, machine)
+                if (pci := card.spec.pci) is not None
+                else None
+                for card in cards
+            ]
+
+    @contextmanager
+    def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
+        with amd_smi.opened(machine) as reported:
+            card = reported.get(self.spec.pci or "")
+            yield card.energy_joules if card is not None else None
+
+    def _seen_uuid(self, module: Any) -> str | None:
+        """Return ROCm's UUID as KFD writes it: HIP's is 16 bytes that are themselves hexadecimal digits."""
+        seen = seen_uuid(module)
+        with suppress(ValueError):
+            digits = bytes.fromhex(bare_uuid(seen or "")).decode("ascii")
+            if len(digits) == 16 and int(digits, 16):
+                return f"GPU-{digits.lower()}"
+        return None
+
+    def computes_in(self, precision: str) -> bool | None:
+        # torch says that every ROCm card has bfloat16.
+        native = native_precisions(self.spec.architecture)
+        return precision in native if native is not None else super().computes_in(precision)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """One card as each of those who know it tells it."""
+
+    address: str
+    bus: PciCard | None
+    node: kfd.Node | None
+    smi: amd_smi.Smi | None
+
+    @property
+    def device_id(self) -> int | None:
+        return self.bus.device_id if self.bus is not None else self.node.device_id if self.node else None
+
+    @property
+    def architecture(self) -> str | None:
+        if self.node is not None and self.node.architecture is not None:
+            return self.node.architecture
+        known = chip("amd", self.device_id) if self.device_id is not None else None
+        return known.architecture if known is not None else None
+
+
+def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
+    """Return what a chip computes in natively, `None` for one that is not known.
+
+    Args:
+        architecture: `gfx1100`.
+    """
+    if architecture is None or not architecture.startswith(("gfx9", "gfx10", "gfx11", "gfx12")):
+        return None
+    half = ("bfloat16", "float16") if architecture.startswith(_BFLOAT16) else ("float16",)
+    return ("float64", "float32", *half)
+
+
+def _found(card: _Facts, machine: Machine, busy: dict[int, tuple[Process, ...]]) -> DetectedCard:
+    integrated, unified = _part_of_processor(card, machine)
+    total, free = _memory(card.address, unified, machine)
+    node = card.node
+    uuid = node.uuid if node is not None else None
+    spec = DeviceSpec(
+        id=f"hip:{node.index if node is not None else 0}",
+        backend="hip",
+        index=node.index if node is not None else 0,
+        name=_name(card, machine),
+        vendor="amd",
+        memory_bytes=total,
+        uuid=uuid,
+        driver=sysfs.driver_version(machine, card.bus.driver if card.bus is not None else None),
+        pci=card.address,
+        architecture=card.architecture,
+        integrated=integrated,
+        unified_memory=unified,
+        precisions=native_precisions(card.architecture),
+        mask=(uuid or str(node.index)) if node is not None else None,
+    )
+    lost = _lost(card, machine)
+    if lost is not None:
+        return DetectedCard(spec, lost=lost)
+    processes = busy.get(node.gpu_id) if node is not None else None
+    return DetectedCard(spec, _reading(card, free, processes, machine), undriven=_undriven(card, machine))
+
+
+def _name(card: _Facts, machine: Machine) -> str:
+    """Return the card's name with its vendor: AMD SMI's, the board's own, that of its PCI id."""
+    name = card.smi.name() if card.smi is not None else None
+    name = name or machine.text(sysfs.device_folder(machine, card.address) / "product_name") or None
+    if name is not None:
+        return name if name.startswith(WORDS["amd"]) else f"{WORDS['amd']} {name}"
+    known = chip("amd", card.device_id) if card.device_id is not None else None
+    return known.name if known is not None else unnamed("amd", card.device_id)
+
+
+def _part_of_processor(card: _Facts, machine: Machine) -> tuple[bool, bool]:
+    """Return whether a card is part of a processor, and whether its memory is the host's."""
+    known = chip("amd", card.device_id) if card.device_id is not None else None
+    if known is not None and "MI300A" in known.name:  # what its machine was bought for
+        return False, True
+    if card.architecture is not None:
+        integrated = card.architecture in IN_PROCESSORS
+        return integrated, integrated
+    own, shared = _pools(card.address, machine)
+    integrated = own is not None and shared is not None and own <= _SMALL_BYTES < shared
+    return integrated, integrated
+
+
+def _pools(address: str, machine: Machine) -> tuple[int | None, int | None]:
+    """Return the bytes that a card has of its own and those of the host's that it may use."""
+    folder = sysfs.device_folder(machine, address)
+    own, shared = (machine.number(folder / f"mem_info_{pool}_total") for pool in ("vram", "gtt"))
+    return sysfs.positive(own), sysfs.positive(shared)
+
+
+def _memory(address: str, unified: bool, machine: Machine) -> tuple[int | None, int | None]:
+    """Return a card's total and free bytes.
+
+    Where the memory is the host's, ROCm takes all of it from one of two pools, the larger one: what the
+    firmware set aside, or what the driver may borrow (`apu_prefer_gtt` in Linux's amdgpu). Their sum would
+    promise memory that no program gets, and no more can be borrowed than the host has.
+    """
+    own, shared = _pools(address, machine)
+    host, available = sysfs.host_memory(machine)
+    pool, total = "vram", own
+    if unified and shared is not None and shared > (own or 0):
+        pool, total = "gtt", min(shared, host) if host is not None else shared
+    used = machine.number(sysfs.device_folder(machine, address) / f"mem_info_{pool}_used")
+    if total is None or used is None:
+        return total, None
+    free = max(0, total - used)
+    return total, min(free, available) if pool == "gtt" and available is not None else free
+
+
+def _reading(
+    card: _Facts, free: int | None, processes: tuple[Process, ...] | None, machine: Machine
+) -> Reading:
+    folder = sysfs.device_folder(machine, card.address)
+    sensors = sysfs.sensors(machine, card.address)
+    busy = machine.number(folder / "gpu_busy_percent")
+    smi = card.smi
+    heat = power = limit = None
+    if sensors is not None:
+        heat = sysfs.scaled(machine, sensors / "temp1_input", 1000)
+        average = sysfs.scaled(machine, sensors / "power1_average", 1e6)
+        power = average if average is not None else sysfs.scaled(machine, sensors / "power1_input", 1e6)
+        limit = sysfs.scaled(machine, sensors / "power1_cap", 1e6)
+    utilisation = busy / 100 if busy is not None and 0 <= busy <= 100 else None
+    if smi is not None:
+        utilisation = smi.utilisation() if utilisation is None else utilisation
+        heat = smi.temperature() if heat is None else heat
+        power = smi.power() if power is None else power
+    return Reading(
+        free,
+        utilisation,
+        heat,
+        power,
+        limit,
+        clock_mhz=sysfs.scaled(machine, sensors / "freq1_input", 1e6) if sensors is not None else None,
+        memory_clock_mhz=sysfs.scaled(machine, sensors / "freq2_input", 1e6) if sensors is not None else None,
+        fan=sysfs.fan(machine, sensors),
+        throttled=smi.throttled() if smi is not None else None,
+        processes=processes,
+    )
+
+
+def _gauged(card: _Facts, spec: DeviceSpec, machine: Machine) -> Reading:
+    gone = not sysfs.device_folder(machine, card.address).exists()
+    lost = "it is no longer on the PCI bus" if gone else _lost(card, machine)
+    if lost is not None:
+        raise CardLostError(lost)
+    _, free = _memory(card.address, spec.unified_memory, machine)
+    return _reading(card, free, None, machine)
+
+
+def _lost(card: _Facts, machine: Machine) -> str | None:
+    if card.bus is None:
+        return "it is no longer on the PCI bus; restart the machine"
+    answer = sysfs.off_the_bus(machine, card.address)
+    if answer is not None or card.bus.driver != "amdgpu":
+        return answer
+    if machine.text(sysfs.device_folder(machine, card.address) / "mem_info_vram_total") is None:
+        return "the amdgpu driver says nothing of it any more; see sudo dmesg, then restart the machine"
+    return None
+
+
+def _undriven(card: _Facts, machine: Machine) -> str | None:
+    assert card.bus is not None
+    wrong = sysfs.wrong_driver(card.bus, ("amdgpu",)) or sysfs.closed(machine, "/dev/kfd", _CONTAINER)
+    if wrong is not None:
+        return wrong
+    node = sysfs.drm_node(machine, card.address, "renderD")
+    if node is not None:
+        wrong = sysfs.closed(machine, f"/dev/dri/{node.name}", _CONTAINER)
+    if wrong is None and card.node is None:
+        return "ROCm's part of the kernel driver does not list it: its chip is none that ROCm supports"
+    return wrong
+
+
+def _foreign_chip(architecture: str | None) -> str:
+    """Return a hint about chips for which ROCm's wheels hold no code."""
+    if architecture is None:
+        return ""
+    return (
+        f" If this torch was built without code for {architecture} (torch.cuda.get_arch_list()), setting "
+        "HSA_OVERRIDE_GFX_VERSION to that of a related chip may help."
+    )

@@ -1,0 +1,253 @@
+"""What the kernel tells of any vendor's card: its DRM nodes, its sensors, who holds it.
+
+Files and units: https://docs.kernel.org/gpu/amdgpu/driver-misc.html (AMD), sysfs-driver-intel-i915-hwmon and
+-xe-hwmon of Linux's Documentation/ABI/testing (Intel), https://docs.kernel.org/gpu/drm-usage-stats.html
+(processes).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hetexp.hardware.detection.detected import Process
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.detection.pci import PciCard
+
+COMPUTES_FROM_BYTES = 2**30
+"""A process that holds this much of a card is taken for one that computes, whichever engine it uses: what
+only draws holds less."""
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_COMPUTE_ENGINES = ("drm-engine-compute", "drm-cycles-ccs")
+"""Time or cycles on the engines that only compute: as i915 and amdgpu call them, as xe does."""
+_MEMORY = (("drm-resident-vram", "drm-resident-local"), ("drm-memory-vram",))
+"""A client's memory on the card, in the words of xe and i915, else in amdgpu's older ones, which newer
+drivers tell as well. `vram0`, `vram1` are tiles."""
+_NO_ANSWER = b"\xff\xff"
+"""What a bus reads where nothing answers; no vendor has this number."""
+
+
+def device_folder(machine: Machine, address: str) -> Path:
+    """Return the folder of a PCI device, whether it is there or not."""
+    return machine.path(f"/sys/bus/pci/devices/{address}")
+
+
+def drm_node(machine: Machine, address: str, kind: str) -> Path | None:
+    """Return the DRM folder of a PCI device, `None` where its driver made none.
+
+    Args:
+        kind: `card` (`…/drm/card1`) or `renderD` (`…/drm/renderD128`).
+    """
+    for folder in _sorted(device_folder(machine, address) / "drm"):
+        if folder.name.startswith(kind):
+            return folder
+    return None
+
+
+def sensors(machine: Machine, address: str) -> Path | None:
+    """Return the folder of a card's sensors, `…/hwmon/hwmon3`."""
+    return next(iter(_sorted(device_folder(machine, address) / "hwmon")), None)
+
+
+def scaled(machine: Machine, file: Path | None, divisor: float) -> float | None:
+    """Return a file's number in another unit, `None` if it is missing or not positive."""
+    number = machine.number(file) if file is not None else None
+    return number / divisor if number is not None and number > 0 else None
+
+
+def fan(machine: Machine, folder: Path | None) -> float | None:
+    """Return the speed of a card's fan as a fraction of the highest, from its folder of sensors."""
+    if folder is None:
+        return None
+    pairs = (("fan1_input", "fan1_max"), ("pwm1", "pwm1_max"))
+    for speed, most in ((machine.number(folder / one), machine.number(folder / top)) for one, top in pairs):
+        if speed is not None and most is not None and 0 <= speed <= most and most > 0:
+            return speed / most
+    return None
+
+
+def energy_joules(machine: Machine, address: str) -> float | None:
+    """Return what a card of Intel's has drawn since its driver was loaded; else what its package has.
+
+    The kernel's files count microjoules.
+    """
+    folder = sensors(machine, address)
+    if folder is None:
+        return None
+    names = ("energy1_input", "energy2_input")
+    return next((drawn for name in names if (drawn := scaled(machine, folder / name, 1e6)) is not None), None)
+
+
+def positive(number: int | None) -> int | None:
+    """Return a size, `None` for 0, which is what a driver writes that does not know it."""
+    return number if number is not None and number > 0 else None
+
+
+def host_memory(machine: Machine) -> tuple[int | None, int | None]:
+    """Return the host's total and available bytes as Linux counts them."""
+    sizes = {}
+    for line in (machine.text("/proc/meminfo") or "").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isascii() and words[0].isdigit():
+            sizes[name] = int(words[0]) * 1024
+    return positive(sizes.get("MemTotal")), sizes.get("MemAvailable")
+
+
+def driver_version(machine: Machine, module: str | None) -> str | None:
+    """Return `amdgpu 6.12.12`, or `xe of Linux 6.14.0` for one that comes with the kernel."""
+    if module is None:
+        return None
+    own = machine.text(f"/sys/module/{module}/version")
+    kernel = machine.text("/proc/sys/kernel/osrelease")
+    if own:
+        return f"{module} {own}"
+    return f"{module} of Linux {kernel}" if kernel else module
+
+
+def off_the_bus(machine: Machine, address: str) -> str | None:
+    """Return in words that a card no longer answers on the PCI bus, `None` where it does.
+
+    A sleeping card is not woken: nothing is known to be wrong with it.
+    """
+    folder = device_folder(machine, address)
+    if machine.text(folder / "power" / "runtime_status") == "suspended":
+        return None
+    try:
+        with (folder / "config").open("rb") as config:
+            vendor = config.read(2)
+    except OSError:
+        return None
+    if vendor != _NO_ANSWER:
+        return None
+    return "it no longer answers on the PCI bus; see sudo dmesg, then restart the machine"
+
+
+def wrong_driver(card: PciCard, wanted: tuple[str, ...]) -> str | None:
+    """Return why a card's kernel driver is not one of those that can compute, with the fix."""
+    names = " or ".join(wanted)
+    if card.driver in wanted:
+        return None
+    if card.driver is None:
+        return f"no kernel driver is bound to it; load {names} (sudo modprobe {wanted[0]})"
+    if card.driver in ("vfio-pci", "pci-stub"):
+        return f"it is reserved for a virtual machine ({card.driver}); give it back to {names}"
+    return f"the kernel driver {card.driver} is bound to it, which cannot compute; {names} can"
+
+
+def closed(machine: Machine, name: str, container: str) -> str | None:
+    """Return why this process cannot open a device file, with the fix; `None` where it can.
+
+    Args:
+        name: `/dev/dri/renderD128`.
+        container: options with which docker passes it on.
+    """
+    path = machine.path(name)
+    if not path.exists():
+        return f"{name} is absent; a container is given it with docker run {container}"
+    if machine.may_open(path):
+        return None
+    return (
+        f"this user may not open {name}; add it to the group {_group(path)} "
+        f"(sudo usermod -aG {_group(path)} $USER) and log in again"
+    )
+
+
+def _group(path: Path) -> str:
+    """Return the group that a device file is open to; by custom it is `render`."""
+    with suppress(OSError, KeyError, ImportError):
+        import grp
+
+        number = path.stat().st_gid
+        if number != 0 and number not in os.getgroups():
+            return grp.getgrgid(number).gr_name
+    return "render"
+
+
+@dataclass
+class _Client:
+    """A process on one card, summed over its DRM clients."""
+
+    memory: int | None = None
+    computed: bool = False
+    seen: set[str] = field(default_factory=set)
+    """Ids of clients that were counted: copies of a file descriptor tell the same again."""
+
+
+def drm_processes(machine: Machine) -> dict[str, tuple[Process, ...]]:
+    """Return who holds which card, by PCI address, as far as this user may see other processes' files.
+
+    A process computes if it used an engine that only computes, or holds much memory. On cards whose chip
+    has no such engine, only the memory tells computing from drawing.
+    """
+    clients: dict[tuple[str, int], _Client] = {}
+    for folder in _sorted(machine.path("/proc")):
+        if folder.name.isdecimal():
+            _read_clients(folder, int(folder.name), clients)
+    found: dict[str, list[Process]] = {}
+    for (address, pid), client in sorted(clients.items()):
+        large = client.memory is not None and client.memory >= COMPUTES_FROM_BYTES
+        found.setdefault(address, []).append(Process(pid, client.memory, client.computed or large))
+    return {address: tuple(processes) for address, processes in found.items()}
+
+
+def _read_clients(folder: Path, pid: int, clients: dict[tuple[str, int], _Client]) -> None:
+    """Add a process's clients; one that has ended, or is another user's, has none."""
+    with suppress(OSError):
+        handle = os.open(folder / "fd", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            held = [fd for fd in os.listdir(handle) if _is_drm(handle, fd)]  # noqa: PTH208 - an open folder
+        finally:
+            os.close(handle)
+        for fd in held:
+            with suppress(OSError):
+                _add_client(
+                    (folder / "fdinfo" / fd).read_text(encoding="ascii", errors="replace"), pid, clients
+                )
+
+
+def _is_drm(handle: int, fd: str) -> bool:
+    try:
+        return os.readlink(fd, dir_fd=handle).startswith("/dev/dri/")
+    except OSError:
+        return False
+
+
+def _add_client(text: str, pid: int, clients: dict[tuple[str, int], _Client]) -> None:
+    facts = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        facts[key.strip()] = value.strip()
+    address, number = facts.get("drm-pdev"), facts.get("drm-client-id")
+    if address is None or number is None:
+        return
+    client = clients.setdefault((address.lower(), pid), _Client())
+    if number in client.seen:
+        return
+    client.seen.add(number)
+    for names in _MEMORY:
+        sizes = [_bytes(value) for key, value in facts.items() if key.startswith(names)]
+        known = [size for size in sizes if size is not None]
+        if known:
+            client.memory = (client.memory or 0) + sum(known)
+            break
+    for key, value in facts.items():
+        used = value.partition(" ")[0]
+        if key.startswith(_COMPUTE_ENGINES) and used.isdecimal() and int(used) > 0:
+            client.computed = True
+
+
+def _bytes(value: str) -> int | None:
+    number, _, unit = value.partition(" ")
+    if not number.isdecimal() or unit not in _UNITS:
+        return None
+    return int(number) * _UNITS[unit]
+
+
+def _sorted(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,482 @@
+"""Intel cards: found by the kernel and Sysman without torch, driven by an XPU build of torch as `xpu`.
+
+torch drives them natively. intel-extension-for-pytorch came before that; it was archived upstream in March
+2026, and 2.8 is its last version. Where an XPU build of it that fits this torch is installed, its `optimize`
+is applied.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import SetupError
+from hetexp.hardware.backend import Backend
+from hetexp.hardware.backends import sysfs, sysman, xpu_mask
+from hetexp.hardware.backends.accelerator import AcceleratorBackend
+from hetexp.hardware.backends.pci_names import chip, unnamed
+from hetexp.hardware.detection.builds import TorchBuild
+from hetexp.hardware.detection.detected import DetectedCard, Process, Reading
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.detection.pci import PciCard
+from hetexp.hardware.energy import Counter
+from hetexp.hardware.gauges import CardLostError, Gauge
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+DRIVERS = ("xe", "i915")
+EXTENSION = "intel_extension_for_pytorch"
+_PRECISIONS = {
+    "xe-lp": ("float32", "float16"),
+    "xe-lpg": ("float64", "float32", "float16"),
+    "xe-lpg+": ("float64", "float32", "bfloat16", "float16"),
+    "xe-hpg": ("float32", "bfloat16", "float16"),
+    "xe-hpc": ("float64", "float32", "bfloat16", "float16"),
+    "xe2-lpg": ("float64", "float32", "bfloat16", "float16"),
+    "xe2-hpg": ("float64", "float32", "bfloat16", "float16"),
+    "xe3-lpg": ("float64", "float32", "bfloat16", "float16"),
+}
+"""float64: `ftrSupportsFP64` in compute-runtime's hw_info_*.cpp (that of Arc A cards can be imitated only);
+bfloat16: chips with matrix engines (XMX)."""
+_TOO_OLD = ("gen9", "gen11")
+"""Graphics before Xe, which no XPU build of torch has code for and newer drivers do not list."""
+_HELD_BACK = (
+    ("pl1", "power cap"),
+    ("pl2", "power cap"),
+    ("pl4", "power cap"),
+    ("thermal", "too hot"),
+    ("prochot", "too hot"),
+    ("ratl", "too hot"),
+    ("vr_thermalert", "too hot"),
+    ("vr_tdc", "current limit"),
+)
+"""Reasons for a low clock as i915 and xe name their files."""
+_CONTAINER = "--device /dev/dri"
+
+_LOG = logging.getLogger(__name__)
+
+
+class XpuBackend(AcceleratorBackend):
+    """Drives one Intel card, the only one that its process sees."""
+
+    torch_type: ClassVar[str] = "xpu"
+    vendor: ClassVar[str] = "intel"
+    wheel: ClassVar[str] = "xpu"
+    native_collective: ClassVar[str | None] = "xccl" if sys.platform == "linux" else None
+    """torch 2.8 and newer have it built in on Linux (`torch.distributed.is_xccl_available`)."""
+
+    @classmethod
+    def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
+        driven = any(card.driver in DRIVERS for card in on_bus)
+        # Windows has no list of the bus that could be read.
+        known = sysman.cards(machine) if driven or machine.platform == "win32" else {}
+        held = sysfs.drm_processes(machine) if driven else None
+        by_address = {card.address: card for card in on_bus}
+        facts = [_Facts(a, by_address.get(a), known.get(a), machine) for a in sorted({*by_address, *known})]
+        found = [_found(one, held.get(one.address, ()) if held is not None else None) for one in facts]
+        return _with_masks(_with_memory(found, machine))
+
+    @classmethod
+    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
+        counted = [card.spec for card in found if card.undriven is None and card.lost is None]
+        if not counted:  # Level Zero sees no card whatever the variables say
+            return list(found), []
+        tiles = {spec.id: _tiles(spec) for spec in counted}
+        hidden, problems = xpu_mask.hidden(counted, machine.environ, tiles)
+        unclear = _unclear_count(found, machine)
+        if unclear is not None:
+            mask, problem = unclear
+            hidden, problems = {spec.id: f"{mask}={machine.environ[mask]}" for spec in counted}, [problem]
+        return [replace(card, hidden_by=hidden.get(card.spec.id)) for card in found], problems
+
+    @classmethod
+    def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
+        whose = build.python or "this interpreter"
+        if build.problem is not None:
+            return f"{whose} cannot drive it: {build.problem}"
+        if build.kind != "xpu":
+            return f"torch {build.version} of {whose} is not built for XPU"
+        return None
+
+    @classmethod
+    def environment(cls, spec: DeviceSpec) -> dict[str, str]:
+        # The mask counts whole cards, discrete ones first: their numbers do not depend on whether this
+        # version of the driver lists old graphics in the processor, as numbers along the bus do.
+        return {
+            xpu_mask.MASK: spec.mask or str(spec.index),
+            xpu_mask.BUS_ORDER: "0",
+            xpu_mask.HIERARCHY: "COMPOSITE",
+        }
+
+    def _check_card(self, module: Any) -> None:
+        super()._check_card(module)
+        seen = getattr(module.get_device_properties(0), "device_id", None)
+        known = chip("intel", seen) if isinstance(seen, int) else None
+        # A card whose id is known has its name from the same table.
+        if known is not None and self.spec.architecture is not None and known.name != self.spec.name:
+            raise SetupError(
+                f"{self.spec} was chosen, but torch sees another card ({known.name}). Remove variables that "
+                f"a start-up file of the interpreter sets ({xpu_mask.MASK}, {xpu_mask.BUS_ORDER})."
+            )
+
+    @classmethod
+    @contextmanager
+    def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
+        watches = sysman.watches(machine)
+        yield [
+            _Gauge(card.spec, watches.get(card.spec.pci), machine) if card.spec.pci is not None else None
+            for card in cards
+        ]
+
+    @contextmanager
+    def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
+        pci = self.spec.pci
+        yield partial(sysfs.energy_joules, machine, pci) if pci is not None else None
+
+    def _seen_uuid(self, module: Any) -> str | None:
+        return None  # Level Zero and Sysman do not agree on what it is; nothing to compare
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
+        super().attach(model, optimizer, inputs)
+        extension = usable_extension()
+        if extension is None:
+            return
+        import torch
+
+        training = model.training
+        try:
+            # In place: others hold this model and this optimizer. In float32: the weights stay as they are,
+            # and autocast decides what is computed in less.
+            extension.optimize(model.train(), optimizer=optimizer, dtype=torch.float32, inplace=True)
+        except Exception as error:  # an archived package: torch does without it
+            _LOG.warning("%s is not used on %s: optimize failed (%s).", EXTENSION, self.spec, error)
+        finally:
+            model.train(training)
+
+    def limit_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if hasattr(self._module(), "set_per_process_memory_fraction"):
+            super().limit_memory(model, optimizer)
+        else:  # an older torch
+            Backend.limit_memory(self, model, optimizer)
+
+    @cached_property
+    def _events_tell_time(self) -> bool:
+        """Whether events of this build measure: those before oneAPI 2025 raise (pytorch/pytorch#131840)."""
+        try:
+            start, end = super().mark(), super().mark()
+            self.synchronize()
+            super().seconds_between(start, end)
+        except (RuntimeError, NotImplementedError, TypeError):
+            return False
+        return True
+
+    def mark(self) -> Any:
+        if self._events_tell_time:
+            return super().mark()
+        self.synchronize()  # without events only a device that has finished tells the time
+        return time.perf_counter()
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        if isinstance(start, float):
+            return float(end - start)
+        return super().seconds_between(start, end)
+
+
+def usable_extension() -> Any | None:
+    """Return intel-extension-for-pytorch where an XPU build for this torch is installed and loads.
+
+    The version is looked at first: imported beside another torch, or as a CPU build, it ends the process.
+    """
+    import torch
+
+    try:
+        version = importlib.metadata.version("intel-extension-for-pytorch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if "xpu" not in version or version.split(".")[:2] != torch.__version__.split(".")[:2]:
+        return None
+    try:
+        return importlib.import_module(EXTENSION)
+    except (Exception, SystemExit) as error:
+        _LOG.warning("%s %s is installed and not used: %s", EXTENSION, version, error)
+        return None
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """One card as each of those who know it tells it."""
+
+    address: str
+    bus: PciCard | None
+    reported: sysman.Card | None
+    machine: Machine
+
+    @property
+    def folder(self) -> Path:
+        return sysfs.device_folder(self.machine, self.address)
+
+    @cached_property
+    def integrated(self) -> bool:
+        known = chip("intel", self.bus.device_id) if self.bus is not None else None
+        # Graphics in Intel's processors have sat here since there are any.
+        return known.integrated if known is not None else self.address == "0000:00:02.0"
+
+    @cached_property
+    def details(self) -> dict[str, Any]:
+        """What the command xpu-smi reports; run only if no other source knows."""
+        answer = self.machine.run(["xpu-smi", "discovery", "-d", self.address, "-j"])
+        with suppress(ValueError):
+            details = json.loads(answer or "")
+            return details if isinstance(details, dict) else {}
+        return {}
+
+
+def _found(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCard:
+    known = chip("intel", card.bus.device_id) if card.bus is not None else None
+    architecture = known.architecture if known is not None else None
+    module = card.bus.driver if card.bus is not None else None
+    lost = sysfs.off_the_bus(card.machine, card.address)
+    undriven = _undriven(card, architecture)
+    usable = lost is None and undriven is None
+    total, free = _memory(card, ask=usable)
+    spec = DeviceSpec(
+        id="xpu:0",
+        backend="xpu",
+        index=0,
+        name=_name(card, ask=usable),
+        vendor="intel",
+        memory_bytes=total,
+        driver=(card.reported.driver if card.reported is not None else None)
+        or sysfs.driver_version(card.machine, module),
+        pci=card.address,
+        architecture=architecture,
+        integrated=card.integrated,
+        unified_memory=card.integrated,
+        precisions=_PRECISIONS.get(architecture or ""),
+    )
+    if lost is not None:
+        return DetectedCard(spec, lost=lost)
+    return DetectedCard(spec, _reading(card, free, processes), undriven=undriven)
+
+
+def _name(card: _Facts, ask: bool) -> str:
+    """Return the card's name with its vendor: that of its PCI id, which no version of a driver changes."""
+    known = chip("intel", card.bus.device_id) if card.bus is not None else None
+    if known is not None:
+        return known.name
+    name = card.reported.name if card.reported is not None else None
+    if name is None and ask:
+        name = card.details.get("device_name")
+    if isinstance(name, str) and name.strip():
+        return plain_name(name)
+    return unnamed("intel", card.bus.device_id if card.bus is not None else None)
+
+
+def plain_name(name: str) -> str:
+    """Return `Intel Arc A770 Graphics` for `Intel(R) Arc(TM) A770 Graphics`."""
+    return " ".join(name.replace("(R)", " ").replace("(TM)", " ").split())
+
+
+def _memory(card: _Facts, ask: bool) -> tuple[int | None, int | None]:
+    """Return a card's total and free bytes.
+
+    Graphics in a processor have the host's memory. Of that Linux lends them half (ttm_device.c), which is
+    what this returns: a cautious figure, flagged as unified.
+    """
+    if card.integrated:
+        host, available = sysfs.host_memory(card.machine)
+        total = host // 2 if host is not None else None
+        return total, min(total, available) if total is not None and available is not None else None
+    node = sysfs.drm_node(card.machine, card.address, "card")
+    total = free = None
+    if node is not None:
+        total = sysfs.positive(card.machine.number(node / "lmem_total_bytes"))
+        free = card.machine.number(node / "lmem_avail_bytes") if total is not None else None
+    if card.reported is not None and total is None:
+        total = card.reported.memory_bytes
+    if card.reported is not None and free is None:
+        free = card.reported.memory_free_bytes
+    if total is None and ask:
+        with suppress(TypeError, ValueError):
+            total = sysfs.positive(int(card.details.get("memory_physical_size_byte", 0)))
+    return total, min(free, total) if free is not None and total is not None else None
+
+
+def _with_memory(found: list[DetectedCard], machine: Machine) -> list[DetectedCard]:
+    """Ask torch for the unknown memory of discrete cards, if its answer is clearly about them."""
+    open_cards = [c for c in found if c.spec.memory_bytes is None and c.undriven is None and c.lost is None]
+    if not open_cards:
+        return found
+    seen = machine.torch_sees("xpu")
+    result = []
+    for card in found:
+        sizes = {one.memory_bytes for one in seen if _same(one.name, card.spec.name)} - {None}
+        if card in open_cards and len(sizes) == 1:
+            card = replace(card, spec=replace(card.spec, memory_bytes=sizes.pop()))
+        result.append(card)
+    return result
+
+
+def _same(one: str, other: str) -> bool:
+    """Return whether two names mean one model: torch and pci.ids differ in some words."""
+    words = [plain_name(name).removesuffix(" Graphics").casefold() for name in (one, other)]
+    return words[0] == words[1]
+
+
+def _with_masks(found: list[DetectedCard]) -> list[DetectedCard]:
+    """Give each card its number among those that Level Zero can open, as `environment` has it count."""
+    counted = [card.spec for card in found if card.undriven is None and card.lost is None]
+    order = [spec.pci for spec in xpu_mask.in_level_zero_order(counted)]
+    return [
+        replace(card, spec=replace(card.spec, mask=str(order.index(card.spec.pci))))
+        if card.spec.pci in order
+        else card
+        for card in found
+    ]
+
+
+def _unclear_count(found: Sequence[DetectedCard], machine: Machine) -> tuple[str, str] | None:
+    """Return a mask whose numbers depend on the driver, and what to tell of it.
+
+    Along the bus, graphics before Xe in the processor come first, and only some versions count them.
+    """
+    old = next((card.spec for card in found if card.spec.architecture in _TOO_OLD), None)
+    mask = next((v for v in (xpu_mask.MASK, xpu_mask.SELECTOR) if v in machine.environ), None)
+    if old is None or mask is None or machine.environ.get(xpu_mask.BUS_ORDER) != "1":
+        return None
+    return mask, (
+        f"`{mask}` must not count along the bus ({xpu_mask.BUS_ORDER}=1) on this machine: some versions of "
+        f"the driver count {old.name}, some do not. Unset {xpu_mask.BUS_ORDER}."
+    )
+
+
+def _tiles(spec: DeviceSpec) -> int:
+    """Return how many devices Level Zero makes of a card unless it is set to show whole cards."""
+    return 2 if spec.architecture == "xe-hpc" and "Max 1100" not in spec.name else 1
+
+
+def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | None) -> Reading:
+    """Return a card's state now; power and use are reported as sums, which one reading cannot divide."""
+    sensors = sysfs.sensors(card.machine, card.address)
+    heat = limit = turns = None
+    if sensors is not None:
+        turns = card.machine.number(sensors / "fan1_input")
+        for name in ("temp2_input", "temp1_input"):  # xe's package, i915's
+            heat = heat or sysfs.scaled(card.machine, sensors / name, 1000)
+        for name in ("power1_max", "power2_max"):  # the card's, the package's
+            limit = limit or sysfs.scaled(card.machine, sensors / name, 1e6)
+    if heat is None and card.reported is not None:
+        heat = card.reported.temperature_celsius
+    return Reading(
+        memory_free_bytes=free,
+        temperature_celsius=heat,
+        power_limit_watts=limit,
+        clock_mhz=_clock(card),
+        fan=sysfs.fan(card.machine, sensors),
+        fan_rpm=float(turns) if turns is not None else None,
+        throttled=_throttled(card),
+        processes=processes,
+    )
+
+
+class _Gauge:
+    """One card; its power and use are reported as sums, so they are known from the second reading on."""
+
+    def __init__(self, spec: DeviceSpec, watch: sysman.Watch | None, machine: Machine) -> None:
+        assert spec.pci is not None
+        self._spec, self._pci, self._watch, self._machine = spec, spec.pci, watch, machine
+        self._card = _Facts(spec.pci, None, None, machine)
+        self._before = self._sums()
+
+    def __call__(self) -> Reading:
+        lost = sysfs.off_the_bus(self._machine, self._pci)
+        if lost is None and self._machine.platform == "linux" and not self._card.folder.exists():
+            lost = "it is no longer on the PCI bus"
+        if lost is not None:
+            raise CardLostError(lost)
+        reading = _reading(self._card, self._free(), None)
+        before, self._before = self._before, self._sums()
+        heat = reading.temperature_celsius
+        if heat is None and self._watch is not None:
+            heat = self._watch.temperature()
+        return replace(
+            reading,
+            temperature_celsius=heat,
+            utilisation=_ratio(before[0], self._before[0], most=1.0),
+            power_watts=_ratio(before[1], self._before[1]),
+        )
+
+    def _free(self) -> int | None:
+        if self._spec.integrated:
+            free, total = sysfs.host_memory(self._machine)[1], self._spec.memory_bytes
+            return min(free, total) if free is not None and total is not None else None
+        node = sysfs.drm_node(self._machine, self._pci, "card")
+        free = self._machine.number(node / "lmem_avail_bytes") if node is not None else None
+        return self._watch.memory()[1] if free is None and self._watch is not None else free
+
+    def _sums(self) -> tuple[_Sum, _Sum]:
+        """Return time at work beside all time, and joules beside seconds."""
+        joules = sysfs.energy_joules(self._machine, self._pci)
+        drawn = (joules, time.monotonic()) if joules is not None else None
+        return self._watch.active() if self._watch is not None else None, drawn
+
+
+_Sum = tuple[float, float] | None
+"""Two counters that are read together."""
+
+
+def _ratio(before: _Sum, now: _Sum, most: float = math.inf) -> float | None:
+    """Return how much the first counter grew a unit of the second; `None` where one fell or stood still."""
+    if before is None or now is None or now[1] <= before[1] or now[0] < before[0]:
+        return None
+    return min(most, (now[0] - before[0]) / (now[1] - before[1]))
+
+
+def _clock(card: _Facts) -> float | None:
+    """Return the clock of a card's first group of cores, as xe or i915 tells it."""
+    node = sysfs.drm_node(card.machine, card.address, "card")
+    files = [card.folder / "tile0" / "gt0" / "freq0" / "act_freq"]
+    if node is not None:
+        files.append(node / "gt" / "gt0" / "rps_act_freq_mhz")
+    return next((clock for file in files if (clock := sysfs.scaled(card.machine, file, 1)) is not None), None)
+
+
+def _throttled(card: _Facts) -> tuple[str, ...] | None:
+    node = sysfs.drm_node(card.machine, card.address, "card")
+    files = [*card.folder.glob("tile*/gt*/freq0/throttle/reason_*")]
+    if node is not None:
+        files += node.glob("gt/gt*/throttle_reason_*")
+    if not files:
+        return None
+    named = {path.name.rpartition("reason_")[2] for path in files if card.machine.number(path) == 1}
+    return tuple(dict.fromkeys(words for reason, words in _HELD_BACK if reason in named))
+
+
+def _undriven(card: _Facts, architecture: str | None) -> str | None:
+    if card.bus is None:  # Sysman lists it: it has its driver
+        return None
+    wrong = sysfs.wrong_driver(card.bus, DRIVERS)
+    if wrong is not None:
+        return wrong
+    if architecture in _TOO_OLD:
+        return (
+            f"its graphics ({architecture}) are older than Xe, and torch's XPU builds have no code for them"
+        )
+    node = sysfs.drm_node(card.machine, card.address, "renderD")
+    if node is None:
+        return f"its driver {card.bus.driver} made no device file for it; see sudo dmesg"
+    return sysfs.closed(card.machine, f"/dev/dri/{node.name}", _CONTAINER)

@@ -1,0 +1,1 @@
+"""Which cards this machine has, who can drive them and who uses them."""

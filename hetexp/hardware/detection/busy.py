@@ -1,0 +1,57 @@
+"""Whether somebody else uses a card: a process that computes on it, or another hetexp run's lease."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from hetexp.core.device import GIB
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.lease import holder
+from hetexp.hardware.detection.machine import Machine
+
+DEFAULT_THRESHOLD_MIB = 256.0
+UNSEEN_FRACTION = 0.25
+"""Part of a card's memory that, held by processes that this one cannot see (another container's), counts."""
+
+
+def who_is_busy(
+    machine: Machine, threshold_mib: float = DEFAULT_THRESHOLD_MIB, leases: bool = True
+) -> Callable[[DetectedCard], str | None]:
+    """Return a function that says who uses a card, `None` if it is free.
+
+    Args:
+        threshold_mib: what a process that computes must hold of the card to count.
+        leases: whether another run's lease counts; if not, a card is judged as if that run had ended.
+    """
+    least = threshold_mib * 2**20
+
+    def busy(card: DetectedCard) -> str | None:
+        held = holder(card.spec)
+        if held is not None:
+            return held if leases else None
+        # What this process itself has put on the card, in a notebook say, does not count.
+        others = [p for p in card.reading.processes or () if p.pid != os.getpid()]
+        computing = [p for p in others if p.computes]
+        heavy = [p for p in computing if p.memory_bytes is None or p.memory_bytes >= least]
+        if heavy:
+            return " and ".join(_told(machine, p.pid, p.memory_bytes) for p in heavy)
+        return None if card.reading.processes else _unseen(card)
+
+    return busy
+
+
+def _told(machine: Machine, pid: int, memory_bytes: int | None) -> str:
+    name = machine.text(f"/proc/{pid}/comm")
+    who = f"{name} (process {pid})" if name else f"process {pid}"
+    return f"{who} holds {memory_bytes / GIB:.1f} GiB" if memory_bytes else f"{who} computes on it"
+
+
+def _unseen(card: DetectedCard) -> str | None:
+    total, free = card.spec.memory_bytes, card.reading.memory_free_bytes
+    if total is None or free is None or card.spec.unified_memory:
+        return None
+    used = total - free
+    if used < UNSEEN_FRACTION * total:
+        return None
+    return f"processes that are not visible from here hold {used / GIB:.1f} GiB"

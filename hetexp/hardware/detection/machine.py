@@ -1,0 +1,97 @@
+"""Where detection reads from: the kernel's files, the vendors' libraries, commands, the environment.
+
+Everything that a detection learns of a machine it learns through one object, so that a test can give it the
+recorded answers of a machine that is not there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetexp.hardware.detection.detected import Seen
+
+COMMAND_SECONDS = 0.6
+"""Longest wait for a vendor's command: a hanging driver must not keep the other cards from being listed."""
+
+
+def _run(command: Sequence[str]) -> str | None:
+    try:
+        answer = subprocess.run(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout if answer.returncode == 0 else None
+
+
+def _may_open(path: Path) -> bool:
+    return os.access(path, os.R_OK | os.W_OK)
+
+
+def _torch_sees(kind: str) -> list[Seen]:
+    from hetexp.hardware.detection.probe import torch_devices
+
+    return torch_devices(kind)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine, or a recorded one."""
+
+    root: Path = Path("/")
+    """What stands for `/` in the kernel's files."""
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    platform: str = sys.platform
+    """`linux`, `darwin`, `win32`."""
+    load: Callable[[str], Any] = importlib.import_module
+    """Imports a vendor's library; whatever it raises means that the library is not there."""
+    run: Callable[[Sequence[str]], str | None] = _run
+    """Runs a vendor's command and returns what it printed, `None` where it is absent, fails or hangs."""
+    torch_sees: Callable[[str], list[Seen]] = _torch_sees
+    """Returns the devices that the torch builds of a kind (`cuda`, `hip`, `xpu`) see; it starts their
+    interpreters, hence only where no driver's library can be asked."""
+
+    may_open: Callable[[Path], bool] = _may_open
+    """Says whether this process may read and write a device file (`/dev/kfd`)."""
+
+    def path(self, name: str) -> Path:
+        """Return where a file of this machine is (`/sys/class/drm`)."""
+        return self.root / name.lstrip("/")
+
+    def text(self, name: str | Path) -> str | None:
+        """Return a file's text without blanks around it, `None` where it cannot be read."""
+        path = name if isinstance(name, Path) else self.path(name)
+        try:
+            return path.read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return None
+
+    def number(self, name: str | Path) -> int | None:
+        """Return a file's whole number, decimal or `0x…`, `None` where there is none."""
+        text = self.text(name)
+        try:
+            return int(text, 0) if text else None
+        except ValueError:
+            return None
+
+    def library(self, name: str) -> Any | None:
+        """Return a vendor's library, `None` where it is absent or refuses to load.
+
+        amdsmi raises KeyError and pyzes OSError where there is no driver.
+        """
+        try:
+            return self.load(name)
+        except Exception:
+            return None

@@ -1,0 +1,400 @@
+"""Which devices torch itself sees: asked of the interpreters that can drive them, and remembered.
+
+For cards whose driver no library can be asked (ROCm under WSL, an Arc without Level Zero's tools). Importing
+torch takes seconds and may hang in a driver. So processes of their own do it, within a time limit, and
+the answer is kept in `$HETEXP_HOME/cache` until the interpreter's torch, a driver or the cards change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from hetexp.core.files import write_json
+from hetexp.hardware.backend import VISIBILITY
+from hetexp.hardware.backends.pci_names import chip
+from hetexp.hardware.detection.builds import TorchBuild, home, known_builds
+from hetexp.hardware.detection.detected import Seen
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.detection.pci import pci_cards
+
+PROBE_SECONDS = 20.0
+"""Longest wait for an interpreter to import torch and to look at its devices."""
+FAILURE_SECONDS = 60.0
+"""How long a failure, or an answer without a device, is believed: both go away without leaving a trace."""
+
+_DRIVERS = (
+    "/proc/driver/nvidia/version",
+    "/sys/module/amdgpu/version",
+    "/sys/module/i915/version",
+    "/sys/module/xe/version",
+    "/proc/sys/kernel/random/boot_id",
+)
+_NODES = ("/dev/nvidia[0-9]*", "/dev/dri/renderD*", "/dev/kfd", "/dev/dxg")
+"""What a container may have or lack, and a user may read or not."""
+_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+"""AMD architectures whose matrix instructions take bf16 (https://llvm.org/docs/AMDGPUUsage.html#processors)."""
+_GRAPHICS_IP = {
+    (12, 55): "xe-hpg",
+    (12, 56): "xe-hpg",
+    (12, 57): "xe-hpg",
+    (12, 60): "xe-hpc",
+    (12, 61): "xe-hpc",
+    (12, 70): "xe-lpg",
+    (12, 71): "xe-lpg",
+    (12, 74): "xe-lpg+",
+    (20, 1): "xe2-hpg",
+    (20, 2): "xe2-hpg",
+    (20, 4): "xe2-lpg",
+    (30, 0): "xe3-lpg",
+    (30, 1): "xe3-lpg",
+}
+"""Version and release of Intel's graphics IP, as in SYCL's names of architectures (`intel_gpu_12_55_8`,
+https://github.com/intel/llvm, `sycl_ext_oneapi_device_architecture`)."""
+
+_SCRIPT = """
+import json, os, sys
+answer = os.dup(1)
+os.dup2(2, 1)  # whatever a library prints must not get into the answer
+sys.path = [path for path in sys.path if path]
+import torch
+kind, names = sys.argv[1], sys.argv[2].split(",")
+devices, problem = [], None
+if kind == "mps":
+    if torch.backends.mps.is_available():
+        devices.append({"name": getattr(torch.backends.mps, "get_name", lambda: "Apple GPU")()})
+    else:
+        problem = "torch.backends.mps.is_available() is false"
+else:
+    module = torch.xpu if kind == "xpu" else torch.cuda
+    for index in range(module.device_count()):
+        properties = module.get_device_properties(index)
+        facts = {name: getattr(properties, name, None) for name in names}
+        plain = (bool, int, float, str, type(None))
+        devices.append({name: fact if isinstance(fact, plain) else str(fact) for name, fact in facts.items()})
+    if not devices:
+        try:
+            module.init()
+            problem = "it sees no device"
+        except Exception as error:
+            problem = str(error).strip().partition(chr(10))[0]
+os.write(answer, json.dumps([devices, problem]).encode())
+"""
+_PROPERTIES = (
+    "name,total_memory,uuid,major,minor,gcnArchName,is_integrated,pci_domain_id,pci_bus_id,pci_device_id,"
+    "architecture,device_id,is_integrated_gpu,has_fp16,has_fp64,has_bfloat16_conversions,"
+    "has_subgroup_matrix_multiply_accumulate"
+)
+"""Of `torch.cuda.get_device_properties` and `torch.xpu.get_device_properties`; builds differ in which of them
+there are."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one interpreter said."""
+
+    devices: tuple[Seen, ...] = ()
+    problem: str | None = None
+    time: float = 0.0
+
+
+def torch_devices(
+    kind: str,
+    *,
+    builds: Sequence[TorchBuild] | None = None,
+    wait: bool = True,
+    limit_seconds: float = PROBE_SECONDS,
+    machine: Machine | None = None,
+) -> list[Seen]:
+    """Return the devices that the torch builds of a kind see, those included that visibility variables hide.
+
+    Where several interpreters have such a build, the list of the one that sees most is returned.
+
+    Args:
+        kind: `cuda`, `hip`, `xpu` or `mps` (`TorchBuild.kind`).
+        builds: torch builds that may be asked; this process's own and the recorded ones by default.
+        wait: whether to wait for interpreters that have not answered before. Else they are asked by a process
+            that goes on by itself, and what is known at once is returned.
+        limit_seconds: longest wait for all of them together.
+        machine: this one by default.
+    """
+    machine = machine or Machine()
+    asked = _of_kind(kind, builds)
+    key = _fingerprint(machine) if asked else []
+    answers = {build: _remembered(build, key) for build in asked}
+    missing = [build for build, answer in answers.items() if answer is None]
+    if missing and wait:
+        answers |= _ask(kind, missing, key, machine, limit_seconds)
+    elif missing:
+        _ask_detached(kind, missing, machine, limit_seconds)
+    lists = [list(answer.devices) for answer in answers.values() if answer is not None]
+    return max(lists, key=len, default=[])
+
+
+def probe_problem(
+    kind: str, *, builds: Sequence[TorchBuild] | None = None, machine: Machine | None = None
+) -> str | None:
+    """Return why an interpreter of a kind showed no device when last asked, `None` where none failed."""
+    asked = _of_kind(kind, builds)
+    key = _fingerprint(machine or Machine()) if asked else []
+    for build in asked:
+        answer = _remembered(build, key)
+        if answer is not None and answer.problem is not None:
+            return f"{_python(build)} (torch {build.version}): {answer.problem}"
+    return None
+
+
+def _of_kind(kind: str, builds: Sequence[TorchBuild] | None) -> list[TorchBuild]:
+    known = known_builds() if builds is None else builds
+    return [build for build in known if build.kind == kind and build.problem is None]
+
+
+def _python(build: TorchBuild) -> str:
+    return build.python or sys.executable
+
+
+def _fingerprint(machine: Machine) -> list[Any]:
+    """Return what an answer depends on beside the interpreter: drivers, cards, and who may open them."""
+    drivers = [machine.text(path) for path in _DRIVERS]
+    cards = [[card.address, card.device_id, card.driver] for card in pci_cards(machine)]
+    nodes = [
+        [str(node), machine.may_open(node)]
+        for pattern in _NODES
+        for node in sorted(machine.root.glob(pattern.lstrip("/")))
+    ]
+    order = machine.environ.get("CUDA_DEVICE_ORDER")  # the devices' numbers follow it
+    return [platform.release(), drivers, cards, nodes, order]
+
+
+# ---------------------------------------------------------------- what is remembered
+
+
+def _path(build: TorchBuild, suffix: str = "json") -> Path:
+    name = hashlib.sha256(_python(build).encode()).hexdigest()[:16]
+    return home() / "cache" / f"probe-{name}.{suffix}"
+
+
+def _remembered(build: TorchBuild, key: Sequence[Any]) -> _Answer | None:
+    """Return an interpreter's last answer, `None` where there is none or it no longer holds."""
+    try:
+        raw = json.loads(_path(build).read_text(encoding="utf-8"))
+        if raw["key"] != [_python(build), build.version, *key]:
+            return None
+        seen = tuple(Seen(**{**one, "precisions": tuple(one["precisions"])}) for one in raw["devices"])
+        answer = _Answer(seen, raw["problem"], float(raw["time"]))
+    except (OSError, ValueError, TypeError, KeyError):  # absent, or broken: then it is asked again
+        return None
+    age = time.time() - answer.time
+    return answer if answer.devices or 0 <= age < FAILURE_SECONDS else None
+
+
+def _remember(build: TorchBuild, key: Sequence[Any], answer: _Answer) -> None:
+    raw = asdict(answer) | {"key": [_python(build), build.version, *key]}
+    with contextlib.suppress(OSError):  # a folder that cannot be written costs seconds the next time, no more
+        _path(build).parent.mkdir(parents=True, exist_ok=True)
+        write_json(_path(build), raw)
+
+
+# ---------------------------------------------------------------- asking
+
+
+def _ask(
+    kind: str, builds: Sequence[TorchBuild], key: Sequence[Any], machine: Machine, limit_seconds: float
+) -> dict[TorchBuild, _Answer]:
+    """Ask interpreters side by side and remember what they say."""
+    deadline = time.monotonic() + limit_seconds
+    started = [(build, _start(kind, build, machine)) for build in builds]
+    answers = {}
+    for build, process in started:
+        answers[build] = _answer(kind, process, deadline, limit_seconds)
+        _remember(build, key, answers[build])
+    return answers
+
+
+def _start(kind: str, build: TorchBuild, machine: Machine) -> subprocess.Popen[str] | str:
+    # Another interpreter's torch must not come from this one's PYTHONPATH; own packages may well do.
+    isolated = ["-I"] if build.python is not None else []
+    try:
+        return subprocess.Popen(
+            [_python(build), *isolated, "-c", _SCRIPT, kind, _PROPERTIES],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in machine.environ.items() if name not in VISIBILITY},
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"it cannot be started: {error.strerror or error}"
+
+
+def _answer(
+    kind: str, process: subprocess.Popen[str] | str, deadline: float, limit_seconds: float
+) -> _Answer:
+    if isinstance(process, str):
+        return _Answer(problem=process, time=time.time())
+    try:
+        out, err = process.communicate(timeout=max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return _Answer(problem=f"it did not answer within {limit_seconds:g} s", time=time.time())
+    try:
+        devices, problem = json.loads(out)
+        seen = tuple(_seen(kind, index, facts) for index, facts in enumerate(devices))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        lines = [line.strip() for line in err.splitlines() if line.strip()]
+        why = lines[-1] if lines else f"it ended with exit code {process.returncode}"
+        return _Answer(problem=why, time=time.time())
+    return _Answer(seen, problem, time.time())
+
+
+def _ask_detached(kind: str, builds: Sequence[TorchBuild], machine: Machine, limit_seconds: float) -> None:
+    """Let a process of its own ask and remember; while one is at it, no second one is started."""
+    wanted = [build for build in builds if _claimed(build, limit_seconds)]
+    if not wanted:
+        return
+    program = (
+        f"import sys; sys.path.append({str(Path(__file__).resolve().parents[3])!r}); "
+        "from hetexp.hardware.detection.probe import _detached; "
+        f"_detached({kind!r}, {limit_seconds!r}, sys.argv[1])"
+    )
+    plain = json.dumps([asdict(build) for build in wanted])
+    with contextlib.suppress(OSError):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, plain],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=dict(machine.environ),
+            start_new_session=True,
+        )
+        _AT_IT.append(process)
+
+
+_AT_IT: list[subprocess.Popen[bytes]] = []
+"""Kept, so that Python does not complain of a process that is not waited for."""
+
+
+def _detached(kind: str, limit_seconds: float, plain: str) -> None:
+    """Ask what `_ask_detached` was to ask; runs in its process."""
+    builds = [TorchBuild(**raw) for raw in json.loads(plain)]
+    machine = Machine()
+    try:
+        _ask(kind, builds, _fingerprint(machine), machine, limit_seconds)
+    finally:
+        for build in builds:
+            _path(build, "asked").unlink(missing_ok=True)
+
+
+def _claimed(build: TorchBuild, limit_seconds: float) -> bool:
+    """Tell whether this process is the one to ask an interpreter; a claim of one that died ends by itself."""
+    path = _path(build, "asked")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > 2 * limit_seconds:
+                path.unlink()
+        path.open("x").close()
+    except OSError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- what torch's properties mean
+
+
+def _seen(kind: str, index: int, facts: dict[str, Any]) -> Seen:
+    if kind == "mps":
+        return Seen(index, str(facts["name"]), integrated=True)
+    device_id = facts.get("device_id")
+    known = chip("intel", device_id) if kind == "xpu" and isinstance(device_id, int) else None
+    integrated = facts.get("is_integrated_gpu" if kind == "xpu" else "is_integrated")
+    if integrated is None and known is not None:
+        integrated = known.integrated
+    architecture = known.architecture if known is not None else _architecture(kind, facts)
+    return Seen(
+        index=index,
+        name=str(facts["name"]),
+        memory_bytes=facts.get("total_memory"),
+        uuid=facts.get("uuid"),
+        pci=_intel_pci(facts.get("uuid")) if kind == "xpu" else _pci(facts),
+        architecture=architecture,
+        precisions=_precisions(kind, facts, architecture),
+        integrated=bool(integrated),
+    )
+
+
+def _architecture(kind: str, facts: dict[str, Any]) -> str | None:
+    if kind == "cuda":
+        return f"sm_{facts['major']}{facts['minor']}"
+    if kind == "hip":  # gfx90a:sramecc+:xnack-
+        return (facts.get("gcnArchName") or "").partition(":")[0] or None
+    number = facts.get("architecture")
+    if not isinstance(number, int):
+        return None
+    ip = number >> 8  # above 8 bits that SYCL keeps for itself: version, release and revision as in GMD_ID
+    return _GRAPHICS_IP.get((ip >> 22, ip >> 14 & 0xFF))
+
+
+def _precisions(kind: str, facts: dict[str, Any], architecture: str | None) -> tuple[str, ...]:
+    """Return what the device computes in natively, as the catalogue names it.
+
+    `torch.cuda.is_bf16_supported(including_emulation=False)` asks for the same compute capability, but of the
+    current device, and making each one current would create a context on it. It says yes to all AMD cards.
+    """
+    if kind == "cuda":
+        capability = (facts["major"], facts["minor"])
+        has = {
+            "float64": True,
+            "tf32": capability >= (8, 0),
+            "bfloat16": capability >= (8, 0),
+            "float16": capability >= (5, 3),
+        }
+    elif kind == "hip":
+        has = {"float64": True, "bfloat16": (architecture or "").startswith(_BFLOAT16), "float16": True}
+    else:
+        in_matrices = facts.get("has_subgroup_matrix_multiply_accumulate")
+        has = {
+            "float64": bool(facts.get("has_fp64")),
+            "bfloat16": bool(in_matrices or facts.get("has_bfloat16_conversions")),
+            "float16": bool(facts.get("has_fp16")),
+        }
+    has["float32"] = True
+    order = ("float64", "float32", "tf32", "bfloat16", "float16")
+    return tuple(name for name in order if has.get(name))
+
+
+def _pci(facts: dict[str, Any]) -> str | None:
+    domain, bus, device = (facts.get(f"pci_{part}_id") for part in ("domain", "bus", "device"))
+    if bus is None or device is None:
+        return None
+    return f"{domain or 0:04x}:{bus:02x}:{device:02x}.0"
+
+
+def _intel_pci(uuid: str | None) -> str | None:
+    """Return the address that Intel's driver puts into a device's UUID.
+
+    Bytes 0–1 vendor, 2–3 device, 4–5 revision, 6–7 domain, 8 bus, 9 device, 10 function, little endian
+    (`DeviceUUID` in `shared/source/device/device.cpp` of github.com/intel/compute-runtime).
+    """
+    try:
+        raw = UUID(uuid or "").bytes
+    except ValueError:
+        return None
+    if int.from_bytes(raw[:2], "little") != 0x8086:
+        return None
+    return f"{int.from_bytes(raw[6:8], 'little'):04x}:{raw[8]:02x}:{raw[9]:02x}.{raw[10]:x}"

@@ -1,0 +1,1 @@
+"""Cards that are not there: their speed, their memory, and faults to inject."""

@@ -1,0 +1,231 @@
+"""A card that is not there: real arithmetic on the CPU, at its modelled speed and in its modelled memory.
+
+Modelled, each × `time_scale`: a forward pass `link(inputs) + overhead + FLOPs / (peak rate × efficiency)`; a
+backward pass likewise without inputs; an update `overhead + bytes moved / memory bandwidth`. Not modelled:
+kernels bound by memory bandwidth, and what a driver does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hetexp.core.cost.step import Work
+from hetexp.core.device import GIB, DeviceSpec
+from hetexp.hardware.backend import StagePasses
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.catalogue import Card, card_of
+from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.emulation.deviation import Deviation
+from hetexp.hardware.emulation.memory_model import ModelledAllocator
+from hetexp.hardware.emulation.pacing import Pacer, count_work
+from hetexp.hardware.energy import Counter
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+OUTRUN_TOLERANCE = 0.02
+"""Share of its modelled time that a device may run late before its timings are called invalid."""
+SCALE_MARGIN = 1.5
+"""How much slower than the rehearsed real work emulation runs, so that a busy moment does not outrun it."""
+SHORTEST_PASS = 8e-3
+"""Seconds that every pass lasts at least, beside which the lateness of a sleep is small."""
+UPDATE_PASSES = 7
+"""Times that an update moves each weight: AdamW reads weight, gradient and two moments, and writes three."""
+
+
+class CardTimes:
+    """The modelled times of one model's passes on one card.
+
+    Args:
+        card: figures.
+        precision: as the catalogue names it (`float32`).
+        forward_flops: operations of one sample forward.
+        backward_flops: operations of one sample backward.
+        update_bytes: what an update moves through the card's memory.
+        deviation: how this very card differs from its figures.
+        takes_bytes: what comes from another device for one sample, so that its gradient goes back there.
+        gives_bytes: what goes to another device of one sample, so that its gradient comes back from there.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        precision: str,
+        forward_flops: float,
+        backward_flops: float,
+        update_bytes: float,
+        deviation: Deviation | None = None,
+        takes_bytes: int = 0,
+        gives_bytes: int = 0,
+    ) -> None:
+        self.card = card
+        self._rate = card.tflops[precision] * 1e12 * card.efficiency
+        self._forward_flops, self._backward_flops = forward_flops, backward_flops
+        self._update_bytes = update_bytes
+        self._deviation = deviation or Deviation(None, 0)
+        self._takes_bytes, self._gives_bytes = takes_bytes, gives_bytes
+        self.slower = 1.0
+        """Factor of the moment: heat, an ordered slow-down."""
+
+    def forward(self, num_samples: int, num_bytes: int) -> float:
+        travel = self.card.host_link.seconds(num_bytes)
+        travel += self._travel(self._gives_bytes, num_samples)
+        return travel + self._compute(self._forward_flops, num_samples)
+
+    def backward(self, num_samples: int) -> float:
+        both = (self._takes_bytes, self._gives_bytes)
+        travel = sum(self._travel(num_bytes, num_samples) for num_bytes in both)
+        return travel + self._compute(self._backward_flops, num_samples)
+
+    def _travel(self, bytes_per_sample: int, num_samples: int) -> float:
+        """Return what it takes tensors between two pieces of a model to pass the card's link, one way."""
+        return self.card.host_link.seconds(bytes_per_sample * num_samples) if bytes_per_sample else 0.0
+
+    def update(self) -> float:
+        travelled = self._update_bytes / (self.card.bandwidth_gb_per_second * 1e9)
+        return (self.card.overhead_seconds + travelled) * self.slower
+
+    def _compute(self, flops: float, num_samples: int) -> float:
+        return self.slower * self._deviation.seconds(
+            self.card.overhead_seconds, flops / self._rate, num_samples
+        )
+
+
+class EmulatedBackend(CpuBackend):
+    """Paces the passes of one model and limits its memory."""
+
+    computes_on_cpu: ClassVar[bool] = True
+    energy_source: ClassVar[str] = "modelled"
+
+    def __init__(self, spec: DeviceSpec) -> None:
+        super().__init__(spec)
+        self.card = card_of(spec)
+        self.times: CardTimes | None = None
+        self._planned: CardTimes | None = None
+        self._stage_times: list[CardTimes] = []
+        self.pacer: Pacer | None = None
+
+    @classmethod
+    def describe_card(cls, index: int, card: Card) -> DeviceSpec:
+        """Return emulated device number `index` with all that a rank needs to know of its card."""
+        return DeviceSpec(
+            id=f"emulated:{index}",
+            backend="emulated",
+            index=index,
+            name=f"{card.name} (emulated)",
+            vendor=card.vendor,
+            memory_bytes=int(card.memory_gib * GIB),
+            power_limit_watts=card.power_limit_watts,
+            rates=dict(card.tflops),
+            precisions=tuple(card.tflops),
+            card=card.key,
+            card_facts=card.model_dump(mode="json"),
+        )
+
+    def peak_memory_bytes(self) -> int | None:
+        return self._allocator.peak_bytes if self._allocator is not None else None
+
+    @contextmanager
+    def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
+        """Give what the card draws at its power limit while it works, as `hetexp plan` predicts it."""
+        yield self._joules if self.spec.power_limit_watts is not None else None
+
+    def _joules(self) -> float:
+        assert self.spec.power_limit_watts is not None
+        return self.spec.power_limit_watts * (self.pacer.modelled_seconds if self.pacer is not None else 0.0)
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
+        """Count the model's work on `inputs` and hook the passes; nothing is delayed until `start_pacing`."""
+        forward, backward, fractions = count_work(model, inputs)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        deviation = Deviation(self.deviation_seed, self.spec.index)
+        # Under autocast the weights stay in float32 and most of the work does not.
+        precision = self.precision or str(next(model.parameters()).dtype).removeprefix("torch.")
+        figures = (self.card, precision, forward, backward, UPDATE_PASSES * weights)
+        self.times = CardTimes(*figures, deviation)
+        self._planned = CardTimes(*figures)  # as planner and policies see the card
+        self.pacer = Pacer(model, self.times, fractions)
+        capacity = self.spec.memory_bytes
+        assert capacity is not None
+        self._allocator = ModelledAllocator(model, optimizer, capacity, str(self.spec))
+
+    def attach_stages(
+        self, stages: Sequence[StagePasses], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        deviation = Deviation(self.deviation_seed, self.spec.index)
+        assert self.precision is not None
+        for stage in stages:
+            forward, backward, fractions = count_work(stage.module, stage.inputs)
+            figures = (self.card, self.precision, forward, backward, UPDATE_PASSES * weights)
+            times = CardTimes(*figures, deviation, stage.takes_bytes, stage.gives_bytes)
+            self._stage_times.append(times)
+            if self.pacer is None:
+                self.pacer = Pacer(stage.module, times, fractions)
+            else:
+                self.pacer.follow(stage.module, times, fractions)
+        assert self.spec.memory_bytes is not None
+        modules = [stage.module for stage in stages]
+        self._allocator = ModelledAllocator(model, optimizer, self.spec.memory_bytes, str(self.spec), modules)
+
+    def begin_step(self, step: int) -> None:
+        if self.pacer is not None:
+            self.pacer.end_update()
+        super().begin_step(step)
+        for times in (self.times, *self._stage_times):
+            if times is not None:
+                times.slower = self.slower
+
+    def begin_update(self) -> None:
+        if self.pacer is not None:
+            self.pacer.begin_update()
+
+    def pause(self) -> None:
+        if self.pacer is not None:
+            self.pacer.end_update()
+
+    def resume(self) -> None:
+        if self.pacer is not None:
+            self.pacer.forget()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        with super().waiting():
+            yield
+        if self.pacer is not None:
+            self.pacer.put_off(time.perf_counter() - started)
+
+    def backward_done(self) -> float:
+        return self.pacer.backward_done if self.pacer is not None else 1.0
+
+    def rehearsal_scale(self) -> float | None:
+        assert self.pacer is not None
+        return max(self.pacer.slowest_ratio() * SCALE_MARGIN, SHORTEST_PASS / self.pacer.shortest_pass())
+
+    def modelled_work(self, microbatches: Sequence[int], bytes_per_sample: int) -> Work:
+        assert self._planned is not None
+        return Work(
+            forward=tuple(self._planned.forward(n, n * bytes_per_sample) for n in microbatches),
+            backward=tuple(self._planned.backward(n) for n in microbatches),
+            update=self._planned.update(),
+        )
+
+    def start_pacing(self, time_scale: float) -> None:
+        assert self.pacer is not None
+        self.pacer.start(time_scale)
+
+    def paced(self) -> list[tuple[str, float, float]]:
+        return self.pacer.paced if self.pacer is not None else []
+
+    def invalid_reason(self) -> str | None:
+        if self.pacer is None or self.pacer.late_share <= OUTRUN_TOLERANCE:
+            return None
+        return (
+            f"{self.spec}: this machine's real work took {self.pacer.late_share:.0%} longer than the "
+            f"emulated card's modelled time; raise `hardware.time_scale` above {self.pacer.time_scale:.3g}"
+        )

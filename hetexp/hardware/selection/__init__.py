@@ -1,0 +1,1 @@
+"""From `hardware.devices` to the devices of a run."""

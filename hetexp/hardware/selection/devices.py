@@ -1,0 +1,388 @@
+"""From `hardware.devices` to the devices of a run: what was asked for, what is there, what stands in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from hetexp.core.config import DeviceEntry, HardwareConfig
+from hetexp.core.device import GIB, DeviceSpec
+from hetexp.core.errors import ConfigError, must_be
+from hetexp.hardware.backend import backend_class
+from hetexp.hardware.backends.cpu import CpuBackend, cpu_count
+from hetexp.hardware.catalogue import Catalogue, load_catalogue, named
+from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.inventory import Inventory
+from hetexp.hardware.emulation.emulated import EmulatedBackend
+from hetexp.hardware.selection.pool import CardPool, Selection, add_cpus, check_power
+
+CARD_THREADS = 4
+"""Most CPU threads of a card's rank by default. It prepares batches on them. Ranks whose threads outnumber
+the cores wait for each other: ResNet-50 on two ranks was 8 times slower so (docs/benchmarks.md)."""
+
+_NAME = re.compile(r"(?P<backend>[a-z]+)(?::(?P<which>\w+))?")
+
+
+def select_devices(
+    config: HardwareConfig, inventory: Inventory, need_bytes: Callable[[int], int | None] | None = None
+) -> Selection:
+    """Resolve `hardware.gpu_ids`, `hardware.devices` or `hardware.cards`.
+
+    Args:
+        config: the typed section; `catalogue` in it is relative to the working directory.
+        inventory: the cards of this machine (`hetexp.hardware.detection.inventory.detect`).
+        need_bytes: number of devices → memory that the run needs on each of them, where that is known.
+
+    Returns:
+        Devices, reasons and problems; with problems the devices are not to be used.
+    """
+    selection = Selection()
+    try:
+        known = load_catalogue(config.catalogue)
+    except ConfigError as error:  # what the entries mean is not known without it
+        selection.problems += error.problems
+        return selection
+    pool = CardPool(config, inventory, known, need_bytes)
+    wish = config.gpu_ids if config.gpu_ids is not None else config.cuda_ids
+    if wish is not None:
+        key = "hardware.gpu_ids" if config.gpu_ids is not None else "hardware.cuda_ids"
+        pool.take_wish(selection, wish, key)
+    else:
+        _take_entries(config, selection, pool, known)
+    _tell_apart(selection, config.share_devices)
+    versions = {build.python: build.version for build in inventory.builds}
+    selection.devices = [replace(d, torch=versions.get(d.python)) for d in selection.devices]
+    _tell_throttled(selection, inventory)
+    _check_hosts(config, selection, known)
+    check_power(config, selection)
+    if not selection.devices and not selection.problems:
+        selection.problems.append("`hardware.devices` must select at least one device, but none is left.")
+    return selection
+
+
+def _take_entries(config: HardwareConfig, selection: Selection, pool: CardPool, known: Catalogue) -> None:
+    entries = _entries(config, known, selection)
+    real = _real_cards(entries, pool)
+    missing = [position for position, cards in real.items() if not cards]
+    if config.missing == "emulate_all":
+        missing = _all_unless_complete(entries, real, pool)
+    stand_in = config.missing in ("emulate", "emulate_all") or (
+        config.missing == "auto" and len(missing) == len(real)
+    )
+    for position, (key, entry) in enumerate(entries):
+        if entry.python is not None and not Path(entry.python).is_file():
+            selection.problems.append(must_be(f"{key}.python", "the path of an interpreter", entry.python))
+        start = len(selection.devices)
+        if entry.device is not None:
+            _add_named(selection, key, entry, pool, known)
+        elif entry.vendor is None:
+            continue  # neither: the configuration's own check reports it
+        elif position not in missing:
+            _add_vendor(selection, key, entry, real[position], pool)
+            _tell_left_out(selection, entry, real[position], pool)
+        elif stand_in:
+            _add_stand_in(selection, key, entry, known, real[position])
+        elif config.missing == "drop":
+            selection.reasons.append(f"No {_wanted(entry)} was found: left out (hardware.missing=drop).")
+        else:
+            selection.problems.append(_absent(key, entry, pool, entries if config.cards else ()))
+        selection.devices[start:] = [_as_ordered(d, key, entry, selection) for d in selection.devices[start:]]
+
+
+def _as_ordered(device: DeviceSpec, key: str, entry: DeviceEntry, selection: Selection) -> DeviceSpec:
+    """Apply what an entry says of its devices beside which they are, and label what is not as it is."""
+    name, memory = device.name, device.memory_bytes
+    limited = False
+    if entry.slow is not None:
+        name += f" (slowed {entry.slow:g}×)"
+    if entry.memory_gib is not None:
+        memory = int(entry.memory_gib * GIB)
+        name += f" (limited to {entry.memory_gib:g} GiB)"
+        limited = device.backend != "emulated"
+        if limited and device.memory_bytes is not None and memory > device.memory_bytes:
+            has = f"at most the {device.memory_bytes / GIB:.1f} GiB of {device}"
+            selection.problems.append(must_be(f"{key}.memory_gib", has, entry.memory_gib))
+    if entry.host is not None and device.backend != "emulated":
+        selection.problems.append(must_be(f"{key}.host", f"absent: {device} is in this machine", entry.host))
+    return replace(
+        device,
+        name=name,
+        memory_bytes=memory,
+        limited=limited,
+        slow=entry.slow or 1.0,
+        host=entry.host,
+        python=entry.python or device.python,
+    )
+
+
+def threads_for(
+    devices: Sequence[DeviceSpec], wanted: int | None, cores: int | None = None
+) -> tuple[int, ...]:
+    """Return the CPU threads of each rank of one host.
+
+    All ranks share the host's cores. A card's rank takes at most `CARD_THREADS` of them, and the ranks that
+    compute on the CPU share the rest.
+
+    Args:
+        devices: all devices of the host, one a rank.
+        wanted: `hardware.threads_per_rank`; it holds for each rank.
+        cores: of the host; by default those that this process may use.
+    """
+    if wanted is not None:
+        return (wanted,) * len(devices)
+    cores = cpu_count() if cores is None else cores
+    on_cpu = [backend_class(device.backend).computes_on_cpu for device in devices]
+    card = max(1, min(CARD_THREADS, cores // max(len(devices), 1)))
+    left = cores - card * on_cpu.count(False)
+    return tuple(max(1, left // on_cpu.count(True)) if computes else card for computes in on_cpu)
+
+
+def _entries(config: HardwareConfig, known: Catalogue, selection: Selection) -> list[tuple[str, DeviceEntry]]:
+    """The entries with their keys; each of `hardware.cards` becomes one that asks for one such card."""
+    if config.devices or config.cards is None:
+        return [
+            (f"hardware.devices[{i}]", _as_usual(entry, config)) for i, entry in enumerate(config.devices)
+        ]
+    entries = []
+    for i, name in enumerate(config.cards):
+        try:
+            card = known.card(name, f"`hardware.cards[{i}]`")
+        except ConfigError as error:
+            selection.problems += error.problems
+            continue
+        match = card.match or card.name
+        entry = DeviceEntry(vendor=card.vendor, match=match, emulate_as=card.key, count=1)
+        entries.append((f"hardware.cards[{i}]", _as_usual(entry, config)))
+    return entries
+
+
+def _as_usual(entry: DeviceEntry, config: HardwareConfig) -> DeviceEntry:
+    """Return an entry with what is said of all emulated cards, where it says nothing else itself."""
+    figures = ("efficiency", "overhead_seconds")
+    usual = {name: getattr(config, name) for name in figures if getattr(entry, name) is None}
+    return entry.model_copy(update=usual)
+
+
+def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> dict[int, list[DetectedCard]]:
+    """For each entry that names a vendor, by position: the cards of this machine that it may take.
+
+    An entry with a count leaves out what other entries name or take before it, so that two entries can
+    share the cards of one vendor. A card that is there but cannot be used counts: reported, not replaced.
+    """
+    taken = {entry.device for _, entry in entries}
+    real: dict[int, list[DetectedCard]] = {}
+    for position, (_, entry) in enumerate(entries):
+        if entry.vendor is None or entry.device is not None:
+            continue
+        if entry.vendor == "cpu":
+            own = CpuBackend.describe(0)
+            matches = entry.match is None or named(entry.match, own.name)
+            real[position] = [DetectedCard(own)] if matches else []
+            continue
+        there = pool.of_vendor(entry.vendor, entry.match)
+        free = [card for card in there if pool.why_not(card, entry.python) is None]
+        real[position] = [card for card in free or there if entry.count is None or card.spec.id not in taken]
+        taken |= {card.spec.id for card in real[position][: entry.count]}
+    return real
+
+
+def _all_unless_complete(
+    entries: Sequence[tuple[str, DeviceEntry]], real: dict[int, list[DetectedCard]], pool: CardPool
+) -> list[int]:
+    """Return the positions of all entries for cards, unless this machine can drive the cards of each."""
+    positions = [position for position in real if entries[position][1].vendor != "cpu"]
+    for position in positions:
+        entry = entries[position][1]
+        usable = [card for card in real[position] if pool.why_not(card, entry.python) is None]
+        if len(usable) < (entry.count or 1):
+            return positions
+    return []
+
+
+def _wanted(entry: DeviceEntry) -> str:
+    return f"{entry.vendor} card" if entry.match is None else entry.match
+
+
+def _add_named(
+    selection: Selection, key: str, entry: DeviceEntry, pool: CardPool, catalogue: Catalogue
+) -> None:
+    assert entry.device is not None
+    parsed = _NAME.fullmatch(entry.device)
+    backend, which = (parsed["backend"], parsed["which"]) if parsed else ("", None)
+    known = {card.spec.id: card for card in pool.cards}
+    if entry.device == "auto":
+        pool.take_auto(selection, entry.python)
+    elif backend == "cpu" and (which is None or which.isdigit()):
+        add_cpus(selection, int(which) if which else None, entry.count or 1)
+        return
+    elif backend == "emulated" and which is not None:
+        _add_emulated(selection, f"`{key}` (emulated:<card>)", which, entry, catalogue)
+        return
+    elif entry.device in known:
+        _add_real(selection, key, [known[entry.device]], entry, pool)
+    else:
+        accepted = ["auto", "cpu", *known, *(f"emulated:{name}" for name in sorted(catalogue.cards))]
+        selection.problems.append(must_be(f"{key}.device", "one of " + ", ".join(accepted), entry.device))
+    if entry.count is not None:
+        selection.problems.append(must_be(f"{key}.count", "absent for a single named device", entry.count))
+
+
+def _add_vendor(
+    selection: Selection, key: str, entry: DeviceEntry, cards: Sequence[DetectedCard], pool: CardPool
+) -> None:
+    if entry.vendor == "cpu":
+        add_cpus(selection, None, entry.count or 1)
+        return
+    if entry.count is not None and entry.count > len(cards):
+        what = _wanted(entry).removesuffix(" card")
+        selection.problems.append(
+            must_be(f"{key}.count", f"at most {len(cards)}, the {what} cards found here", entry.count)
+        )
+    _add_real(selection, key, cards[: entry.count], entry, pool)
+
+
+def _tell_left_out(
+    selection: Selection, entry: DeviceEntry, cards: Sequence[DetectedCard], pool: CardPool
+) -> None:
+    """Say which cards of the vendor do not take part because they cannot."""
+    for card in pool.of_vendor(entry.vendor or "", entry.match):
+        why = pool.why_not(card, entry.python)
+        if why is not None and card not in cards:
+            selection.reasons.append(f"{card.spec} is left out: {why}.")
+
+
+def _add_real(
+    selection: Selection, key: str, cards: Sequence[DetectedCard], entry: DeviceEntry, pool: CardPool
+) -> None:
+    for card in cards:
+        why = pool.why_not(card, entry.python)
+        if why is not None:
+            selection.problems.append(f"`{key}` must be a device that can be used, but {card.spec} is {why}.")
+        selection.devices.append(pool.spec(card, entry.python))
+
+
+def _add_stand_in(
+    selection: Selection, key: str, entry: DeviceEntry, catalogue: Catalogue, there: Sequence[DetectedCard]
+) -> None:
+    """Emulate an entry's card.
+
+    Args:
+        there: the entry's cards that are in this machine; the run does not take them.
+    """
+    wanted = _wanted(entry)
+    if entry.emulate_as is None:
+        selection.problems.append(
+            f"`{key}.emulate_as` must name the card that stands in for the missing {wanted}, but is missing."
+        )
+        return
+    _add_emulated(selection, f"`{key}.emulate_as`", entry.emulate_as, entry, catalogue)
+    if there:
+        selection.reasons.append(
+            f"This machine cannot drive the whole mix: {entry.emulate_as} is emulated instead of "
+            f"{there[0].spec} (hardware.missing=emulate_all)."
+        )
+    else:
+        selection.reasons.append(f"No {wanted} was found: {entry.emulate_as} is emulated instead.")
+
+
+def _add_emulated(
+    selection: Selection, subject: str, name: str, entry: DeviceEntry, catalogue: Catalogue
+) -> None:
+    try:
+        card = catalogue.card(name, subject)
+    except ConfigError as error:
+        selection.problems += error.problems
+        return
+    for figure, words in (("efficiency", "at efficiency {:g}"), ("overhead_seconds", "with {:g} s a pass")):
+        wanted, known = getattr(entry, figure), getattr(card, figure)
+        if wanted is not None:
+            selection.reasons.append(
+                f"{card.name} is emulated {words.format(wanted)} instead of the catalogue's {known:g}."
+            )
+            card = card.model_copy(update={figure: wanted})
+    first = sum(d.backend == "emulated" for d in selection.devices)
+    numbers = range(first, first + (entry.count or 1))
+    selection.devices += [EmulatedBackend.describe_card(number, card) for number in numbers]
+
+
+def _absent(key: str, entry: DeviceEntry, pool: CardPool, mix: Sequence[tuple[str, DeviceEntry]]) -> str:
+    """Say that a card of the request is not there.
+
+    Args:
+        mix: all entries, where they come from `hardware.cards`.
+    """
+    there = ", ".join(_with_reason(card, pool) for card in pool.cards) or "no accelerator"
+    fix = (
+        "Use hardware.missing=emulate to emulate the missing card beside the real ones, or "
+        "hardware.missing=drop to go without it. hardware.missing=emulate_all emulates the whole mix."
+    )
+    if mix:
+        names = ",".join(f"emulated:{other.emulate_as}" for _, other in mix)
+        return (
+            f"`{key}` must be a card that hetexp can drive in this machine and that no other entry takes, "
+            f"but is '{entry.emulate_as}' instead (found: {there}). {fix} To emulate all of them: "
+            f"hardware=auto 'hardware.devices=[{names}]'."
+        )
+    if entry.match is not None:
+        return (
+            f"`{key}.match` must be in the name of a free {entry.vendor} card that hetexp can drive in this "
+            f"machine, but is '{entry.match}' instead (found: {there}). {fix}"
+        )
+    return (
+        f"`{key}.vendor` must be a vendor whose card hetexp can drive in this machine, but is "
+        f"'{entry.vendor}' instead (found: {there}). {fix}"
+    )
+
+
+def _with_reason(card: DetectedCard, pool: CardPool) -> str:
+    why = pool.why_not(card)
+    return str(card.spec) if why is None else f"{card.spec}, {why}"
+
+
+def _tell_apart(selection: Selection, shared: bool) -> None:
+    """Give ranks that share a card names of their own (`cuda:0`, `cuda:0.1`), or refuse the second one."""
+    counts: dict[str, int] = {}
+    devices = []
+    for device in selection.devices:
+        count = counts.get(device.id, 0)
+        counts[device.id] = count + 1
+        if count and not (shared and device.backend not in ("cpu", "emulated")):
+            fix = (
+                " hardware.share_devices=true lets several ranks share a card."
+                if device.number is not None
+                else ""
+            )
+            selection.problems.append(
+                f"`hardware.devices` must name each device once, but names {device.id} twice.{fix}"
+            )
+        devices.append(replace(device, id=f"{device.id}.{count}") if count else device)
+    selection.devices = devices
+
+
+def _tell_throttled(selection: Selection, inventory: Inventory) -> None:
+    """Say which of the chosen cards are held back at the moment: their speed is not what it could be."""
+    chosen = {device.id for device in selection.devices}
+    for card in inventory.cards:
+        if card.spec.id in chosen and card.reading.throttled:
+            why = ", ".join(card.reading.throttled)
+            selection.reasons.append(f"{card.spec} is throttled at the moment: {why}.")
+
+
+def network_between(config: HardwareConfig, selection: Selection) -> None:
+    """Look up the network between the emulated devices of several machines that one machine plays."""
+    if any(device.backend == "emulated" for device in selection.devices):
+        with suppress(ConfigError):  # a catalogue that cannot be read was reported already
+            _check_hosts(config, selection, load_catalogue(config.catalogue))
+
+
+def _check_hosts(config: HardwareConfig, selection: Selection, known: Catalogue) -> None:
+    """Look up the network between hosts, where emulated devices are in several."""
+    if len({device.host for device in selection.devices}) < 2:
+        return
+    selection.network = known.links.get(config.network)
+    if selection.network is None:
+        accepted = f"one of {', '.join(sorted(known.links))}"
+        selection.problems.append(must_be("hardware.network", accepted, config.network))

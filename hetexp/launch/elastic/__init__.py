@@ -1,0 +1,1 @@
+"""How a run outlives its devices: health, membership, respawn and restart."""

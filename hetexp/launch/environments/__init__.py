@@ -1,0 +1,1 @@
+"""Other interpreters: how they are made, recorded and tried."""

@@ -1,0 +1,1 @@
+"""From a checked configuration to the plan that is launched."""

@@ -1,0 +1,273 @@
+"""What would come of a plan: every strategy and policy on its devices, on others, on clusters of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from hetexp.balancing.base import BalancingPolicy
+from hetexp.core.compose.options import group_options
+from hetexp.core.config import Config
+from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.instantiate import check_component, instantiate
+from hetexp.core.plan import Plan
+from hetexp.core.stage import Layer
+from hetexp.hardware.catalogue import load_catalogue
+from hetexp.hardware.selection.pool import Selection
+from hetexp.launch.prepare.arrange import layers_of
+from hetexp.launch.prepare.known import known_of, like_ddp
+from hetexp.plan.known import MEASURED, Known
+from hetexp.plan.planner import Request, check_plan, make_plan
+from hetexp.plan.predict.as_json import prediction
+from hetexp.plan.predict.inputs import Needs, PredictedRun
+from hetexp.plan.predict.pick import pick, why_picked
+from hetexp.plan.predict.runs import Objective, Prediction, predict_runs
+from hetexp.plan.predict.scale import Scaled, scaled
+from hetexp.plan.predict.what_if import Change, changed
+from hetexp.strategy.auto import Auto
+from hetexp.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    from hetexp.training.measuring.estimate import RunMemory
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person wants to know beside what the devices do as they are."""
+
+    changes: tuple[Change, ...] = ()
+    scale: int | None = None
+    objective: Objective = "time"
+    budget_watts: float | None = None
+
+
+@dataclass(frozen=True)
+class OtherPlan:
+    """The plan of other devices."""
+
+    plan: Plan
+    kept: tuple[int | None, ...]
+    """Of each device its place among those of the first plan, `None` for a new one."""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """All that was asked."""
+
+    as_it_is: Prediction
+    changes: tuple[Change, ...] = ()
+    what_if: Prediction | None = None
+    scaled: Scaled | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types, for JSON."""
+        return prediction(self.as_it_is, self.changes, self.what_if, self.scaled)
+
+
+@dataclass
+class Alternatives:
+    """The strategies and policies that are configured somewhere, by the names of their options."""
+
+    strategies: dict[str, Strategy] = field(default_factory=dict)
+    policies: dict[str, BalancingPolicy] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    """Option → why it cannot be built."""
+    own: dict[str, str] = field(default_factory=dict)
+    """Group → option that the run itself has."""
+    picks: bool = False
+    """Whether the run leaves its strategy to the planner, which is none of them."""
+
+
+def foresee(
+    plan: Plan,
+    config: Config,
+    wanted: Wanted,
+    other: OtherPlan | None = None,
+) -> Foreseen:
+    """Predict a plan, and what else is wanted.
+
+    Args:
+        plan: of the devices as they are.
+        other: what `what_if` returned, where devices are changed.
+
+    Raises:
+        ConfigError: an option cannot be composed, or nothing is known of a device that a cluster is made of.
+    """
+    choices = alternatives(config)
+    config = like_ddp(config) if choices.picks else config
+    first, second = predicted(plan, config, choices, wanted), None
+    known = first.known
+    if other is not None:
+        second = predicted(other.plan, config, choices, wanted, other.kept, known)
+        known = second.known
+    if choices.picks:
+        first, second = _with_pick(first, choices), _with_pick(second, choices) if second else None
+    last = second or first
+    cluster = None
+    if wanted.scale is not None:
+        if not last.known.complete:
+            names = [str(d) for d, one in zip(last.plan.devices, known.devices, strict=True) if one is None]
+            raise ConfigError(
+                "`--scale` must repeat devices that the catalogue knows, but does not know "
+                f"{', '.join(names)}{f': {known.reason}' if known.reason else ''}."
+            )
+        network = load_catalogue(config.hardware.catalogue).links[config.hardware.network]
+        cluster = scaled(last.plan, last.known, wanted.scale, choices.policies, network)
+    return Foreseen(first, wanted.changes, second, cluster)
+
+
+def predicted(
+    plan: Plan,
+    config: Config,
+    choices: Alternatives,
+    wanted: Wanted = Wanted(),
+    kept: Sequence[int | None] = (),
+    old: Known | None = None,
+) -> Prediction:
+    """Predict some strategies with some policies on a plan's devices.
+
+    Args:
+        kept: of each device its place among those of `old`, `None` for a new one.
+        old: what is known of the devices before a change.
+    """
+    known, needs, built = _known(plan, config, kept, old)
+    layers: tuple[Layer, ...] | str = "the strategy is not configured"
+    if any(strategy.predicted_as == "stages" for strategy in choices.strategies.values()):
+        try:
+            layers = layers_of(plan, config, built)
+        except ConfigError as error:
+            layers = " ".join(error.problems)
+    # One device is chosen for a strategy that takes one.
+    asked = {name: one for name, one in choices.strategies.items() if one.one_process or not one.solo}
+    refusals = {name: " ".join(one.check(config, plan.devices)) for name, one in asked.items()}
+    found = predict_runs(
+        plan,
+        known,
+        choices.strategies,
+        choices.policies,
+        needs,
+        objective=wanted.objective,
+        budget_watts=wanted.budget_watts,
+        preferred=choices.own["balancing"],
+        layers=layers,
+        refusals={name: refused for name, refused in refusals.items() if refused},
+    )
+    return _with_problems(found, choices)
+
+
+def what_if(
+    changes: Sequence[Change], config: Config, raw: dict[str, Any], selection: Selection, request: Request
+) -> OtherPlan:
+    """Return the plan of the selected devices after some changes.
+
+    Raises:
+        ConfigError: everything that is wrong with the changes, or with the configuration on such devices.
+    """
+    devices, kept = changed(selection.devices, changes, load_catalogue(config.hardware.catalogue))
+    other = Selection(devices, network=selection.network)
+    problems = check_plan(config, other)
+    if problems:
+        raise ConfigError(
+            [f"With --what-if {','.join(map(str, changes))}: {problem}" for problem in problems]
+        )
+    return OtherPlan(make_plan(config, raw, other, request), tuple(kept))
+
+
+def alternatives(config: Config) -> Alternatives:
+    """Return every strategy and policy of the configuration folders, with the run's own settings of its own.
+
+    An option that leaves a value for the person to give (`weights: ???`) is left out unless it is the run's.
+    """
+    found = Alternatives()
+    for group, own, built in (
+        ("strategy", config.strategy, found.strategies),
+        ("balancing", config.balancing, found.policies),
+    ):
+        nodes = group_options(group)
+        name = option_of(own, nodes)
+        nodes[name] = own
+        found.own[group] = name
+        for option, node in nodes.items():
+            if "???" in node.values():
+                continue
+            problems = check_component(group, node)
+            try:
+                if not problems:
+                    built[option] = instantiate(node)
+            except ConfigError as error:
+                problems = error.problems
+            if problems:
+                found.problems[f"{group}={option}"] = " ".join(problems)
+    picking = [name for name, strategy in found.strategies.items() if isinstance(strategy, Auto)]
+    found.picks = found.own["strategy"] in picking
+    for name in picking:
+        del found.strategies[name]
+    return found
+
+
+def option_of(own: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the option that a run's own section comes from: the one that differs least."""
+    alike = [name for name, node in nodes.items() if node.get("_target_") == own["_target_"]]
+    if not alike:
+        return str(own["_target_"].rpartition(".")[2].lower())
+    return min(alike, key=lambda name: sum(own.get(key) != value for key, value in nodes[name].items()))
+
+
+def check_scale(scale: int | None, config: Config) -> list[str]:
+    """Return what is wrong with a wish for a cluster, as far as it can be known beforehand."""
+    links = load_catalogue(config.hardware.catalogue).links
+    if scale is None or config.hardware.network in links:
+        return []
+    return [must_be("hardware.network", f"one of {', '.join(sorted(links))}", config.hardware.network)]
+
+
+def _known(
+    plan: Plan, config: Config, kept: Sequence[int | None] = (), old: Known | None = None
+) -> tuple[Known, Needs | None, RunMemory]:
+    """Return what is known of a plan's devices within their memory, what tells a split's, and the model.
+
+    Args:
+        kept: of each device its place among those of `old`, `None` for a new one.
+        old: what is known of the devices before a change.
+    """
+    from hetexp.training.measuring.estimate import RunMemory
+
+    strategy: Strategy = instantiate(config.strategy)
+    built = RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
+    known = known_of(plan, config, built)
+    if old is not None and set(known.sources) != {MEASURED}:
+        known = known.mixed(kept, old)
+    if not config.hardware.check_memory:
+        return known, None, built
+
+    def needs(ranks: Sequence[int], counts: Sequence[int]) -> list[int | None]:
+        devices = [plan.devices[rank] for rank in ranks]
+        precisions = [plan.precisions[rank] for rank in ranks]
+        sizes = [size or None for size in built.of(devices, counts, precisions).largest_passes(counts)]
+        estimates = built.of(devices, counts, precisions, sizes).estimates
+        return [one.total_bytes if one is not None else None for one in estimates]
+
+    whole = [config.trainer.global_batch_size] * plan.world_size
+    passes = [size or None for size in built.largest_passes(whole)]
+    return known.limited(built.caps(), passes), needs, built
+
+
+def _with_pick(found: Prediction, choices: Alternatives) -> Prediction:
+    """Return a prediction that tells what `strategy=auto` takes."""
+    row = pick(found, choices.own["balancing"])
+    if row is None:
+        return found
+    return replace(found, reasons=(*found.reasons, why_picked(row, found)))
+
+
+def _with_problems(found: Prediction, choices: Alternatives) -> Prediction:
+    rows = []
+    for option, why in choices.problems.items():
+        group, _, name = option.partition("=")
+        rows.append(
+            PredictedRun(name, None, problem=why)
+            if group == "strategy"
+            else PredictedRun("", name, problem=why)
+        )
+    return replace(found, rows=(*found.rows, *rows))

@@ -1,0 +1,1 @@
+"""The processes of a run: started, followed, and their failures read."""

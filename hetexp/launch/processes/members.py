@@ -1,0 +1,117 @@
+"""The processes of a run: each one member, with a number of its own and a log, from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import hetexp
+from hetexp.core.config import variables
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import SetupError
+from hetexp.core.files import no_room, remove_temporary_folders
+from hetexp.core.plan import Plan
+from hetexp.hardware.backend import environment_together
+from hetexp.launch.processes.failure import log_path, stack_path
+from hetexp.launch.processes.hosts import host_of, network_environment
+from hetexp.launch.processes.process import RankProcess, Start, rank_environment, signal_group, start_rank
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process that trains, has trained, or is about to."""
+
+    number: int
+    device: DeviceSpec
+    process: RankProcess
+    log_path: Path
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        signal_group(self.process, signal.SIGKILL)
+
+
+def start_member(
+    plan: Plan, plan_path: Path, rank: int, method: str, number: int | None = None, begins: bool = False
+) -> Member:
+    """Start the process of a rank.
+
+    Args:
+        number: of the member; `None`: that of the rank.
+        begins: whether it is to join others that train already.
+
+    Raises:
+        SetupError: it cannot be started.
+        OSError: the disk has no room for its log.
+    """
+    device, number = plan.devices[rank], rank if number is None else number
+    path = log_path(Path(plan.run_dir), number)
+    start = Start(
+        plan_path=plan_path,
+        rank=rank,
+        interpreter=device.python or sys.executable,
+        environment=environment_of(plan, rank),
+        working_dir=plan.working_dir,
+        log_path=path,
+        member=number if begins else None,
+        store_port=plan.store_port,
+        checkpoint=plan.config.get("resume"),
+    )
+    host = host_of(device)
+    try:
+        process = start_rank(start, method) if host is None else host.start(start, method)
+        return Member(number, device, process, path)
+    except OSError as error:
+        if no_room(error, Path(plan.run_dir)):
+            raise
+        raise SetupError(f"Rank {rank} on {device} cannot be started: {error}.") from error
+
+
+def pause_for(members: Sequence[Member], seconds: float) -> None:
+    """Return when one of the processes ends, after so many seconds otherwise.
+
+    Where the system has nothing to wait for a process by, it is always after these seconds.
+    """
+    ends = [member.process.sentinel for member in members if member.process.poll() is None]
+    wait([end for end in ends if end is not None], timeout=seconds)
+
+
+def end_all(members: Sequence[Member], grace_seconds: float) -> None:
+    """End the processes of all members: first by request, then by force; return when none is left."""
+    running = [member.process for member in members if member.process.poll() is None]
+    for process in running:
+        signal_group(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace_seconds
+    for process in running:
+        process.wait(max(deadline - time.monotonic(), 0.0))
+    for member in members:
+        member.kill()  # also what an ended rank may have left in its group
+        member.process.wait(10.0)
+        remove_temporary_folders(member.process.pid)
+        stack = stack_path(member.log_path)
+        with suppress(OSError):
+            if stack.stat().st_size == 0:  # it was not asked for
+                stack.unlink()
+
+
+def environment_of(plan: Plan, rank: int) -> dict[str, str]:
+    """Return the environment of a rank."""
+    visible = environment_together(plan.cards or [plan.devices[rank]])
+    wanted = network_environment() | variables(plan.config.get("comm", {}).get("env"))
+    return rank_environment(os.environ, visible, plan.threads[rank], package_root(), wanted)
+
+
+def package_root() -> str | None:
+    """Return the folder that other interpreters import hetexp from, `None` where it is installed for good.
+
+    A site-packages folder must not be handed on: it would bring this interpreter's torch along.
+    """
+    root = Path(hetexp.__file__).resolve().parent.parent
+    return None if root.name in ("site-packages", "dist-packages") else str(root)

@@ -1,0 +1,277 @@
+"""Starting a rank: a subprocess under its own interpreter, or a fork of a server that has imported torch."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+import hetexp
+from hetexp.hardware.backend import VISIBILITY
+from hetexp.launch.environments.interpreter import RUN_WORKER, is_own
+from hetexp.launch.processes.parent_death import die_with_parent, end_with_launcher
+from hetexp.plan.exchange_checks import OTHER_JOBS
+
+WORKER = "hetexp.worker"
+"""A layer above this one, hence known by name only."""
+PRELOADED: tuple[str, ...] = ("hetexp.launch.processes.preload", WORKER)
+"""What the fork server imports: all that a rank uses."""
+LAUNCHER_PID = "HETEXP_LAUNCHER_PID"
+CLUSTER_TOKEN = "HETEXP_CLUSTER_TOKEN"
+"""Variable with the secret of a cluster's machines: no rank, and nothing that one writes, ever has it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is started with."""
+
+    plan_path: Path
+    rank: int
+    interpreter: str
+    environment: dict[str, str]
+    working_dir: str
+    log_path: Path
+    member: int | None = None
+    """Its number where it joins a training that goes on already, `None` at a run's beginning."""
+    store_port: int = 0
+    """Of the store that it meets the others in; a rank of another machine reaches it through that one."""
+    checkpoint: str | None = None
+    """Folder that the run goes on from; another machine is sent a copy."""
+
+    @property
+    def number(self) -> int:
+        """Of the member."""
+        return self.rank if self.member is None else self.member
+
+
+class RankProcess(Protocol):
+    """A started rank."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def sentinel(self) -> int | None:
+        """What `multiprocessing.connection.wait` finds ready once it has ended; `None`: nothing here does."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or `None` while it runs."""
+        ...
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return when the process has ended or the time is over."""
+        ...
+
+
+class Elsewhere(ABC):
+    """A rank of another machine (`hetexp.launch.processes.hosts`): signals travel there as messages."""
+
+    pid = 2**31 - 1
+    """No process of this machine has this number, so that whoever asks the kernel learns nothing."""
+
+    @property
+    @abstractmethod
+    def sentinel(self) -> int | None: ...
+
+    @abstractmethod
+    def poll(self) -> int | None: ...
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float) -> None: ...
+
+    @abstractmethod
+    def send(self, number: signal.Signals, group: bool) -> None:
+        """Send a signal to the rank, or to all that it started, too."""
+
+
+class SubprocessRank:
+    """A rank under its own interpreter, in a process group of its own.
+
+    Its standard input is a pipe whose other end only the launcher holds: the lifeline.
+    """
+
+    def __init__(self, start: Start) -> None:
+        arguments = ["--plan", str(start.plan_path), "--rank", str(start.rank)]
+        if start.member is not None:
+            arguments += ["--member", str(start.member)]
+        with start.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [start.interpreter, "-c", RUN_WORKER, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=start.environment | {LAUNCHER_PID: str(os.getpid())},
+                cwd=start.working_dir,
+                start_new_session=True,
+            )
+        self._sentinel = _sentinel(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def sentinel(self) -> int | None:
+        return self._sentinel
+
+    def poll(self) -> int | None:
+        code = self._process.poll()
+        if code is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        if code is not None and self._sentinel is not None:
+            os.close(self._sentinel)
+            self._sentinel = None
+        return code
+
+    def wait(self, timeout_seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_seconds)
+        self.poll()
+
+
+class ForkedRank:
+    """A rank forked from multiprocessing's fork server, which has imported torch once for all of them."""
+
+    def __init__(self, start: Start) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        self._process: BaseProcess = context.Process(target=_forked, args=(start,), daemon=False)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def sentinel(self) -> int | None:
+        return self._process.sentinel
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._process.join(timeout_seconds)
+
+
+def start_rank(start: Start, method: str) -> RankProcess:
+    """Start a rank as a fork or a subprocess.
+
+    A rank of another interpreter than the launcher's cannot be forked. Nor can any where the fork server
+    would import another hetexp.
+
+    Raises:
+        OSError: no process can be had, or the disk has no room for its log.
+    """
+    start.log_path.open("ab").close()
+    if method == "forkserver" and is_own(start.interpreter) and _forks_import_this_hetexp():
+        return ForkedRank(start)
+    return SubprocessRank(start)
+
+
+def _forks_import_this_hetexp() -> bool:
+    """Return whether the fork server finds this hetexp: it searches the current folder first."""
+    spec = PathFinder.find_spec("hetexp", [str(Path.cwd())])
+    if spec is None or spec.origin is None:  # a plain folder of this name hides nothing
+        return True
+    return Path(spec.origin).resolve() == Path(hetexp.__file__).resolve()
+
+
+def _sentinel(pid: int) -> int | None:
+    """Return a descriptor that tells of a process's end, on Linux."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def signal_group(process: RankProcess, number: signal.Signals) -> None:
+    """Send a signal to a rank and to all that it started, also when the rank itself has ended already."""
+    if isinstance(process, Elsewhere):
+        process.send(number, group=True)
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def signal_rank(process: RankProcess, number: signal.Signals) -> None:
+    """Send a signal to a rank alone."""
+    if isinstance(process, Elsewhere):
+        process.send(number, group=False)
+        return
+    with contextlib.suppress(OSError):
+        os.kill(process.pid, number)
+
+
+def rank_environment(
+    inherited: Mapping[str, str],
+    device: Mapping[str, str],
+    threads: int,
+    package_root: str | None,
+    wanted: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return a rank's environment: the launcher's own, without what would make torch find another job.
+
+    Args:
+        inherited: the launcher's environment; NCCL's and the vendor's settings pass unchanged.
+        device: the backend's visibility variables.
+        package_root: folder to import hetexp from, where it is not installed in the rank's interpreter.
+        wanted: what the configuration sets (`comm.env`).
+    """
+    # An inherited mask beside the rank's own would be applied to what that one left.
+    leftovers = {*OTHER_JOBS, *VISIBILITY, CLUSTER_TOKEN}
+    environment = {key: value for key, value in inherited.items() if key not in leftovers}
+    environment |= {**(wanted or {}), **device}
+    environment["OMP_NUM_THREADS"] = str(threads)
+    environment["PYTHONUNBUFFERED"] = "1"
+    # One host: without this gloo asks the resolver for the host's own name, which may lead anywhere.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if package_root is not None:
+        rest = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([package_root, rest] if rest else [package_root])
+    return environment
+
+
+def _forked(start: Start) -> None:
+    """Run in the forked child: become what a subprocess would be, then run the rank."""
+    os.setsid()
+    log = os.open(start.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    os.chdir(start.working_dir)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_launcher(lambda: wait([parent.sentinel]))
+    # As in a rank that is a subprocess: data loaders start their processes in Python's default way.
+    multiprocessing.set_start_method(None, force=True)
+    _let_fork_server_end()
+    die_with_parent(os.getppid())
+    pkgutil.resolve_name(f"{WORKER}:run_rank")(start.plan_path, start.rank, start.member)
+
+
+def _let_fork_server_end() -> None:
+    """Close the pipe through which a child keeps the fork server alive, so that it ends with the launcher.
+
+    Otherwise a rank that is stopped or hangs keeps the server, which is its parent, and so itself.
+    """
+    server: Any = forkserver
+    alive, server._forkserver._forkserver_alive_fd = server._forkserver._forkserver_alive_fd, None
+    if alive is not None:
+        os.close(alive)

@@ -1,0 +1,182 @@
+"""What each strategy with each policy would make of a plan's devices, before anything runs.
+
+A row is predicted by the same functions as a measured plan (`hetexp.plan.measured`): same figures in, same
+step out. Energy is what the devices draw at their power limits while they work; what they draw while they
+wait, and what their host draws, is known of none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from hetexp.balancing.base import BalancingPolicy
+from hetexp.core.plan import Plan
+from hetexp.core.stage import Layer
+from hetexp.plan.known import MEASURED, Known
+from hetexp.plan.measured import LEAST_GAIN, Choice
+from hetexp.plan.predict.inputs import ENERGY_TOLERANCE, Needs, PredictedRun, PredictionInputs
+from hetexp.plan.predict.local import local
+from hetexp.plan.predict.stages import staged
+from hetexp.strategy.base import Strategy
+
+Objective = Literal["time", "energy", "budget"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """All rows of a plan's devices, and which of them is best."""
+
+    plan: Plan
+    known: Known
+    total: int
+    """Samples of a step."""
+    solo_samples_per_second: tuple[float | None, ...]
+    """Of each device alone with the whole batch, or what its memory holds of it."""
+    rows: tuple[PredictedRun, ...]
+    best: PredictedRun | None
+    reasons: tuple[str, ...] = field(default=())
+    """Why it is the best, or why there is none."""
+
+
+def predict_runs(
+    plan: Plan,
+    known: Known,
+    strategies: Mapping[str, Strategy],
+    policies: Mapping[str, BalancingPolicy],
+    needs: Needs | None = None,
+    objective: Objective = "time",
+    budget_watts: float | None = None,
+    preferred: str | None = None,
+    layers: Sequence[Layer] | str = "the model's layers were not counted",
+    refusals: Mapping[str, str] | None = None,
+) -> Prediction:
+    """Predict every strategy with every policy.
+
+    Args:
+        plan: of the devices; its own shares and strategy do not matter.
+        known: of each device of the plan.
+        strategies: by name.
+        policies: by name, in the order of the rows.
+        needs: memory of a split; `None` if no estimate is wanted.
+        objective: what the recommended row is best in.
+        budget_watts: most that the devices with samples may draw together; needed for `budget`.
+        preferred: policy that is recommended before others that are as good.
+        layers: of the model, or why it is not cut.
+        refusals: strategy → what speaks against it on these devices.
+    """
+    inputs = PredictionInputs(plan, known, needs, policies)
+    rows: list[PredictedRun] = []
+    for name, strategy in strategies.items():
+        if name in (refusals or {}):
+            rows.append(PredictedRun(name, None, problem=(refusals or {})[name], exact=strategy.exact))
+        elif strategy.predicted_as == "stages":
+            rows += staged(inputs, name, strategy, layers)
+        elif strategy.predicted_as in ("periodic", "apart"):
+            rows += local(inputs, name, strategy)
+        elif strategy.predicted_as == "alone":
+            rows.append(inputs.alone(name))
+        elif strategy.predicted_as == "all_reduce" and len(plan.devices) > 1:
+            rows += [inputs.shared(name, label, policy) for label, policy in policies.items()]
+            if objective == "energy":
+                rows.append(inputs.thrifty(name))
+            elif budget_watts is not None:
+                rows.append(inputs.within(name, budget_watts))
+        elif strategy.predicted_as == "all_reduce":
+            rows.append(replace(inputs.alone(name), strategy=name))
+        else:
+            rows.append(PredictedRun(name, None, problem="the cost model does not know this strategy"))
+    best, reasons = recommend(rows, inputs, objective, budget_watts, preferred)
+    return Prediction(plan, known, inputs.total, inputs.solo, tuple(rows), best, tuple(reasons))
+
+
+def recommend(
+    rows: Sequence[PredictedRun],
+    inputs: PredictionInputs,
+    objective: Objective,
+    budget_watts: float | None,
+    preferred: str | None = None,
+) -> tuple[PredictedRun | None, list[str]]:
+    """Return the best row and why it is the best, or why there is none.
+
+    Of rows whose difference cannot be measured the simplest is taken; but where the figures are not measured,
+    one that measures, since it corrects them. Strategies that are not exact are left to the person.
+    """
+    fit = [row for row in rows if row.predicted and row.exact]
+    if objective == "budget":
+        fit = [row for row in fit if row.watts is not None and row.watts <= (budget_watts or 0.0)]
+    why = inputs.unknown()
+    if why is not None:
+        return None, [
+            f"No recommendation: {why}, neither by measurement nor by the catalogue. balancing=profiled "
+            "measures the devices before it trains, and leaves out those that make the job slower."
+        ]
+    if not fit:
+        found = dict.fromkeys(row.problem for row in rows if row.problem is not None)
+        return None, [f"No recommendation: {'; '.join(found) or 'nothing keeps within the budget'}."]
+    fastest = min(row.step_seconds or 0.0 for row in fit)
+    if objective == "energy":
+        within = fastest * (1 + ENERGY_TOLERANCE)
+        fit = [row for row in fit if row.joules_per_sample is not None]
+        fit = [row for row in fit if (row.step_seconds or 0.0) <= within]
+        if not fit:
+            return None, [f"No recommendation: {inputs._no_watts()}."]
+        best = min(fit, key=lambda row: row.joules_per_sample or 0.0)
+    else:
+        near = [row for row in fit if (row.step_seconds or 0.0) * (1 - LEAST_GAIN) <= fastest]
+        measured = all(source == MEASURED for source in inputs.known.sources)
+
+        def order(row: PredictedRun) -> tuple[bool, bool, bool, float]:
+            other = row.policy != preferred
+            return row.measures == measured, row.policy is not None, other, row.step_seconds or 0.0
+
+        best = min(near, key=order)
+    return best, _reasons(best, rows, inputs, objective)
+
+
+def _reasons(
+    best: PredictedRun, rows: Sequence[PredictedRun], inputs: PredictionInputs, objective: Objective
+) -> list[str]:
+    """Say what the best row gains over the fastest device alone and an equal split, and who is left out."""
+    assert best.step_seconds is not None
+    name = " + ".join(part for part in (best.strategy, best.policy) if part is not None)
+    text = f"{name}: {inputs.total} samples are predicted to take {best.step_seconds:.4g} s a step"
+    others = []
+    solo = [row.step_seconds or 0.0 for row in rows if row.predicted and len(row.ranks) == 1]
+    equal = next((row for row in rows if row.policy == "equal" and row.predicted), None)
+    if objective == "time" and solo and len(best.ranks) > 1:
+        others.append(f"{min(solo) / best.step_seconds:.2f}× as fast as the fastest device alone")
+    if objective == "time" and equal is not None and equal is not best and equal.step_seconds is not None:
+        others.append(f"{equal.step_seconds / best.step_seconds:.2f}× as fast as an equal split")
+    if objective == "energy" and best.joules_per_sample is not None:
+        fastest = min((row for row in rows if row.predicted), key=lambda row: row.step_seconds or 0.0)
+        longer = best.step_seconds / (fastest.step_seconds or best.step_seconds) - 1
+        saved = 1 - best.joules_per_sample / (fastest.joules_per_sample or best.joules_per_sample)
+        others.append(f"{saved:.1%} less energy than the fastest, in a step {longer:.1%} longer")
+    if objective == "budget" and best.watts is not None:
+        others.append(f"with devices that draw up to {best.watts:g} W")
+    reasons = [f"{text}{', ' + ', '.join(others) if others else ''}."]
+    if best.policy is None or best.policy not in inputs.policies:
+        reasons += _how_to_run(best, inputs)
+    choice = inputs.best()
+    left_out = set(range(len(inputs.names))) - set(best.ranks)
+    if best.reasons or not left_out:
+        return reasons + list(best.reasons)
+    if isinstance(choice, Choice) and objective == "time":
+        return reasons + list(choice.reasons[:-1])
+    names = ", ".join(inputs.names[rank] for rank in sorted(left_out))
+    what = "it needs less energy" if objective == "energy" else "the budget is kept"
+    return [*reasons, f"Without {names} {what}."]
+
+
+def _how_to_run(best: PredictedRun, inputs: PredictionInputs) -> list[str]:
+    """Return the words that train like this where no policy does; none where they would not say all."""
+    devices = [inputs.plan.devices[rank] for rank in best.ranks]
+    if any(d.slow != 1.0 or d.limited or d.python is not None or d.host is not None for d in devices):
+        return []
+    names = [f"emulated:{d.card}" if d.backend == "emulated" else d.id for d in devices]
+    words = f"hardware=auto hardware.devices=[{','.join(names)}] strategy={best.strategy}"
+    if best.policy is not None and len(devices) > 1:
+        words += f" balancing=manual balancing.weights=[{','.join(map(str, best.counts))}]"
+    return [f"To train like this: {words}"]

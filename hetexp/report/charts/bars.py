@@ -1,0 +1,272 @@
+"""Charts with a row a variant: bars, stacked bars, and dots around 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetexp.report.charts.svg import (
+    NARROW,
+    SMALL,
+    Scale,
+    Svg,
+    fitted,
+    number,
+    percent,
+    scale,
+    text_width,
+    value_axis,
+    whole_percent,
+    wrapped,
+)
+
+BAR = 18.0
+"""Height of a bar in pixels."""
+_KEY = 40.0
+"""Room for a row's colour and number."""
+MOST_WHISKER = 1.3
+"""Of the longest bar: a whisker beyond it is cut and ends in an arrow, to keep the bars readable."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row is of."""
+
+    label: str
+    number: int
+    """Of the variant, as the page's table counts."""
+    colour: str
+    """Class of its colour."""
+    emulated: bool = False
+    invalid: bool = False
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value with its interval."""
+
+    row: Row
+    value: float
+    low: float | None
+    high: float | None
+    text: str
+    """What stands beside the bar."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a stacked bar."""
+
+    name: str
+    value: float
+    """Of 1; below 0 it lies left of the zero line."""
+    colour: str
+    hatched: bool = False
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A ratio with its interval."""
+
+    row: Row
+    value: float
+    low: float | None
+    high: float | None
+
+
+class Rows:
+    """Where rows and their labels are: beside the marks, or above them where the drawing is narrow."""
+
+    def __init__(self, rows: Sequence[Row], width: float, top: float) -> None:
+        self.rows, self.top = rows, top
+        self.above = width < NARROW
+        widest = max(text_width(row.label) for row in rows)
+        self.room = width - _KEY - 4 if self.above else min(widest + 6, 0.31 * width)
+        self.left = 2.0 if self.above else _KEY + self.room + 12
+        self.pitch = 50.0 if self.above else 38.0
+        self.bottom = top + self.pitch * len(rows)
+
+    def mark(self, place: int) -> float:
+        """Return the upper edge of a row's mark."""
+        return self.top + place * self.pitch + (24.0 if self.above else (self.pitch - BAR) / 2)
+
+    def draw(self, svg: Svg) -> None:
+        """Write each row's colour, number and label."""
+        for place, row in enumerate(self.rows):
+            middle = self.mark(place) + (-11.0 if self.above else BAR / 2)
+            svg.rect(2.0, middle - 5, 10.0, 10.0, f"swatch {row.colour}", rx=2)
+            svg.text(17.0, middle + 4.5, str(row.number), "number")
+            lines = wrapped(row.label, self.room, lines=1 if self.above else 2)
+            first = middle + 4.5 - 7.5 * (len(lines) - 1)
+            for at, text in enumerate(lines):
+                svg.text(_KEY + 2, first + 15 * at, text, "label", data_full=row.label)
+
+
+def bars(
+    rows: Sequence[Bar],
+    width: float,
+    title: str,
+    axis: str,
+    reference: tuple[float, str] | None = None,
+) -> str:
+    """Return bars from 0, their intervals as whiskers, and a line to compare them with.
+
+    Args:
+        axis: name and unit of the values.
+        reference: a value and what it is.
+    """
+    places = Rows([bar.row for bar in rows], width, 30.0 if reference else 8.0)
+    svg = Svg(width, places.bottom + 44, title)
+    beside = max(text_width(bar.text, SMALL) for bar in rows) + 10
+    most = MOST_WHISKER * max(bar.value for bar in rows)
+    top_values = [max(bar.value, min(bar.high or bar.value, most)) for bar in rows]
+    if reference:
+        top_values.append(reference[0])
+    count = 4 if places.above else 6
+    # the text beside the longest bar needs its room, a reference beyond all bars does not
+    across = scale([0.0, *top_values], places.left, width - 12, zero=True, tight=True, count=count)
+    if max(across(value) for value in top_values[: len(rows)]) + beside > width:
+        across = scale([0.0, *top_values], places.left, width - beside, zero=True, tight=True, count=count)
+    value_axis(svg, across, places.top, places.bottom, axis)
+    if reference:
+        _reference(svg, across, places, reference, width)
+    places.draw(svg)
+    for place, bar in enumerate(rows):
+        _bar(svg, across, places.mark(place), bar)
+    return str(svg)
+
+
+def _bar(svg: Svg, across: Scale, y: float, bar: Bar) -> None:
+    length = across(bar.value) - across.start
+    pale = " pale" if bar.row.invalid else ""
+    svg.rect(
+        across.start, y, length, BAR, f"bar {bar.row.colour}{pale}", tip=f"{bar.row.label}: {bar.text}", rx=2
+    )
+    if bar.row.emulated:
+        svg.rect(across.start, y, length, BAR, "hatch", rx=2)
+    end = across(bar.value)
+    if bar.low is not None and bar.high is not None:
+        whisker(svg, across, y + BAR / 2, bar.low, bar.high)
+        end = max(end, min(across(bar.high), across.end))
+    svg.text(end + 7, y + BAR / 2 + 4, bar.text, "value")
+
+
+def whisker(svg: Svg, across: Scale, y: float, low: float, high: float) -> None:
+    """Draw a level confidence interval; where the axis does not reach, it ends in an arrow."""
+    start, end = max(across(low), across.start), min(across(high), across.end)
+    svg.line(start, y, end, y, "whisker")
+    for x, cut, inwards in (
+        (start, across(low) < across.start - 0.5, 5),
+        (end, across(high) > across.end + 0.5, -5),
+    ):
+        if cut:
+            svg.path([(x + inwards, y - 4.0), (x, y), (x + inwards, y + 4.0)], "whisker open")
+        else:
+            svg.line(x, y - 4, x, y + 4, "whisker")
+
+
+def _reference(svg: Svg, across: Scale, places: Rows, reference: tuple[float, str], width: float) -> None:
+    value, name = reference
+    x = across(value)
+    svg.line(x, 20.0, x, places.bottom, "reference")
+    text = fitted(f"{name}: {number(value, 4)}", width - 8, SMALL)
+    half = text_width(text, SMALL) / 2
+    svg.text(min(max(x, half + 4), width - half - 4), 13.0, text, "reference-name", "middle")
+
+
+def stacked(rows: Sequence[tuple[Row, Sequence[Part]]], width: float, title: str, axis: str) -> str:
+    """Return stacked bars of parts of 1: what is below 0 goes left from the zero line, hatched."""
+    places = Rows([row for row, _ in rows], width, 8.0)
+    svg = Svg(width, places.bottom + 44, title)
+    ends = [sum(max(part.value, 0.0) for part in parts) for _, parts in rows]
+    starts = [sum(min(part.value, 0.0) for part in parts) for _, parts in rows]
+    low, high = min(starts), max(1.0, *ends)
+    margin = 0.005  # what rounding leaves makes no axis longer
+    low, high = (0.0 if low > -margin else low), (1.0 if high < 1 + margin else high)
+    room = 22.0 if low < 0 and places.above else 0.0
+    across = scale(
+        [low, high], places.left + room, width - 22, zero=True, tight=True, count=5 if places.above else 8
+    )
+    value_axis(svg, across, places.top, places.bottom, axis, whole_percent)
+    if across.low < 0 or across.high > 1:
+        svg.line(across(1.0), places.top, across(1.0), places.bottom, "reference")
+    places.draw(svg)
+    for place, (row, parts) in enumerate(rows):
+        _stack(svg, across, places.mark(place), row, parts)
+    return str(svg)
+
+
+def _stack(svg: Svg, across: Scale, y: float, row: Row, parts: Sequence[Part]) -> None:
+    right = left = 0.0
+    for part in parts:
+        start = right if part.value >= 0 else left + part.value
+        right, left = right + max(part.value, 0.0), left + min(part.value, 0.0)
+        x, length = across(start), across(start + abs(part.value)) - across(start)
+        if length < 0.4:
+            continue
+        tip = f"{row.label}: {part.name} {percent(part.value)}"
+        svg.rect(x, y, length, BAR, f"part {part.colour}", tip=tip)
+        if part.hatched or part.value < 0:
+            svg.rect(x, y, length, BAR, "hatch")
+        text = whole_percent(part.value).removesuffix(" %")
+        if length > text_width(text, SMALL) + 8:
+            svg.text(x + length / 2, y + BAR / 2 + 4, text, f"inside on-{part.colour}", "middle")
+
+
+def dots(panels: Sequence[tuple[str, Sequence[Dot]]], width: float, title: str) -> str:
+    """Return ratios around 1 with their intervals, a panel each on one axis and one set of rows.
+
+    Panels stand beside each other, or below each other where the drawing is narrow.
+    """
+    rows = list({dot.row.number: dot.row for _, dots_ in panels for dot in dots_}.values())
+    rows.sort(key=lambda row: row.number)
+    values = [dot.value for _, dots_ in panels for dot in dots_]
+    ends = [v for _, dots_ in panels for dot in dots_ for v in (dot.low, dot.high) if v is not None]
+    most = MOST_WHISKER * max(1.0, *values)
+    low = max(min(0.95, *values, *ends), min(0.95, *values) - 0.3 * max(values), 0.0)
+    high = max(1.05, *values, *(min(end, most) for end in ends))
+    if width < NARROW:
+        return _dots_below(panels, width, title, low, high)
+    places = Rows(rows, width, 34.0)
+    svg = Svg(width, places.bottom + 44, title)
+    each = (width - places.left - 14) / len(panels)
+    for at, (name, found) in enumerate(panels):
+        start = places.left + at * each + (24 if at else 0)
+        across = scale([low, high], start, places.left + (at + 1) * each - 64, count=4)
+        svg.text(start, 16.0, name, "panel")
+        _panel(svg, across, found, {row.number: places.mark(i) for i, row in enumerate(rows)}, places)
+    places.draw(svg)
+    return str(svg)
+
+
+def _dots_below(
+    panels: Sequence[tuple[str, Sequence[Dot]]], width: float, title: str, low: float, high: float
+) -> str:
+    tops, drawn = 34.0, []
+    for name, found in panels:
+        places = Rows([dot.row for dot in found], width, tops)
+        drawn.append((name, found, places))
+        tops = places.bottom + 90
+    svg = Svg(width, tops - 46, title)
+    for name, found, places in drawn:
+        svg.text(2.0, places.top - 18, name, "panel")
+        across = scale([low, high], 12.0, width - 64, count=4)
+        _panel(svg, across, found, {dot.row.number: places.mark(i) for i, dot in enumerate(found)}, places)
+        places.draw(svg)
+    return str(svg)
+
+
+def _panel(svg: Svg, across: Scale, found: Sequence[Dot], marks: dict[int, float], places: Rows) -> None:
+    write: Callable[[float], str] = lambda value: f"{value:.4g}×"  # noqa: E731
+    value_axis(svg, across, places.top, places.bottom, "", write)
+    svg.line(across(1.0), places.top, across(1.0), places.bottom, "reference")
+    for dot in found:
+        y = marks[dot.row.number] + BAR / 2
+        end = across(dot.value)
+        if dot.low is not None and dot.high is not None:
+            whisker(svg, across, y, dot.low, dot.high)
+            end = max(end, min(across(dot.high), across.end))
+        tip = f"{dot.row.label}: {dot.value:.3f}×"
+        kind = "dot hollow" if dot.row.emulated else "dot"
+        svg.add("circle", tip=tip, cx=across(dot.value), cy=y, r=6.0, class_=f"{kind} {dot.row.colour}")
+        svg.text(end + 11, y + 4, f"{dot.value:.2f}×", "value")

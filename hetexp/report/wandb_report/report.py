@@ -1,0 +1,325 @@
+"""The comparison as a W&B report, by wandb-workspaces.
+
+What the run folders tell (answer, table, failures, notes) is text. The charts are W&B's own, over the points
+and summaries that the runs logged; they are the runs' of a sweep by its group. wandb and wandb-workspaces
+are imported inside functions: only who asks for a report needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetexp.core.errors import ConfigError, HetexpError, SetupError, must_be
+from hetexp.logger.background import BackgroundCalls
+from hetexp.report.comparison import Comparison, Variant, compare
+from hetexp.report.runs import RunRecord, read_runs
+from hetexp.report.wandb_report.panels import completed, panel_grids
+from hetexp.report.words import number
+
+if TYPE_CHECKING:
+    from wandb_workspaces.reports.v2.interface import Report
+
+LOGGER = "WandbLogger"
+"""Class of the logger whose runs W&B has."""
+MISSING = (
+    "`--wandb` must have wandb-workspaces, which is not installed; run: pip install 'hetexp[wandb-report]'"
+)
+NOT_LOGGED_IN = (
+    "W&B must know who you are, but you are not logged in; run `wandb login`, or set WANDB_API_KEY. "
+    "`--dry-run` shows the report without."
+)
+SAVE_SECONDS = 90.0
+"""Longest wait for W&B."""
+LONGEST_TITLE = 128
+"""Characters of a report's title that W&B takes."""
+_HEAD = (
+    *("variant", "runs", "samples/s", "± (95 %)", "efficiency", "vs equal split", "vs fastest alone"),
+    *("train loss", "eval loss", "J/sample", ""),
+)
+_UNCLEAR = re.compile(r"[^\w ./:,@+-]")
+"""What wandb-workspaces 0.4.13 does not carry unchanged through its filters: quotes, =, <, >."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where in W&B the report goes."""
+    group = parser.add_argument_group("report of W&B")
+    group.add_argument("--dry-run", action="store_true", help="print its spec as JSON; needs no network")
+    group.add_argument("--project", help="by default the one that the runs were logged to")
+    group.add_argument("--entity", help="team or user; by default the runs' own, else that of your login")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make a W&B report of runs; return 2 where it cannot be done."""
+    parser = argparse.ArgumentParser(
+        prog="wandb_report.py", description="Save the comparison of runs as a W&B report, and print its URL."
+    )
+    parser.add_argument(
+        "folders", nargs="+", metavar="FOLDER", type=Path, help="run, sweep, or one above them"
+    )
+    parser.add_argument("--title", help="of the report; by default the folders' names")
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        title = options.title or ", ".join(path.resolve().name for path in options.folders)
+        main_wandb(compare(read_runs(options.folders), title), options)
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def main_wandb(comparison: Comparison, options: argparse.Namespace) -> None:
+    """Print the report's spec (`--dry-run`), or save it and print its URL.
+
+    Args:
+        options: with those of `add_arguments`.
+
+    Raises:
+        ConfigError: it is not known which project of W&B the runs are in.
+        SetupError: wandb-workspaces is missing, no user is logged in, or W&B does not answer.
+    """
+    entity, project = where(comparison, options.entity, options.project)
+    if options.dry_run:
+        print(json.dumps(spec_of(build(comparison, entity, project)), indent=2, ensure_ascii=False))
+        return
+    print(save(comparison, entity, project))
+    waiting = sum(map(_not_sent, _runs(comparison)))
+    if waiting:
+        print(
+            f"{waiting} of the runs were logged offline: the report shows them once they are sent "
+            "(hetexp sync).",
+            file=sys.stderr,
+        )
+
+
+def where(comparison: Comparison, entity: str | None, project: str | None) -> tuple[str | None, str]:
+    """Return entity and project: those that were asked for, else the runs' own.
+
+    Raises:
+        ConfigError: the runs were logged to no project of W&B, or to several.
+    """
+    found = [one for run in _runs(comparison) for one in _wandb_loggers(run)]
+    projects = dict.fromkeys(str(one.get("project") or "hetexp") for one in found)
+    if project is None and len(projects) != 1:
+        listed = ", ".join(projects) or "none: no run has logger=wandb"
+        raise ConfigError(must_be("--project", "given where the runs are not all in one of W&B", listed))
+    entities = dict.fromkeys(str(one["entity"]) for one in found if one.get("entity"))
+    if entity is None and len(entities) > 1:
+        raise ConfigError(must_be("--entity", "given where the runs have several", ", ".join(entities)))
+    return entity or next(iter(entities), None), project or next(iter(projects))
+
+
+def build(comparison: Comparison, entity: str | None, project: str) -> Report:
+    """Return the report, unsaved; nothing is asked of W&B.
+
+    Args:
+        entity: `None`: W&B's default, which is not known here.
+
+    Raises:
+        SetupError: wandb-workspaces is missing.
+    """
+    wr = _library()
+    filters = _filters(comparison)
+    blocks: list[Any] = []
+    if comparison.emulated:
+        blocks.append(wr.CalloutBlock(text="Emulated devices: no number here is one of real hardware."))
+    blocks += [
+        wr.MarkdownBlock(text=comparison.answer),
+        wr.H2(text="Variants"),
+        wr.MarkdownBlock(text="\n".join([*table(comparison), *_failures(comparison)])),
+    ]
+    for title, panels in panel_grids(wr, comparison):
+        runset = wr.Runset(entity=entity or "", project=project, name="Runs", filters=filters)
+        blocks += [wr.H2(text=title), wr.PanelGrid(runsets=[runset], panels=panels)]
+    if comparison.notes:
+        blocks += [wr.H2(text="Notes"), wr.MarkdownBlock(text="\n".join(f"- {n}" for n in comparison.notes))]
+    report: Report = wr.Report(
+        entity=entity or "",
+        project=project,
+        title=comparison.title[:LONGEST_TITLE],
+        description=f"Made by hetexp from {len(_runs(comparison))} runs.",
+        blocks=blocks,
+        width="fluid",
+    )
+    return report
+
+
+def save(comparison: Comparison, entity: str | None, project: str, seconds: float = SAVE_SECONDS) -> str:
+    """Save the report and return its URL.
+
+    Raises:
+        SetupError: as `build`; no user is logged in, or W&B does not take the report within the time.
+    """
+    _library()
+    urls: list[str] = []
+    problems: list[BaseException] = []
+
+    def call() -> None:
+        import wandb
+
+        who = entity or wandb.Api().default_entity
+        report = build(comparison, who, project)
+        report.save()
+        urls.append(report.url)
+
+    with _quiet():
+        calls = BackgroundCalls("hetexp-wandb-report", problems.append)
+        answered = calls.submit(call).wait(seconds)
+        # A call that hangs holds up whatever comes after it on its thread.
+        last = calls if answered else BackgroundCalls("hetexp-wandb-teardown", lambda error: None)
+        last.submit(_end_service)
+        last.close(timeout_seconds=5.0)
+    if not answered:
+        raise SetupError(f"W&B must answer within {seconds:g} s, but does not. Is there a network?")
+    if problems:
+        raise SetupError(_sentence(problems[0], entity, project)) from problems[0]
+    return urls[0]
+
+
+def spec_of(value: Any) -> Any:
+    """Return a report's public objects as plain types, each with its class under `type`.
+
+    Unlike what is sent to W&B it has no random ids, and needs no login. Empty fields are left out.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        spec: dict[str, Any] = {"type": type(value).__name__}
+        for field in dataclasses.fields(value):
+            one = getattr(value, field.name)
+            if not field.name.startswith("_") and one not in (None, "", [], {}, (None, None)):
+                spec[field.name] = spec_of(one)
+        return spec
+    if isinstance(value, (list, tuple)):
+        return [spec_of(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): spec_of(item) for key, item in value.items()}
+    return value
+
+
+def table(comparison: Comparison) -> list[str]:
+    """Return the variants as lines of a Markdown table, the best in bold."""
+    lines = [_row(_HEAD), _row(["---", *["---:"] * (len(_HEAD) - 2), "---"])]
+    for one in comparison.variants:
+        speed = one.samples_per_second
+        means = [one.efficiency, one.gain_over_equal, one.gain_over_single, one.train_loss, one.eval_loss]
+        means.append(one.joules_per_sample)
+        label = one.label.replace("|", "\\|")
+        cells = [
+            f"**{label}**" if one is comparison.best else label,
+            str(len(one.runs)),
+            number(speed.mean if speed is not None else None),
+            number(speed.high - speed.mean if speed is not None and speed.high is not None else None, 2),
+            *(number(value.mean if value is not None else None, 3) for value in means),
+            _remarks(one).replace("|", "\\|"),
+        ]
+        lines.append(_row(cells))
+    return lines
+
+
+def _remarks(one: Variant) -> str:
+    """Return what keeps a variant's figures from being what they look like; why is in the notes."""
+    remarks = ["emulated"] if one.emulated else []
+    remarks += ["not valid"] if not one.valid else []
+    remarks += [f"fell back: {one.fallback}"] if one.fallback else []
+    return ", ".join(remarks)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _failures(comparison: Comparison) -> list[str]:
+    """Return what did not complete, and why, as lines of Markdown."""
+    if not comparison.failed:
+        return []
+    lines = ["", f"{len(comparison.failed)} did not complete:", ""]
+    for run in comparison.failed:
+        why = str(run.summary.get("error") or "").strip().partition("\n")[0]
+        name = ", ".join(run.overrides) or run.folder.name
+        lines.append(f"- `{name}`: {run.status}{f': {why}' if why else ''}")
+    return lines
+
+
+def _runs(comparison: Comparison) -> list[RunRecord]:
+    return [*completed(comparison), *comparison.failed]
+
+
+def _filters(comparison: Comparison) -> Any:
+    """Return what selects the completed runs: by their sweep's group, by their ids where there is none."""
+    from wandb_workspaces import expr
+
+    plans = [run.plan for run in completed(comparison) if run.plan is not None]
+    groups = list(dict.fromkeys(plan.group for plan in plans))
+    finished = expr.Metric("State") == "finished"
+    named = [group for group in groups if group is not None]
+    if len(named) == len(groups) == 1 and not _UNCLEAR.search(named[0]):
+        return expr.And(expr.Metric("Group") == named[0], finished)
+    if len(named) == len(groups) > 0 and not any(map(_UNCLEAR.search, named)):
+        return expr.And(expr.Metric("Group").isin(named), finished)
+    return expr.And(expr.Metric("ID").isin([plan.run_id for plan in plans]), finished)
+
+
+def _wandb_loggers(run: RunRecord) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each W&B logger of a run, also of one among several."""
+    waiting: list[Any] = [run.plan.config.get("logger")] if run.plan is not None else []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if str(value.get("_target_", "")).endswith(LOGGER):
+                yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def _not_sent(run: RunRecord) -> bool:
+    """Return whether W&B's files of a run are here and not marked as sent (by `wandb sync`)."""
+    offline = list((run.folder / "wandb").glob("offline-run-*"))
+    return bool(offline) and not any(list(folder.glob("*.synced")) for folder in offline)
+
+
+def _library() -> Any:
+    try:
+        import wandb_workspaces.reports.v2 as reports
+    except ModuleNotFoundError as error:
+        raise SetupError(MISSING) from error
+    return reports
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep wandb from asking for a key on a terminal that may be unattended, and from repeating us."""
+    before = os.environ.get("WANDB_SILENT")
+    os.environ["WANDB_SILENT"] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("WANDB_SILENT", None)
+        else:
+            os.environ["WANDB_SILENT"] = before
+
+
+def _end_service() -> None:
+    import wandb
+
+    wandb.teardown()
+
+
+def _sentence(error: BaseException, entity: str | None, project: str) -> str:
+    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    if "log in" in text or "logged in" in text or "API key" in text:
+        return NOT_LOGGED_IN
+    place = f"{entity}/{project}" if entity else project
+    return (
+        f"W&B must take the report for {place}, but does not: {text} Is there a network, and is the project "
+        "there (its runs have to be sent first)? `--dry-run` shows the report without."
+    )

@@ -1,0 +1,1 @@
+"""What a run measures or estimates of its devices before it trains."""

@@ -1,0 +1,259 @@
+"""What memory a run's ranks need, from its configuration and its plan's facts; nothing touches a device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
+
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
+from hetexp.data.base import build_data, same_shape
+from hetexp.data.loader import cut
+from hetexp.hardware.memory.estimate import (
+    MemoryEstimate,
+    Workload,
+    estimate_memory,
+    largest_microbatch,
+    readable,
+)
+from hetexp.hardware.memory.rules import MemoryRules, rules_for
+from hetexp.model.base import build_model
+from hetexp.optimizer.build import build_optimizer
+from hetexp.strategy.base import Strategy
+from hetexp.training.loss import build_loss, summed
+from hetexp.training.saving.random_states import seeded
+
+_Rank = tuple[DeviceSpec, int, str, int | None]
+"""Device, local batch size, precision, most samples of a pass."""
+
+
+class RunMemory:
+    """Estimates of every rank of a run.
+
+    The data set is built as the ranks build it, its first sample stands for all, and the model is built
+    without memory where it can be. Nothing here raises for a person's own class that does not work: ranks
+    tell that better, and `reason` has the first line.
+
+    Args:
+        devices: one a rank, as `local_batch_sizes` and `precisions` are.
+        local_batch_sizes: each rank's samples of a full global batch.
+        precisions: what each rank computes in (`float32`, `bfloat16`, …).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        devices: Sequence[DeviceSpec],
+        local_batch_sizes: Sequence[int],
+        precisions: Sequence[str],
+        strategy: Strategy,
+    ) -> None:
+        self._config, self._strategy = config, strategy
+        whole = [None] * len(devices)
+        self._ranks: list[_Rank] = list(zip(devices, local_batch_sizes, precisions, whole, strict=True))
+        self.reason: str | None = None
+        """Why there is no estimate at all."""
+        try:
+            with seeded(config.trainer.seed):
+                data = build_data(config.data)
+                self.sample = next(iter(DataLoader(same_shape(data.train), batch_size=1)))
+            self.data_facts = data.facts
+            inputs, targets = self.sample
+            self.model = _build(config, data.facts, precisions)
+            self._loss = build_loss(config.trainer.loss)
+            self._known = _estimates_of(self._signature())
+        except Exception as error:  # a person's own classes run any code
+            cause = error.__cause__ or error  # Hydra wraps what a constructor raises
+            self.reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+
+    def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
+        """Return a batch's loss, as a rank takes it."""
+        return self._workload("float32", accumulates=False).loss(output, targets)
+
+    def of(
+        self,
+        devices: Sequence[DeviceSpec],
+        local_batch_sizes: Sequence[int],
+        precisions: Sequence[str],
+        microbatch_sizes: Sequence[int | None] = (),
+    ) -> RunMemory:
+        """Return the estimates of other ranks of the same run; data and model are not built again.
+
+        Args:
+            microbatch_sizes: most samples of a pass of each rank, where the configuration does not say it.
+        """
+        other = copy.copy(self)
+        other.__dict__.pop("estimates", None)
+        sizes = microbatch_sizes or [None] * len(devices)
+        other._ranks = list(zip(devices, local_batch_sizes, precisions, sizes, strict=True))
+        return other
+
+    @cached_property
+    def estimates(self) -> list[MemoryEstimate | None]:
+        """What each rank needs; `None` where `reason` says why it is not known."""
+        return [self._estimate(*rank) for rank in self._ranks]
+
+    def problems(self) -> list[str]:
+        """Return one sentence a device whose memory is known and too small, with what would fit."""
+        pairs = zip(self._ranks, self.estimates, strict=True)
+        return [
+            self._problem(device, precision, estimate)
+            for (device, _, precision, _), estimate in pairs
+            if estimate is not None
+            and device.memory_bytes is not None
+            and estimate.total_bytes > device.memory_bytes
+        ]
+
+    def caps(self) -> list[int | None]:
+        """Return the most samples a step that each device's memory allows, `None` where it sets no limit.
+
+        It sets none where its size or the need is not known, and where passes may be as small as need be.
+        A device that cannot hold one sample has the cap 0.
+        """
+        trainer = self._config.trainer
+        if trainer.microbatch_size is not None:
+            return [None] * len(self._ranks)
+        if trainer.accumulate == 1 and self._strategy.varies_passes():
+            most = [trainer.global_batch_size] * len(self._ranks)
+            return [0 if size == 0 else None for size in self.largest_passes(most)]
+        most_of_pass = -(-trainer.global_batch_size // trainer.accumulate)
+        sizes = [
+            self._largest(device, precision, most_of_pass, trainer.accumulate > 1)
+            for device, _, precision, _ in self._ranks
+        ]
+        return [None if size is None else size * trainer.accumulate for size in sizes]
+
+    def largest_passes(self, num_samples: Sequence[int]) -> list[int | None]:
+        """Return the size of the largest pass that fits on each device, to be one of several.
+
+        `None` where so many samples fit in one pass, where memory or need are not known, and where the person
+        chose how a local batch is cut. 0 where not even one sample fits.
+
+        Args:
+            num_samples: of each rank.
+        """
+        trainer = self._config.trainer
+        chosen = trainer.microbatch_size is not None or trainer.accumulate > 1
+        if chosen or not self._strategy.varies_passes():
+            return [None] * len(self._ranks)
+        found: list[int | None] = []
+        for (device, _, precision, _), samples in zip(self._ranks, num_samples, strict=True):
+            whole = self._largest(device, precision, samples, accumulates=False)
+            if whole is None:  # all of them, or unknown
+                found.append(None)
+                continue
+            with_room = self._largest(device, precision, samples, accumulates=True, headroom=True)
+            size = with_room or self._largest(device, precision, samples, accumulates=True)
+            found.append(size if size is not None else samples)
+        return found
+
+    def _largest(
+        self, device: DeviceSpec, precision: str, most: int, accumulates: bool, headroom: bool = False
+    ) -> int | None:
+        """Return the largest pass below `most` samples that fits, `None` if those do or it is not known."""
+        if device.memory_bytes is None or self.reason is not None or most == 0:
+            return None
+        rules = rules_for(device).with_headroom() if headroom else rules_for(device)
+        workload = self._workload(precision, accumulates, rules.foreach)
+        try:
+            largest = largest_microbatch(workload, device.memory_bytes, rules, most, self._measured)
+        except ValueError:  # the model cannot be measured
+            return None
+        return None if largest == most else largest or 0
+
+    def _estimate(
+        self, device: DeviceSpec, local_batch_size: int, precision: str, microbatch_size: int | None
+    ) -> MemoryEstimate | None:
+        if self.reason is not None:
+            return None
+        trainer = self._config.trainer
+        sizes = cut(local_batch_size, trainer.accumulate, trainer.microbatch_size or microbatch_size)
+        rules = rules_for(device)
+        workload = self._workload(precision, len(sizes) > 1, rules.foreach)
+        return self._measured(workload, sizes[0] if sizes else 0, rules)
+
+    def _measured(self, workload: Workload, size: int, rules: MemoryRules) -> MemoryEstimate:
+        """Return the estimate of one of this run's workloads, which is made once in this process."""
+        key = (workload.precision, workload.accumulates, size, rules)
+        if key not in self._known:  # devices of one kind need the same, and searches ask again and again
+            self._known[key] = estimate_memory(workload, size, rules)
+        return self._known[key]
+
+    def _signature(self) -> tuple[Any, ...]:
+        """Return all that estimates depend on beside a workload's precision and size, and the device."""
+        config, strategy = self._config, self._strategy
+        optimizer = {key: value for key, value in config.optimizer.items() if key != "lr"}
+        written = (config.model, config.data, optimizer, config.trainer.activation_checkpointing)
+        tensors = [(name, one.shape, one.dtype) for name, one in self.model.state_dict().items()]
+        sample = tree_map_only(torch.Tensor, lambda one: (one.shape[1:], one.dtype), self.sample)
+        classes = (type(strategy), type(self._loss), *(type(module) for module in self.model.modules()))
+        return str((written, tensors, sample, vars(strategy))), classes
+
+    def _workload(self, precision: str, accumulates: bool, fuses: bool = False) -> Workload:
+        return Workload(
+            model=self.model,
+            build_optimizer=lambda model: build_optimizer(self._config.optimizer, model, fuses),
+            # As `hetexp.training.state.TrainState.local_loss` takes it.
+            loss=lambda output, targets: summed(self._loss, output, targets),
+            sample=self.sample,
+            precision=precision,
+            accumulates=accumulates,
+            keeps_gradients=self._strategy.keeps_gradients(),
+            bucket_bytes=self._strategy.bucket_bytes,
+        )
+
+    def _problem(self, device: DeviceSpec, precision: str, estimate: MemoryEstimate) -> str:
+        assert device.memory_bytes is not None
+        has = readable(device.memory_bytes)
+        # A smaller microbatch is one of several: their gradients are added up.
+        rules, size = rules_for(device), estimate.microbatch_size
+        workload = self._workload(precision, accumulates=True, fuses=rules.foreach)
+        largest = None
+        if estimate.measured and size > 1:
+            try:
+                has_bytes, most, known = device.memory_bytes, size - 1, self._measured
+                largest = largest_microbatch(
+                    workload, has_bytes, rules.with_headroom(), most, known
+                ) or largest_microbatch(workload, has_bytes, rules, most, known)
+            except ValueError:  # fewer samples cannot be measured: that the least is too much still holds
+                return _too_many(self._config, f"less than {size} on {device}", estimate, has, "")
+        if largest is None:
+            alone = estimate if size <= 1 else self._measured(workload, 1, rules)
+            needs = (alone if alone.measured else estimate).explain()
+            return (
+                f"`model` must fit on {device}, which has {has}, but needs {needs} instead. Choose a smaller "
+                "model, an optimizer with less state, or a device with more memory."
+            )
+        fix = f"Write trainer.microbatch_size={largest}"
+        fix += " and trainer.accumulate=1." if self._config.trainer.accumulate > 1 else "."
+        return _too_many(self._config, f"at most {largest} on {device}", estimate, has, fix)
+
+
+@lru_cache(maxsize=64)
+def _estimates_of(signature: tuple[Any, ...]) -> dict[Any, MemoryEstimate]:
+    """Return what is known by now of runs of one signature."""
+    return {}
+
+
+def _too_many(config: Config, accepted: str, estimate: MemoryEstimate, has: str, fix: str) -> str:
+    needs = f"A step needs {estimate.explain()} and the device has {has}. {fix}".strip()
+    return must_be("trainer.microbatch_size", accepted, config.trainer.microbatch_size, needs)
+
+
+def _build(config: Config, facts: Any, precisions: Sequence[str]) -> nn.Module:
+    """Build the model as `hetexp.training.wiring` does, on the meta device if its constructor allows it."""
+    try:
+        with torch.device("meta"):
+            model = build_model(config.model, facts, config.trainer.activation_checkpointing)
+    except Exception:  # it reads values while it is built, or is simply wrong: then this raises, too
+        with torch.random.fork_rng(devices=[]):
+            model = build_model(config.model, facts, config.trainer.activation_checkpointing)
+    return model.to(torch.float64 if "float64" in precisions else torch.float32)

@@ -1,0 +1,268 @@
+"""What each layer of a run's model costs, counted on the model itself before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from hetexp.core.call import call_model
+from hetexp.core.config import Config
+from hetexp.core.errors import ConfigError
+from hetexp.core.stage import Layer
+from hetexp.hardware.memory.estimate import on_meta
+from hetexp.hardware.memory.functions import CardFunctions
+from hetexp.model.base import build_model
+from hetexp.model.layered import Pieces, call_layer, pieces_of
+from hetexp.optimizer.build import build_optimizer
+from hetexp.training.measuring.estimate import RunMemory
+
+SIZES = (2, 3)
+"""Samples of two passes, whose difference is one sample's; normalising over a batch refuses a single one."""
+LARGE_BYTES = 2 * 2**30
+"""Weights of a model that is counted without data if it can be, on emulated devices, too: a plan alone should
+not need the model's memory."""
+_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What one piece did with so many samples."""
+
+    flops: int
+    kept_bytes: int
+    """What backward needs of it, weights and buffers left out."""
+    output_bytes: int
+
+
+def describe_layers(
+    config: Config, built: RunMemory, precision: str = "float32", emulated: bool = False
+) -> tuple[Layer, ...]:
+    """Return the layers between which a pipeline may cut the run's model.
+
+    Args:
+        built: holds the run's model, its loss and a sample.
+        precision: what most of the ranks compute in; activations follow it.
+        emulated: whether the ranks will count a model on the CPU, as emulated devices do; else it is counted
+            without data, and on the CPU only where it needs values.
+
+    Raises:
+        ConfigError: the model may not be cut, or could not be built or called.
+    """
+    if built.reason is not None:
+        raise ConfigError(f"`model` must be one that can be built and called, but: {built.reason}.")
+    if pieces_of(built.model) is None:
+        kind = config.model["_target_"]
+        raise ConfigError(
+            "`model` must tell where it may be cut (a method `pieces`, see hetexp.model.layered) where a "
+            f"strategy cuts it into stages, but {kind} does not. strategy=ddp trains it whole."
+        )
+    passes = None
+    with on_meta(built.model) as model:
+        states = _states(config, model)
+        if not emulated or _bytes([*model.parameters()]) > LARGE_BYTES:
+            with contextlib.suppress(Exception):  # a person's own model runs any code, and may need values
+                passes = _passes(model, built, precision)
+    if passes is None:
+        model = _with_values(config, built)
+        try:
+            passes = _passes(model, built, precision)
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                "`model` must work piece by piece (its method `pieces`, see hetexp.model.layered), but does "
+                f"not: {type(error).__name__}: {first_line}."
+            ) from error
+    return _layers(built.model, states, passes)
+
+
+def _layers(
+    model: nn.Module, states: dict[str, int], passes: Sequence[tuple[_Pass, _Pass]]
+) -> tuple[Layer, ...]:
+    pieces = pieces_of(model)
+    assert pieces is not None
+    flops = [few.flops + more.flops for few, more in passes]
+    total = sum(flops)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
+    for index, name in enumerate(pieces.layer_names):
+        held = _tensors(model, pieces, index)
+        parameters = [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
+        few, more = passes[index]
+        found.append(
+            Layer(
+                name=name,
+                work=flops[index] / total if total else 1 / len(passes),
+                weight_bytes=_bytes(parameters),
+                trained_bytes=_bytes([one for one in parameters if one.requires_grad]),
+                buffer_bytes=_bytes([one for one in held if not isinstance(one, nn.Parameter)]),
+                activation_bytes=max(0, more.kept_bytes - few.kept_bytes),
+                output_bytes=max(0, more.output_bytes - few.output_bytes),
+                state_bytes=sum(states[names[id(one)]] for one in parameters),
+            )
+        )
+    return tuple(found)
+
+
+def _passes(model: nn.Module, built: RunMemory, precision: str) -> list[tuple[_Pass, _Pass]]:
+    """Return of each layer what it does with few samples and with one more."""
+    few, more = (_run(model, built, precision, size) for size in SIZES)
+    return list(zip(few, more, strict=True))
+
+
+def _run(model: nn.Module, built: RunMemory, precision: str, size: int) -> list[_Pass]:
+    pieces = pieces_of(model)
+    assert pieces is not None
+    first = next((p for p in model.parameters()), torch.empty(0))
+    inputs, targets = (_sized(part, size, first) for part in built.sample)
+    payload: Any = inputs
+    found = []
+    for index, name in enumerate(pieces.layer_names):
+        is_last = index == len(pieces.layer_names) - 1
+        call = _piece(model, pieces, name, index == 0, is_last)
+        held = [tensor for tensor in tree_leaves(payload) if isinstance(tensor, torch.Tensor)]
+        around = [*model.parameters(), *model.buffers(), *([] if index else held)]
+        with _saved(around) as kept, FlopCounterMode(display=False) as counter:
+            with _as_on_device(first, precision):
+                # Views: the counter's hooks on a module's arguments refuse leaves.
+                output = call(tree_map_only(torch.Tensor, lambda tensor: tensor.view_as(tensor), payload))
+                result = built.local_loss(output, targets) if is_last else output
+            with _as_on_device(first, precision):  # a layer that computes its activations again does so here
+                _backward(result, [*model.parameters(), *held])
+        sent = 0 if is_last else _bytes([one for one in tree_leaves(output) if isinstance(one, torch.Tensor)])
+        found.append(_Pass(counter.get_total_flops(), _storage_bytes(kept), sent))
+        # As the next rank gets it: a tensor of its own, whose gradient goes back.
+        payload = tree_map_only(torch.Tensor, _received, output)
+    return found
+
+
+def _piece(
+    model: nn.Module, pieces: Pieces, name: str, is_first: bool, is_last: bool
+) -> Callable[[Any], Any]:
+    """Return a layer with what comes before all layers, and after them, where it is the first or last one."""
+    layer = model.get_submodule(name)
+
+    def call(payload: Any) -> Any:
+        if is_first:
+            payload = call_model(pieces.begin, payload)
+        output = call_layer(layer, payload)
+        return pieces.finish(output) if is_last else output
+
+    return call
+
+
+def _backward(result: Any, wanted: Sequence[torch.Tensor]) -> None:
+    tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [tensor for tensor in wanted if tensor.requires_grad]
+    if tensors and leaves:
+        ones = [torch.ones_like(tensor) for tensor in tensors]
+        torch.autograd.grad(tensors, leaves, ones, allow_unused=True)
+
+
+@contextlib.contextmanager
+def _saved(around: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield a list that gets what autograd keeps for backward, but for what is there anyway."""
+    there = {tensor.untyped_storage()._cdata for tensor in around}
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in there:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+@contextlib.contextmanager
+def _as_on_device(weight: torch.Tensor, precision: str) -> Iterator[None]:
+    """Let the model call what it would call on a device of this precision."""
+    if weight.is_meta:
+        functions = CardFunctions(precision, fused_attention=True)
+        with functions:
+            yield
+        functions.forget()
+    elif precision in _HALF:
+        with torch.autocast("cpu", _HALF[precision]):
+            yield
+    else:
+        yield
+
+
+def _states(config: Config, model: nn.Module) -> dict[str, int]:
+    """Return of each parameter of a model on the meta device what the optimizer keeps of it.
+
+    Moments as large as the parameter where the optimizer cannot step without values: what most keep is that
+    or less.
+    """
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        optimizer = build_optimizer(config.optimizer, model)
+        for group in optimizer.param_groups:
+            group.update({key: False for key in ("fused", "foreach") if group.get(key)})
+        optimizer.step()
+    except Exception:  # a person's own optimizer may read values, or want a closure
+        trained = {name: 2 * _bytes([p]) for name, p in model.named_parameters() if p.requires_grad}
+        return {name: trained.get(name, 0) for name, _ in model.named_parameters()}
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+    return {
+        name: _bytes([t for t in tree_leaves(optimizer.state.get(p, {})) if isinstance(t, torch.Tensor)])
+        for name, p in model.named_parameters()
+    }
+
+
+def _tensors(model: nn.Module, pieces: Pieces, index: int) -> list[torch.Tensor]:
+    """Return the parameters and buffers that a layer holds, each once."""
+    names = [pieces.layer_names[index]]
+    names += pieces.begin_names if index == 0 else ()
+    names += pieces.finish_names if index == len(pieces.layer_names) - 1 else ()
+    held: dict[int, torch.Tensor] = {}
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        found = getattr(model.get_submodule(owner), last)
+        own = [*found.parameters(), *found.buffers()] if isinstance(found, nn.Module) else [found]
+        held |= {id(tensor): tensor for tensor in own}
+    return list(held.values())
+
+
+def _with_values(config: Config, built: RunMemory) -> nn.Module:
+    """Return the model on the CPU."""
+    first = next((p for p in built.model.parameters()), None)
+    if first is None or not first.is_meta:
+        return built.model.train()
+    with torch.random.fork_rng(devices=[]):
+        return build_model(config.model, built.data_facts).to(first.dtype).train()
+
+
+def _sized(value: Any, size: int, like: torch.Tensor) -> Any:
+    """Return a sample's inputs or targets repeated, where the model is, floating ones in its type."""
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
+        whole = tensor[:1].expand(size, *tensor.shape[1:]) if tensor.dim() else tensor
+        return whole.contiguous().to(like.device, dtype)
+
+    return tree_map_only(torch.Tensor, one, value)
+
+
+def _received(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad and tensor.is_floating_point())
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return what the tensors' storages take, each once."""
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(sizes.values())

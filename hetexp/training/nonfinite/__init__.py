@@ -1,0 +1,1 @@
+"""Gradients that are not finite: found, skipped, explained."""

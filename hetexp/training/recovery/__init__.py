@@ -1,0 +1,1 @@
+"""How a rank goes on when memory runs out or another rank is lost."""

@@ -1,0 +1,204 @@
+"""The training's state, from one rank to those that lack it: JSON through the store, tensors in pieces.
+
+Nothing is pickled, and every tensor keeps its type and its bits: parameters, buffers, the optimizer's moments
+and master weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetexp.checkpoint.model_state import first_names, named_parameters
+from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
+from hetexp.comm.communicator import Communicator
+from hetexp.optimizer.build import restart_schedule
+from hetexp.training.nonfinite.loss_scale import LossScale
+from hetexp.training.state import Progress, TrainState
+
+if TYPE_CHECKING:
+    from hetexp.training.loop import Training
+
+PIECE_BYTES = 2**24
+"""Of the state that travel in one message."""
+_KEY = "handover"
+_OUTCOME = ("train_loss", "evaluation", "checkpoint", "stopped_early")
+_DONE = ("evaluated_at", "saved_at", "logged_at", "stops")
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What is known of devices, whatever rank they have in the next group."""
+
+    limits: dict[str, int]
+    """Device → most samples of a pass, where its memory ran out with more."""
+    balancer: dict[str, Any] | None
+    """What a policy has learned of their speeds."""
+
+    @classmethod
+    def of(cls, parts: TrainState) -> Carried:
+        """Return what is known in the present group."""
+        pairs = zip(parts.plan.devices, parts.microbatch_limits, strict=True)
+        limits = {device.id: limit for device, limit in pairs if limit is not None}
+        return cls(limits, parts.balancer.to_dict())
+
+    def put_into(self, parts: TrainState) -> None:
+        """Let the next group know it; all ranks do so alike."""
+        parts.microbatch_limits = [self.limits.get(device.id) for device in parts.plan.devices]
+        parts.balancer.inherit(self.balancer)
+
+
+def give(training: Training, store: dist.Store, settled: bool, tensors: bool, handled: int) -> None:
+    """Tell all ranks where the training stands; the rank calls it whose state counts.
+
+    Args:
+        store: of the new group.
+        settled: whether what follows the last step is done; else it is done again, from where it began.
+        tensors: whether a rank needs more than that.
+        handled: number of the last request that was seen to.
+    """
+    parts = training.parts
+    progress = training.progress if settled else training.good
+    named, packed = state_of(parts) if tensors else ({}, None)
+    facts = {
+        "progress": {
+            "step": progress.step,
+            "position": progress.position.to_dict(),
+            "more": progress.to_dict(),
+        },
+        "outcome": {key: getattr(training.outcome, key) for key in _OUTCOME},
+        "done": {key: getattr(training, key) for key in _DONE},
+        "loss_at": list(training.loss_at),
+        "handled": handled,
+        "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
+        "time_scale": parts.time_scale,
+        "limits": training.carried.limits,
+        "balancer": training.carried.balancer,
+        "optimizer": packed,
+        "tensors": [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in named.items()],
+    }
+    store.set(_KEY, json.dumps(facts))
+
+
+def take(training: Training, store: dist.Store, donor: int, behind: bool, tensors: bool) -> int:
+    """Go on from where the training stands by the word of the rank that gave it; all of them call it.
+
+    Args:
+        donor: that rank.
+        behind: whether this rank lacks the state.
+        tensors: whether any rank does.
+
+    Returns:
+        Number of the last request that was seen to.
+
+    Raises:
+        PeerLostError: a rank is gone meanwhile.
+    """
+    parts, progress = training.parts, training.progress
+    facts: dict[str, Any] = json.loads(store.get(_KEY))
+    if tensors:
+        layout = [(name, getattr(torch, kind), tuple(shape)) for name, kind, shape in facts["tensors"]]
+        if parts.rank == donor:
+            named = state_of(parts)[0]
+            send([named[name] for name, _, _ in layout], parts.communicator, donor)
+        else:
+            blank = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in layout}
+            send(list(blank.values()), parts.communicator, donor)
+            if behind:
+                set_state(parts, blank, facts["optimizer"])
+    stands = facts["progress"]
+    now = Progress.from_dict(stands["step"], stands["position"], stands["more"])
+    progress.__dict__.update(now.__dict__)
+    training.good = replace(progress)
+    restart_schedule(parts.schedule, progress.step)
+    for key in _OUTCOME:
+        setattr(training.outcome, key, facts["outcome"][key])
+    for key in _DONE:
+        setattr(training, key, facts["done"][key])
+    training.loss_at = (facts["loss_at"][0], facts["loss_at"][1])
+    if "float16" in parts.plan.precisions:
+        parts.loss_scale = LossScale.from_dict(facts["loss_scale"]) if facts["loss_scale"] else LossScale()
+    else:
+        parts.loss_scale = None
+    if facts["time_scale"] is not None and parts.time_scale is None:
+        parts.time_scale = facts["time_scale"]
+        parts.backend.start_pacing(facts["time_scale"])
+    training.carried = Carried(facts["limits"], facts["balancer"])
+    training.carried.put_into(parts)
+    handled: int = facts["handled"]
+    return handled
+
+
+def state_of(parts: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return all tensors of a training by name, and what else the optimizer keeps, as JSON can hold it."""
+    names = first_names(parts.model)
+    tensors = {f"model/{name}": parameter.detach() for parameter, name in names.items()}
+    # Also those buffers that a checkpoint leaves out.
+    tensors |= {f"buffer/{name}": buffer.detach() for name, buffer in parts.model.named_buffers()}
+    found, packed = pack_optimizer(parts.optimizer, names)
+    tensors |= {f"optimizer/{name}": tensor.detach() for name, tensor in found.items()}
+    return tensors, packed
+
+
+def set_state(parts: TrainState, tensors: dict[str, Tensor], packed: dict[str, Any]) -> None:
+    """Put what `state_of` returned on another rank into this one's model and optimizer."""
+    parameters = named_parameters(parts.model)
+    buffers = dict(parts.model.named_buffers())
+    moments: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for full, tensor in tensors.items():
+            kind, _, name = full.partition("/")
+            if kind == "optimizer":
+                moments[name] = tensor
+            else:
+                (parameters[name] if kind == "model" else buffers[name]).copy_(tensor)
+    restore_optimizer(moments, packed, parts.optimizer, parameters)
+
+
+def send(tensors: Sequence[Tensor], communicator: Communicator, source: int) -> None:
+    """Fill all ranks' tensors on the host with those of one rank, bit for bit; all ranks call it.
+
+    Args:
+        tensors: of the same types and shapes everywhere; on `source` on any device.
+    """
+    gives = communicator.rank == source
+    last, own = -1, torch.empty(0, dtype=torch.uint8)
+    for piece in _pieces([tensor.numel() * tensor.element_size() for tensor in tensors]):
+        message = torch.empty(sum(end - start for _, start, end in piece), dtype=torch.uint8)
+        place = 0
+        if gives:
+            for index, start, end in piece:
+                if index != last:  # off the device once, however many pieces it travels in
+                    last, one = index, tensors[index].detach().cpu().contiguous()
+                    own = one.reshape(-1).view(torch.uint8)
+                message[place : place + end - start] = own[start:end]
+                place += end - start
+        message = communicator.broadcast(message, source)
+        if not gives:
+            for index, start, end in piece:
+                tensors[index].view(-1).view(torch.uint8)[start:end] = message[place : place + end - start]
+                place += end - start
+
+
+def _pieces(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield messages of at most `PIECE_BYTES`: of which tensors which bytes they have."""
+    piece: list[tuple[int, int, int]] = []
+    left = PIECE_BYTES
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            end = min(size, start + left)
+            piece.append((index, start, end))
+            left -= end - start
+            start = end
+            if not left:
+                yield piece
+                piece, left = [], PIECE_BYTES
+    if piece:
+        yield piece

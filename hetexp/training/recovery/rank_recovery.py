@@ -1,0 +1,232 @@
+"""One rank's part in a training whose members change: how it leaves a group, and forms the next one.
+
+A rank that loses another one drops the step that it is in, and waits for the launcher's word on who trains
+from now on (`hetexp/core/epoch.py`). The members re-form their group and tell each other how far they are. A
+rank may have died between the exchange of gradients and the update, so that some have done the step and
+others have not: the newest step counts, since it is the step that all would have done. Who is behind, and who
+comes new, is given all of its state by one that has it (`hetexp/training/recovery/handover.py`). Then the
+next global batch is done by all, whatever their number.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hetexp.comm.lost import is_peer_lost
+from hetexp.comm.rendezvous import exchange
+from hetexp.comm.sockets import shut_all
+from hetexp.comm.watched_store import WatchedStore
+from hetexp.core.epoch import Epoch, plan_key, prepared_key, reformed_key
+from hetexp.core.errors import HandshakeError, HetexpError, PeerLostError, SetupError
+from hetexp.core.lines import last_rows
+from hetexp.core.plan import Plan
+from hetexp.training.recovery.handover import Carried, give, take
+from hetexp.training.recovery.rank_commands import Requests
+from hetexp.training.recovery.watch import LauncherNews
+from hetexp.training.wiring import join_group, leave_group, start_loggers, versions
+
+if TYPE_CHECKING:
+    from hetexp.training.loop import Training
+
+log = logging.getLogger(__name__)
+
+LINES = 2**18
+"""Bytes at the end of `metrics.jsonl` in which the lines of the last step are."""
+
+
+class DismissedError(HetexpError):
+    """The training goes on without this rank, as a person has asked."""
+
+
+class RankRecovery:
+    """What a rank needs to outlive the others, and to hear of what people ask for.
+
+    Args:
+        store: the launcher's.
+        member: this process's number.
+    """
+
+    def __init__(self, store: dist.Store, member: int) -> None:
+        self.member = member
+        self._launcher = store
+        self._watch = LauncherNews(store, shut_all)
+        self.requests = Requests(store)
+        self.epoch = 0
+        """Number of the epoch whose group this rank is in, or is about to form."""
+        self._forming = False
+        self.store: dist.Store = WatchedStore(store, "", self._obsolete)
+        """Of the group; whoever waits in it learns that somebody is gone."""
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Watch no longer, in a process that goes on afterwards."""
+        self._watch.stop()
+
+    def _obsolete(self) -> bool:
+        """Return whether no rank comes to this group any more."""
+        if self._forming:  # some may have gone on to a newer one already, whatever that changes
+            return self._watch.epoch > self.epoch
+        return self._watch.broken_since(self.epoch)
+
+    # ------------------------------------------------------------ at the end of a step
+
+    def notices(self) -> tuple[int, int]:
+        return self._watch.epoch, self._watch.request
+
+    def due(self, noticed: tuple[int, int]) -> bool:
+        return noticed[0] > self.epoch
+
+    def serve(self, training: Training, noticed: tuple[int, int]) -> None:
+        self.requests.serve(training, noticed[1])
+
+    # ------------------------------------------------------------ another group
+
+    def form_anew(self, training: Training, error: Exception | None = None) -> None:
+        parts = training.parts
+        lost = error is not None
+        if error is not None and not (parts.survives and is_peer_lost(error)):
+            raise error
+        if error is not None:
+            log.warning("A member of the group is lost (%s).", str(error).partition("\n")[0])
+        began = time.monotonic()
+        # Before this rank waits: the others are to learn at once that it has left.
+        parts.doing = "waiting"
+        leave_group(parts)
+        training.carried = Carried.of(parts)
+        while True:
+            epoch = self._next_epoch(training, error)
+            if self.member not in epoch.members:
+                raise DismissedError(f"the training goes on without member {self.member}")
+            try:
+                self._join(training, epoch, lost, began)
+            except (PeerLostError, HandshakeError, SetupError, RuntimeError) as failed:
+                if isinstance(failed, RuntimeError) and not is_peer_lost(failed):
+                    raise
+                log.warning("The group of epoch %d did not form: %s", epoch.number, failed)
+                error, lost = failed, True
+                parts.doing = "waiting"
+                leave_group(parts)
+                continue
+            return
+
+    def _next_epoch(self, training: Training, error: Exception | None) -> Epoch:
+        """Return the epoch that follows, or raise what broke the present one where none comes."""
+        limit = training.parts.config.comm.timeout_seconds
+        number = self.epoch
+        while True:
+            epoch = self._watch.newest_after(number, limit)
+            if epoch is None and error is not None:
+                raise error
+            if epoch is not None and (training.ready or self.member in epoch.members):
+                return epoch
+            number = self.epoch if epoch is None else epoch.number  # a newcomer's turn has not come
+
+    def _join(self, training: Training, epoch: Epoch, lost: bool, began: float) -> None:
+        parts = training.parts
+        parts.doing, self._forming, self.epoch = "forming", True, epoch.number
+        self.store = store = WatchedStore(self._launcher, epoch.topic, self._obsolete)
+        plan = Plan.from_json(self._launcher.get(plan_key(epoch.number))).placed_as(parts.plan)
+        rank = epoch.members.index(self.member)
+        donor = -1
+
+        def agree_on_state() -> None:
+            nonlocal donor
+            donor = self._agree(training, store)
+
+        join_group(parts, plan, rank, store, agree_on_state)
+        parts.communicator.barrier()
+        self._forming = False
+        self._take_loggers(training)
+        seconds = time.monotonic() - began
+        if rank == 0:
+            message = {
+                "step": training.progress.step,
+                "donor": epoch.members[donor],
+                "seconds": seconds,
+                "steps_lost": 0,
+                "way": "in process",
+            }
+            self._launcher.set(reformed_key(epoch.number), json.dumps(message))
+            who = ", ".join(device.id for device in plan.devices)
+            log.info("epoch %d: %s train from step %d on", epoch.number, who, training.progress.step)
+
+    def _agree(self, training: Training, store: dist.Store) -> int:
+        """Bring all ranks to the state of the newest step, and return the rank that had it."""
+        parts, limit = training.parts, training.parts.config.comm.timeout_seconds
+        mine: dict[str, Any] = {
+            "step": training.progress.step if training.ready else -1,
+            "settled": training.settled,
+            "evaluated": training.evaluated_at == training.progress.step,
+            "saved": training.saved_at == training.progress.step,
+            "written": written(training),
+            "runs on": versions(),
+        }
+        everyone = exchange(store, "state", parts.rank, parts.plan.world_size, mine, limit)
+        newest = max(one["step"] for one in everyone)
+        if newest < 0:
+            raise SetupError("none of the members has a state to go on from.")
+        have = [rank for rank, one in enumerate(everyone) if one["step"] == newest]
+        donor, behind = have[0], len(have) < len(everyone)
+        # What follows the step is done again by all unless all have done it. The rank that writes may have
+        # died when the others had handed over their part of a line.
+        complete = all(everyone[rank]["written"] for rank in have)
+        settled = complete and all(everyone[rank]["settled"] for rank in have)
+        if parts.rank == donor:
+            give(training, store, settled, behind, self.requests.handled)
+        self.requests.handled = take(training, store, donor, mine["step"] < newest, behind)
+        parts.run_on = tuple(one["runs on"] for one in everyone)
+        training.settled = settled
+        if not complete:
+            training.logged_at = -1
+        if not complete or not all(everyone[rank]["evaluated"] for rank in have):
+            training.evaluated_at = -1
+        if not all(everyone[rank]["saved"] for rank in have):
+            training.saved_at = -1
+        training.ready = True
+        return donor
+
+    def _take_loggers(self, training: Training) -> None:
+        """Let only the first rank write the metrics from now on."""
+        parts = training.parts
+        if parts.rank == 0:
+            training.lines = written_lines(Path(parts.plan.run_dir) / "metrics.jsonl")
+            if not parts.loggers:
+                parts.loggers = start_loggers(parts)
+        elif parts.loggers:
+            for logger in parts.loggers:
+                logger.finish({}, 0)
+            parts.loggers = ()
+
+    # ------------------------------------------------------------ a newcomer
+
+    def prepare(self) -> None:
+        """Tell the launcher that this process can be taken in."""
+        self._launcher.set(prepared_key(self.member), "1")
+
+
+def written(training: Training) -> bool:
+    """Return whether the lines that this rank has had its part in since the last step are in the file."""
+    step, due = training.progress.step, set()
+    if training.logged_at == step:
+        due.add(("train", step))
+    if training.evaluated_at == step and training.outcome.evaluation:
+        due.add(("eval", step))
+    return not due or due <= written_lines(Path(training.parts.plan.run_dir) / "metrics.jsonl")
+
+
+def written_lines(path: Path) -> set[tuple[str, int]]:
+    """Return which lines of the last steps a metrics file has: `train` or `eval`, and the step."""
+    found = set()
+    for row in last_rows(path, LINES):
+        kinds = {str(name).partition("/")[0] for name in row}
+        found |= {(kind, row["step"]) for kind in kinds & {"train", "eval"}}
+    return found

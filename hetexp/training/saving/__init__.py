@@ -1,0 +1,1 @@
+"""Checkpoints: written, rotated, and resumed from."""

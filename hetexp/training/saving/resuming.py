@@ -1,0 +1,160 @@
+"""How a run goes on from a checkpoint, whatever strategy and devices it is of."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetexp.checkpoint.choose import ResumeRequest, choose
+from hetexp.checkpoint.folder import load_checkpoint
+from hetexp.checkpoint.manifest import rank_folders, search_rank_checkpoints
+from hetexp.core.errors import CheckpointError, must_be
+from hetexp.optimizer.build import build_optimizer, restart_schedule
+from hetexp.training.nonfinite.loss_scale import LossScale
+from hetexp.training.rank_states import restore_rank
+from hetexp.training.saving.random_states import restore_random
+from hetexp.training.staged_saving import load_part
+from hetexp.training.state import Progress, TrainState
+
+log = logging.getLogger(__name__)
+
+
+def resume(parts: TrainState, configured: bool = True) -> Progress:
+    """Load the checkpoint that `resume` names, and return where the run stands.
+
+    Args:
+        configured: whether the configuration describes the optimizer, so that its new values hold. The groups
+            of a script's own optimizer take all values from the checkpoint, as `load_state_dict` does.
+
+    Raises:
+        CheckpointError: it is not there, not complete or not of this model.
+    """
+    if parts.config.resume is None:
+        return Progress()
+    built = [dict(group) for group in parts.optimizer.param_groups]
+    folder = _checkpoint_of(parts, Path(parts.plan.working_dir, parts.config.resume))
+    if parts.staging is None:
+        state = load_checkpoint(folder, parts.model, parts.optimizer)
+    else:
+        state = load_part(parts, folder)
+    parts.resumed_from = {key: state.extra.get(key) for key in ("run_id", "group")} | {"step": state.step}
+    parts.balancer.restore(state.extra.get("balancer"))
+    if parts.loss_scale is not None and state.extra.get("loss_scale") is not None:
+        parts.loss_scale = LossScale.from_dict(state.extra["loss_scale"])
+    restore_rank(parts, folder)
+    _settle_groups(parts, built, state.extra.get("config", {}) if configured else None)
+    # The rates are a function of the step: they follow from it and from this run's own configuration.
+    restart_schedule(parts.schedule, state.step)
+    part = state.extra.get("part")
+    if parts.local is not None and part is not None:
+        parts.local.goes_on, parts.local.samples = True, part["samples"]
+        if parts.strategy.apart and part["share"] != parts.plan.shares[parts.rank]:
+            log.warning("resume: the shares are others than before: samples are dealt out again.")
+    restore_random(parts, folder)
+    parts.microbatch_limits = _limits_before(parts, state.extra.get("devices", []))
+    return Progress.from_dict(state.step, state.position, state.extra["progress"])
+
+
+def _checkpoint_of(parts: TrainState, path: Path) -> Path:
+    """Return the checkpoint that this rank goes on from: its own, where each has one.
+
+    Raises:
+        CheckpointError: there is none, or there are those of another number of ranks.
+    """
+    if parts.strategy.apart and rank_folders(path):
+        folders = search_rank_checkpoints(path)
+        if len(folders) == parts.plan.world_size:
+            return folders[parts.rank]
+        accepted = f"a run of as many devices as this one has ({parts.plan.world_size})"
+        fix = f"It is of {len(folders)}: hetexp merge makes one model of theirs, which any run goes on from."
+        raise CheckpointError(must_be("resume", accepted, str(path), fix))
+    wish = ResumeRequest.read(
+        str(path), Path()
+    )  # of a script's own `run.resume`; else the launcher has chosen
+    chosen = choose(Path(wish.path or path), wish.which, contents=False)
+    for sentence in chosen.skipped:
+        log.warning("resume: %s", sentence)
+    return chosen.folder
+
+
+def _settle_groups(
+    parts: TrainState, built: Sequence[Mapping[str, Any]], saved: Mapping[str, Any] | None
+) -> None:
+    """Decide which values of the optimizer's groups hold, now that all of them are the checkpoint's.
+
+    What this run's configuration says otherwise than the saved run's holds, and so do the rates. All other
+    values stay the checkpoint's, as an optimizer may count or estimate something in its groups.
+
+    Args:
+        built: the groups before.
+        saved: the saved run's configuration; `None`: the checkpoint's values hold.
+
+    Raises:
+        CheckpointError: the optimizer's state in the checkpoint lacks what the new values need.
+    """
+    groups = parts.optimizer.param_groups
+    holds: set[str] = set()
+    if saved is not None:
+        section, before = parts.plan.config["optimizer"], saved.get("optimizer") or {}
+        holds = {key for key in section.keys() | before.keys() if section.get(key) != before.get(key)}
+        if any(key not in group for key in holds for group in groups):  # of a function that makes the groups
+            holds = {key for group in built for key in group}
+        holds = (holds | {"lr", "initial_lr"}) - {"params", "param_names"}
+    held, taken = {}, {}
+    for group, first in zip(groups, built, strict=True):
+        for key in first.keys() - {"params", "param_names"}:
+            now, new = group[key], first[key]
+            if key in holds:
+                group[key] = new
+            if _plain(now) == _plain(new) or (saved is not None and key == "lr"):  # a schedule moves it
+                continue
+            name = "lr" if key == "initial_lr" else key
+            if key in holds:
+                held[name] = f"{name}={_plain(new)} (before: {_plain(now)})"
+            else:
+                taken[name] = f"{name}={_plain(now)} (not {_plain(new)})"
+    if held.keys() - {"lr"} and (lacking := _lacking_state(parts)):
+        raise CheckpointError(
+            f"`optimizer` must be as in the checkpoint's run, but has {', '.join(sorted(held.values()))}. "
+            f"The checkpoint has no '{lacking[0]}', which the optimizer then needs."
+        )
+    if held and parts.rank == 0:
+        log.info("resume: the optimizer has this run's %s.", ", ".join(sorted(held.values())))
+    if taken and parts.rank == 0:
+        level = logging.INFO if saved is not None else logging.WARNING  # a script alone shows only these
+        values = ", ".join(sorted(taken.values()))
+        log.log(level, "resume: the optimizer has the checkpoint's %s.", values)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that can be compared and shown: a configuration has lists where a class has tuples."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _lacking_state(parts: TrainState) -> list[str]:
+    """Return what the optimizer would keep of a parameter that its state in the checkpoint does not have."""
+    kept = [parameter for parameter, state in parts.optimizer.state.items() if state]
+    if not kept:
+        return []
+    smallest = min(kept, key=torch.Tensor.numel)
+    twin = nn.Parameter(torch.zeros_like(smallest))
+    twin.grad = torch.zeros_like(smallest)
+    with contextlib.suppress(Exception):  # an optimizer that wants more than a gradient judges by itself
+        fresh = build_optimizer(parts.plan.config["optimizer"], nn.ParameterList([twin]))
+        fresh.step()
+        return sorted(fresh.state[twin].keys() - parts.optimizer.state[smallest].keys())
+    return []
+
+
+def _limits_before(parts: TrainState, devices: list[dict[str, Any]]) -> list[int | None]:
+    """Return the microbatch limits that memory set to the same devices before."""
+    known = {(one["id"], one["name"]): one.get("microbatch_limit") for one in devices}
+    return [known.get((device.id, device.name)) for device in parts.plan.devices]

@@ -1,0 +1,205 @@
+"""What a rank, or all of them together, make of the training's state: one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetexp.checkpoint.folder import STAGES, Snapshot, SnapshotMemory, TrainingState, packed_whole
+from hetexp.checkpoint.manifest import folder_name
+from hetexp.checkpoint.rotation import KEPT_TIMED, Rotation
+from hetexp.core.errors import CheckpointError
+from hetexp.optimizer.build import restart_schedule
+from hetexp.training.rank_states import rank_files
+from hetexp.training.saving.random_states import random_files
+from hetexp.training.staged_saving import Packed, gather
+from hetexp.training.state import Progress, TrainState
+
+
+def provenance(parts: TrainState) -> list[dict[str, Any]]:
+    """Return what trained the model: each rank's device, its part of the batch, and what it ran on."""
+    plan = parts.plan
+    ranks = [0] * len(plan.cards) or range(plan.world_size)
+    kept = ("id", "backend", "vendor", "name", "uuid", "architecture", "driver", "emulated")
+    return [
+        {key: getattr(device, key) for key in kept}
+        | {"share": share, "precision": plan.precisions[rank] if plan.precisions else None}
+        | {"microbatch_limit": parts.microbatch_limits[rank]}
+        | (parts.run_on[rank] if parts.run_on else {})
+        for rank, device, share in zip(ranks, plan.all_devices, plan.card_shares or plan.shares, strict=True)
+    ]
+
+
+def save(
+    parts: TrainState,
+    progress: Progress,
+    evaluation: Mapping[str, float] | None = None,
+    wait: bool = False,
+    timed: bool = False,
+) -> str | None:
+    """Write a checkpoint on rank 0, whose replica is as good as any; return its path there.
+
+    All ranks call it, and go on once its snapshot is taken (`trainer.checkpoint_in_background`); the others
+    wait for that, as long as it takes. One write is under way at a time.
+
+    Args:
+        evaluation: of the weights as they are now, where they were evaluated.
+        wait: until it is on the disk.
+        timed: whether it is written only because the last one is old (`trainer.checkpoint_minutes`).
+
+    Raises:
+        CheckpointError: it could not be written, or, with `trainer.on_save_error=stop`, the one before it.
+    """
+    files = random_files(parts)
+    if parts.strategy.apart:
+        return _save_apart(parts, Content(_state(parts, progress), files, evaluation, timed), wait)
+    path = None
+    files |= rank_files(parts)
+    gathered = gather(parts, progress.step) if parts.staging is not None else None
+    if parts.rank == 0:
+        state = _state(parts, progress)
+        if gathered is not None:
+            state.extra[STAGES] = gathered.stages
+        with parts.communicator.working():
+            content = Content(state, files, evaluation, timed, gathered)
+            path = _write(parts, parts.checkpoints, content, wait)
+    parts.communicator.meet()
+    return path
+
+
+def add_evaluation(parts: TrainState, step: int, evaluation: Mapping[str, float]) -> None:
+    """Write an evaluation into the checkpoint that was saved at this step before; all ranks call it."""
+    if not evaluation or (parts.rank != 0 and not parts.strategy.apart):
+        return
+    parent = rank_folder(parts, parts.rank) if parts.strategy.apart else parts.checkpoints
+    parts.saver.add_evaluation(parent / folder_name(step), evaluation, _rotation(parts))
+
+
+def finish_saving(parts: TrainState) -> None:
+    """Wait until the last checkpoint is on the disk; all ranks call it.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    with parts.communicator.working():
+        parts.saver.settle()
+    parts.communicator.meet()
+
+
+def save_before(parts: TrainState, good: Progress, first_step: int, saved_at: int) -> str:
+    """Save the state before a step that ends the run, and return how to go on from it; all ranks call it.
+
+    Args:
+        good: where the run stood then; the weights are still of that moment.
+        first_step: steps that were done when this run began: what it began with needs no checkpoint.
+        saved_at: step of the last checkpoint.
+    """
+    fix = "with a lower `optimizer.lr`, with `trainer.clip_norm`, or with trainer.non_finite=skip"
+    if parts.config.trainer.fast_dev_run or good.step == first_step:
+        parts.communicator.barrier()  # no rank leaves while rank 0 still writes metrics
+        return f"No step before it is worth a checkpoint: start again {fix}, which leaves such steps out."
+    if saved_at != good.step:
+        restart_schedule(parts.schedule, good.step)
+        try:
+            save(parts, good, wait=True)
+        except CheckpointError as error:  # on rank 0, while the others wait for it
+            parts.communicator.meet()
+            return f"The state before it could not be saved: {error}"
+    try:
+        parts.saver.settle()
+    except CheckpointError as error:
+        parts.communicator.barrier()
+        return f"The state before it could not be saved: {error}"
+    parts.communicator.barrier()
+    return (
+        f"The state before it is saved ({parts.checkpoints / folder_name(good.step)}): go on from there by "
+        f"resume={parts.plan.run_dir}, {fix}, which leaves such steps out."
+    )
+
+
+def rank_folder(parts: TrainState, rank: int) -> Path:
+    """Return the folder of a rank's own checkpoints, where each trains a model of its own."""
+    return parts.checkpoints / f"rank_{rank}"
+
+
+def _save_apart(parts: TrainState, content: Content, wait: bool) -> str:
+    """Write each rank's own checkpoint, which says what part of the data it is of."""
+    assert parts.local is not None
+    state = content.state
+    rank, device = parts.rank, parts.plan.devices[parts.rank]
+    state.extra["devices"] = [state.extra["devices"][rank]]
+    state.extra["part"] = {
+        "rank": rank,
+        "ranks": parts.plan.world_size,
+        "device": device.id,
+        "share": parts.plan.shares[rank],
+        "samples": parts.local.samples,
+        "seed": parts.config.trainer.seed,
+    }
+    with parts.communicator.working():
+        _write(parts, rank_folder(parts, rank), content, wait)
+    parts.communicator.meet()
+    return str(parts.checkpoints)
+
+
+def _state(parts: TrainState, progress: Progress) -> TrainingState:
+    return TrainingState(
+        step=progress.step,
+        position=progress.position.to_dict(),
+        schedule={"step": parts.schedule.last_epoch},
+        extra={
+            "run_id": parts.plan.run_id,
+            "group": parts.plan.group,
+            "progress": progress.to_dict(),
+            "emulated": parts.plan.emulated,
+            "devices": provenance(parts),
+            "config": parts.plan.config,
+            "balancer": parts.balancer.to_dict(),
+            "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Content:
+    """What goes into a checkpoint, beside this rank's model and optimizer."""
+
+    state: TrainingState
+    files: dict[str, bytes]
+    evaluation: Mapping[str, float] | None = None
+    timed: bool = False
+    gathered: Packed | None = None
+    """Model and optimizer of all ranks, where each has a part of them."""
+
+
+def _write(parts: TrainState, parent: Path, content: Content, wait: bool) -> str:
+    """Write what this rank holds, or what was gathered from all of them."""
+    trainer = parts.config.trainer
+
+    def take(memory: SnapshotMemory) -> Snapshot:
+        gathered = content.gathered
+        model, optimizer = (
+            packed_whole(parts.model, parts.optimizer)
+            if gathered is None
+            else (gathered.model, gathered.optimizer)
+        )
+        return memory.take(model, optimizer, content.state, content.files, content.evaluation, content.timed)
+
+    parts.saver.write(
+        parent,
+        take,
+        _rotation(parts),
+        trainer.on_save_error,
+        wait or not trainer.checkpoint_in_background,
+    )
+    return str(parent / folder_name(content.state.step))
+
+
+def _rotation(parts: TrainState) -> Rotation:
+    trainer = parts.config.trainer
+    # Where each rank has its own, they go on from a step that all of them have: one may be behind.
+    most = trainer.keep_last + parts.strategy.apart if trainer.keep_last else None
+    timed = KEPT_TIMED + parts.strategy.apart
+    return Rotation(most, trainer.keep_best, trainer.early_stopping.metric, timed)

@@ -1,0 +1,52 @@
+"""Words as people write them, turned into what Hydra reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetexp.core.compose.words import written_out
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("gpu_ids=0,1", "hardware.gpu_ids=[0,1]"),
+        ("hardware.gpu_ids=0,1", "hardware.gpu_ids=[0,1]"),
+        ("cuda_ids=0,2", "hardware.cuda_ids=[0,2]"),
+        ("gpu_ids=0", "hardware.gpu_ids=0"),
+        ("gpu_ids=[0,1]", "hardware.gpu_ids=[0,1]"),
+        ("gpu_ids=cuda:0,xpu:0", "hardware.gpu_ids=[cuda:0,xpu:0]"),
+        ("gpu_ids=all", "hardware.gpu_ids=all"),
+        ("gpu_ids=recommend:2", "hardware.gpu_ids=recommend:2"),
+        ("gpu_ids='0,1'", "hardware.gpu_ids='0,1'"),
+        ("gpu_ids=choice(0,1)", "hardware.gpu_ids=choice(0,1)"),
+        ("hardware.devices=0,1", "hardware.devices=0,1"),
+        ("--config-dir=gpu_ids", "--config-dir=gpu_ids"),
+        ("strategy=none", "strategy=single"),
+        ("strategy=dataparallel", "strategy=dp"),
+        ("strategy=distributed", "strategy=ddp"),
+        ("strategy.mode=distributed", "strategy=ddp"),
+        ("strategy.mode=hybrid", "strategy=hybrid"),
+        ("strategy.mode=auto", "strategy=auto"),
+        ("strategy.mode=sideways", "strategy.mode=sideways"),  # and Hydra says that there is no such key
+        ("strategy=ddp", "strategy=ddp"),
+        ("strategy=none,pipeline", "strategy=single,pipeline"),
+        ("strategy.schedule=none", "strategy.schedule=none"),
+        ("strategy=dpp", "strategy=dpp"),
+        ("+experiment=mine", "experiment=mine"),
+        ("++experiment=[mine,yours]", "experiment=[mine,yours]"),
+        ("+experiments=mine", "+experiments=mine"),
+        ("+data.experiment=mine", "+data.experiment=mine"),
+    ],
+)
+def test_outside_a_sweep(typed: str, read: str) -> None:
+    assert written_out(["a=1", typed]) == ["a=1", read]
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_in_a_sweep_a_comma_sweeps(flag: str) -> None:
+    assert written_out([flag, "gpu_ids=0,1", "gpu_ids=choice([0,1],[2])"]) == [
+        flag,
+        "hardware.gpu_ids=0,1",
+        "hardware.gpu_ids=choice([0,1],[2])",
+    ]

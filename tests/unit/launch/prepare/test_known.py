@@ -1,0 +1,45 @@
+"""What is known of devices before a run: all together, each by itself, or what the catalogue says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetexp.app import check, compose_config
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
+from hetexp.core.cost.speed import SpeedCurve
+from hetexp.core.instantiate import instantiate
+from hetexp.launch.prepare.known import known_of
+from hetexp.plan import calibrations
+from hetexp.plan.known import MEASURED
+from hetexp.plan.planner import Request, make_plan
+from hetexp.training.measuring.estimate import RunMemory
+
+JOB = (
+    *("model=mlp", "model.hidden_sizes=[64]", "data=synthetic"),
+    *("hardware.devices=[cpu,cpu]", "logger=none", "trainer.precision=float32", "balancing=equal"),
+)
+
+
+def test_what_devices_exchange_is_not_free_where_they_were_measured_in_another_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a planner would take whatever sends most over a link that it knows to be slow."""
+    monkeypatch.setenv("HETEXP_HOME", str(tmp_path))
+    raw, config, selection, problems = check(compose_config(JOB), Path.cwd())
+    assert not problems
+    assert config is not None
+    plan = make_plan(config, raw, selection, Request(tmp_path / "run", Path.cwd()))
+    curve = DeviceCalibration(SpeedCurve(0.0, 1e-4), 0.5, 0.0, 0.0)
+    exchange = Exchange(((1.0, 1),), other_seconds=0.125)
+    told = {"devices": [curve.to_dict()] * 2, "exchange": exchange.to_dict()}
+    calibrations.store(plan, config, told)
+    strategy = instantiate(config.strategy)
+    built = RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
+    assert known_of(plan, config, built).exchange == exchange
+    elsewhere = known_of(replace(plan, network={"gb_per_second": 0.0125}), config, built)
+    assert set(elsewhere.sources) == {MEASURED}
+    weights = sum(4 * parameter.numel() for parameter in built.model.parameters())
+    assert sum(size for _, size in elsewhere.exchange.buckets) == weights

@@ -1,0 +1,138 @@
+"""All of a training's state comes from one rank to the others, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetexp.comm.communicator import Communicator
+from hetexp.comm.fake import FakeGroup
+from hetexp.data.sampler import Position
+from hetexp.training.loop import Training
+from hetexp.training.recovery import handover
+from hetexp.training.recovery.handover import give, send, set_state, state_of, take
+from hetexp.training.state import Progress, TrainState
+
+MakeParts = Callable[..., TrainState]
+SIZES = [(), (3,), (40, 7), (0,), (1000,)]
+
+
+class Tied(nn.Module):
+    """Two names of one weight, a buffer that is not saved, one that counts, and a weight of another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("hidden", torch.zeros(5), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(inputs) + self.first(inputs)
+        return out
+
+
+@pytest.mark.parametrize("piece", [16, 1000, 2**24])
+def test_messages_of_any_size_bring_all_bits(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(handover, "PIECE_BYTES", piece)
+
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(communicator.rank)
+        tensors = [torch.randn(size, generator=generator, dtype=torch.float64) for size in SIZES]
+        tensors += [torch.tensor([True, False]), torch.tensor([math.nan, -0.0], dtype=torch.bfloat16)]
+        if communicator.rank != 1:
+            tensors[-2].fill_(False)
+            tensors[-1].fill_(7)
+        send(tensors, communicator, 1)
+        return tensors
+
+    everyone = FakeGroup(3).run(rank)
+    for other in (everyone[0], everyone[2]):
+        for mine, theirs in zip(everyone[1], other, strict=True):
+            assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+
+
+def trained(make_parts: MakeParts, communicator: Communicator, steps: int) -> TrainState:
+    """Return parts whose model and moments are those after so many steps, different for each number."""
+    model = Tied()
+    parts = make_parts(communicator, (1.0,) * communicator.world_size, model=model)
+    parts.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    parts.schedule.optimizer = parts.optimizer
+    for step in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1 + step)
+        parts.optimizer.step()
+        model.get_buffer("count").add_(1)
+        model.get_buffer("hidden").add_(step)
+    return parts
+
+
+def test_model_buffers_and_moments_are_those_of_the_donor(make_parts: MakeParts) -> None:
+    alone = FakeGroup(1)
+    donor, other = alone.run(lambda c: (trained(make_parts, c, 3), trained(make_parts, c, 0)))[0]
+    tensors, packed = state_of(donor)
+    assert "buffer/hidden" in tensors
+    assert sum(name.startswith("model/") for name in tensors) == 3  # the tied weight once
+    set_state(other, tensors, packed)
+    again, repacked = state_of(other)
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(again[name], tensor), name
+        assert again[name].dtype == tensor.dtype
+    assert repacked == packed
+    model: Any = other.model
+    assert model.second.weight is model.first.weight
+
+
+def test_those_behind_and_newcomers_stand_where_the_donor_stands(make_parts: MakeParts) -> None:
+    """Rank 2 has the newest step; rank 0 is a step behind, rank 1 comes new."""
+    store = dist.HashStore()
+
+    def rank(communicator: Communicator) -> tuple[Training, int]:
+        steps = {0: 2, 1: 0, 2: 3}[communicator.rank]
+        parts = trained(make_parts, communicator, steps)
+        progress = Progress(step=steps, position=Position(0, 8 * steps), samples=8 * steps)
+        training = Training(parts, progress, ready=communicator.rank != 1)
+        training.loss_at, training.logged_at = (steps, 0.5 * steps), steps - 1
+        training.outcome.evaluation = {"loss": float(steps)}
+        if communicator.rank == 2:
+            give(training, store, settled=False, tensors=True, handled=4)
+        return training, take(training, store, 2, behind=steps < 3, tensors=True)
+
+    (zero, first), (one, second), (two, third) = FakeGroup(3).run(rank)
+    assert (first, second, third) == (4, 4, 4)
+    wanted = state_of(two.parts)[0]
+    for training in (zero, one):
+        assert training.progress == two.progress == training.good
+        assert training.progress.step == 3
+        assert training.loss_at == (3, 1.5)
+        assert training.logged_at == 2
+        assert training.outcome.evaluation == {"loss": 3.0}
+        assert training.parts.schedule.last_epoch == 3
+        for name, tensor in state_of(training.parts)[0].items():
+            assert torch.equal(tensor, wanted[name]), name
+
+
+def test_no_tensor_travels_where_all_are_at_one_step(
+    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "send", lambda *_: pytest.fail("nobody lacks anything"))
+    store = dist.HashStore()
+
+    def rank(communicator: Communicator) -> Training:
+        training = Training(trained(make_parts, communicator, 1), Progress(step=1))
+        training.progress.best = 0.25  # of an evaluation that not all have ended
+        if communicator.rank == 0:
+            give(training, store, settled=False, tensors=False, handled=0)
+        take(training, store, 0, behind=False, tensors=False)
+        return training
+
+    one, other = FakeGroup(2).run(rank)
+    assert one.progress == other.progress
+    assert one.progress.best is None  # it is to be decided again

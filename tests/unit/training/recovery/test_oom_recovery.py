@@ -1,0 +1,202 @@
+"""Memory runs out on a rank: what is cut, what is told, and what stays as it was."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.fake import FakeGroup
+from hetexp.core.errors import PeerLostError
+from hetexp.data.loader import LocalBatch
+from hetexp.data.sampler import Position
+from hetexp.strategy.empty_share import EmptyShareGuard
+from hetexp.strategy.single import Single
+from hetexp.training.measure import StepTimer
+from hetexp.training.nonfinite.loss_scale import LossScale
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.recovery.oom_recovery import (
+    DeviceMemoryError,
+    OutOfMemory,
+    ends_with_shortage,
+    halve_together,
+    recovering_guard,
+    sizes_of,
+    split_microbatches,
+)
+from hetexp.training.state import TrainState
+from hetexp.training.steps import train_step
+
+MakeParts = Callable[..., TrainState]
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def microbatches(*sizes: int) -> list[Any]:
+    start, made = 0, []
+    for size in sizes:
+        made.append((torch.arange(start, start + size), torch.arange(start, start + size) * 2))
+        start += size
+    return made
+
+
+# ---------------------------------------------------------------- cutting
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 25))
+def test_order_and_samples_stay_as_they_were(sizes: list[int], most: int) -> None:
+    pieces = split_microbatches(microbatches(*sizes), most)
+    assert torch.cat([inputs for inputs, _ in pieces]).tolist() == list(range(sum(sizes)))
+    assert torch.cat([targets for _, targets in pieces]).tolist() == [2 * i for i in range(sum(sizes))]
+    assert all(1 <= size <= most for size in sizes_of(pieces))
+
+
+def test_without_limit_and_without_samples_nothing_is_cut() -> None:
+    whole = microbatches(5, 4)
+    assert split_microbatches(whole, None) is whole
+    assert split_microbatches([], 2) == []
+    assert split_microbatches(whole, 5) == whole
+
+
+def test_whatever_a_loader_collates_is_cut() -> None:
+    inputs = {"ids": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "scale": torch.tensor(2.0)}
+    targets = Pair(torch.arange(3), [torch.arange(3), torch.arange(3)])
+    first, second = split_microbatches([(inputs, targets)], 2)
+    assert first[0]["ids"].tolist() == [[0, 1], [2, 3]]
+    assert [piece[0]["names"] for piece in (first, second)] == [["a", "b"], ["c"]]
+    assert second[0]["scale"] == 2.0
+    assert isinstance(second[1], Pair)
+    assert second[1].first.tolist() == [2]
+    assert [part.tolist() for part in second[1].second] == [[2], [2]]
+
+
+# ---------------------------------------------------------------- deciding
+
+
+def test_only_the_rank_in_trouble_halves_and_all_know(make_parts: MakeParts) -> None:
+    def rank(comm: Communicator) -> tuple[bool, list[int | None]]:
+        parts = make_parts(comm, (1, 1, 1))
+        short = OutOfMemory("no more", 2**20) if comm.rank == 1 else None
+        again = halve_together(parts, 3, microbatches(3, 2), short)
+        return again, parts.microbatch_limits
+
+    assert FakeGroup(3).run(rank) == [(True, [None, 2, None])] * 3
+
+
+def test_without_a_shortage_nothing_is_done_again(make_parts: MakeParts) -> None:
+    def rank(comm: Communicator) -> tuple[bool, list[int | None]]:
+        parts = make_parts(comm, (1, 1))
+        return halve_together(parts, 3, microbatches(4), None), parts.microbatch_limits
+
+    assert FakeGroup(2).run(rank) == [(False, [None, None])] * 2
+
+
+def test_a_single_sample_ends_all(make_parts: MakeParts) -> None:
+    def rank(comm: Communicator) -> BaseException:
+        parts = make_parts(comm, (1, 1))
+        short = OutOfMemory("CUDA out of memory.", 3 * 2**20) if comm.rank == 1 else None
+        with pytest.raises((DeviceMemoryError, PeerLostError)) as caught:
+            halve_together(parts, 6, microbatches(1, 1, 1), short)
+        assert parts.microbatch_limits == [None, None]
+        return caught.value
+
+    other, own = FakeGroup(2).run(rank)
+    assert isinstance(other, PeerLostError)
+    assert isinstance(own, DeviceMemoryError)
+    for error in (other, own):
+        assert "Rank 1, cpu:1" in str(error)
+        assert "in step 7, with its share of 3 samples in microbatches of 1 (3.0 MiB were free)" in str(error)
+    assert "CUDA out of memory. Choose a smaller model" in str(own)
+
+
+@pytest.mark.parametrize(
+    ("world", "non_finite", "scale", "recovers"),
+    [
+        (1, "continue", False, True),
+        (2, "continue", False, False),
+        (2, "continue", True, True),
+        (2, "skip", False, True),
+        (2, "stop", False, True),
+    ],
+)
+def test_nobody_learns_of_it_where_nobody_looks(
+    make_parts: MakeParts, world: int, non_finite: str, scale: bool, recovers: bool
+) -> None:
+    def rank(comm: Communicator) -> bool:
+        parts = make_parts(comm, (1,) * world, non_finite=non_finite)
+        parts.strategy = Single()
+        parts.loss_scale = LossScale() if scale else None
+        guard = recovering_guard(parts)
+        assert isinstance(parts.module, EmptyShareGuard)
+        assert parts.module.catches == recovers
+        return guard is not None
+
+    assert FakeGroup(world).run(rank) == [recovers] * world
+
+
+def test_other_errors_pass(make_parts: MakeParts) -> None:
+    parts = make_parts(SoloCommunicator())
+    with pytest.raises(RuntimeError, match="shapes"), ends_with_shortage(parts, 0, [4], "No."):
+        raise RuntimeError("shapes do not match")
+    told = pytest.raises(DeviceMemoryError, match="in microbatches of 4 .* No. no more. Choose")
+    with told, ends_with_shortage(parts, 0, [4, 3], "No."):
+        raise torch.OutOfMemoryError("no more\nsee the manual")
+
+
+# ---------------------------------------------------------------- a step
+
+
+class Hungry(nn.Linear):
+    """A linear layer whose pass over more than `most` samples runs out of memory."""
+
+    most = 2
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("no more")
+        return super().forward(inputs)
+
+
+def one_step(make_parts: MakeParts, most: int, scale: LossScale | None) -> tuple[TrainState, StepTimer]:
+    torch.manual_seed(0)
+    model = Hungry(3, 4)
+    model.most = most
+    parts = make_parts(SoloCommunicator(), precision="float64", model=model)
+    parts.strategy, parts.module, parts.loss_scale = Single(), EmptyShareGuard(model), scale
+    parts.guard = recovering_guard(parts)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    batch = LocalBatch([(inputs, torch.arange(8) % 4)], 8, 8, Position(0, 8))
+    meter = StepTimer(parts.backend)
+    train_step(parts, 0, batch, LossNormalizer(parts.communicator, 1, loss_scale=scale), meter)
+    return parts, meter
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_that_is_done_again_is_the_same_step(make_parts: MakeParts, scaled: bool) -> None:
+    scale = LossScale(1024.0, good_steps=7) if scaled else None
+    plain, _ = one_step(make_parts, 8, LossScale(1024.0) if scaled else None)
+    parts, meter = one_step(make_parts, 2, scale)
+    for ours, theirs in zip(parts.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    assert parts.microbatch_limits == [2]
+    assert parts.guard is not None and parts.guard.shortage is None
+    assert meter.samples == 8
+    assert len(meter._waits) == 4  # of the passes that counted, none of those before
+    assert parts.schedule.last_epoch == 1
+    if scale is not None:  # no overflow
+        assert (scale.value, scale.good_steps) == (1024.0, 8)
+
+
+def test_the_checkpoint_and_the_metrics_tell(make_parts: MakeParts) -> None:
+    from hetexp.training.saving.save import provenance
+
+    parts, _ = one_step(make_parts, 2, None)
+    assert provenance(parts)[0]["microbatch_limit"] == 2
+    assert parts.pass_sizes(7) == [2, 2, 2, 1]
