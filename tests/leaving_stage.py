@@ -30,7 +30,7 @@ class Net(nn.Sequential):
 
 
 def _die_in(save: int, once: Path) -> None:
-    import hetexp.training.staged_saving as saving
+    import hetexp.strategy.pipeline.checkpoint as saving
 
     module: Any = saving
     send, as_bytes, saves = module._send, module._bytes, 0

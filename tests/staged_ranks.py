@@ -17,11 +17,11 @@ from hetexp.core.plan import Plan
 from hetexp.data.loader import LocalBatch
 from hetexp.launch.prepare.stages import with_stages
 from hetexp.plan.planner import Request, make_plan
+from hetexp.strategy.pipeline.checkpoint import gather
+from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
 from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.replicas import ReplicaCheck, ReplicaError
-from hetexp.training.shared_gradients import parameters_by_name
-from hetexp.training.staged_saving import gather
 from hetexp.training.state import Progress, TrainState
 from hetexp.training.steps import train_step
 from hetexp.training.wiring import build_parts

@@ -79,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.launch.terminal.display import show_merge
-    from hetexp.training.merging import Wanted, merge, write_merged
+    from hetexp.strategy.independent.merging import Wanted, merge, write_merged
 
     parents = _parents(options.runs)
     if len(parents) < 2:

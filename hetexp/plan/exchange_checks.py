@@ -10,7 +10,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.hardware.backend import VISIBILITY
 from hetexp.plan.routes import choose_collective
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 OTHER_JOBS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that would make torch find another job; no rank gets them."""

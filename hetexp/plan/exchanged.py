@@ -9,7 +9,7 @@ from hetexp.core.cost.calibration import Exchange
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of, wire_of
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.hierarchical_sgd import HierarchicalSGD
 
 

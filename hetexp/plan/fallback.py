@@ -13,7 +13,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import instantiate
 from hetexp.core.precision import choose_precisions
 from hetexp.hardware.selection.pool import Selection
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.single import Single
 
 SINGLE = {"_target_": "hetexp.strategy.single.Single"}

@@ -25,7 +25,7 @@ from hetexp.hardware.selection.pool import Selection
 from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
 from hetexp.plan.fallback import with_hint
 from hetexp.plan.routes import routed, sums_large
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 _DEFAULT_FOLDER = re.compile(r"\d\d-\d\d-\d\d-[0-9a-f]{6}")
 

@@ -9,7 +9,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.topology import Group, Topology
 from hetexp.hardware.backend import backend_class
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 
 def choose_collective(wanted: str, devices: Sequence[DeviceSpec]) -> str:

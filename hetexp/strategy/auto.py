@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 if TYPE_CHECKING:
     import torch

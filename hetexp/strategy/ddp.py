@@ -13,14 +13,14 @@ from pydantic import PositiveFloat
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from hetexp.comm.communicator import Communicator
-    from hetexp.strategy.empty_share import EmptyShareGuard
+    from hetexp.training.empty_share import EmptyShareGuard
 
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class DDP(Strategy):
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
-        from hetexp.strategy.empty_share import EmptyShareGuard
+        from hetexp.training.empty_share import EmptyShareGuard
 
         # torch 2.13 deprecates the argument and warns whenever it is given, also with its own default.
         buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
@@ -196,7 +196,7 @@ class DDP(Strategy):
         """
         import torch
 
-        from hetexp.strategy.empty_share import given_gradient
+        from hetexp.training.empty_share import given_gradient
 
         if not missing:
             raise torch.OutOfMemoryError("Memory ran out after the last gradient was sent.")
@@ -240,7 +240,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 def _guard_of(module: nn.Module) -> EmptyShareGuard:
     from torch.nn.parallel import DistributedDataParallel
 
-    from hetexp.strategy.empty_share import EmptyShareGuard
+    from hetexp.training.empty_share import EmptyShareGuard
 
     assert isinstance(module, DistributedDataParallel)
     assert isinstance(module.module, EmptyShareGuard)

@@ -80,7 +80,7 @@ class DP(Unexchanged):
         import torch
 
         from hetexp.strategy.chunks import Replicated
-        from hetexp.strategy.empty_share import EmptyShareGuard
+        from hetexp.training.empty_share import EmptyShareGuard
 
         devices = [torch.device(device.type, place) for place in visible_places(self._cards)]
         seed = torch.initial_seed()

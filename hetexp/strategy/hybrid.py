@@ -10,9 +10,9 @@ from pydantic import PositiveInt
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
-from hetexp.strategy.schedules import ScheduleName
-from hetexp.strategy.shard_plan import Ranges
-from hetexp.strategy.staged import Staged
+from hetexp.strategy.pipeline.schedules import ScheduleName
+from hetexp.strategy.pipeline.shard_plan import Ranges
+from hetexp.strategy.pipeline.staged import Staged
 
 
 class Hybrid(Staged):

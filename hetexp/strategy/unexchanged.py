@@ -6,21 +6,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from hetexp.comm.communicator import Communicator
-    from hetexp.strategy.empty_share import EmptyShareGuard
+    from hetexp.training.empty_share import EmptyShareGuard
 
 
 class Unexchanged(Strategy):
     """A strategy in which a rank's gradients are its own matter."""
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        from hetexp.strategy.empty_share import EmptyShareGuard
+        from hetexp.training.empty_share import EmptyShareGuard
 
         return EmptyShareGuard(model)
 
@@ -35,7 +35,7 @@ class Unexchanged(Strategy):
         from hetexp.comm.communicator import SoloCommunicator
         from hetexp.model.recompute import recomputes
         from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
-        from hetexp.strategy.empty_share import EmptyShareGuard
+        from hetexp.training.empty_share import EmptyShareGuard
 
         assert isinstance(module, EmptyShareGuard)
         model: nn.Module = getattr(module.model, "_orig_mod", module.model)
@@ -47,7 +47,7 @@ class Unexchanged(Strategy):
         return nullcontext()
 
     def guard(self, module: nn.Module) -> EmptyShareGuard | None:
-        from hetexp.strategy.empty_share import EmptyShareGuard
+        from hetexp.training.empty_share import EmptyShareGuard
 
         assert isinstance(module, EmptyShareGuard)
         return module

@@ -18,9 +18,9 @@ from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
+from hetexp.strategy.independent.merging import merge_ranks
 from hetexp.training.evaluate import evaluate, evaluate_apart
 from hetexp.training.measure import StepTimer, Totals
-from hetexp.training.merging import merge_ranks
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.nonfinite.search import explain
 from hetexp.training.normalizer import LossNormalizer

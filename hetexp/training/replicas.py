@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from hetexp.core.errors import HetexpError
-from hetexp.training.cutting import Cut
-from hetexp.training.shared_gradients import parameters_by_name
+from hetexp.strategy.pipeline.cutting import Cut
+from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)

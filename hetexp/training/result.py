@@ -24,9 +24,9 @@ from hetexp.hardware.backend import backend_class
 from hetexp.hardware.emulation.emulated import OUTRUN_TOLERANCE
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.links import links_of
+from hetexp.strategy.pipeline.summary import pipeline_fields, stage_fields
 from hetexp.training.loop import Outcome, driven
 from hetexp.training.measure import Totals
-from hetexp.training.staged_result import pipeline_fields, stage_fields
 from hetexp.training.state import TrainState
 from hetexp.training.wiring import versions
 

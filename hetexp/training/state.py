@@ -26,10 +26,10 @@ from hetexp.hardware.backend import Backend
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.logger.base import Logger
 from hetexp.model.hooks import ModelHooks
-from hetexp.strategy.base import Strategy
-from hetexp.strategy.empty_share import EmptyShareGuard
+from hetexp.plan.strategy import Strategy
+from hetexp.strategy.local_sgd.local import LocalTraining
 from hetexp.training.balancer import Balancer
-from hetexp.training.local import LocalTraining
+from hetexp.training.empty_share import EmptyShareGuard
 from hetexp.training.loss import Loss, summed
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.saving.saver import Saver
@@ -38,7 +38,7 @@ from hetexp.training.source import SourceModel
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
-    from hetexp.training.staging import Staging
+    from hetexp.strategy.pipeline.engine import Staging
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from hetexp.data.loader import LocalBatch
-from hetexp.training.local_step import local_step
+from hetexp.strategy.local_sgd.step import local_step
+from hetexp.strategy.pipeline.step import staged_step
 from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.staged_step import staged_step
 from hetexp.training.state import TrainState
 from hetexp.training.step import StepResult, joint_step
 

@@ -46,19 +46,19 @@ from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout
 from hetexp.optimizer.build import build_optimizer, build_schedule
 from hetexp.plan.routes import routes_to_try
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.hierarchical_sgd import HierarchicalSGD
+from hetexp.strategy.hierarchical_sgd.host_group import HostGroup
+from hetexp.strategy.local_sgd.local import LocalTraining
+from hetexp.strategy.pipeline.cutting import Cut, cut_model
+from hetexp.strategy.pipeline.engine import NothingTrained, Staging
 from hetexp.training.balancer import Balancer
 from hetexp.training.compiled import compiled
-from hetexp.training.cutting import Cut, cut_model
-from hetexp.training.host_group import HostGroup
-from hetexp.training.local import LocalTraining
 from hetexp.training.loss import build_loss
 from hetexp.training.nonfinite.loss_scale import LossScale, check_device
 from hetexp.training.recovery.oom_recovery import recovering_guard
 from hetexp.training.saving.random_states import seed_all
 from hetexp.training.source import SourceModel
-from hetexp.training.staging import NothingTrained, Staging
 from hetexp.training.state import TrainState, on_device
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ class Workload:
     accumulates: bool = False
     """Whether gradients of several microbatches are added up."""
     keeps_gradients: bool = False
-    """Whether their memory stays taken from step to step (`hetexp.strategy.base.Strategy`)."""
+    """Whether their memory stays taken from step to step (`hetexp.plan.strategy.Strategy`)."""
     bucket_bytes: Callable[[int, bool], int] = field(default=lambda gradients, accumulates: 0)
     """What the strategy's exchange takes beside the gradients."""
 

@@ -23,7 +23,7 @@ from hetexp.launch.processes.failure import RankFailure
 from hetexp.launch.processes.hosts import is_here
 from hetexp.launch.processes.members import Member
 from hetexp.plan.replan import replan
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 NONE_HERE = "No device of this machine, where the run's folder is, is left."
 FORMING_TRIES = 4

@@ -12,7 +12,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.plan import calibrations
 from hetexp.plan.known import MEASURED, Known
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 if TYPE_CHECKING:
     from hetexp.training.measuring.estimate import RunMemory

@@ -25,8 +25,8 @@ from hetexp.plan.predict.pick import pick, why_picked
 from hetexp.plan.predict.runs import Objective, Prediction, predict_runs
 from hetexp.plan.predict.scale import Scaled, scaled
 from hetexp.plan.predict.what_if import Change, changed
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.auto import Auto
-from hetexp.strategy.base import Strategy
 
 if TYPE_CHECKING:
     from hetexp.training.measuring.estimate import RunMemory

@@ -7,7 +7,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.launch.prepare.arrange import arranged, with_arrangement
-from hetexp.strategy.staged import Staged
+from hetexp.strategy.pipeline.staged import Staged
 
 
 def check_model(config: Config) -> list[str]:
@@ -19,7 +19,7 @@ def check_model(config: Config) -> list[str]:
     strategy = instantiate(config.strategy)
     if not isinstance(strategy, Staged):
         return []
-    from hetexp.training.pieces import layer_names
+    from hetexp.strategy.pipeline.pieces import layer_names
 
     try:
         layers = layer_names(config)

@@ -12,7 +12,7 @@ from hetexp.core.split import apportion
 from hetexp.plan.exchanged import exchange_under
 from hetexp.plan.measured import choose
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.hierarchical_sgd import HierarchicalSGD
 
 

@@ -19,7 +19,7 @@ from hetexp.plan.measured import LEAST_GAIN, Choice
 from hetexp.plan.predict.inputs import ENERGY_TOLERANCE, Needs, PredictedRun, PredictionInputs
 from hetexp.plan.predict.local import local
 from hetexp.plan.predict.stages import staged
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 Objective = Literal["time", "energy", "budget"]
 

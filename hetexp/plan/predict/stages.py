@@ -9,7 +9,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.stage import Layer
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.plan.stages.arrange import Arrangement, CutsModels, arrange
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 
 
 def staged(

@@ -24,7 +24,7 @@ from hetexp.hardware.emulation.emulated import UPDATE_PASSES, CardTimes
 from hetexp.hardware.emulation.pacing import count_work, tensors
 from hetexp.model.base import build_model
 from hetexp.plan.known import CATALOGUE, NOTHING, Known
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.training.measuring.estimate import RunMemory
 
 BUCKET_CAP_MB = 25.0

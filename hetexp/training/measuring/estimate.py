@@ -27,7 +27,7 @@ from hetexp.hardware.memory.estimate import (
 from hetexp.hardware.memory.rules import MemoryRules, rules_for
 from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.training.loss import build_loss, summed
 from hetexp.training.saving.random_states import seeded
 

@@ -16,10 +16,10 @@ from hetexp.checkpoint.folder import load_checkpoint
 from hetexp.checkpoint.manifest import rank_folders, search_rank_checkpoints
 from hetexp.core.errors import CheckpointError, must_be
 from hetexp.optimizer.build import build_optimizer, restart_schedule
+from hetexp.strategy.local_sgd.checkpoint import restore_rank
+from hetexp.strategy.pipeline.checkpoint import load_part
 from hetexp.training.nonfinite.loss_scale import LossScale
-from hetexp.training.rank_states import restore_rank
 from hetexp.training.saving.random_states import restore_random
-from hetexp.training.staged_saving import load_part
 from hetexp.training.state import Progress, TrainState
 
 log = logging.getLogger(__name__)

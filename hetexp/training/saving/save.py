@@ -12,9 +12,9 @@ from hetexp.checkpoint.manifest import folder_name
 from hetexp.checkpoint.rotation import KEPT_TIMED, Rotation
 from hetexp.core.errors import CheckpointError
 from hetexp.optimizer.build import restart_schedule
-from hetexp.training.rank_states import rank_files
+from hetexp.strategy.local_sgd.checkpoint import rank_files
+from hetexp.strategy.pipeline.checkpoint import Packed, gather
 from hetexp.training.saving.random_states import random_files
-from hetexp.training.staged_saving import Packed, gather
 from hetexp.training.state import Progress, TrainState
 
 

@@ -23,7 +23,7 @@ import hetexp.core, hetexp.balancing, hetexp.plan
 for package in (hetexp.core, hetexp.balancing, hetexp.plan):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         load(module.name)
-for name in ("hetexp.hardware.selection.devices", "hetexp.strategy.base", "hetexp.plan.planner",
+for name in ("hetexp.hardware.selection.devices", "hetexp.plan.strategy", "hetexp.plan.planner",
 "hetexp.app"):
     load(name)
 for name in ("hetexp.launch.prepare.planning", "hetexp.launch.terminal.prediction"):

@@ -11,7 +11,7 @@ from torch import nn
 
 from hetexp.hardware.emulation import pacing
 from hetexp.hardware.emulation.pacing import STRETCHES, Slowdown, spread_out
-from hetexp.strategy.empty_share import EmptyShareGuard
+from hetexp.training.empty_share import EmptyShareGuard
 
 
 @pytest.fixture

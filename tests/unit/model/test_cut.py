@@ -15,7 +15,7 @@ from hetexp.model.convnet import ConvNet
 from hetexp.model.cut import Piece, Whole, keep_only, whole_of
 from hetexp.model.gpt import GPT
 from hetexp.model.layered import Pieces
-from hetexp.training.cutting import trace
+from hetexp.strategy.pipeline.cutting import trace
 
 IMAGES = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randint(5, (3, 6), generator=torch.Generator().manual_seed(0))

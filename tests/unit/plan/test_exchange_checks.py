@@ -11,7 +11,7 @@ from hetexp.core.config import Config, read_config
 from hetexp.core.errors import ConfigError
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.hybrid import Hybrid
 from hetexp.strategy.local_sgd import LocalSGD

@@ -27,7 +27,7 @@ from hetexp.plan.predict.as_json import prediction
 from hetexp.plan.predict.inputs import PredictedRun
 from hetexp.plan.predict.runs import Prediction, predict_runs
 from hetexp.plan.stages.arrange import arrange
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
 
 

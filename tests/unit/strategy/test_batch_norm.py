@@ -15,7 +15,7 @@ from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.model.recompute import recompute_layers
 from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
-from hetexp.strategy.empty_share import EmptyShareGuard
+from hetexp.training.empty_share import EmptyShareGuard
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from hetexp.model.recompute import rebind, recompute_layers, recomputes
 from hetexp.plan.planner import in_one_process
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.dp import DP
-from hetexp.strategy.empty_share import EmptyShareGuard
+from hetexp.training.empty_share import EmptyShareGuard
 
 CARDS = [
     DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia", uuid=f"GPU-{i}", precisions=("float32",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD

@@ -11,7 +11,7 @@ from torch import nn
 
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.model.recompute import recompute_layers
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.strategy.single import Single

@@ -14,7 +14,7 @@ from torch import nn
 from hetexp.hardware.emulation import pacing
 from hetexp.hardware.emulation.pacing import GRAIN_SECONDS, Pacer, count_work, num_samples, tensors
 from hetexp.model.mlp import MLP
-from hetexp.strategy.empty_share import EmptyShareGuard
+from hetexp.training.empty_share import EmptyShareGuard
 
 SAMPLES = 4
 

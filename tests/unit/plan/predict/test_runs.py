@@ -27,7 +27,7 @@ from hetexp.plan.known import CATALOGUE, NOTHING, Known
 from hetexp.plan.measured import choose, predicted
 from hetexp.plan.predict.inputs import LEAST_ENERGY, PredictedRun
 from hetexp.plan.predict.runs import Prediction, predict_runs
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.single import Single
 

@@ -21,11 +21,11 @@ from hetexp.core.config import read_config
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.data.base import build_data
 from hetexp.hardware.memory.estimate import MemoryEstimate
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
+from hetexp.strategy.pipeline.pieces import layer_names
 from hetexp.strategy.single import Single
 from hetexp.training.measuring.estimate import RunMemory
-from hetexp.training.pieces import layer_names
 from hetexp.training.saving.random_states import seed_all
 
 CARD = DeviceSpec("cuda:0", "cuda", 0, "Some card", "nvidia", 8 * GIB, architecture="sm_90")

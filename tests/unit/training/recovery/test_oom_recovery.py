@@ -17,8 +17,8 @@ from hetexp.comm.fake import FakeGroup
 from hetexp.core.errors import PeerLostError
 from hetexp.data.loader import LocalBatch
 from hetexp.data.sampler import Position
-from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.strategy.single import Single
+from hetexp.training.empty_share import EmptyShareGuard
 from hetexp.training.measure import StepTimer
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.normalizer import LossNormalizer

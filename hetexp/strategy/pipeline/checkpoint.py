@@ -21,7 +21,7 @@ from hetexp.checkpoint.optimizer_state import join_optimizers, pack_optimizer, p
 from hetexp.checkpoint.stage_parts import StagePart, lacking, note_unfinished, to_record
 from hetexp.comm.communicator import peer_lost
 from hetexp.core.errors import CheckpointError, PeerLostError
-from hetexp.training.shared_gradients import parameters_by_name
+from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
 from hetexp.training.state import TrainState
 
 

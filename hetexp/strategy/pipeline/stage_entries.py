@@ -15,8 +15,8 @@ from typing import Any
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import did_you_mean, must_be
-from hetexp.strategy.schedules import Schedule
-from hetexp.strategy.shard_plan import Ranges
+from hetexp.strategy.pipeline.schedules import Schedule
+from hetexp.strategy.pipeline.shard_plan import Ranges
 
 Entry = Mapping[str, Any]
 WAYS = ("blocks", "layers", "modules")

@@ -11,11 +11,11 @@ from torch import nn
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.strategy.base import Strategy
+from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.dp import DP
-from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.strategy.single import Single
+from hetexp.training.empty_share import EmptyShareGuard
 
 CPUS = [DeviceSpec(id=f"cpu:{i}", backend="cpu", index=i, name="CPU", vendor="cpu") for i in range(3)]
 

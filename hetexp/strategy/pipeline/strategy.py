@@ -9,10 +9,16 @@ from pydantic import PositiveInt
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.strategy.schedules import ScheduleName
-from hetexp.strategy.shard_plan import Ranges
-from hetexp.strategy.stage_entries import check_entries, check_names, group_of, ranges_by_name, ranges_of
-from hetexp.strategy.staged import Staged
+from hetexp.strategy.pipeline.schedules import ScheduleName
+from hetexp.strategy.pipeline.shard_plan import Ranges
+from hetexp.strategy.pipeline.stage_entries import (
+    check_entries,
+    check_names,
+    group_of,
+    ranges_by_name,
+    ranges_of,
+)
+from hetexp.strategy.pipeline.staged import Staged
 
 
 class Pipeline(Staged):
@@ -24,7 +30,7 @@ class Pipeline(Staged):
         schedule: one of torch's; those with several stages a device give each of them two.
         num_microbatches: of a step; `None`: four a stage, at most the batch.
         shard_plan: layers `[first, end)` of each stage, or its device and what it has of the model (see
-            `hetexp.strategy.stage_entries`); `auto` leaves the cut to the planner.
+            `hetexp.strategy.pipeline.stage_entries`); `auto` leaves the cut to the planner.
     """
 
     name: ClassVar[str] = "pipeline"

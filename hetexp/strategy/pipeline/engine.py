@@ -20,10 +20,10 @@ from torch import nn
 from hetexp.comm.boundary import nothing, number_of, pack, unpack
 from hetexp.core.stage import Stage
 from hetexp.model.cut import Piece
-from hetexp.strategy.staged import Staged
-from hetexp.training.cutting import Cut
+from hetexp.strategy.pipeline.cutting import Cut
+from hetexp.strategy.pipeline.shared_gradients import SharedGradients
+from hetexp.strategy.pipeline.staged import Staged
 from hetexp.training.loss import num_rows
-from hetexp.training.shared_gradients import SharedGradients
 
 if TYPE_CHECKING:
     from hetexp.training.state import TrainState

@@ -16,8 +16,8 @@ from hetexp.comm.exchange import Exchange
 from hetexp.comm.fake import FakeCommunicator, FakeExchange, FakeGroup
 from hetexp.core.config import CommConfig
 from hetexp.core.cost.step import Wire
-from hetexp.training import shared_gradients as module
-from hetexp.training.shared_gradients import SharedGradients
+from hetexp.strategy.pipeline import shared_gradients as module
+from hetexp.strategy.pipeline.shared_gradients import SharedGradients
 from hetexp.training.state import TrainState
 
 MakeParts = Callable[..., TrainState]

@@ -12,14 +12,14 @@ import torch
 from hetexp.comm.summation import Summation
 from hetexp.core.cost.step import Links
 from hetexp.hardware.links import links_of
+from hetexp.strategy.hierarchical_sgd.host_group import HostGroup
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
-from hetexp.training.host_group import HostGroup
+from hetexp.strategy.local_sgd.outer import OuterStep
 from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import conclude, no_tally, share
 from hetexp.training.nonfinite.loss_scale import LossScale, NonFiniteError
 from hetexp.training.nonfinite.samples import ALONE, TOGETHER, WIDTH, NonFiniteSamples
-from hetexp.training.outer import OuterStep
 
 if TYPE_CHECKING:
     from hetexp.training.state import TrainState
@@ -82,7 +82,7 @@ class LocalTraining:
         self.evaluations: list[dict[str, float]] = []
         """Of each rank's own model, the last time that they were evaluated."""
         self.merged: dict[str, Any] | None = None
-        """What became of the ranks' models (`hetexp.training.merging`)."""
+        """What became of the ranks' models (`hetexp.strategy.independent.merging`)."""
         self.host: HostGroup | None = None
         """Where the ranks of a host take each step together."""
         self.host_bytes = 0

@@ -18,7 +18,7 @@ from hetexp.comm.exchange import Exchange
 from hetexp.comm.subgroup import form_subgroup
 from hetexp.hardware.emulation.pacing import GRAIN_SECONDS
 from hetexp.hardware.links import links_of
-from hetexp.training.cutting import Cut
+from hetexp.strategy.pipeline.cutting import Cut
 
 if TYPE_CHECKING:
     from hetexp.training.state import TrainState

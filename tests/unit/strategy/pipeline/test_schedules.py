@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from hetexp.strategy.schedules import SCHEDULES, ScheduleName
+from hetexp.strategy.pipeline.schedules import SCHEDULES, ScheduleName
 
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetexp.comm.communicator import Communicator
-    from hetexp.strategy.empty_share import EmptyShareGuard
+    from hetexp.training.empty_share import EmptyShareGuard
 
 
 class Strategy(ABC):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hetexp.comm.communicator import Communicator, Pending, ReduceOp, SoloCommunicator
 from hetexp.comm.exchange import Exchange
-from hetexp.training.shared_gradients import SharedGradients
+from hetexp.strategy.pipeline.shared_gradients import SharedGradients
 
 if TYPE_CHECKING:
     from hetexp.training.state import TrainState

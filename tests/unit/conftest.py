@@ -25,10 +25,10 @@ from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.optimizer.build import build_schedule
-from hetexp.strategy.base import Strategy
-from hetexp.strategy.empty_share import EmptyShareGuard
+from hetexp.plan.strategy import Strategy
+from hetexp.strategy.local_sgd.local import LocalTraining
 from hetexp.training.balancer import Balancer
-from hetexp.training.local import LocalTraining
+from hetexp.training.empty_share import EmptyShareGuard
 from hetexp.training.loss import build_loss
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.recovery.oom_recovery import recovering_guard

@@ -13,8 +13,8 @@ from hetexp.core.compose.options import group_options
 from hetexp.core.config import Config, read_config
 from hetexp.core.instantiate import check_component
 from hetexp.hardware.backends.cpu import CpuBackend
-from hetexp.strategy.empty_share import EmptyShareGuard
 from hetexp.strategy.local_sgd import LocalSGD
+from hetexp.training.empty_share import EmptyShareGuard
 
 CPUS = [CpuBackend.describe(index) for index in range(3)]
 

@@ -10,9 +10,9 @@ import torch
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.data.loader import LocalBatch, chop, cut
 from hetexp.optimizer.build import restart_schedule
+from hetexp.strategy.hierarchical_sgd.host_group import HostGroup
+from hetexp.strategy.local_sgd.local import FIX, LocalTraining, explain
 from hetexp.training.gradient import take_gradient
-from hetexp.training.host_group import HostGroup
-from hetexp.training.local import FIX, LocalTraining, explain
 from hetexp.training.measure import StepTimer
 from hetexp.training.model_hooks import conclude, project, share
 from hetexp.training.nonfinite.loss_scale import NonFiniteError, settle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetexp.strategy.shard_plan import check_layers, check_ranges
+from hetexp.strategy.pipeline.shard_plan import check_layers, check_ranges
 
 LAYERS = [f"blocks.{index}" for index in range(6)]
 PLAN = "`strategy.shard_plan"

@@ -15,9 +15,9 @@ from hetexp.checkpoint.folder import TrainingState, load_checkpoint, save_checkp
 from hetexp.checkpoint.merge import Parent, read_parent
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.core.errors import CheckpointError
+from hetexp.strategy.independent.merging import Wanted, merge, recalibrate, write_merged
 from hetexp.strategy.single import Single
 from hetexp.training.evaluate import evaluate_alone
-from hetexp.training.merging import Wanted, merge, recalibrate, write_merged
 from hetexp.training.state import TrainState
 
 MakeParts = Callable[..., TrainState]

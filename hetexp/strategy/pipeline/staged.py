@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
-from hetexp.strategy.base import Strategy
-from hetexp.strategy.schedules import SCHEDULES, Schedule, ScheduleName
-from hetexp.strategy.shard_plan import Ranges, check_layers, check_ranges
+from hetexp.plan.strategy import Strategy
+from hetexp.strategy.pipeline.schedules import SCHEDULES, Schedule, ScheduleName
+from hetexp.strategy.pipeline.shard_plan import Ranges, check_layers, check_ranges
 
 if TYPE_CHECKING:
     import torch

@@ -21,11 +21,11 @@ from hetexp.data.loader import read_ahead
 from hetexp.data.sampler import Position
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
+from hetexp.strategy.local_sgd.outer import OuterStep
 from hetexp.training.balancer import SPLITS_FILE
 from hetexp.training.loop import Outcome, train
 from hetexp.training.measure import StepTimer
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
-from hetexp.training.outer import OuterStep
 from hetexp.training.recovery.oom_recovery import DeviceMemoryError
 from hetexp.training.state import Progress, TrainState
 
