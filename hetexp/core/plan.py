@@ -116,6 +116,33 @@ class Plan:
         """Samples of a full global batch that each of a single rank's devices takes."""
         return apportion(sum(self.local_batch_sizes), self.card_shares).counts if self.cards else ()
 
+    def rank_of(self, place: int) -> int:
+        """Return the rank that drives one of `all_devices`."""
+        return 0 if self.cards else place
+
+    def devices_of(self, rank: int) -> tuple[DeviceSpec, ...]:
+        """Return the devices that a rank drives."""
+        return self.cards or (self.devices[rank],)
+
+    def share_of(self, place: int) -> float:
+        """Return the fraction of each global batch that one of `all_devices` takes."""
+        return (self.card_shares or self.shares)[place]
+
+    def batch_size_of(self, place: int) -> int:
+        """Return the samples of a full global batch that one of `all_devices` takes."""
+        return (self.card_batch_sizes or self.local_batch_sizes)[place]
+
+    def precision_of(self, place: int) -> str | None:
+        """Return what one of `all_devices` computes in; `None` if the plan does not say it."""
+        return self.precisions[self.rank_of(place)] if self.precisions else None
+
+    def pass_size_of(self, place: int) -> int | None:
+        """Return the most samples of one pass on one of `all_devices`.
+
+        `None` means that there is no limit, or that a rank divides its passes among several devices.
+        """
+        return None if self.cards else self.microbatch_size(place)
+
     @property
     def world_size(self) -> int:
         return len(self.devices)

@@ -81,8 +81,6 @@ def _calibration(plan: Plan) -> dict[str, Any] | None:
 
 def _device(plan: Plan, place: int) -> dict[str, Any]:
     device = plan.all_devices[place]
-    rank = 0 if plan.cards else place
-    local_batch = (plan.card_batch_sizes or plan.local_batch_sizes)[place]
     return {
         "id": device.id,
         "backend": device.backend,
@@ -92,10 +90,10 @@ def _device(plan: Plan, place: int) -> dict[str, Any]:
         "python": None,
         "torch": None,
         "driver": device.driver,
-        "share": (plan.card_shares or plan.shares)[place],
-        "local_batch": local_batch if plan.script is None else None,
+        "share": plan.share_of(place),
+        "local_batch": plan.batch_size_of(place) if plan.script is None else None,
         "micro_batch": None,
-        "precision": plan.precisions[rank] if plan.precisions else None,
+        "precision": plan.precision_of(place),
         "samples_per_s": None,
         "solo_samples_per_s": None,
         "idle_s": None,

@@ -57,10 +57,10 @@ class RunWatch:
     @property
     def devices(self) -> list[tuple[DeviceSpec, int]]:
         """Its devices, each with the rank that drives it."""
-        if self.plan is None:
+        plan = self.plan
+        if plan is None:
             return []
-        single = bool(self.plan.cards)
-        return [(spec, 0 if single else rank) for rank, spec in enumerate(self.plan.all_devices)]
+        return [(spec, plan.rank_of(place)) for place, spec in enumerate(plan.all_devices)]
 
     def look(self) -> None:
         """Read what is new."""

@@ -146,8 +146,7 @@ def _predicted(plan: Plan, whole: Plan, config: Config) -> tuple[float | None, l
 
 def _of_device(plan: Plan, place: int, chosen: dict[str, str], problem: str | None) -> Answer:
     device = plan.all_devices[place]
-    rank = 0 if plan.cards else place
-    local = (plan.card_batch_sizes or plan.local_batch_sizes)[place]
+    rank, local = plan.rank_of(place), plan.batch_size_of(place)
     limit = plan.microbatch_size(rank)
     memory = plan.memory_bytes[rank] if plan.memory_bytes else None
     named = problem is not None and device.id in problem

@@ -55,8 +55,9 @@ class Restarts:
         if strategy.apart:
             return f"strategy={strategy.name} trains a model on each device, of which one is lost."
         gone = {device.id for device in lost}
-        # One process drives several cards: which of them was lost is not known.
-        rest = [] if plan.cards else [device for device in plan.devices if device.id not in gone]
+        # If one process drives several cards, which of them was lost is not known.
+        groups = [plan.devices_of(rank) for rank in range(plan.world_size)]
+        rest = [group[0] for group in groups if gone.isdisjoint(device.id for device in group)]
         spare = [device for device in plan.left_out if device.id not in gone]
         why = "None of its devices is left."
         if rest:

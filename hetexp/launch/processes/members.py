@@ -103,7 +103,7 @@ def end_all(members: Sequence[Member], grace_seconds: float) -> None:
 
 def environment_of(plan: Plan, rank: int) -> dict[str, str]:
     """Return the environment of a rank."""
-    visible = environment_together(plan.cards or [plan.devices[rank]])
+    visible = environment_together(plan.devices_of(rank))
     wanted = network_environment() | variables(plan.config.get("comm", {}).get("env"))
     return rank_environment(os.environ, visible, plan.threads[rank], package_root(), wanted)
 

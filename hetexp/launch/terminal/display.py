@@ -160,16 +160,15 @@ def show_plan(plan: Plan, console: Console) -> None:
     columns += ["memory"] if any(need is not None for need in plan.memory_bytes) else []
     for column in columns:
         table.add_column(column, justify="right" if column in ("rank", "share", "samples a step") else "left")
-    shares, samples = plan.card_shares or plan.shares, plan.card_batch_sizes or plan.local_batch_sizes
     for place, device in enumerate(plan.all_devices):
-        rank = 0 if plan.cards else place
+        rank = plan.rank_of(place)
         cells: dict[str, str | Text] = {
             "rank": str(rank),
             "device": device.id,
             "name": Text(device.name),
-            "share": f"{shares[place]:.1%}",
-            "samples a step": str(samples[place]),
-            "precision": plan.precisions[rank] if plan.precisions else "",
+            "share": f"{plan.share_of(place):.1%}",
+            "samples a step": str(plan.batch_size_of(place)),
+            "precision": plan.precision_of(place) or "",
             "memory": _memory(plan, rank),
         }
         table.add_row(*(cells[column] for column in columns))

@@ -241,12 +241,11 @@ def _strategy(plan: Plan) -> Any:
 
 def _device(plan: Plan, place: int, strategy: Any) -> Device:
     device = plan.all_devices[place]
-    rank = 0 if plan.cards else place
+    rank = plan.rank_of(place)
     stages = plan.stages[rank] if plan.stages else ()
     script = plan.script is not None
-    counts = plan.card_batch_sizes or plan.local_batch_sizes
-    samples = None if script or stages else counts[place]
-    size = None if script or plan.cards else plan.microbatch_size(rank)
+    samples = None if script or stages else plan.batch_size_of(place)
+    size = None if script else plan.pass_size_of(place)
     return Device(
         key=f"d{place}",
         id=device.id,
@@ -255,8 +254,8 @@ def _device(plan: Plan, place: int, strategy: Any) -> Device:
         emulated=device.emulated,
         rank=rank,
         link=_link(device),
-        precision=plan.precisions[rank] if plan.precisions else None,
-        share=(plan.card_shares or plan.shares)[place],
+        precision=plan.precision_of(place),
+        share=plan.share_of(place),
         samples=samples,
         microbatch_size=size if size is not None and samples is not None and size < samples else None,
         layers=tuple(_layers(plan, stage) for stage in stages),

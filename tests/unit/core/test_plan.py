@@ -106,3 +106,27 @@ def test_a_blank_summary_has_one_entry_a_device() -> None:
     assert [device["emulated"] for device in summary["devices"]] == [False, False, True]
     assert (summary["status"], summary["world_size"], summary["emulated"]) == ("failed", 3, True)
     json.dumps(summary)
+
+
+def test_each_device_has_a_rank_of_its_own_or_one_rank_drives_all() -> None:
+    several = make(precisions=("float32", "bfloat16", "float64"), microbatch_sizes=(None, 1, 2))
+    assert [several.rank_of(place) for place in range(3)] == [0, 1, 2]
+    assert [several.devices_of(rank) for rank in range(3)] == [(CPU,), (CARD,), (EMULATED,)]
+    assert [several.batch_size_of(place) for place in range(3)] == [1, 2, 5]
+    assert [several.precision_of(place) for place in range(3)] == ["float32", "bfloat16", "float64"]
+    assert [several.pass_size_of(place) for place in range(3)] == [None, 1, 2]
+    together = make(
+        devices=(CARD,),
+        cards=(CARD, CARD),
+        shares=(1.0,),
+        card_shares=(0.75, 0.25),
+        local_batch_sizes=(8,),
+        precisions=("bfloat16",),
+        microbatch_sizes=(4,),
+    )
+    assert [together.rank_of(place) for place in range(2)] == [0, 0]
+    assert together.devices_of(0) == (CARD, CARD)
+    assert [together.share_of(place) for place in range(2)] == [0.75, 0.25]
+    assert [together.batch_size_of(place) for place in range(2)] == [6, 2]
+    assert [together.precision_of(place) for place in range(2)] == ["bfloat16", "bfloat16"]
+    assert [together.pass_size_of(place) for place in range(2)] == [None, None]
