@@ -255,11 +255,7 @@ class _Rank:
             parts.communicator.close()
             return
         self.progress = resume(parts)
-        needed = checkpoint_bytes(parts.model, parts.optimizer)
-        if parts.staging is not None:  # a checkpoint is of all stages
-            needed = parts.staging.sum_once(needed)
-        if parts.local is not None:  # it holds every rank's own optimizer, or model
-            needed *= parts.plan.world_size
+        needed = parts.engine.checkpoint_bytes(checkpoint_bytes(parts.model, parts.optimizer))
         if self.rank == 0:
             count = most_checkpoints(config, self.progress.step, parts.total_steps)
             check_checkpoint_space(parts.checkpoints, needed, count)
@@ -325,7 +321,7 @@ class _Rank:
 
     def end_threads(self) -> None:
         """End the threads of this rank, whose process goes on afterwards."""
-        from hetexp.training.wiring import end_exchanging
+        from hetexp.training.group import end_exchanging
 
         if self._survival is not None:
             self._survival.stop()

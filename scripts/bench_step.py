@@ -31,7 +31,6 @@ from hetexp.plan.planner import Request, make_plan
 from hetexp.training.loop import MetricsWindow
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import TrainState
-from hetexp.training.steps import train_step
 from hetexp.training.wiring import build_parts
 
 WARM_STEPS = 2
@@ -94,12 +93,12 @@ def ours(parts: TrainState) -> Callable[[], None]:
     """Return a step of hetexp's loop."""
     window = MetricsWindow(parts)
     window.restart()
-    batches = parts.batches(Position(), parts.total_steps)
+    batches = parts.engine.batches(Position(), parts.total_steps)
     normalizer = LossNormalizer(parts.communicator, 1)
 
     def step() -> None:
         batch = next(batches)
-        window.add(train_step(parts, 0, batch, normalizer, window.meter), batch)
+        window.add(parts.engine.step(0, batch, normalizer, window.meter), batch)
 
     return step
 

@@ -17,13 +17,12 @@ from hetexp.core.plan import Plan
 from hetexp.data.loader import LocalBatch
 from hetexp.launch.prepare.stages import with_stages
 from hetexp.plan.planner import Request, make_plan
-from hetexp.strategy.pipeline.checkpoint import gather
+from hetexp.strategy.pipeline.engine import Stages
 from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
 from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.replicas import ReplicaCheck, ReplicaError
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.steps import train_step
 from hetexp.training.wiring import build_parts
 
 
@@ -83,10 +82,10 @@ def _steps(parts: TrainState, steps: int) -> list[dict[str, torch.Tensor]]:
     meter = StepTimer(parts.backend)
     found = []
     parts.model.train()
-    for number, batch in enumerate(parts.batches(Progress().position, steps)):
-        train_step(parts, number, batch, normalizer, meter)
+    for number, batch in enumerate(parts.engine.batches(Progress().position, steps)):
+        parts.engine.step(number, batch, normalizer, meter)
         tied_are_equal(parts)
-        packed = gather(parts, number + 1)
+        packed = parts.engine.gather(number + 1)
         if packed is not None:
             found.append({name: tensor.clone() for name, tensor in packed.model[0].items()})
     one_bad_gradient_stops_all(parts, batch, normalizer)
@@ -96,8 +95,8 @@ def _steps(parts: TrainState, steps: int) -> list[dict[str, torch.Tensor]]:
 
 def one_bad_gradient_stops_all(parts: TrainState, batch: LocalBatch, normalizer: LossNormalizer) -> None:
     """Check that a gradient that is not finite on the last rank makes all of them leave the step out."""
-    assert parts.staging is not None
-    gradients = parts.staging.gradients
+    assert isinstance(parts.engine, Stages)
+    gradients = parts.engine.staging.gradients
     if parts.rank == parts.plan.world_size - 1:
         add_up = gradients.sum
 
@@ -107,18 +106,18 @@ def one_bad_gradient_stops_all(parts: TrainState, batch: LocalBatch, normalizer:
 
         gradients.sum = spoil  # type: ignore[method-assign]
     before = [p.detach().clone() for p in parts.model.parameters()]
-    result = train_step(parts, 99, batch, normalizer, StepTimer(parts.backend))
+    result = parts.engine.step(99, batch, normalizer, StepTimer(parts.backend))
     assert result.skipped
     assert all(torch.equal(a, b) for a, b in zip(before, parts.model.parameters(), strict=True))
 
 
 def replicas_are_compared(parts: TrainState) -> None:
     """Check that what several ranks hold is compared, and nothing else."""
-    assert parts.staging is not None
+    assert isinstance(parts.engine, Stages)
     check = ReplicaCheck(parts)
     parts.optimizer.zero_grad()
     check.compare(1)
-    cut, own = parts.staging.cut, parameters_by_name(parts.model, parts.staging.cut)
+    cut, own = parts.engine.cut, parameters_by_name(parts.model, parts.engine.cut)
     shared = [(name, ranks) for name, ranks in cut.holders.items() if len(ranks) > 1]
     for name, ranks in shared[:1]:
         if parts.rank == ranks[-1]:
@@ -129,11 +128,11 @@ def replicas_are_compared(parts: TrainState) -> None:
 
 def tied_are_equal(parts: TrainState) -> None:
     """Check that every rank that holds a parameter holds the same bits."""
-    staging = parts.staging
-    assert staging is not None
-    whole, world = staging.cut.whole, parts.plan.world_size
+    assert isinstance(parts.engine, Stages)
+    cut = parts.engine.cut
+    whole, world = cut.whole, parts.plan.world_size
     own = {whole.parameters[name]: p for name, p in parts.model.named_parameters()}
-    for name, ranks in staging.cut.holders.items():
+    for name, ranks in cut.holders.items():
         if len(ranks) < 2 or name not in whole.parameters.values():
             continue
         size = torch.tensor([own[name].numel() if name in own else 0])

@@ -20,6 +20,7 @@ from hetexp.library.attach import attach, find_pace
 from hetexp.library.batches import Collate, on_device, part_batches, steps_left
 from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
+from hetexp.training.engine import StepResult
 from hetexp.training.loop import MetricsWindow, Outcome, rebalance
 from hetexp.training.nonfinite.loss_scale import widened
 from hetexp.training.normalizer import LossNormalizer
@@ -27,7 +28,6 @@ from hetexp.training.result import report
 from hetexp.training.saving import resuming
 from hetexp.training.saving import save as saving
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.step import StepResult
 
 Number = float | int | torch.Tensor
 
@@ -222,7 +222,7 @@ class Run:
         """Take in a step whose gradient is there; the optimizer's part is the script's."""
         parts, progress, batch = self._parts, self._progress, step.batch
         rate = float(parts.optimizer.param_groups[0]["lr"])
-        self._result = StepResult(step.loss_sum, step.global_count, None, rate)
+        self._result = StepResult(step.loss_sum, step.global_count, None, rate, local_count=step.count)
         self._window.meter.samples += batch.local_samples
         if self._before is not None:
             rebalance(parts, progress.step, self._before, self._normalizer.reported)

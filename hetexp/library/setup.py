@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, default_collate
 
+from hetexp.comm.communicator import SoloCommunicator
 from hetexp.core.config import Config, read_config
 from hetexp.core.errors import ConfigError, SetupError, UsageError, must_be
-from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.precision import precision_problems
 from hetexp.core.split import apportion
@@ -32,16 +32,16 @@ from hetexp.library.run import Run
 from hetexp.plan.exchange_checks import float64_problem
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
+from hetexp.training.replica import Replica
 from hetexp.training.saving.random_states import seed_all
 from hetexp.training.state import TrainState
 from hetexp.training.wiring import (
     agree,
-    connect,
+    components,
     data_facts,
-    hook_exchange,
+    engine_of,
     model_facts,
     open_device,
-    pace_exchange,
     start_loggers,
 )
 
@@ -142,9 +142,10 @@ def setup(
     own = _Given(model, optimizer, dataset, eval_dataset, given, collate)
     parts = _parts(plan, config, rank, store, own, sampler)
     called = Called(model)
+    assert isinstance(parts.engine, Replica), "`hetexp launch` has refused other strategies"
+    parts.engine.connect(plan, store, again=False)
     parts.module = parts.strategy.wrap(called, parts.device)
-    pace_exchange(parts)
-    hook_exchange(parts)
+    parts.engine.attach_exchange(store)
     if launched is None:
         parts.loggers = (FirstLine(Path(plan.run_dir)),)
         return Run(parts, called, store, collate)
@@ -189,7 +190,7 @@ def _parts(
 ) -> TrainState:
     """Return this rank's parts, agreed on by all ranks, with a model that nothing wraps yet."""
     model, optimizer = given.model, given.optimizer
-    strategy = instantiate(config.strategy)
+    strategy, policy = components(config)
     run_on: tuple[dict[str, str], ...] = ()
     if _launched is None:
         backend: Backend = backend_class(plan.devices[0].backend)(plan.devices[0])
@@ -205,18 +206,16 @@ def _parts(
         if plan.world_size > 1:  # dropout and random samples differ from rank to rank, as the samples do
             seed_all(config.trainer.seed + 1 + rank)
     _move(model, optimizer, device)
-    policy = instantiate(config.balancing)
     settings = policy.settings if policy.follows else None
     # The script steps a schedule of its own; what counts steps here must touch no rate of its optimizer.
     steps = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=0.0)
-    plan, communicator, summed_by = connect(plan, config, rank, store, device, strategy)
     return TrainState(
         plan=plan,
         config=config,
         rank=rank,
         device=device,
         backend=backend,
-        communicator=communicator,
+        communicator=SoloCommunicator(),
         strategy=strategy,
         model=model,
         module=model,
@@ -229,8 +228,9 @@ def _parts(
         paced=None,
         loggers=(),
         total_steps=0,
-        exchange=summed_by,
         run_on=run_on,
+        engine=engine_of(strategy),
+        policy=policy,
         balancer=Balancer(plan, settings, given.ahead),
     )
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetexp.comm.communicator import Communicator
+    from hetexp.data.sampler import GlobalSampler
     from hetexp.training.empty_share import EmptyShareGuard
 
 
@@ -52,6 +53,26 @@ class Strategy(ABC):
     @abstractmethod
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         """Return what speaks against this strategy here, one sentence a problem, with the fix."""
+
+    def engine(self) -> Any:
+        """Return a new engine, a rank's side of this strategy (`hetexp.training.engine.Engine`).
+
+        `None`: all ranks take one common step, each with its part of the samples, and `wrap` says how their
+        gradients are summed (`hetexp.training.data_parallel.DataParallel`).
+        """
+        return None
+
+    def sampler(self, plan: Plan, config: Config, num_samples: int) -> GlobalSampler:
+        """Return what draws the samples of each global batch; every rank has the same.
+
+        Args:
+            num_samples: of the training data.
+        """
+        from hetexp.data.sampler import GlobalSampler
+
+        trainer = config.trainer
+        sizes = num_samples, trainer.global_batch_size, trainer.seed
+        return GlobalSampler(*sizes, trainer.drop_last, trainer.overfit_batches)
 
     def configure(self, plan: Plan) -> None:  # noqa: B027
         """Take what it needs of the plan; a rank calls it before `wrap`."""

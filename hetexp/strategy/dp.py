@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetexp.comm.communicator import Communicator
+    from hetexp.training.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,11 @@ class DP(Unexchanged):
         self.dim = dim
         self._cards: tuple[DeviceSpec, ...] = ()
         self._shares: tuple[float, ...] = ()
+
+    def engine(self) -> Engine:
+        from hetexp.training.data_parallel import Alone
+
+        return Alone()
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         names = ", ".join(str(device) for device in devices)

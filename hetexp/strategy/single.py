@@ -12,6 +12,8 @@ from hetexp.strategy.unexchanged import Unexchanged
 if TYPE_CHECKING:
     from torch import nn
 
+    from hetexp.training.engine import Engine
+
 
 class Single(Unexchanged):
     """Trains on one device and exchanges nothing."""
@@ -20,6 +22,11 @@ class Single(Unexchanged):
     solo = True
     compiles = True
     predicted_as = "alone"
+
+    def engine(self) -> Engine:
+        from hetexp.training.data_parallel import Alone
+
+        return Alone()
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         if len(devices) == 1:

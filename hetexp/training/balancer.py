@@ -64,9 +64,9 @@ class Balancer:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What each rank is given of a batch as decided by now; a new split holds some steps later."""
+        """What each device is given of a batch as decided by now; a new split holds some steps later."""
         if self.scheduler is None:
-            return self._plan.shares
+            return self._plan.card_shares or self._plan.shares
         split = self.scheduler.split
         return tuple(count / split.total for count in split.counts)
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hetexp.core.call import call_model
-from hetexp.core.split import apportion
 from hetexp.data.loader import chop, cut
 from hetexp.training.loss import count_of, num_rows
 from hetexp.training.state import TrainState
@@ -27,7 +25,7 @@ def evaluate(parts: TrainState) -> dict[str, float]:
     """
     if parts.eval_data is None:
         return {}
-    loss_total, counts, measured = _sums(parts, _batches(parts, parts.rank))
+    loss_total, counts, measured = _sums(parts, _batches(parts, *parts.engine.evaluation_part(_total(parts))))
     parts.communicator.meet()  # a slow device may take longer than a collective would wait
     # A rank without samples never asked the loss, so "no rank said no" is what a maximum can tell.
     counts = parts.communicator.all_reduce(counts)
@@ -42,10 +40,9 @@ def _spliced(parts: TrainState) -> dict[str, float]:
     """Return what the source model tells of the autoencoder, each rank asking it for a part of its data."""
     assert parts.source is not None
     first, end = parts.balancer.now(parts.source.num_samples).bounds(parts.rank)
-    most = max(parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank]), default=1)
     parts.model.eval()
     sums = parts.source.sums(
-        parts.model, first, end, most, parts.device, parts.dtype, parts.communicator.alive
+        parts.model, first, end, parts.evaluation_batch, parts.device, parts.dtype, parts.communicator.alive
     )
     parts.model.train()
     parts.communicator.meet()
@@ -54,30 +51,9 @@ def _spliced(parts: TrainState) -> dict[str, float]:
 
 def evaluate_alone(parts: TrainState) -> dict[str, float]:
     """Run this rank's model over all evaluation data; no other rank takes part."""
-    return _result(parts, *_sums(parts, _batches(parts, None))) if parts.eval_data is not None else {}
-
-
-def evaluate_apart(parts: TrainState) -> list[dict[str, float]]:
-    """Run every rank's own model over all evaluation data, and tell all what each one found.
-
-    Returns:
-        One result a rank, as `evaluate` gives it; the same on every rank.
-    """
     if parts.eval_data is None:
-        return []
-    mine = evaluate_alone(parts)
-    parts.communicator.meet()
-    own = parts.hooks.measures if parts.hooks is not None else ()
-    gathered = torch.zeros((parts.communicator.world_size, 3 + len(own)), dtype=torch.float64)
-    row = [mine["loss"], mine["samples"], mine.get("accuracy", -1.0), *(mine[name] for name in own)]
-    gathered[parts.rank] = torch.tensor(row, dtype=torch.float64)
-    everyone = parts.communicator.all_reduce(gathered).tolist()
-    return [
-        {"loss": loss, "samples": samples}
-        | ({"accuracy": accuracy} if accuracy >= 0 else {})
-        | dict(zip(own, values, strict=True))
-        for loss, samples, accuracy, *values in everyone
-    ]
+        return {}
+    return _result(parts, *_sums(parts, _batches(parts, 0, _total(parts), parts.evaluation_batch)))
 
 
 def _added_up(parts: TrainState, measured: torch.Tensor | None) -> torch.Tensor | None:
@@ -100,7 +76,7 @@ def _sums(parts: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tenso
     parts.model.eval()
     with torch.inference_mode():
         for number, (inputs, targets) in enumerate(batches):
-            output = _output(parts, number, inputs, num_rows(targets))
+            output = parts.engine.forward(inputs, number, num_rows(targets))
             parts.communicator.alive()
             if output is None:
                 continue
@@ -121,14 +97,6 @@ def _sums(parts: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tenso
     return loss_total, counts, measured
 
 
-def _output(parts: TrainState, number: int, inputs: Any, num_samples: int) -> Any:
-    """Return what the model makes of a batch; `None` where another rank has the model's last layers."""
-    if parts.staging is not None:
-        return parts.staging.evaluate(inputs, number, num_samples)
-    with parts.autocast():
-        return call_model(parts.model, parts.to_device(inputs))
-
-
 def _result(
     parts: TrainState, loss_sum: float, counts: torch.Tensor, measured: torch.Tensor | None
 ) -> dict[str, float]:
@@ -141,19 +109,16 @@ def _result(
     return result
 
 
-def _batches(parts: TrainState, rank: int | None) -> Iterator[Any]:
-    """Yield a rank's batches of the evaluation data, or all of them, as large as a training microbatch."""
+def _total(parts: TrainState) -> int:
+    """Return the number of samples to evaluate on."""
     trainer = parts.config.trainer
     total = len(parts.eval_data)  # type: ignore[arg-type]
-    sizes = parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank])
-    batch = max(sizes, default=1)
-    if trainer.fast_dev_run:
-        total = min(total, trainer.fast_dev_run * trainer.global_batch_size)
-    if parts.staging is not None:
-        batch = parts.staging.rows
-        first, end = apportion(total, parts.plan.replica_batch_sizes).bounds(parts.staging.replica)
-    else:
-        first, end = parts.balancer.now(total).bounds(rank) if rank is not None else (0, total)
+    return min(total, trainer.fast_dev_run * trainer.global_batch_size) if trainer.fast_dev_run else total
+
+
+def _batches(parts: TrainState, first: int, end: int, batch: int) -> Iterator[Any]:
+    """Yield the evaluation data from `first` to `end` in batches of at most so many samples."""
+    trainer = parts.config.trainer
     if first == end:
         return
     batches = list(chop(range(first, end), cut(end - first, 1, batch)))

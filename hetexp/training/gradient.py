@@ -12,6 +12,7 @@ import torch
 
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 from hetexp.model.base import WithAuxiliary
+from hetexp.model.hooks import Shared
 from hetexp.training.compiled import any_batch_size, tells_why_not
 from hetexp.training.loss import count_of
 from hetexp.training.measure import StepTimer
@@ -43,6 +44,14 @@ class Gradient:
     """What the model has counted of the local samples, where it counts anything."""
     shortage: OutOfMemory | None = None
     """Memory ran out on this rank: the gradient is NaN somewhere on all ranks, and must not count."""
+    finite: bool | None = None
+    """Whether the gradient is finite on all ranks that step together; `None`: each rank finds that out."""
+    updates: bool = True
+    """Whether the weights follow it; not if nothing of it counts on a rank that steps by itself."""
+    norm: torch.Tensor | None = None
+    """Of the whole gradient, if this rank holds only a part of it."""
+    shared: Shared | None = None
+    """What all ranks know of the step's samples, for a model that does something between steps."""
 
 
 class _ShortInForwardError(RuntimeError):

@@ -1,4 +1,4 @@
-"""The training loop. A step reads top to bottom in `joint_step` (`hetexp/training/step.py`)."""
+"""The training loop. A step reads top to bottom in `guarded_step` (`hetexp/training/step.py`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
-from hetexp.strategy.independent.merging import merge_ranks
-from hetexp.training.evaluate import evaluate, evaluate_apart
+from hetexp.training.engine import StepResult
 from hetexp.training.measure import StepTimer, Totals
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.nonfinite.search import explain
@@ -28,8 +27,6 @@ from hetexp.training.recovery.handover import Carried
 from hetexp.training.replicas import ReplicaCheck
 from hetexp.training.saving.save import add_evaluation, finish_saving, save, save_before
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.step import StepResult
-from hetexp.training.steps import train_step
 
 log = logging.getLogger(__name__)
 
@@ -153,14 +150,16 @@ class Training:
         if not self.settled:
             self._end_step(True)
         left = 0 if self.outcome.stopped_early or self.stops else parts.total_steps - progress.step
-        batches = parts.batches(progress.position, left, progress.step, parts.config.trainer.num_workers)
+        batches = parts.engine.batches(
+            progress.position, left, progress.step, parts.config.trainer.num_workers
+        )
         before: LocalBatch | None = None
         for batch in window.loaded(batches):
             normalizer.report = parts.balancer.own_seconds(window.meter)
             if parts.survives and self._log_due(progress.step + 1):
                 normalizer.window = window.loss
             with window.undone_on_error():
-                result = train_step(parts, progress.step, batch, normalizer, window.meter)
+                result = parts.engine.step(progress.step, batch, normalizer, window.meter)
             if before is not None and normalizer.reported:
                 rebalance(parts, progress.step, before, normalizer.reported)
             before = batch
@@ -180,9 +179,8 @@ class Training:
                     return False
             if self.outcome.stopped_early or self.stops:
                 break
-            if parts.strategy.steps == "local":  # which hears of it with a line, and waits for a common step
-                due = window.save_due and (result.synchronised or parts.strategy.apart)
-            if due and progress.step < parts.total_steps:
+            # Ranks that do not meet in every step learn with a log line that a checkpoint is due.
+            if (due or window.save_due) and result.can_save and progress.step < parts.total_steps:
                 window.stop()
                 self.save(timed=True)
                 window.restart()
@@ -297,17 +295,16 @@ class Training:
         if self.evaluated_at != progress.step:
             self._evaluate()
         finish_saving(parts)
-        if parts.strategy.apart and not trainer.fast_dev_run:
-            outcome.checkpoint, outcome.evaluation = merge_ranks(parts, progress) or (
-                outcome.checkpoint,
-                outcome.evaluation,
-            )
+        if not trainer.fast_dev_run:
+            last = parts.engine.finish(progress.step)
+            outcome.checkpoint, outcome.evaluation = last or (outcome.checkpoint, outcome.evaluation)
         return outcome
 
 
 def driven(parts: TrainState) -> list[Backend]:
     """Return the backends of all devices that this rank drives."""
-    return [type(parts.backend)(card) for card in parts.plan.cards] or [parts.backend]
+    own = parts.backend
+    return [own if own.spec == spec else type(own)(spec) for spec in parts.plan.devices_of(parts.rank)]
 
 
 def rebalance(parts: TrainState, step: int, before: LocalBatch, seconds: Sequence[float]) -> None:
@@ -333,7 +330,7 @@ class MetricsWindow:
         self.energy = EnergyMeter(driven(parts), parts.plan.all_devices)
         self._loss_sum: torch.Tensor | float = 0.0
         self.num_steps = 0
-        self._count = self._local_count = 0.0
+        self._local_count = 0.0
         self._samples = 0
         self._seconds = self._resumed_at = 0.0
         self._last: StepResult | None = None
@@ -393,7 +390,6 @@ class MetricsWindow:
     def add(self, result: StepResult, batch: LocalBatch) -> None:
         """Take a step in."""
         self._loss_sum = self._loss_sum + result.loss_sum
-        self._count += result.global_count
         self._local_count += result.local_count
         self._samples += batch.global_samples
         self.num_steps += 1
@@ -413,29 +409,24 @@ class MetricsWindow:
         self.energy.keep_up()
         compute, waited, local_samples = self.meter.take()
         world = self.parts.communicator.world_size
-        # One table for all, in which each rank fills its row; a count is that of all ranks or each one's own.
+        # One table for all, in which each rank fills its row.
         table = torch.zeros((world, 6), dtype=torch.float64)
         peak = self.parts.backend.peak_memory_bytes()
         memory = math.nan if peak is None else peak / GIB
-        local = self.parts.strategy.steps == "local"
-        counted = self._local_count if self.parts.survives else self._count
-        mine = [float(self._loss_sum), counted, compute, local_samples, memory, self.save_due]
+        mine = [float(self._loss_sum), self._local_count, compute, local_samples, memory, self.save_due]
         table[self.parts.rank] = torch.tensor(mine, dtype=torch.float64)
         table = self.parts.communicator.all_reduce(table)
         losses, counts, computes, samples, memories, due = table.T.tolist()
         self.save_due = bool(due[0])
         # What a rank that was lost had summed up since the last line is lost with it, and its count as well:
         # the mean is then over what the others have computed. A line a step loses nothing (`share_loss`).
-        count = sum(counts) if local or self.parts.survives else self._count
+        count = sum(counts)
         loss = known["loss"] if "loss" in known else sum(losses) / count if count else None
         metrics = self._line(progress, loss, computes, samples)
-        if not self.parts.plan.cards:
-            for device, gib in zip(self.parts.plan.devices, memories, strict=True):
-                if not math.isnan(gib):
-                    metrics[f"device/{device.id}/peak_memory_gib"] = gib
-        if local:
-            for device, own, number in zip(self.parts.plan.devices, losses, counts, strict=True):
-                metrics[f"device/{device.id}/train_loss"] = own / number if number else None
+        for device, gib in zip(self.parts.timed_devices, memories, strict=False):
+            if not math.isnan(gib):
+                metrics[f"device/{device.id}/peak_memory_gib"] = gib
+        metrics |= self.parts.engine.device_metrics(losses, counts)
         for logger in () if quiet else self.parts.loggers:
             logger.log(metrics, progress.step)
         totals = self.totals
@@ -446,8 +437,7 @@ class MetricsWindow:
         totals.global_samples += self._samples
         totals.steps += self.num_steps
         totals.start = totals.start or replace(totals)
-        self._loss_sum, self._seconds, self._count, self._samples, self.num_steps = 0.0, 0.0, 0.0, 0, 0
-        self._local_count = 0.0
+        self._loss_sum, self._seconds, self._local_count, self._samples, self.num_steps = 0.0, 0.0, 0.0, 0, 0
         return loss
 
     def _line(
@@ -468,9 +458,8 @@ class MetricsWindow:
             line["imbalance"] = imbalance(compute, [round(count) for count in samples])
         if self._last is not None and self._last.grad_norm is not None:
             line["train/grad_norm"] = float(self._last.grad_norm)
-        plan = self.parts.plan
-        weights = plan.card_shares if plan.cards else self.parts.balancer.weights
-        for device, weight in zip(plan.all_devices, weights, strict=True):
+        weights = self.parts.balancer.weights
+        for device, weight in zip(self.parts.plan.all_devices, weights, strict=True):
             line[f"balancing/weight/{device.id}"] = weight
         if self.parts.balancer.follows:
             line["balancing/splits"] = self.parts.balancer.num_changes
@@ -479,16 +468,14 @@ class MetricsWindow:
         if self.parts.loss_scale is not None or self.parts.config.trainer.non_finite == "skip":
             line["train/skipped_steps"] = progress.skipped_steps
         idle = idle_seconds(compute)
-        if self.parts.plan.cards:  # the rank is timed, and it drives several
-            return line
-        per_device = zip(self.parts.plan.devices, compute, samples, idle, strict=True)
-        shares = self.parts.plan.shares if self.parts.staging is not None else None  # of the work
-        for rank, (device, seconds, count, waited) in enumerate(per_device):
-            line[f"device/{device.id}/share"] = shares[rank] if shares else count / self._samples
+        shares = self.parts.engine.shares(samples, self._samples)
+        per_device = zip(self.parts.timed_devices, compute, samples, shares, idle, strict=False)
+        for device, seconds, count, share, waited in per_device:
+            line[f"device/{device.id}/share"] = share
             line[f"device/{device.id}/samples_per_second"] = count / seconds if count else None
             if len(compute) > 1:
                 line[f"device/{device.id}/idle_seconds"] = waited / self.num_steps
-        for device, limit in zip(self.parts.plan.devices, self.parts.microbatch_limits, strict=True):
+        for device, limit in zip(self.parts.timed_devices, self.parts.microbatch_limits, strict=False):
             if limit is not None:
                 line[f"device/{device.id}/microbatch_size"] = limit
         return line
@@ -522,33 +509,15 @@ def tell_non_finite(
 def evaluate_and_log(parts: TrainState, progress: Progress, quiet: bool = False) -> dict[str, float]:
     """Evaluate on all ranks and log on rank 0.
 
-    Where each trains a model of its own, the loss is the mean of theirs, weighted by the shares.
-
     Args:
         quiet: write no line; it is there already.
     """
-    if parts.strategy.apart:
-        return _evaluate_apart_and_log(parts, progress)
-    result = evaluate(parts)
+    result, line = parts.engine.evaluate()
     if parts.rank == 0 and not math.isfinite(result.get("loss", 0.0)):
         log.warning("The loss of the evaluation at step %d is %g.", progress.step, result["loss"])
     for logger in () if quiet else parts.loggers:
-        logger.log({f"eval/{name}": value for name, value in result.items()}, progress.step)
+        logger.log(line, progress.step)
     return result
-
-
-def _evaluate_apart_and_log(parts: TrainState, progress: Progress) -> dict[str, float]:
-    assert parts.local is not None
-    parts.local.evaluations = everyone = evaluate_apart(parts)
-    pairs = list(zip(parts.plan.devices, everyone, strict=False))
-    line = {f"device/{device.id}/eval_{key}": one[key] for device, one in pairs for key in one}
-    mean = {
-        key: sum(share * one[key] for share, one in zip(parts.plan.shares, everyone, strict=True))
-        for key in (everyone[0] if everyone else {})
-    }
-    for logger in parts.loggers:
-        logger.log(line | {f"eval/{name}": value for name, value in mean.items()}, progress.step)
-    return mean
 
 
 def should_stop(parts: TrainState, progress: Progress, evaluation: dict[str, float]) -> bool:

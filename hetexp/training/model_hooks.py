@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from hetexp.comm.communicator import Communicator
 from hetexp.data.loader import chop, cut
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.model.hooks import ModelHooks, Probe, Shared
@@ -28,7 +29,12 @@ def no_tally(parts: TrainState) -> torch.Tensor | None:
 
 
 def share(
-    parts: TrainState, step: int, tally: torch.Tensor | None, num_samples: int, before: int | None = None
+    parts: TrainState,
+    step: int,
+    tally: torch.Tensor | None,
+    num_samples: int,
+    before: int | None = None,
+    among: Communicator | None = None,
 ) -> Shared | None:
     """Find what all ranks know of the samples of a step; all of them call it before any weights change.
 
@@ -37,6 +43,7 @@ def share(
         tally: of this rank's samples.
         num_samples: of all ranks.
         before: steps done when it was called the last time; `None`: these.
+        among: the ranks that train the model, if these are not all; it then sees no samples of others.
 
     Returns:
         The same on every rank; `None` where the model does nothing between steps.
@@ -49,11 +56,11 @@ def share(
         return None
     if tally is None:
         tally = torch.zeros(0, dtype=torch.int64)
-    elif not parts.strategy.apart:  # there each rank trains a model of its own, and counts its own samples
-        tally = parts.communicator.all_reduce(tally)  # on the device: where it can, no host waits for it
+    else:
+        tally = (among or parts.communicator).all_reduce(tally)  # on the device if it can: no host waits then
     shared = Shared(step + 1, step if before is None else before, num_samples, tally)
-    # A rehearsal is undone afterwards; a model of one rank's samples must see no others.
-    size = hooks.probe_size(shared) if step >= 0 and not parts.strategy.apart else 0
+    # A rehearsal is undone afterwards.
+    size = hooks.probe_size(shared) if step >= 0 and among is None else 0
     return replace(shared, probe=_probe(parts, hooks, step, size)) if size else shared
 
 

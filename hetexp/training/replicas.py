@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hetexp.core.errors import HetexpError
-from hetexp.strategy.pipeline.cutting import Cut
-from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -94,7 +91,7 @@ class ReplicaCheck:
     def _differences(self) -> list[_Difference]:
         parts = self._parts
         kinds, rows = [], []
-        for number, (kind, name, tensor, ranks) in enumerate(_tensors(parts)):
+        for number, (kind, name, tensor, ranks) in enumerate(parts.engine.replicated()):
             kinds.append((kind, name, ranks))
             rows.append(fingerprint(tensor, number))
         everyone = torch.zeros((parts.communicator.world_size, len(rows), 3), dtype=torch.float64)
@@ -123,42 +120,6 @@ class ReplicaCheck:
             f"by about {worst.size:.2g} of its norm, where {TOLERANCE[self._parts.dtype]:g} may come of "
             f"rounding ({values}).{more}"
         )
-
-
-def _tensors(parts: TrainState) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
-    """Yield what several ranks should hold alike, in one order, and which ranks these are."""
-    if parts.staging is not None:
-        yield from _shared_by_stages(parts, parts.staging.cut)
-        return
-    everyone = tuple(range(parts.communicator.world_size))
-    joint = parts.strategy.steps == "joint"
-    for name, parameter in parts.model.named_parameters():
-        yield "weight", name, parameter.detach(), everyone
-        if joint and parameter.requires_grad:
-            yield "gradient", name, _gradient(parameter), everyone
-    for name, buffer in parts.model.named_buffers():
-        yield "buffer", name, buffer, everyone
-
-
-def _shared_by_stages(
-    parts: TrainState, cut: Cut
-) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
-    """Yield what more than one rank holds: replicas of a layer, both ends of a tied weight."""
-    own, absent = parameters_by_name(parts.model, cut), torch.zeros(())
-    buffers = dict(parts.model.named_buffers())
-    for name in dict.fromkeys(cut.whole.parameters.values()):
-        ranks, parameter = cut.holders[name], own.get(name)
-        if len(ranks) > 1:
-            yield "weight", name, absent if parameter is None else parameter.detach(), ranks
-            if name in cut.whole.trained:
-                yield "gradient", name, absent if parameter is None else _gradient(parameter), ranks
-    for name in cut.whole.buffers:
-        if len(cut.holders[name]) > 1:
-            yield "buffer", name, buffers.get(name, absent), cut.holders[name]
-
-
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return torch.zeros(()) if parameter.grad is None else parameter.grad
 
 
 def fingerprint(tensor: torch.Tensor, number: int) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,23 +13,24 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from hetexp.balancing.base import BalancingPolicy
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.core.split import apportion
-from hetexp.data.loader import LocalBatch, cut, local_batches
+from hetexp.data.loader import cut
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.logger.base import Logger
 from hetexp.model.hooks import ModelHooks
 from hetexp.plan.strategy import Strategy
-from hetexp.strategy.local_sgd.local import LocalTraining
 from hetexp.training.balancer import Balancer
 from hetexp.training.empty_share import EmptyShareGuard
+from hetexp.training.engine import Engine
 from hetexp.training.loss import Loss, summed
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.saving.saver import Saver
@@ -37,8 +38,6 @@ from hetexp.training.source import SourceModel
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
-
-    from hetexp.strategy.pipeline.engine import Staging
 
 
 @dataclass
@@ -76,6 +75,9 @@ class TrainState:
     """Real seconds a modelled second of emulated devices; `None` without any."""
     run_on: tuple[dict[str, str], ...] = ()
     """Each rank's versions of Python and torch."""
+    engine: Engine = field(kw_only=True)
+    """Takes the strategy's steps."""
+    policy: BalancingPolicy = field(kw_only=True)
     balancer: Balancer = field(kw_only=True)
     """Says how each batch is split."""
     loss_scale: LossScale | None = None
@@ -88,10 +90,6 @@ class TrainState:
     """Keeps the model's running out of memory; `None` where that ends the run."""
     input_bytes: int | None = None
     """Of one sample, where a script calls the model itself; `None`: those of the training data's inputs."""
-    local: LocalTraining | None = None
-    """What ranks keep that take steps by themselves; `None` where they do not."""
-    staging: Staging | None = None
-    """This rank's stages, where the strategy cuts the model; `model` has nothing else then."""
     source: SourceModel | None = None
     """The model whose activations are trained on, where evaluations ask it."""
     resumed_from: dict[str, Any] | None = None
@@ -109,6 +107,7 @@ class TrainState:
     """Writes this rank's checkpoints."""
 
     def __post_init__(self) -> None:
+        self.engine.bind(self)
         self.saver = Saver(self.backend.lock_pages)
         self.microbatch_limits = self.microbatch_limits or [None] * self.plan.world_size
 
@@ -161,38 +160,14 @@ class TrainState:
         return self.plan.microbatch_size(self.rank)
 
     @property
-    def loaded_in(self) -> tuple[int, int | None]:
-        """Into how many microbatches a rank's slice is loaded, and of how many samples at most.
+    def evaluation_batch(self) -> int:
+        """Samples of a batch of an evaluation: as many as of a training microbatch."""
+        return max(self.pass_sizes(self.plan.local_batch_sizes[self.rank]), default=1)
 
-        Whole for local steps, which cut it into pieces of their own.
-        """
-        if self.strategy.steps == "local":
-            return 1, None
-        return self.config.trainer.accumulate, self.microbatch_size
-
-    def batches(
-        self, start: Position, num_steps: int, first_step: int = 0, num_workers: int = 0
-    ) -> Generator[LocalBatch, None, None]:
-        """Yield this rank's part of the next global batches; each rank of a pipeline has all of its samples.
-
-        Args:
-            first_step: number of the first one.
-            num_workers: processes that load samples ahead.
-        """
-        staging, sizes = self.staging, self.plan.replica_batch_sizes
-        return local_batches(
-            self.train_data,
-            self.sampler,
-            start,
-            num_steps,
-            self.balancer.split if staging is None else lambda _, total: apportion(total, sizes),
-            self.rank if staging is None else staging.replica,
-            *(self.loaded_in if staging is None else (staging.num_microbatches, None)),
-            num_workers,
-            first_step,
-            prefetch_factor=self.config.trainer.prefetch_factor,
-            page_locked=self.backend.copies_page_locked,
-        )
+    @property
+    def timed_devices(self) -> Sequence[DeviceSpec]:
+        """The devices whose own work is known, one a rank; none if one rank drives several."""
+        return self.plan.devices if len(self.plan.all_devices) == self.plan.world_size else ()
 
     def pass_sizes(self, num_samples: int, rank: int | None = None) -> list[int]:
         """Return the sizes of a rank's microbatches for so many local samples; `None`: of this one's."""

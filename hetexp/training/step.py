@@ -1,119 +1,148 @@
-"""One optimizer step of the global batch that all ranks take together, each on its part of the samples."""
+"""One guarded optimizer step: the same for every strategy.
+
+A strategy says how its ranks come to a gradient. What guards the step is here: memory that runs out, values
+that are not finite, buffers that a forward pass has changed, clipping, and the update itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from hetexp.data.loader import LocalBatch
 from hetexp.optimizer.build import restart_schedule
-from hetexp.training.gradient import take_gradient
+from hetexp.training.engine import StepResult
+from hetexp.training.gradient import Gradient
 from hetexp.training.measure import StepTimer
-from hetexp.training.model_hooks import conclude, project, share
+from hetexp.training.model_hooks import project
 from hetexp.training.nonfinite.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
 from hetexp.training.nonfinite.search import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.recovery.oom_recovery import (
-    ends_with_shortage,
-    halve_together,
-    sizes_of,
-    split_microbatches,
-)
+from hetexp.training.recovery.oom_recovery import ends_with_shortage, sizes_of
 from hetexp.training.state import TrainState
 
 
+class TakesGradient(Protocol):
+    """How ranks come to the gradient of a step, and what they do if one of them runs out of memory."""
+
+    def gradient(
+        self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
+    ) -> Gradient:
+        """Leave the gradient of the step in the parameters' `grad`, summed over all ranks that step together.
+
+        All that must be agreed on before any rank changes its weights is agreed on here.
+        """
+        ...
+
+    def smaller(self, step: int, microbatches: list[Any], gradient: Gradient) -> list[Any] | None:
+        """Return the microbatches to try again with after a step that is not finite.
+
+        Returns:
+            `None` if no rank ran out of memory.
+        """
+        ...
+
+
 @dataclass
-class StepResult:
-    """Of one optimizer step, this rank's part."""
+class Guarded:
+    """An optimizer step that is done, or left out."""
 
-    loss_sum: torch.Tensor
-    """Sum over the local elements, on the device: reading it would wait for the device."""
-    global_count: float
+    gradient: Gradient
+    microbatches: list[Any]
+    """As they were in the last attempt."""
+    finite: bool
+    mendable: bool
+    """Whether the gradient is finite, or a smaller loss scale may make it so."""
     grad_norm: torch.Tensor | None
-    """Before clipping, of the whole batch."""
     learning_rate: float
-    """The one that this step used."""
-    skipped: int = 0
-    """Whether the gradient was not finite and the weights therefore stay as they were; of local steps, how
-    many that all ranks know of since the step before. The same on every rank."""
-    beyond_mending: bool = False
-    """Whether, in addition, no smaller loss scale would help."""
-    losses: list[torch.Tensor] = field(default_factory=list)
-    """Of `loss_sum`, each microbatch's own, as the step was done at last."""
-    factor: float = 1.0
-    """What they were multiplied by before backward."""
-    synchronised: bool = True
-    """Whether all ranks hold the same weights after it, as after every joint step."""
-    local_count: float = 0
-    """Of `global_count`, this rank's own, where the ranks took the step together."""
+
+    def result(self, **more: Any) -> StepResult:
+        """Return what the training loop gets of it."""
+        gradient = self.gradient
+        return StepResult(
+            loss_sum=gradient.loss_sum,
+            global_count=gradient.global_count,
+            grad_norm=self.grad_norm,
+            learning_rate=self.learning_rate,
+            skipped=not self.finite,
+            beyond_mending=not self.mendable,
+            losses=gradient.losses,
+            factor=gradient.factor,
+            **more,
+        )
 
 
-def joint_step(
-    parts: TrainState, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer
-) -> StepResult:
-    """Do one optimizer step of the global batch: the same gradient as one device on all of it.
+def guarded_step(
+    parts: TrainState,
+    ranks: TakesGradient,
+    step: int,
+    microbatches: list[Any],
+    normalizer: LossNormalizer,
+    meter: StepTimer,
+) -> Guarded:
+    """Do one optimizer step; do it again with smaller microbatches if memory runs out.
 
-    Where memory runs out on a rank, all of them do it again (`hetexp.training.recovery.oom_recovery`).
+    A gradient that is not finite changes nothing but the loss scale. The learning rate stays as it is
+    (`advance_schedule`).
+
+    Raises:
+        DeviceMemoryError: memory ran out, and smaller microbatches cannot help.
     """
     keeps = (parts.looks or parts.survives) and parts.has_buffers
     buffers = KeptBuffers(parts.model) if keeps else None
     grad_norm = None
     while True:
-        microbatches = split_microbatches(batch.microbatches, parts.microbatch_limits[parts.rank])
         bookmark = meter.bookmark()
-        num_passes = parts.num_passes(batch.counts)
         with nullcontext() if buffers is None else buffers.put_back_on_error():
-            gradient = take_gradient(parts, step, microbatches, normalizer, meter, num_passes)
-            normalizer.share_loss(gradient.loss_sum)
-            shared = share(parts, step, gradient.tally, batch.global_samples)
+            gradient = ranks.gradient(step, microbatches, normalizer, meter)
         parts.backend.begin_update()
         project(parts)
         owners = [p for p in parts.parameters if p.grad is not None]
         gradients = [p.grad for p in owners if p.grad is not None]
-        verdict = GradCheck(parts, gradients, normalizer.loss_scale, parts.looks)
+        check = (
+            GradCheck(parts, gradients, normalizer.loss_scale, parts.looks)
+            if gradient.finite is None
+            else None
+        )
         # Queued before this rank knows whether the gradient is finite, so that the device need not wait.
-        ahead = verdict.bad is not None and gradient.shortage is None and may_be_skipped(parts)
+        ahead = (
+            check is not None
+            and check.bad is not None
+            and gradient.shortage is None
+            and gradient.updates
+            and may_be_skipped(parts)
+        )
         if ahead:
-            grad_norm = clip(parts, gradients, True, bad=verdict.bad)
-            update(parts, step, microbatches, verdict.bad)
+            assert check is not None
+            grad_norm = clip(parts, gradients, True, bad=check.bad)
+            update(parts, step, microbatches, check.bad)
             if not parts.config.trainer.check_sync_every:  # which compares gradients, too
                 give(owners, [None] * len(owners))  # now, while the device is busy
-        finite = verdict.finite() and gradient.shortage is None
+        finite = gradient.finite if check is None else check.finite()
+        finite = bool(finite) and gradient.shortage is None
         if finite:
             break
         if ahead:
             give(owners, gradients)
         if buffers is not None:
             buffers.put_back()
-        if parts.guard is None:
+        smaller = ranks.smaller(step, microbatches, gradient)
+        if smaller is None:
             break
-        if not halve_together(parts, step, microbatches, gradient.shortage):
-            break
+        microbatches = smaller
         meter.back_to(bookmark)
         gradients.clear()  # the memory is needed
     mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
     if not ahead:
         # After the exchange and the weighting: every rank clips the gradient of the whole batch.
-        grad_norm = clip(parts, gradients, finite)
-    learning_rate = end_step(parts, step, microbatches, finite, updated=ahead)
-    if finite:
-        conclude(parts, shared)
-    meter.samples += batch.local_samples
-    return StepResult(
-        loss_sum=gradient.loss_sum,
-        global_count=gradient.global_count,
-        grad_norm=grad_norm,
-        learning_rate=learning_rate,
-        skipped=not finite,
-        beyond_mending=not mendable,
-        losses=gradient.losses,
-        factor=gradient.factor,
-        local_count=normalizer.local_count,
-    )
+        grad_norm = clip(parts, gradients, finite, gradient.norm)
+        if finite and gradient.updates:
+            update(parts, step, microbatches)
+    rate = float(parts.optimizer.param_groups[0]["lr"])
+    return Guarded(gradient, microbatches, finite, mendable, grad_norm, rate)
 
 
 def give(owners: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -163,22 +192,12 @@ def update(parts: TrainState, step: int, microbatches: list[Any], bad: torch.Ten
         parts.optimizer.step()
 
 
-def end_step(
-    parts: TrainState, step: int, microbatches: list[Any], finite: bool, updated: bool = False
-) -> float:
-    """Update the weights where the gradient is finite, move the schedule on, and return the step's rate.
+def advance_schedule(parts: TrainState, finite: bool) -> None:
+    """Set the learning rate of the next step.
 
-    Args:
-        updated: whether the update is queued already.
-
-    Raises:
-        DeviceMemoryError: memory ran out.
+    The rate follows the number of steps, also of steps that were left out.
     """
-    learning_rate = float(parts.optimizer.param_groups[0]["lr"])
     if finite:
-        if not updated:
-            update(parts, step, microbatches)
         parts.schedule.step()
-    else:  # the rate follows the number of the step, also of one that changes nothing
+    else:
         restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
-    return learning_rate

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed import HashStore
 from torch.utils.data import TensorDataset
 
+from hetexp.balancing.equal import Equal
 from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.fake import FakeExchange
@@ -26,13 +28,15 @@ from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.optimizer.build import build_schedule
 from hetexp.plan.strategy import Strategy
-from hetexp.strategy.local_sgd.local import LocalTraining
+from hetexp.strategy.local_sgd.own_steps import OwnSteps
 from hetexp.training.balancer import Balancer
 from hetexp.training.empty_share import EmptyShareGuard
 from hetexp.training.loss import build_loss
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.recovery.oom_recovery import recovering_guard
+from hetexp.training.replica import Replica
 from hetexp.training.state import TrainState
+from hetexp.training.wiring import engine_of
 
 
 class Averaging(Strategy):
@@ -201,14 +205,18 @@ def make_parts(tmp_path: Path) -> Callable[..., TrainState]:
             exchange=FakeExchange(communicator) if communicator.world_size > 1 else None,
             loggers=(Recorder(),) if rank == 0 else (),
             total_steps=steps,
+            engine=engine_of(chosen),
+            policy=Equal(),
             balancer=Balancer(
                 plan, settings=follow, ahead=read_ahead(data, settings.num_workers, settings.prefetch_factor)
             ),
             loss_scale=LossScale() if "float16" in plan.precisions else None,
         )
-        if chosen.steps == "local":
-            parts.local = LocalTraining(parts)
-            parts.guard = recovering_guard(parts)
+        if isinstance(parts.engine, OwnSteps):
+            parts.guard = recovering_guard(parts, together=False)
+        if isinstance(parts.engine, Replica):
+            parts.engine.attach_exchange(HashStore())
+            parts.hook = None  # the strategy exchanges between threads
         return parts
 
     return make

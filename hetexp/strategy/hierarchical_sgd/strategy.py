@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -11,6 +11,9 @@ from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.strategy.local_sgd import LocalSGD
+
+if TYPE_CHECKING:
+    from hetexp.training.engine import Engine
 
 
 class HierarchicalSGD(LocalSGD):
@@ -43,6 +46,11 @@ class HierarchicalSGD(LocalSGD):
             sync_every, "equal", None, outer_lr, outer_momentum, outer_nesterov, inner_state, wire
         )
         self._groups = groups
+
+    def engine(self) -> Engine:
+        from hetexp.strategy.hierarchical_sgd.engine import HierarchicalSteps
+
+        return HierarchicalSteps()
 
     def groups_of(self, devices: Sequence[DeviceSpec]) -> list[list[int]]:
         """Return the ranks of each host."""

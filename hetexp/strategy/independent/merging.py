@@ -31,10 +31,9 @@ from hetexp.checkpoint.optimizer_state import tensor_names
 from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError
 from hetexp.data.loader import chop, cut
-from hetexp.strategy.independent import Independent
+from hetexp.strategy.independent.strategy import Independent
 from hetexp.training.evaluate import evaluate_alone
 from hetexp.training.model_hooks import conclude
-from hetexp.training.saving.save import rank_folder
 from hetexp.training.state import Progress, TrainState
 
 log = logging.getLogger(__name__)
@@ -245,41 +244,33 @@ def write_merged(folder: Path, parents: Sequence[Parent], merged: Merged) -> Pat
     return write_packed(folder, merged.tensors, heaviest.tied, optimizer, described)
 
 
-def merge_ranks(parts: TrainState, progress: Progress) -> tuple[str, dict[str, float]] | None:
-    """Merge the models that the ranks have saved, on rank 0; the others wait for it, as long as it takes.
+def rank_folder(checkpoints: Path, rank: int) -> Path:
+    """Return the folder of a rank's own checkpoints."""
+    return checkpoints / f"rank_{rank}"
+
+
+def merge_ranks(
+    parts: TrainState, step: int, strategy: Independent, evaluations: Sequence[dict[str, float]]
+) -> tuple[tuple[str, dict[str, float]] | None, dict[str, Any]]:
+    """Merge the models that the ranks have saved at a step.
+
+    Args:
+        evaluations: of each rank's model; empty if they were not evaluated.
 
     Returns:
-        The merged checkpoint and its evaluation on rank 0; `None` elsewhere, and where they are not merged.
+        The merged checkpoint and its evaluation, `None` if they were not merged; and what the summary says.
     """
-    strategy, local = parts.strategy, parts.local
-    assert isinstance(strategy, Independent)
-    assert local is not None
-    result = None
-    if strategy.merge and parts.rank == 0:
-        with parts.communicator.working():
-            result = _merge_on_first(parts, progress, strategy)
-    parts.communicator.meet()
-    return result
-
-
-def _merge_on_first(
-    parts: TrainState, progress: Progress, strategy: Independent
-) -> tuple[str, dict[str, float]] | None:
-    assert parts.local is not None
     wanted = Wanted(soup=strategy.soup, batch_norm=strategy.batch_norm)
-    name = folder_name(progress.step)
-    read = [read_parent(rank_folder(parts, rank) / name) for rank in range(parts.plan.world_size)]
+    name = folder_name(step)
+    read = [read_parent(rank_folder(parts.checkpoints, rank) / name) for rank in range(parts.plan.world_size)]
     # A device without a share has trained nothing.
     taking_part = [rank for rank, parent in enumerate(read) if parent.samples]
     parents = [read[rank] for rank in taking_part]
-    evaluations = [parts.local.evaluations[rank] for rank in taking_part if parts.local.evaluations]
     try:
-        merged = merge(parents, wanted, parts, evaluations)
+        merged = merge(parents, wanted, parts, [evaluations[rank] for rank in taking_part if evaluations])
     except CheckpointError as error:
         log.warning("The models were not merged, and stay as they are: %s", error)
-        parts.local.merged = {"error": f"{error}"}
-        return None
-    parts.local.merged = merged.report
+        return None, {"error": f"{error}"}
     for logger in parts.loggers:
-        logger.log({f"merge/{key}": value for key, value in merged.evaluation.items()}, progress.step)
-    return str(write_merged(parts.checkpoints, parents, merged)), merged.evaluation
+        logger.log({f"merge/{key}": value for key, value in merged.evaluation.items()}, step)
+    return (str(write_merged(parts.checkpoints, parents, merged)), merged.evaluation), merged.report

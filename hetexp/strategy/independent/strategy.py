@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
+from hetexp.core.plan import Plan
 from hetexp.strategy.unexchanged import Unexchanged
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from hetexp.data.dealt import DealtSampler
+    from hetexp.strategy.independent.engine import IndependentSteps
 
 
 class Independent(Unexchanged):
@@ -47,6 +51,18 @@ class Independent(Unexchanged):
             fix = "hetexp merge --soup greedy does it later."
             return [must_be("strategy.soup", "null unless `strategy.merge` is true", self.soup, fix)]
         return []
+
+    def engine(self) -> IndependentSteps:
+        from hetexp.strategy.independent.engine import IndependentSteps
+
+        return IndependentSteps()
+
+    def sampler(self, plan: Plan, config: Config, num_samples: int) -> DealtSampler:
+        from hetexp.data.dealt import DealtSampler
+
+        trainer = config.trainer
+        sizes = num_samples, trainer.global_batch_size, trainer.seed
+        return DealtSampler(*sizes, plan.shares, trainer.drop_last, trainer.overfit_batches)
 
     def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:
         return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from safetensors import safe_open
 
 from hetexp.checkpoint.model_state import first_names, named_parameters
 from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
+from hetexp.strategy.local_sgd.outer import OuterStep
+from hetexp.strategy.local_sgd.strategy import LocalSGD
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -32,42 +35,39 @@ def file_name(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
-def rank_files(parts: TrainState) -> dict[str, bytes]:
-    """Return the files of all ranks by name, on rank 0; nothing where no rank has a state of its own.
+def rank_files(parts: TrainState, outer: OuterStep, settings: LocalSGD) -> dict[str, bytes]:
+    """Return the files of all ranks by name, on rank 0.
 
     All ranks call it: their states travel to rank 0.
     """
-    local = parts.local
-    if local is None or local.settings is None or local.outer is None:
-        return {}
     tensors: dict[str, torch.Tensor] = {}
     packed: dict[str, Any] | None = None
-    if local.settings.inner_state == "keep" and parts.rank > 0:
+    if settings.inner_state == "keep" and parts.rank > 0:
         found, packed = pack_optimizer(parts.optimizer, first_names(parts.model))
         tensors |= {f"optimizer/{name}": tensor for name, tensor in found.items()}
-    if local.outer.exchange.feedback is not None:
-        tensors[FEEDBACK] = local.outer.exchange.feedback
-    if local.outer.momentum is not None and parts.rank == 0:
-        tensors[MOMENTUM] = local.outer.momentum
+    if outer.exchange.feedback is not None:
+        tensors[FEEDBACK] = outer.exchange.feedback
+    if outer.momentum is not None and parts.rank == 0:
+        tensors[MOMENTUM] = outer.momentum
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     mine = safetensors.torch.save(copies, {"optimizer": json.dumps(packed)})
     everyone = _to_first(parts, mine)
     return {file_name(rank): content for rank, content in enumerate(everyone)}
 
 
-def restore_rank(parts: TrainState, folder: Path) -> None:
+def restore_rank(parts: TrainState, begin: Callable[[], OuterStep], settings: LocalSGD, folder: Path) -> None:
     """Put this rank's own state back, from a checkpoint whose model and optimizer have been loaded.
 
     A checkpoint of other ranks, or of another strategy, has none for it: its optimizer goes on from rank 0's
     state, and what the wire had lost is lost.
+
+    Args:
+        begin: returns what the ranks hold in common.
     """
-    local = parts.local
-    if local is None or local.settings is None:
-        return
     first = folder / file_name(0)
     if not first.is_file():
         return
-    outer = local.begin(parts)
+    outer = begin()
     saved = len(list(folder.glob("rank_*.safetensors")))
     with safe_open(first, "pt", "cpu") as file:
         if MOMENTUM in file.keys():  # noqa: SIM118 - it is no mapping
@@ -84,9 +84,9 @@ def restore_rank(parts: TrainState, folder: Path) -> None:
     with safe_open(folder / file_name(parts.rank), "pt", "cpu") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         packed = json.loads(file.metadata()["optimizer"])
-    if FEEDBACK in found and local.settings.wire != "float32":
+    if FEEDBACK in found and settings.wire != "float32":
         outer.exchange.feedback = found[FEEDBACK].clone()
-    if packed is not None and local.settings.inner_state == "keep":
+    if packed is not None and settings.inner_state == "keep":
         moments = {n.removeprefix("optimizer/"): t for n, t in found.items() if n.startswith("optimizer/")}
         restore_optimizer(moments, packed, parts.optimizer, named_parameters(parts.model))
 

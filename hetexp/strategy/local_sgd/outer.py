@@ -13,7 +13,7 @@ from torch import nn
 
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.summation import Summation
-from hetexp.strategy.local_sgd import LocalSGD
+from hetexp.strategy.local_sgd.strategy import LocalSGD
 
 COUNTERS = ("num_batches_tracked",)
 """Integer buffers of which a sync keeps the largest; of others it keeps rank 0's."""
@@ -95,11 +95,7 @@ class OuterStep:
 
     def begin_together(self) -> None:
         """Give every rank the weights and floating-point buffers of rank 0."""
-        for tensors in (self._trained, self._buffers):
-            if tensors:
-                mine = _flat(tensors)
-                mine = mine if self._communicator.rank == 0 else torch.zeros_like(mine)
-                _put(self.exchange.plain().sum_(mine), tensors)
+        give_weights(self._model, self.exchange, self._communicator.rank)
 
     def average_moments(self, optimizer: torch.optim.Optimizer, weight: float) -> None:
         """Average the optimizer's floating-point state over the ranks; of step counters the largest is kept.
@@ -131,6 +127,15 @@ class OuterStep:
             largest = self._communicator.all_reduce(mine, "max")
             if counters:
                 _put(largest, counters)
+
+
+def give_weights(model: nn.Module, exchange: Summation, rank: int) -> None:
+    """Give every rank the trained weights and floating-point buffers of rank 0; all of them call it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for tensors in (trained, [b for b in model.buffers() if b.is_floating_point()]):
+        if tensors:
+            own = _flat(tensors)
+            _put(exchange.plain().sum_(own if rank == 0 else torch.zeros_like(own)), tensors)
 
 
 def _moments(

@@ -13,7 +13,7 @@ from hetexp.core.errors import must_be
 from hetexp.strategy.unexchanged import Unexchanged
 
 if TYPE_CHECKING:
-    pass
+    from hetexp.training.engine import Engine
 
 
 class LocalSGD(Unexchanged):
@@ -60,6 +60,11 @@ class LocalSGD(Unexchanged):
         self.outer_lr, self.outer_momentum, self.outer_nesterov = outer_lr, outer_momentum, outer_nesterov
         self.inner_state = inner_state
         self.wire = wire
+
+    def engine(self) -> Engine:
+        from hetexp.strategy.local_sgd.engine import LocalSteps
+
+        return LocalSteps()
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         problems = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetexp.checkpoint.folder import TrainingState, load_optimizer, load_state
+from hetexp.checkpoint.folder import STAGES, TrainingState, load_optimizer, load_state
 from hetexp.checkpoint.optimizer_state import join_optimizers, pack_optimizer, part_of_optimizer, tensor_names
 from hetexp.checkpoint.stage_parts import StagePart, lacking, note_unfinished, to_record
 from hetexp.comm.communicator import peer_lost
 from hetexp.core.errors import CheckpointError, PeerLostError
+from hetexp.strategy.pipeline.cutting import Cut
 from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
+from hetexp.training.engine import CheckpointParts
 from hetexp.training.state import TrainState
 
 
-@dataclass(frozen=True)
-class Packed:
-    """What `pack_model` and `pack_optimizer` would give of the whole model."""
-
-    model: tuple[dict[str, Tensor], dict[str, str]]
-    optimizer: tuple[dict[str, Tensor], dict[str, Any]]
-    stages: dict[str, Any]
-    """Whose parts they are (`hetexp.checkpoint.stage_parts`)."""
-
-
-def gather(parts: TrainState, step: int) -> Packed | None:
+def gather(parts: TrainState, cut: Cut, group: dist.ProcessGroup, step: int) -> CheckpointParts | None:
     """Return the whole model and its optimizer on rank 0, `None` elsewhere; all ranks call it.
 
     A rank that is lost before its part has come is noted beside the checkpoints.
 
     Args:
+        group: of all ranks, through the host.
         step: that this rank has done; all must have done the same.
 
     Raises:
@@ -48,16 +40,15 @@ def gather(parts: TrainState, step: int) -> Packed | None:
             step.
         PeerLostError: a rank is gone.
     """
-    assert parts.staging is not None
-    own_model, own_optimizer, packed = pack_part(parts)
+    own_model, own_optimizer, packed = pack_part(parts, cut)
     if parts.rank != 0:
-        _send(parts, step, own_model, own_optimizer, packed)
+        _send(group, step, own_model, own_optimizer, packed)
         return None
     model, optimizer, described = dict(own_model), dict(own_optimizer), [packed]
     stages = _parts_of(parts, 0, step, len(own_model) + len(own_optimizer))
     for rank in range(1, parts.plan.world_size):
         try:
-            of_step, tensors, states, description = _receive(parts, rank)
+            of_step, tensors, states, description = _receive(group, rank)
         except PeerLostError:
             with contextlib.suppress(OSError):  # the disk may be full, too
                 note_unfinished(parts.checkpoints, step, _parts_of(parts, rank, step, 0))
@@ -66,19 +57,19 @@ def gather(parts: TrainState, step: int) -> Packed | None:
         model |= tensors
         optimizer |= states
         described.append(description)
-    whole = parts.staging.cut.whole
+    whole = cut.whole
     record = to_record(stages, len(whole.pieces.layer_names))
     if lacks := lacking(record, step):
         raise CheckpointError(f"The checkpoint of step {step} cannot be written: it {lacks}.")
-    if missing := sorted(set(parts.staging.cut.saved_as.values()) - model.keys()):
-        holder = parts.staging.cut.holders.get(missing[0], (0,))[0]
+    if missing := sorted(set(cut.saved_as.values()) - model.keys()):
+        holder = cut.holders.get(missing[0], (0,))[0]
         (first, *_) = _parts_of(parts, holder, step, 0)
         raise CheckpointError(f"The part of {first} must have '{missing[0]}', which did not come.")
     # A rank whose layers have nothing to train has groups without parameters.
     trained = [part for part in described if any(group["params"] for group in part["param_groups"])]
     joined = join_optimizers(trained, list(dict.fromkeys(whole.parameters.values())))
-    saved = dict(sorted(model.items())), parts.staging.cut.saved_names()
-    return Packed(saved, (optimizer, joined), record)
+    saved = dict(sorted(model.items())), cut.saved_names()
+    return CheckpointParts(saved, (optimizer, joined), {STAGES: record})
 
 
 def _parts_of(parts: TrainState, rank: int, step: int, num_tensors: int) -> list[StagePart]:
@@ -99,10 +90,8 @@ def _parts_of(parts: TrainState, rank: int, step: int, num_tensors: int) -> list
     ]
 
 
-def pack_part(parts: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def pack_part(parts: TrainState, cut: Cut) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of the model and of the optimizer that this rank gives, and the optimizer's rest."""
-    assert parts.staging is not None
-    cut = parts.staging.cut
     state = parts.model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -126,14 +115,12 @@ NOTHING = "nothing"
 """Name of what an optimizer holds that has nothing to train."""
 
 
-def load_part(parts: TrainState, folder: Path) -> TrainingState:
+def load_part(parts: TrainState, cut: Cut, folder: Path) -> TrainingState:
     """Put a checkpoint's optimizer state into this rank's optimizer; its weights are in the model already.
 
     Raises:
         CheckpointError: it is not of this optimizer.
     """
-    assert parts.staging is not None
-    cut = parts.staging.cut
     own = parameters_by_name(parts.model, cut)
     if not any(parameter.requires_grad for parameter in own.values()):
         return load_state(folder)
@@ -142,16 +129,14 @@ def load_part(parts: TrainState, folder: Path) -> TrainingState:
 
 
 def _send(
-    parts: TrainState,
+    group: dist.ProcessGroup,
     step: int,
     model: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
     packed: Mapping[str, Any],
 ) -> None:
-    assert parts.staging is not None
     header = {"step": step, "model": _described(model), "optimizer": _described(optimizer), "packed": packed}
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-    group = parts.staging.everyone
     try:
         dist.send(torch.tensor([len(text)]), 0, group=group)
         dist.send(text, 0, group=group)
@@ -163,10 +148,8 @@ def _send(
 
 
 def _receive(
-    parts: TrainState, rank: int
+    group: dist.ProcessGroup, rank: int
 ) -> tuple[int, dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    assert parts.staging is not None
-    group = parts.staging.everyone
     try:
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, rank, group=group)

@@ -1,340 +1,273 @@
-"""A rank's stages at work: torch's schedule, what travels between them, and the gradients that ranks share.
-
-What goes from stage to stage travels through the host (`hetexp.comm.boundary`), so that any vendors mix.
-Microbatches may differ in size and even be empty, as torch sees tensors of one size only.
-"""
+"""What a rank does in a pipeline: its layers' part of a step, of all samples that its pipeline takes."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetexp.comm.boundary import nothing, number_of, pack, unpack
-from hetexp.core.stage import Stage
-from hetexp.model.cut import Piece
-from hetexp.strategy.pipeline.cutting import Cut
-from hetexp.strategy.pipeline.shared_gradients import SharedGradients
-from hetexp.strategy.pipeline.staged import Staged
-from hetexp.training.loss import num_rows
-
-if TYPE_CHECKING:
-    from hetexp.training.state import TrainState
-
-HOST = torch.device("cpu")
-
-
-class NothingTrained(nn.Module):
-    """Stands for a rank whose layers have no parameter that is trained: an optimizer needs one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.zeros(0))
-
-
-@dataclass
-class Feed:
-    """The microbatches of the step under way, and what becomes of them."""
-
-    microbatches: list[Any] = field(default_factory=list)
-    """`(inputs, targets)` each; `None` for an empty one."""
-    sizes: list[int] = field(default_factory=list)
-    factor: float = 1.0
-    loss_sum: torch.Tensor | None = None
+from hetexp.checkpoint.folder import TrainingState, load_checkpoint
+from hetexp.checkpoint.manifest import search_checkpoint
+from hetexp.core.config import Config
+from hetexp.core.errors import ConfigError
+from hetexp.core.plan import Plan
+from hetexp.core.split import apportion
+from hetexp.data.loader import LocalBatch, local_batches
+from hetexp.data.sampler import Position
+from hetexp.hardware.backend import StagePasses
+from hetexp.hardware.emulation.pacing import tensors
+from hetexp.hardware.memory.out_of_memory import is_out_of_memory
+from hetexp.strategy.pipeline.checkpoint import gather, load_part
+from hetexp.strategy.pipeline.cutting import Cut, cut_model
+from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
+from hetexp.strategy.pipeline.staging import NothingTrained, Staging
+from hetexp.training.engine import CheckpointParts, PacedLink, StepResult, Work
+from hetexp.training.gradient import Gradient
+from hetexp.training.group import connect
+from hetexp.training.loss import count_of
+from hetexp.training.measure import StepTimer, Totals
+from hetexp.training.nonfinite.loss_scale import settle
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.recovery.oom_recovery import ends_with_shortage, sizes_of
+from hetexp.training.replica import Replica, gradient_of
+from hetexp.training.state import on_device
+from hetexp.training.step import advance_schedule, guarded_step
 
 
-class StageModule(nn.Module):
-    """What torch's schedule calls: from one tensor on the host to the next, or to the loss.
+class Stages(Replica):
+    """One rank's side of `pipeline` and `hybrid`; the rank's model has the layers of its stages only."""
 
-    Args:
-        received: of the first stage [1], the number of a microbatch; else what the stage before has packed.
-    """
+    cut: Cut
+    staging: Staging
 
-    def __init__(
-        self, parts: TrainState, cut: Cut, stage: Stage, piece: Piece, feed: Feed, rows: int
+    # ------------------------------------------------------------ building
+
+    def shard(self, plan: Plan, config: Config, rank: int, model: nn.Module, inputs: Any) -> nn.Module:
+        if config.resume is not None:  # a checkpoint is of the whole model
+            load_checkpoint(search_checkpoint(Path(plan.working_dir, config.resume))[0], model, None)
+        dtype = torch.float64 if plan.precisions[rank] == "float64" else torch.float32
+        self.cut = cut_model(plan, rank, model, on_device(inputs, torch.device("cpu"), dtype))
+        if not self.cut.whole.trained:
+            raise ConfigError("`model` must have a parameter that requires a gradient, but has none.")
+        return model if any(p.requires_grad for p in model.parameters()) else NothingTrained()
+
+    def prepare(self, inputs: Any) -> None:
+        """Do nothing: the device gets the pieces of the model once the group stands."""
+
+    def join(
+        self, plan: Plan, rank: int, store: dist.Store, agree_on_state: Callable[[], None] | None = None
     ) -> None:
-        super().__init__()
-        self.piece = piece
-        self._parts, self._cut, self._stage, self._feed = parts, cut, stage, feed
-        self._capacity = capacity_after(parts, cut, stage, rows)
-        self._anchor = torch.zeros((), dtype=parts.dtype, requires_grad=True)
+        connect(self.state, plan, store)
+        self.staging = Staging(self.state, self.cut, store)
+        self._attach_pieces()
 
-    def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Return [capacity] on the host; of the last stage [1], the loss times the factor."""
-        parts, feed, number = self._parts, self._feed, number_of(received)
-        rows = feed.sizes[number]
-        if rows == 0:
-            came = received if received.requires_grad else self._anchor
-            return nothing(came, 0 if self._is_last else number, self._capacity)
-        with parts.autocast():
-            output = self.piece(self._inputs(received, number, rows))
-            if self._is_last:
-                total = parts.local_loss(output, feed.microbatches[number][1])
-        if not self._is_last:
-            layout = self._cut.layouts[self._stage.end_layer]
-            return pack(output, number, layout, self._capacity, parts.dtype, self._anchor)
-        assert feed.loss_sum is not None
-        feed.loss_sum += total.detach()
-        return torch.stack([total * feed.factor])
+    def _attach_pieces(self) -> None:
+        """Let the device know this rank's pieces of the model, instead of the whole one."""
+        parts, cut, stages = self.state, self.cut, []
+        for stage, piece, example in zip(cut.stages, cut.pieces, cut.examples, strict=True):
+            inputs = parts.to_device(example)
+            bounds = (stage.first_layer, stage.end_layer)
+            takes, gives = (cut.layouts[n].num_bytes(parts.dtype) if n in cut.layouts else 0 for n in bounds)
+            if takes:
+                for tensor in tensors(inputs):
+                    tensor.requires_grad_(tensor.is_floating_point())
+            stages.append(StagePasses(piece, inputs, takes, gives))
+        parts.backend.attach_stages(stages, parts.model, parts.optimizer)
 
-    def _inputs(self, received: torch.Tensor, number: int, rows: int) -> Any:
-        if self._stage.index == 0:
-            return self._parts.to_device(self._feed.microbatches[number][0])
-        layout = self._cut.layouts[self._stage.first_layer]
-        return unpack(received, layout, rows, self._parts.device)
+    # ------------------------------------------------------------ training
 
     @property
-    def _is_last(self) -> bool:
-        return self._stage.index == self._cut.num_stages - 1
+    def moves_samples(self) -> bool:
+        return False
 
+    @property
+    def computes_loss(self) -> bool:
+        return False
 
-def capacity_after(parts: TrainState, cut: Cut, stage: Stage, rows: int) -> int:
-    """Return the elements of what leaves a stage for so many samples."""
-    if stage.index == cut.num_stages - 1:
-        return 1
-    return cut.layouts[stage.end_layer].capacity(rows, parts.dtype)
+    def loaded_in(self) -> tuple[int, int | None]:
+        return self.staging.num_microbatches, None
 
-
-class Staging:
-    """This rank's stages, connected with those of the other ranks; all ranks build theirs at the same time.
-
-    Args:
-        parts: with the model cut and the communicator formed.
-        store: that all ranks share.
-    """
-
-    def __init__(self, parts: TrainState, cut: Cut, store: dist.Store) -> None:
-        assert isinstance(parts.strategy, Staged)
-        self.cut = cut
-        self._parts = parts
-        self.replica = cut.stages[0].replica
-        samples = parts.plan.replica_batch_sizes[self.replica]
-        self.num_microbatches = parts.strategy.num_microbatches(cut.num_stages, len(cut.group), samples)
-        self.rows = max(1, -(-samples // self.num_microbatches))
-        """Most samples of a microbatch."""
-        self.is_last = cut.stages[-1].index == cut.num_stages - 1
-        """Whether this rank computes the loss."""
-        self.times = StageTimes()
-        self.feed = Feed()
-        self._handed: dict[int, torch.Tensor] = {}
-        """In an evaluation, what a stage gave that the same rank's next stage takes."""
-        timeout = timedelta(seconds=parts.config.comm.timeout_seconds)
-        self.everyone = dist.new_group(backend="gloo", timeout=timeout)
-        """All ranks, through the host."""
-        groups = sorted({tuple(_ranks_of(parts, replica)) for replica in _replicas(parts)})
-        made = {ranks: dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in groups}
-        self.group = made[cut.group]
-        """The ranks of this pipeline, through the host."""
-        self.gradients = SharedGradients.of_stages(parts, cut, store)
-        self._schedule = self._build()
-
-    def run(self, microbatches: list[Any], factor: float) -> torch.Tensor:
-        """Do forward and backward of all microbatches; the gradients are this pipeline's own so far.
-
-        Args:
-            microbatches: `(inputs, targets)` each; at most `num_microbatches`.
-            factor: of the loss, see `LossNormalizer`.
-
-        Returns:
-            The sum of the loss on the rank that computes it, 0 on all others.
-        """
-        feed, parts = self.feed, self._parts
-        missing = self.num_microbatches - len(microbatches)
-        feed.microbatches = [*microbatches, *[None] * missing]
-        feed.sizes = [*(num_rows(inputs) for inputs, _ in microbatches), *[0] * missing]
-        feed.factor = factor
-        feed.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
-        numbers = torch.arange(self.num_microbatches, dtype=parts.dtype)
-        started = time.perf_counter()
-        arguments = (numbers,) if self.cut.stages[0].index == 0 else ()
-        self._schedule.step(*arguments, **({"target": numbers} if self.is_last else {}))
-        parts.backend.synchronize()
-        self.times.end_step(time.perf_counter() - started, parts.backend.seconds_between)
-        feed.microbatches = []
-        return feed.loss_sum
-
-    def evaluate(self, inputs: Any, number: int, num_samples: int) -> Any:
-        """Let a batch pass through the pipeline's stages without gradients.
-
-        Every rank of the pipeline calls it for the same batches in the same order.
-
-        Args:
-            inputs: of the model, on the host; only the first stage looks at them.
-
-        Returns:
-            The model's output on the rank of the last stage, `None` elsewhere.
-        """
-        output = None
-        for stage, piece in zip(self.cut.stages, self.cut.pieces, strict=True):
-            output = self._pass(stage, piece, inputs, number, num_samples)
-        return output
-
-    def _pass(self, stage: Stage, piece: Piece, inputs: Any, number: int, num_samples: int) -> Any:
-        parts, cut = self._parts, self.cut
-        if stage.index == 0:
-            payload = parts.to_device(inputs)
-        else:
-            layout = cut.layouts[stage.first_layer]
-            packed = self._handed.pop(stage.index, None)
-            if packed is None:
-                packed = torch.empty(layout.capacity(num_samples, parts.dtype), dtype=parts.dtype)
-                dist.recv(packed, self._rank_of(stage.index - 1), group=self.group)
-            payload = unpack(packed, layout, num_samples, parts.device)
-        with parts.autocast():
-            output = piece(payload)
-        if stage.index == cut.num_stages - 1:
-            return output
-        layout = cut.layouts[stage.end_layer]
-        capacity = layout.capacity(num_samples, parts.dtype)
-        packed = pack(output, number, layout, capacity, parts.dtype, anchor=torch.zeros(()))
-        after = self._rank_of(stage.index + 1)
-        if after == parts.rank:
-            self._handed[stage.index + 1] = packed
-        else:
-            dist.send(packed, after, group=self.group)
-        return None
-
-    def sum_once(self, own_bytes: int) -> int:
-        """Return the sum over all ranks of what each has, what several hold counted once; all ranks call it.
-
-        Args:
-            own_bytes: of this rank, about as large a part of them for each of its parameters.
-        """
-        held = sum(p.numel() for p in self._parts.model.parameters())
-        counted = sum(p.numel() for p in self.gradients.counted)
-        part = own_bytes * counted / held if held else 0.0
-        return round(float(self._parts.communicator.all_reduce(torch.tensor([part], dtype=torch.float64))))
-
-    def sent_bytes(self) -> int:
-        """Return what this rank's stages send in a step, forward and backward."""
-        itemsize = self._parts.dtype.itemsize
-        sent = 0
-        for stage in self.cut.stages:
-            if stage.index < self.cut.num_stages - 1:
-                sent += self.cut.layouts[stage.end_layer].capacity(self.rows, self._parts.dtype)
-            if stage.index:
-                sent += self.cut.layouts[stage.first_layer].capacity(self.rows, self._parts.dtype)
-        return sent * itemsize * self.num_microbatches
-
-    def start_pacing(self, time_scale: float) -> None:
-        """Let exchanges take what they would on emulated links; what was measured before was a rehearsal."""
-        self.gradients.time_scale = time_scale
-        self.gradients.forget()
-        self.times.forget()
-
-    def _rank_of(self, stage_index: int) -> int:
-        assert isinstance(self._parts.strategy, Staged)
-        group = self.cut.group
-        return group[self._parts.strategy.schedule.rank_of(stage_index, len(group))]
-
-    def _build(self) -> Any:
-        from torch.distributed.pipelining import PipelineStage, schedules
-
-        parts, cut = self._parts, self.cut
-        assert isinstance(parts.strategy, Staged)
-        before = {stage.end_layer: capacity_after(parts, cut, stage, self.rows) for stage in self._all()}
-        stages = []
-        for stage, piece in zip(cut.stages, cut.pieces, strict=True):
-            module = StageModule(parts, cut, stage, piece, self.feed, self.rows)
-            takes, gives = before.get(stage.first_layer, 1), capacity_after(parts, cut, stage, self.rows)
-            built = PipelineStage(
-                module,
-                stage.index,
-                cut.num_stages,
-                HOST,
-                input_args=_shape(parts, takes, stage.index > 0),
-                output_args=_shape(parts, gives, True),
-                group=self.group,
-            )
-            self.times.watch(built, stage.index, self.feed, parts.backend.mark)
-            stages.append(built)
-        schedule = schedules.get_schedule_class(parts.strategy.schedule.name)
-        several = issubclass(schedule, schedules.PipelineScheduleMulti)
-        return schedule(
-            stages if several else stages[0],
-            self.num_microbatches,
-            loss_fn=lambda output, _: output.sum(),
-            scale_grads=False,
+    def batches(
+        self, start: Position, num_steps: int, first_step: int = 0, num_workers: int = 0
+    ) -> Generator[LocalBatch, None, None]:
+        parts, sizes = self.state, self.state.plan.replica_batch_sizes
+        return local_batches(
+            parts.train_data,
+            parts.sampler,
+            start,
+            num_steps,
+            lambda _, total: apportion(total, sizes),
+            self.staging.replica,
+            *self.loaded_in(),
+            num_workers,
+            first_step,
+            prefetch_factor=parts.config.trainer.prefetch_factor,
+            page_locked=parts.backend.copies_page_locked,
         )
 
-    def _all(self) -> list[Stage]:
-        """Return all stages of this pipeline."""
-        return [s for own in self._parts.plan.stages for s in own if s.replica == self.replica]
+    def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
+        """Take the step that one device would take with the global batch.
+
+        The rank of a pipeline's last stage multiplies its loss by 1 / N, N being the global count. From there
+        on all gradients are sums: over microbatches, pipelines, and the two ends of a tied weight.
+        """
+        parts = self.state
+        done = guarded_step(parts, self, step, batch.microbatches, normalizer, meter)
+        advance_schedule(parts, done.finite)
+        meter.samples += batch.local_samples
+        return done.result(local_count=normalizer.local_count)
+
+    def gradient(
+        self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
+    ) -> Gradient:
+        parts, staging = self.state, self.staging
+        count = sum(count_of(parts.loss, targets) for _, targets in microbatches) if staging.is_last else 0
+        normalizer.start(count)
+        parts.optimizer.zero_grad(set_to_none=True)
+        why = "The other ranks of the pipeline cannot do the step again."
+        with ends_with_shortage(parts, step, sizes_of(microbatches), why), _bare_shortage():
+            parts.backend.begin_step(step)
+            factor, global_count = normalizer.factor()
+            loss_sum = staging.run(microbatches, factor)
+            staging.gradients.sum()
+        meter.add(staging.times.busy_seconds[-1], staging.times.step_seconds[-1])
+        gradient = Gradient(loss_sum, global_count, factor=factor)
+        judged = parts.config.trainer.non_finite != "continue"
+        gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+        gradient.finite, norm = settle(gradients, normalizer.loss_scale, judged), None
+        clips = parts.config.trainer.clip_norm is not None
+        if judged or normalizer.loss_scale is not None or clips:
+            gradient.finite, norm = staging.gradients.agree(gradient.finite, clips)
+        if norm is not None:
+            gradient.norm = torch.tensor(norm, dtype=parts.dtype, device=parts.device)
+        return gradient
+
+    def smaller(self, step: int, microbatches: list[Any], gradient: Gradient) -> list[Any] | None:
+        return None  # all ranks of a pipeline have the same microbatches
+
+    # ------------------------------------------------------------ evaluation
+
+    def forward(self, inputs: Any, number: int, num_samples: int) -> Any:
+        return self.staging.evaluate(inputs, number, num_samples)
+
+    def evaluation_part(self, total: int) -> tuple[int, int, int]:
+        sizes = self.state.plan.replica_batch_sizes
+        return *apportion(total, sizes).bounds(self.staging.replica), self.staging.rows
+
+    def shares(self, samples: Sequence[float], total: float) -> Sequence[float]:
+        return self.state.plan.shares  # of the work: every rank has all samples of its pipeline
+
+    def replicated(self) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
+        """Yield what more than one rank holds: replicas of a layer, both ends of a tied weight."""
+        model, cut = self.state.model, self.cut
+        own, absent = parameters_by_name(model, cut), torch.zeros(())
+        buffers = dict(model.named_buffers())
+        for name in dict.fromkeys(cut.whole.parameters.values()):
+            ranks, parameter = cut.holders[name], own.get(name)
+            if len(ranks) > 1:
+                yield "weight", name, absent if parameter is None else parameter.detach(), ranks
+                if name in cut.whole.trained:
+                    yield "gradient", name, absent if parameter is None else gradient_of(parameter), ranks
+        for name in cut.whole.buffers:
+            if len(cut.holders[name]) > 1:
+                yield "buffer", name, buffers.get(name, absent), cut.holders[name]
+
+    # ------------------------------------------------------------ checkpoints
+
+    def checkpoint_bytes(self, own_bytes: int) -> int:
+        return self.staging.sum_once(own_bytes)
+
+    def gather(self, step: int) -> CheckpointParts | None:
+        return gather(self.state, self.cut, self.staging.all_ranks, step)
+
+    def load(self, folder: Path) -> TrainingState:
+        return load_part(self.state, self.cut, folder)
+
+    # ------------------------------------------------------------ emulation and summary
+
+    @property
+    def paced_links(self) -> Sequence[PacedLink]:
+        return [self.staging.gradients]
+
+    def start_pacing(self, time_scale: float) -> None:
+        super().start_pacing(time_scale)
+        self.staging.times.forget()  # those of a rehearsal
+
+    def work(self) -> Work:
+        plan, staging = self.state.plan, self.staging
+        return Work(
+            plan.replica_batch_sizes[staging.replica], staging.rows, share=plan.shares[self.state.rank]
+        )
+
+    def sent_bytes(self, steps: int) -> float | None:
+        return self.staging.sent_bytes() + self.staging.gradients.num_bytes
+
+    def facts(self) -> dict[str, Any]:
+        """Return what this rank alone knows of its stages; medians over all microbatches of all steps."""
+        staging, times = self.staging, self.staging.times
+        return {
+            "stages": [
+                {
+                    "index": stage.index,
+                    "layers": [stage.first_layer, stage.end_layer],
+                    "forward_s": times.median(stage.index, "forward"),
+                    "backward_s": times.median(stage.index, "backward"),
+                    "weights_s": times.median(stage.index, "weights"),
+                }
+                for stage in self.cut.stages
+            ],
+            "busy_s": statistics.median(times.busy_seconds) if times.busy_seconds else None,
+            "step_s": statistics.median(times.step_seconds) if times.step_seconds else None,
+            "microbatches": staging.num_microbatches,
+            "sent": staging.sent_bytes(),
+        }
+
+    def summarise(self, summary: dict[str, Any], totals: Totals, ranks: Sequence[dict[str, Any]]) -> None:
+        plan, predicted = self.state.plan, self.state.plan.predicted_step_seconds
+        summary["pipeline"] = [
+            self._pipeline(replica, samples, [rank["facts"] for rank in ranks])
+            for replica, samples in enumerate(plan.replica_batch_sizes)
+        ]
+        scale = self.state.time_scale or 1.0
+        summary["predicted_step_s"] = None if predicted is None else predicted * scale
+
+    def _pipeline(self, replica: int, samples: int, facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the summary's entry of one pipeline, with its stages in order.
+
+        `step_s` is the median time of a step's schedule, from the first microbatch to the last gradient,
+        without the exchange between pipelines and the update. `bubble` is the part of it in which a device of
+        the pipeline neither computed nor moved tensors, the mean over its devices.
+        """
+        plan = self.state.plan
+        ranks = [rank for rank, stages in enumerate(plan.stages) if stages[0].replica == replica]
+        steps = [facts[rank]["step_s"] for rank in ranks]
+        busy = [facts[rank]["busy_s"] for rank in ranks]
+        step = max(steps) if all(seconds is not None for seconds in steps) else None
+        stages = [stage | {"rank": rank} for rank in ranks for stage in facts[rank]["stages"]]
+        return {
+            "devices": [plan.devices[rank].id for rank in ranks],
+            "samples": samples,
+            "microbatches": facts[ranks[0]]["microbatches"],
+            "step_s": step,
+            "boundary_wire": plan.boundary_wire,
+            "boundary_bytes": sum(facts[rank]["sent"] for rank in ranks),
+            "bubble": 1.0 - sum(busy) / len(ranks) / step if step else None,
+            "stages": sorted(stages, key=lambda stage: stage["index"]),
+        }
 
 
-class StageTimes:
-    """What the passes of this rank's stages took, and how long the steps were."""
-
-    def __init__(self) -> None:
-        self.step_seconds: list[float] = []
-        """From the first microbatch to the last gradient, of each step."""
-        self.busy_seconds: list[float] = []
-        """Of them, those in which this rank computed or moved tensors between device and host."""
-        self.passes: dict[tuple[int, str], list[float]] = {}
-        """Of each stage and kind of pass (`forward`, `backward`, and `weights` where a schedule splits the
-        backward pass) the seconds of each microbatch."""
-        self._marks: list[tuple[int, str, int, Any, Any]] = []
-
-    def watch(self, stage: Any, index: int, feed: Feed, mark: Callable[[], Any]) -> None:
-        """Measure the passes of one of torch's stages."""
-        for name, kind in _PASSES.items():
-            setattr(stage, name, self._measured(getattr(stage, name), index, kind, feed, mark))
-
-    def _measured(
-        self, function: Callable[..., Any], index: int, kind: str, feed: Feed, mark: Callable[[], Any]
-    ) -> Callable[..., Any]:
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            number = args[0] if args else next(iter(kwargs.values()))
-            start = mark()
-            result = function(*args, **kwargs)
-            self._marks.append((index, kind, feed.sizes[number], start, mark()))
-            return result
-
-        return measured
-
-    def end_step(self, seconds: float, between: Callable[[Any, Any], float]) -> None:
-        """Read the marks of a step, which the device has passed."""
-        busy = 0.0
-        for index, kind, size, start, end in self._marks:
-            spent = between(start, end)
-            busy += spent
-            if size:
-                self.passes.setdefault((index, kind), []).append(spent)
-        self._marks.clear()
-        self.step_seconds.append(seconds)
-        self.busy_seconds.append(busy)
-
-    def median(self, index: int, kind: str) -> float | None:
-        """Return the seconds of a pass of a stage, `None` where there was none."""
-        found = self.passes.get((index, kind))
-        return statistics.median(found) if found else None
-
-    def forget(self) -> None:
-        """Forget what was measured: it was no training."""
-        self.step_seconds, self.busy_seconds, self.passes = [], [], {}
-
-
-_PASSES = {
-    "forward_one_chunk": "forward",
-    "backward_one_chunk": "backward",
-    "backward_weight_one_chunk": "weights",
-}
-
-
-def _shape(parts: TrainState, capacity: int, requires_grad: bool) -> torch.Tensor:
-    return torch.empty(capacity, dtype=parts.dtype, device="meta", requires_grad=requires_grad)
-
-
-def _replicas(parts: TrainState) -> range:
-    return range(len(parts.plan.replica_batch_sizes))
-
-
-def _ranks_of(parts: TrainState, replica: int) -> list[int]:
-    return [rank for rank, own in enumerate(parts.plan.stages) if own[0].replica == replica]
+@contextmanager
+def _bare_shortage() -> Iterator[None]:
+    """Raise the error that torch's schedule wraps into one of its own if memory ran out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, RuntimeError) and is_out_of_memory(error.__cause__):
+            raise error.__cause__ from None
+        raise

@@ -126,8 +126,9 @@ class SharedGradients:
         """Return the seconds past the due moments ÷ modelled seconds, since pacing started."""
         return self._late_seconds / self._modelled_seconds if self._modelled_seconds else 0.0
 
-    def forget(self) -> None:
-        """Forget what the wire has lost so far, in a rehearsal."""
+    def start(self, time_scale: float) -> None:
+        """Delay every exchange from now on; forget what a rehearsal has lost by compression."""
+        self.time_scale = time_scale
         for group in self._groups:
             group.feedback = None
 

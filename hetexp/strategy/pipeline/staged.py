@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hetexp.training.engine import Engine
+
 
 class Staged(Strategy):
     """Gives each rank some consecutive layers of the model, of all samples of its pipeline.
@@ -33,6 +35,11 @@ class Staged(Strategy):
     def __init__(self, schedule: ScheduleName = "1F1B", num_microbatches: int | None = None) -> None:
         self.schedule: Schedule = SCHEDULES[schedule]
         self._num_microbatches = num_microbatches
+
+    def engine(self) -> Engine:
+        from hetexp.strategy.pipeline.engine import Stages
+
+        return Stages()
 
     @abstractmethod
     def chosen_groups(self, num_devices: int) -> list[list[int]] | None:

@@ -39,7 +39,6 @@ from hetexp.training.measuring.warmup_calibration import undone
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import ends_with_shortage
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.steps import train_step
 
 log = logging.getLogger(__name__)
 
@@ -375,7 +374,7 @@ def joint_steps(
         warm_steps + steps,
         lambda step, n: split if n == split.total else parts.balancer.split(step, n),
         parts.rank,
-        *parts.loaded_in,
+        *parts.engine.loaded_in(),
         page_locked=parts.backend.copies_page_locked,
     )
     meters: list[StepTimer] = []
@@ -389,7 +388,7 @@ def joint_steps(
         batch = next(batches)
         waited.append(time.perf_counter() - asked)
         meters.append(StepTimer(parts.backend))  # one a step, read at the end: nothing waits for it meanwhile
-        train_step(parts, -1, batch, normalizer, meters[-1])
+        parts.engine.step(-1, batch, normalizer, meters[-1])
         took.append(time.perf_counter() - asked)  # each step waits for the others' counts
     batches.close()
     _rest(parts)

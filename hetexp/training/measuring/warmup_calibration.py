@@ -14,7 +14,6 @@ from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.saving.random_states import undrawn
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.steps import train_step
 
 REHEARSED_STEPS = 6
 
@@ -35,21 +34,13 @@ def rehearse(parts: TrainState, real_steps: Callable[[TrainState], None] | None 
         with undone(parts):
             (real_steps or _real_steps)(parts)
         own = parts.backend.rehearsal_scale() or 0.0
-        links = parts.paced.real_ratio() * SCALE_MARGIN if parts.paced is not None else 0.0
-        if parts.staging is not None:
-            links = parts.staging.gradients.real_ratio() * SCALE_MARGIN
-        if parts.local is not None and parts.local.host is not None:
-            links = max(links, parts.local.host.gradients.real_ratio() * SCALE_MARGIN)
+        ratios = [link.real_ratio() for link in parts.engine.paced_links]
+        links = max(ratios, default=0.0) * SCALE_MARGIN
         needed = torch.tensor([max(own, links)], dtype=torch.float64)
         scale = float(parts.communicator.all_reduce(needed, "max"))
     parts.communicator.barrier()
     parts.backend.start_pacing(scale)
-    if parts.staging is not None:
-        parts.staging.start_pacing(scale)
-    if parts.local is not None and parts.local.host is not None:
-        parts.local.host.gradients.time_scale = scale
-    if parts.paced is not None:
-        parts.paced.start(scale)
+    parts.engine.start_pacing(scale)
     return scale
 
 
@@ -69,8 +60,7 @@ def undone(parts: TrainState) -> Iterator[None]:
     parts.optimizer.state.clear()
     parts.optimizer.load_state_dict(optimizer)
     restart_schedule(parts.schedule, 0)
-    if parts.local is not None:
-        parts.local.forget()
+    parts.engine.forget()
 
 
 def _real_steps(parts: TrainState) -> None:
@@ -79,7 +69,6 @@ def _real_steps(parts: TrainState) -> None:
     scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts fresh
     normalizer = LossNormalizer(parts.communicator, gradient_divisor, loss_scale=scale)
     meter = StepTimer(parts.backend)
-    for batch in parts.batches(Progress().position, REHEARSED_STEPS):
-        train_step(parts, -1, batch, normalizer, meter)
-    if parts.local is not None:
-        parts.local.rehearse(parts)
+    for batch in parts.engine.batches(Progress().position, REHEARSED_STEPS):
+        parts.engine.step(-1, batch, normalizer, meter)
+    parts.engine.rehearse_exchange()

@@ -73,8 +73,7 @@ def explain(
     sums = parts.communicator.all_reduce(own).tolist()
     bad_loss = [not math.isfinite(value) for value in sums]
     found = NonFiniteSamples()
-    whole = parts.strategy.steps != "staged"  # a stage alone computes no loss
-    if whole and (bad_loss[rank] or not any(bad_loss)):
+    if parts.engine.computes_loss and (bad_loss[rank] or not any(bad_loss)):
         with parts.communicator.working():
             found = search(parts, _suspects(parts, batch, losses, bad_loss[rank]), factor, bad_loss[rank])
     parts.communicator.meet()  # the search may have taken one of them its time

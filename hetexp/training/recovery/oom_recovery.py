@@ -46,12 +46,14 @@ class OutOfMemory:
     """At that moment; `None` where it is not known."""
 
 
-def recovering_guard(parts: TrainState) -> EmptyShareGuard | None:
-    """Let the guard keep the model's shortages, and return it; `None` where a shortage ends the run.
+def recovering_guard(parts: TrainState, together: bool) -> EmptyShareGuard | None:
+    """Let the guard keep the model's shortages, and return it; `None` if a shortage ends the run.
 
-    With `trainer.non_finite=continue` the gradient is not checked, so that ranks could not learn of it.
+    Args:
+        together: whether ranks learn of another's shortage by the step's gradient. With
+            `trainer.non_finite=continue` the gradient is not checked, so that they could not.
     """
-    if not parts.looks and parts.communicator.world_size > 1 and parts.strategy.steps != "local":
+    if together and not parts.looks and parts.communicator.world_size > 1:
         return None
     guard = parts.strategy.guard(parts.module) if parts.strategy.varies_passes() else None
     if guard is not None:

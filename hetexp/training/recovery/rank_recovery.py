@@ -26,10 +26,11 @@ from hetexp.core.epoch import Epoch, plan_key, prepared_key, reformed_key
 from hetexp.core.errors import HandshakeError, HetexpError, PeerLostError, SetupError
 from hetexp.core.lines import last_rows
 from hetexp.core.plan import Plan
+from hetexp.training.group import versions
 from hetexp.training.recovery.handover import Carried, give, take
 from hetexp.training.recovery.rank_commands import Requests
 from hetexp.training.recovery.watch import LauncherNews
-from hetexp.training.wiring import join_group, leave_group, start_loggers, versions
+from hetexp.training.wiring import start_loggers
 
 if TYPE_CHECKING:
     from hetexp.training.loop import Training
@@ -100,7 +101,7 @@ class RankRecovery:
         began = time.monotonic()
         # Before this rank waits: the others are to learn at once that it has left.
         parts.doing = "waiting"
-        leave_group(parts)
+        parts.engine.leave()
         training.carried = Carried.of(parts)
         while True:
             epoch = self._next_epoch(training, error)
@@ -114,7 +115,7 @@ class RankRecovery:
                 log.warning("The group of epoch %d did not form: %s", epoch.number, failed)
                 error, lost = failed, True
                 parts.doing = "waiting"
-                leave_group(parts)
+                parts.engine.leave()
                 continue
             return
 
@@ -142,7 +143,7 @@ class RankRecovery:
             nonlocal donor
             donor = self._agree(training, store)
 
-        join_group(parts, plan, rank, store, agree_on_state)
+        parts.engine.join(plan, rank, store, agree_on_state)
         parts.communicator.barrier()
         self._forming = False
         self._take_loggers(training)

@@ -22,6 +22,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hetexp.comm.communicator import Communicator
+from hetexp.core.device import DeviceSpec
 from hetexp.hardware.backend import ACCELERATORS
 
 if TYPE_CHECKING:
@@ -82,13 +84,13 @@ class Origin:
 
 
 def random_files(parts: TrainState) -> dict[str, bytes]:
-    """Return the file of all ranks' states by its name, on rank 0; nothing elsewhere.
+    """Return the file of all ranks' states by its name, on the group's first rank; nothing elsewhere.
 
-    All ranks call it. Where each trains a model of its own it has a file of its own.
+    All ranks call it.
     """
     mine = _pack(*own_states(parts))
-    everyone = [mine] if parts.strategy.apart else _gathered(parts, mine)
-    if parts.rank and not parts.strategy.apart:
+    everyone = _gathered(parts.engine.group, mine)
+    if parts.engine.group.rank:
         return {}
     tensors: dict[str, Tensor] = {}
     origins = []
@@ -132,14 +134,14 @@ def restore_random(parts: TrainState, folder: Path) -> None:
     with safe_open(path, "pt", "cpu") as file:
         origins: list[dict[str, Any]] = json.loads(file.metadata()["origins"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    if parts.strategy.apart:
-        _put_back(parts, tensors, origins, 0, 0)
-        return
-    kinds = [_kind(spec.backend) for spec in parts.plan.devices]
-    host, cards = match_states([one["kind"] for one in origins], kinds)
-    _put_back(parts, tensors, origins, host[parts.rank], cards[parts.rank])
-    if parts.rank == 0:
-        _tell(parts, origins, host, cards)
+    group = parts.engine.group
+    devices = parts.plan.devices
+    if group.world_size < len(devices):  # each rank has a file of its own
+        devices = devices[parts.rank : parts.rank + 1]
+    host, cards = match_states([one["kind"] for one in origins], [_kind(spec.backend) for spec in devices])
+    _put_back(parts, tensors, origins, host[group.rank], cards[group.rank])
+    if group.rank == 0:
+        _tell(devices, origins, host, cards)
 
 
 def match_states(
@@ -180,14 +182,17 @@ def _put_back(
 
 
 def _tell(
-    parts: TrainState, origins: list[dict[str, Any]], host: list[int | None], cards: list[int | None]
+    devices: Sequence[DeviceSpec],
+    origins: list[dict[str, Any]],
+    host: list[int | None],
+    cards: list[int | None],
 ) -> None:
     """Warn once, for all ranks, of states that are lost, and of devices that begin with their seed."""
     lost = [one["device"] for place, one in enumerate(origins) if one["kind"] and place not in cards]
     lost += [f"the process of {one['device']}" for place, one in enumerate(origins) if place not in host]
     fresh = [
         spec.id
-        for spec, process, card in zip(parts.plan.devices, host, cards, strict=True)
+        for spec, process, card in zip(devices, host, cards, strict=True)
         if process is None or (_kind(spec.backend) is not None and card is None)
     ]
     if not lost and not fresh:
@@ -219,9 +224,8 @@ def _unpack(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return safetensors.torch.load(content), json.loads(header["__metadata__"]["origin"])
 
 
-def _gathered(parts: TrainState, mine: bytes) -> list[bytes]:
+def _gathered(communicator: Communicator, mine: bytes) -> list[bytes]:
     """Return every rank's bytes, on every rank: they are few."""
-    communicator = parts.communicator
     sizes = torch.zeros(communicator.world_size, dtype=torch.int64)
     sizes[communicator.rank] = len(mine)
     lengths = communicator.all_reduce(sizes).tolist()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hetexp.checkpoint.folder import STAGES, Snapshot, SnapshotMemory, TrainingState, packed_whole
+from hetexp.checkpoint.folder import Snapshot, SnapshotMemory, TrainingState, packed_whole
 from hetexp.checkpoint.manifest import folder_name
 from hetexp.checkpoint.rotation import KEPT_TIMED, Rotation
 from hetexp.core.errors import CheckpointError
 from hetexp.optimizer.build import restart_schedule
-from hetexp.strategy.local_sgd.checkpoint import rank_files
-from hetexp.strategy.pipeline.checkpoint import Packed, gather
+from hetexp.training.engine import CheckpointParts
 from hetexp.training.saving.random_states import random_files
 from hetexp.training.state import Progress, TrainState
 
@@ -21,7 +19,7 @@ from hetexp.training.state import Progress, TrainState
 def provenance(parts: TrainState) -> list[dict[str, Any]]:
     """Return what trained the model: each rank's device, its part of the batch, and what it ran on."""
     plan = parts.plan
-    ranks = [0] * len(plan.cards) or range(plan.world_size)
+    ranks = [rank for rank in range(plan.world_size) for _ in plan.devices_of(rank)]
     kept = ("id", "backend", "vendor", "name", "uuid", "architecture", "driver", "emulated")
     return [
         {key: getattr(device, key) for key in kept}
@@ -52,29 +50,25 @@ def save(
     Raises:
         CheckpointError: it could not be written, or, with `trainer.on_save_error=stop`, the one before it.
     """
-    files = random_files(parts)
-    if parts.strategy.apart:
-        return _save_apart(parts, Content(_state(parts, progress), files, evaluation, timed), wait)
-    path = None
-    files |= rank_files(parts)
-    gathered = gather(parts, progress.step) if parts.staging is not None else None
-    if parts.rank == 0:
+    engine = parts.engine
+    files = random_files(parts) | engine.state_files()
+    gathered, path = engine.gather(progress.step), None
+    if engine.group.rank == 0:
         state = _state(parts, progress)
-        if gathered is not None:
-            state.extra[STAGES] = gathered.stages
+        state.extra.update(engine.state_extra() if gathered is None else gathered.extra)
         with parts.communicator.working():
-            content = Content(state, files, evaluation, timed, gathered)
-            path = _write(parts, parts.checkpoints, content, wait)
+            _write(parts, Content(state, files, evaluation, timed, gathered), wait)
+        path = engine.checkpoint_path(progress.step)
     parts.communicator.meet()
     return path
 
 
 def add_evaluation(parts: TrainState, step: int, evaluation: Mapping[str, float]) -> None:
     """Write an evaluation into the checkpoint that was saved at this step before; all ranks call it."""
-    if not evaluation or (parts.rank != 0 and not parts.strategy.apart):
+    if not evaluation or parts.engine.group.rank:
         return
-    parent = rank_folder(parts, parts.rank) if parts.strategy.apart else parts.checkpoints
-    parts.saver.add_evaluation(parent / folder_name(step), evaluation, _rotation(parts))
+    folder = parts.engine.checkpoint_folder / folder_name(step)
+    parts.saver.add_evaluation(folder, evaluation, _rotation(parts))
 
 
 def finish_saving(parts: TrainState) -> None:
@@ -119,31 +113,6 @@ def save_before(parts: TrainState, good: Progress, first_step: int, saved_at: in
     )
 
 
-def rank_folder(parts: TrainState, rank: int) -> Path:
-    """Return the folder of a rank's own checkpoints, where each trains a model of its own."""
-    return parts.checkpoints / f"rank_{rank}"
-
-
-def _save_apart(parts: TrainState, content: Content, wait: bool) -> str:
-    """Write each rank's own checkpoint, which says what part of the data it is of."""
-    assert parts.local is not None
-    state = content.state
-    rank, device = parts.rank, parts.plan.devices[parts.rank]
-    state.extra["devices"] = [state.extra["devices"][rank]]
-    state.extra["part"] = {
-        "rank": rank,
-        "ranks": parts.plan.world_size,
-        "device": device.id,
-        "share": parts.plan.shares[rank],
-        "samples": parts.local.samples,
-        "seed": parts.config.trainer.seed,
-    }
-    with parts.communicator.working():
-        _write(parts, rank_folder(parts, rank), content, wait)
-    parts.communicator.meet()
-    return str(parts.checkpoints)
-
-
 def _state(parts: TrainState, progress: Progress) -> TrainingState:
     return TrainingState(
         step=progress.step,
@@ -170,11 +139,11 @@ class Content:
     files: dict[str, bytes]
     evaluation: Mapping[str, float] | None = None
     timed: bool = False
-    gathered: Packed | None = None
+    gathered: CheckpointParts | None = None
     """Model and optimizer of all ranks, where each has a part of them."""
 
 
-def _write(parts: TrainState, parent: Path, content: Content, wait: bool) -> str:
+def _write(parts: TrainState, content: Content, wait: bool) -> None:
     """Write what this rank holds, or what was gathered from all of them."""
     trainer = parts.config.trainer
 
@@ -188,18 +157,15 @@ def _write(parts: TrainState, parent: Path, content: Content, wait: bool) -> str
         return memory.take(model, optimizer, content.state, content.files, content.evaluation, content.timed)
 
     parts.saver.write(
-        parent,
+        parts.engine.checkpoint_folder,
         take,
         _rotation(parts),
         trainer.on_save_error,
         wait or not trainer.checkpoint_in_background,
     )
-    return str(parent / folder_name(content.state.step))
 
 
 def _rotation(parts: TrainState) -> Rotation:
-    trainer = parts.config.trainer
-    # Where each rank has its own, they go on from a step that all of them have: one may be behind.
-    most = trainer.keep_last + parts.strategy.apart if trainer.keep_last else None
-    timed = KEPT_TIMED + parts.strategy.apart
-    return Rotation(most, trainer.keep_best, trainer.early_stopping.metric, timed)
+    trainer, spare = parts.config.trainer, parts.engine.spare_checkpoints
+    most = trainer.keep_last + spare if trainer.keep_last else None
+    return Rotation(most, trainer.keep_best, trainer.early_stopping.metric, KEPT_TIMED + spare)

@@ -27,6 +27,7 @@ from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.training import loop
+from hetexp.training.engine import StepResult
 from hetexp.training.evaluate import evaluate as evaluated
 from hetexp.training.gradient import NO_SAMPLES
 from hetexp.training.loop import MetricsWindow, Outcome, should_stop, train
@@ -35,8 +36,6 @@ from hetexp.training.measure import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.saving import save as saving
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.step import StepResult
-from hetexp.training.steps import train_step
 
 MakeParts = Callable[..., TrainState]
 IGNORED = -100
@@ -89,7 +88,7 @@ class Step:
             accumulate = parts.config.trainer.accumulate
             part = local_part(inputs, targets, Split(tuple(counts)), comm.rank, accumulate, size)
             meter = StepTimer(parts.backend)
-            result = train_step(parts, 0, part, normalizer, meter)
+            result = parts.engine.step(0, part, normalizer, meter)
             self.exchanges.append(cast(Any, parts.strategy).exchanges)
             assert meter.samples == counts[comm.rank]
             gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
@@ -219,9 +218,8 @@ def test_gradients_do_not_outlive_a_step(make_parts: MakeParts) -> None:
     normalizer = LossNormalizer(parts.communicator, 1)
     gradients = []
     for _ in range(2):
-        train_step(
-            parts, 0, local_part(inputs, targets, Split((8,)), 0), normalizer, StepTimer(parts.backend)
-        )
+        part = local_part(inputs, targets, Split((8,)), 0)
+        parts.engine.step(0, part, normalizer, StepTimer(parts.backend))
         assert parts.model.weight.grad is not None
         gradients.append(cast(torch.Tensor, parts.model.weight.grad).clone())
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
@@ -262,7 +260,7 @@ def test_the_learning_rate_told_is_the_one_used(make_parts: MakeParts) -> None:
     parts = make_parts(SoloCommunicator(), schedule="linear", total_steps=4, precision="float64")
     normalizer = LossNormalizer(parts.communicator, 1)
     part = local_part(*batch_of(8), Split((8,)), 0)
-    used = [train_step(parts, 0, part, normalizer, StepTimer(parts.backend)).learning_rate for _ in range(4)]
+    used = [parts.engine.step(0, part, normalizer, StepTimer(parts.backend)).learning_rate for _ in range(4)]
     assert used == pytest.approx([0.1, 0.075, 0.05, 0.025])
 
 
@@ -551,7 +549,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def result(loss_sum: float, count: int, norm: float | None = None) -> StepResult:
-    return StepResult(torch.tensor(loss_sum), count, None if norm is None else torch.tensor(norm), 0.05)
+    return StepResult(
+        torch.tensor(loss_sum), count, None if norm is None else torch.tensor(norm), 0.05, local_count=count
+    )
 
 
 def batch(local: int, in_all: int) -> LocalBatch:

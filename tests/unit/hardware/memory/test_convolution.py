@@ -13,7 +13,7 @@ from hetexp.hardware.memory.convolution import Convolution
 from hetexp.hardware.memory.rules import MIB
 from hetexp.hardware.memory.trace import cuda_block
 
-RECORDED = json.loads((Path(__file__).parents[2] / "recorded" / "convolutions_h100.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[3] / "recorded" / "convolutions_h100.json").read_text())
 ROWS: list[dict[str, int]] = [dict(zip(RECORDED["columns"], row, strict=True)) for row in RECORDED["rows"]]
 Said = Callable[[Convolution], int]
 PASSES: dict[str, Said] = {

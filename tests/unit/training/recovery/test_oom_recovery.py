@@ -32,7 +32,6 @@ from hetexp.training.recovery.oom_recovery import (
     split_microbatches,
 )
 from hetexp.training.state import TrainState
-from hetexp.training.steps import train_step
 
 MakeParts = Callable[..., TrainState]
 Pair = namedtuple("Pair", ["first", "second"])
@@ -132,7 +131,7 @@ def test_nobody_learns_of_it_where_nobody_looks(
         parts = make_parts(comm, (1,) * world, non_finite=non_finite)
         parts.strategy = Single()
         parts.loss_scale = LossScale() if scale else None
-        guard = recovering_guard(parts)
+        guard = recovering_guard(parts, together=True)
         assert isinstance(parts.module, EmptyShareGuard)
         assert parts.module.catches == recovers
         return guard is not None
@@ -169,12 +168,12 @@ def one_step(make_parts: MakeParts, most: int, scale: LossScale | None) -> tuple
     model.most = most
     parts = make_parts(SoloCommunicator(), precision="float64", model=model)
     parts.strategy, parts.module, parts.loss_scale = Single(), EmptyShareGuard(model), scale
-    parts.guard = recovering_guard(parts)
+    parts.guard = recovering_guard(parts, together=True)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(8, 3, generator=generator, dtype=torch.float64)
     batch = LocalBatch([(inputs, torch.arange(8) % 4)], 8, 8, Position(0, 8))
     meter = StepTimer(parts.backend)
-    train_step(parts, 0, batch, LossNormalizer(parts.communicator, 1, loss_scale=scale), meter)
+    parts.engine.step(0, batch, LossNormalizer(parts.communicator, 1, loss_scale=scale), meter)
     return parts, meter
 
 

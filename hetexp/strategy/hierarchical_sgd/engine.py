@@ -1,0 +1,81 @@
+"""What a rank does under hierarchical local SGD: its steps are those of its host's ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hetexp.comm.communicator import Communicator
+from hetexp.hardware.links import links_of
+from hetexp.strategy.hierarchical_sgd.host_group import HostGroup
+from hetexp.strategy.hierarchical_sgd.strategy import HierarchicalSGD
+from hetexp.strategy.local_sgd.engine import LocalSteps
+from hetexp.training.engine import PacedLink
+from hetexp.training.gradient import Gradient
+from hetexp.training.measure import StepTimer
+from hetexp.training.normalizer import LossNormalizer
+
+
+class HierarchicalSteps(LocalSteps):
+    """One rank's side of `hierarchical_sgd`."""
+
+    host_bytes = 0
+    """That this rank has handed over to the other ranks of its host."""
+
+    def attach_exchange(self, store: dist.Store) -> None:
+        super().attach_exchange(store)
+        parts, strategy = self.state, self.state.strategy
+        assert isinstance(strategy, HierarchicalSGD)
+        (ranks,) = (group for group in strategy.groups_of(parts.plan.devices) if parts.rank in group)
+        self.host = HostGroup(parts, ranks, store)
+
+    @property
+    def step_group(self) -> Communicator:
+        return self.host.communicator
+
+    def num_steps(self, step: int, num_global: int, num_local: int) -> int:
+        return 1  # the others of its host wait for a rank without samples, too
+
+    def gradient(
+        self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
+    ) -> Gradient:
+        """Take this rank's gradient and sum over the host; if one rank's memory ran out, all try again."""
+        gradient = super().gradient(step, microbatches, normalizer, meter)
+        self._retries = self.host.any(gradient.shortage is not None)
+        if self._retries:
+            gradient.finite = False
+            return gradient
+        start = self.state.backend.mark()
+        self.host.sum()
+        meter.waited(start, self.state.backend.mark())  # the time is spent waiting for the others
+        self.host_bytes += self.host.gradients.num_bytes
+        return gradient
+
+    def smaller(self, step: int, microbatches: list[Any], gradient: Gradient) -> list[Any] | None:
+        if not self._retries:
+            return None
+        return super().smaller(step, microbatches, gradient) or microbatches
+
+    def forget(self) -> None:
+        super().forget()
+        self.host_bytes = 0
+
+    @property
+    def paced_links(self) -> Sequence[PacedLink]:
+        return [*super().paced_links, self.host.gradients]
+
+    def extra_step_seconds(self) -> float:
+        """Return a step's part of a sync, and the sum over this rank's host, behind which nothing hides."""
+        parts, seconds = self.state, super().extra_step_seconds()
+        if not parts.plan.paced or len(self.host.ranks) < 2:
+            return seconds
+        links = links_of(parts.plan, [parts.plan.devices[rank] for rank in self.host.ranks])
+        num_bytes = sum(p.numel() * p.element_size() for p in parts.model.parameters() if p.requires_grad)
+        travel = max(links.to_host_seconds(rank, num_bytes) for rank in range(links.world_size))
+        return seconds + 2 * travel + links.exchange_seconds(num_bytes)
+
+    def sent_bytes(self, steps: int) -> float | None:
+        between = super().sent_bytes(steps)
+        return None if between is None else between + self.host_bytes / steps

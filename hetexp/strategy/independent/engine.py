@@ -1,0 +1,174 @@
+"""What a rank does under independent training: it trains and saves a model of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetexp.checkpoint.manifest import rank_folders, search_rank_checkpoints
+from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.summation import Summation
+from hetexp.core.errors import CheckpointError, must_be
+from hetexp.strategy.independent.merging import merge_ranks, rank_folder
+from hetexp.strategy.independent.strategy import Independent
+from hetexp.strategy.local_sgd.outer import give_weights
+from hetexp.strategy.local_sgd.own_steps import OwnSteps
+from hetexp.strategy.local_sgd.sync_stats import FIX, explain
+from hetexp.training.engine import StepResult
+from hetexp.training.evaluate import evaluate_alone
+from hetexp.training.gradient import Gradient
+from hetexp.training.measure import StepTimer, Totals
+from hetexp.training.model_hooks import conclude, share
+from hetexp.training.nonfinite.loss_scale import NonFiniteError
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.saving.save import provenance
+
+log = logging.getLogger(__name__)
+
+
+class IndependentSteps(OwnSteps):
+    """One rank's side of `independent`."""
+
+    _begun = False
+    """Whether the weights are those to train from: all ranks', or this rank's own from a checkpoint."""
+    _evaluations: list[dict[str, float]] = []
+    """Of each rank's own model, the last time that they were evaluated."""
+    merged: dict[str, Any] | None = None
+    """How the ranks' models were merged (`hetexp.strategy.independent.merging`)."""
+
+    @property
+    def moves_samples(self) -> bool:
+        return False  # they were dealt out for good
+
+    @property
+    def group(self) -> Communicator:
+        return SoloCommunicator()
+
+    # ------------------------------------------------------------ steps
+
+    def begin(self) -> None:
+        if not self._begun:
+            parts = self.state
+            give_weights(parts.model, Summation(parts.exchange, device=parts.device), parts.rank)
+            self._begun = True
+
+    def took(self, step: int, gradient: Gradient, num_samples: int) -> None:
+        # The model must see no sample of another rank.
+        conclude(self.state, share(self.state, step, gradient.tally, num_samples, among=self.group))
+
+    def conclude(self, step: int, result: StepResult, normalizer: LossNormalizer, meter: StepTimer) -> None:
+        """Stop at a gradient that stays not finite: this rank never asks the others.
+
+        Raises:
+            NonFiniteError: `trainer.non_finite` says stop.
+        """
+        result.synchronised = False
+        parts, since = self.state, self.since
+        if since.hopeless_step and parts.config.trainer.non_finite == "stop":
+            device = f"{parts.plan.devices[parts.rank]}"
+            message = explain(since.hopeless_step, since.hopeless_loss, parts.rank, device, since.found)
+            raise NonFiniteError(f"{message} {FIX}")
+
+    def forget(self) -> None:
+        super().forget()
+        self._begun = False
+
+    # ------------------------------------------------------------ evaluation
+
+    def evaluate(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Evaluate every rank's model; the result is the mean over the models, weighted by their shares."""
+        plan, results = self.state.plan, self._evaluate_all()
+        self._evaluations = results
+        line = {
+            f"device/{device.id}/eval_{key}": value
+            for device, result in zip(plan.devices, results, strict=False)
+            for key, value in result.items()
+        }
+        mean = {
+            key: sum(share * result[key] for share, result in zip(plan.shares, results, strict=True))
+            for key in (results[0] if results else {})
+        }
+        return mean, line | {f"eval/{name}": value for name, value in mean.items()}
+
+    def _evaluate_all(self) -> list[dict[str, float]]:
+        """Run every rank's own model over all evaluation data; return one result a rank, on every rank."""
+        parts = self.state
+        if parts.eval_data is None:
+            return []
+        own = evaluate_alone(parts)
+        parts.communicator.meet()
+        names = parts.hooks.measures if parts.hooks is not None else ()
+        gathered = torch.zeros((parts.communicator.world_size, 3 + len(names)), dtype=torch.float64)
+        row = [own["loss"], own["samples"], own.get("accuracy", -1.0), *(own[name] for name in names)]
+        gathered[parts.rank] = torch.tensor(row, dtype=torch.float64)
+        return [
+            {"loss": loss, "samples": samples}
+            | ({"accuracy": accuracy} if accuracy >= 0 else {})
+            | dict(zip(names, values, strict=True))
+            for loss, samples, accuracy, *values in parts.communicator.all_reduce(gathered).tolist()
+        ]
+
+    # ------------------------------------------------------------ checkpoints
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return rank_folder(self.state.checkpoints, self.state.rank)
+
+    @property
+    def spare_checkpoints(self) -> int:
+        return 1  # all ranks resume from a step that all of them have: one may be behind
+
+    def checkpoint_path(self, step: int) -> str:
+        return str(self.state.checkpoints)
+
+    def state_extra(self) -> dict[str, Any]:
+        """Return what part of the data the model was trained on."""
+        parts, rank = self.state, self.state.rank
+        part = {
+            "rank": rank,
+            "ranks": parts.plan.world_size,
+            "device": parts.plan.devices[rank].id,
+            "share": parts.plan.shares[rank],
+            "samples": self.samples,
+            "seed": parts.config.trainer.seed,
+        }
+        return {"part": part, "devices": [provenance(parts)[rank]]}
+
+    def find(self, path: Path) -> Path:
+        parts = self.state
+        if not rank_folders(path):
+            return super().find(path)
+        folders = search_rank_checkpoints(path)
+        if len(folders) == parts.plan.world_size:
+            return folders[parts.rank]
+        accepted = f"a run of as many devices as this one has ({parts.plan.world_size})"
+        fix = f"It is of {len(folders)}: hetexp merge makes one model of theirs, which any run goes on from."
+        raise CheckpointError(must_be("resume", accepted, str(path), fix))
+
+    def restore(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        part = extra.get("part")
+        if part is None:
+            return
+        self._begun, self.samples = True, part["samples"]
+        if part["share"] != self.state.plan.shares[self.state.rank]:
+            log.warning("resume: the shares are others than before: samples are dealt out again.")
+
+    # ------------------------------------------------------------ the end
+
+    def finish(self, step: int) -> tuple[str, dict[str, float]] | None:
+        """Merge the models that the ranks have saved, on rank 0; the others wait for it."""
+        parts, strategy, result = self.state, self.state.strategy, None
+        assert isinstance(strategy, Independent)
+        if strategy.merge and parts.rank == 0:
+            with parts.communicator.working():
+                result, self.merged = merge_ranks(parts, step, strategy, self._evaluations)
+        parts.communicator.meet()
+        return result
+
+    def summarise(self, summary: dict[str, Any], totals: Totals, ranks: Any) -> None:
+        super().summarise(summary, totals, ranks)
+        summary["merge"] = self.merged

@@ -1,0 +1,234 @@
+"""What a rank does under local SGD: steps of its own, and now and then a sync with the other ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetexp.comm.summation import Summation
+from hetexp.core.cost.step import Links
+from hetexp.hardware.links import links_of
+from hetexp.strategy.local_sgd.checkpoint import rank_files, restore_rank
+from hetexp.strategy.local_sgd.outer import OuterStep
+from hetexp.strategy.local_sgd.own_steps import OwnSteps
+from hetexp.strategy.local_sgd.strategy import LocalSGD
+from hetexp.strategy.local_sgd.sync_stats import FIX, SyncStats, explain
+from hetexp.training.engine import StepResult
+from hetexp.training.gradient import Gradient
+from hetexp.training.measure import StepTimer, Totals
+from hetexp.training.model_hooks import conclude, no_tally, share
+from hetexp.training.nonfinite.loss_scale import LossScale, NonFiniteError
+from hetexp.training.nonfinite.samples import WIDTH, NonFiniteSamples
+from hetexp.training.normalizer import LossNormalizer
+
+log = logging.getLogger(__name__)
+
+REHEARSED_SYNCS = 3
+
+
+class LocalSteps(OwnSteps):
+    """One rank's side of `local_sgd`."""
+
+    outer: OuterStep | None = None
+    """From the first step on."""
+    _links: Links | None = None
+    """Channels of emulated devices."""
+    _warned = False
+
+    @property
+    def settings(self) -> LocalSGD:
+        assert isinstance(self.state.strategy, LocalSGD)
+        return self.state.strategy
+
+    def attach_exchange(self, store: dist.Store) -> None:
+        super().attach_exchange(store)
+        parts = self.state
+        self._links = links_of(parts.plan) if parts.plan.paced else None
+        self._summation = Summation(
+            parts.exchange, self.settings.wire, parts.paced, self._links, parts.device
+        )
+
+    # ------------------------------------------------------------ steps
+
+    def begin(self) -> None:
+        self.synced()
+
+    def synced(self) -> OuterStep:
+        """Return what ranks hold in common; the first time they all get the first rank's weights."""
+        if self.outer is None:
+            parts = self.state
+            self.outer = OuterStep(parts.model, self.settings, parts.communicator, self._summation)
+            self.outer.begin_together()
+            self.outer.hold()
+        return self.outer
+
+    def num_steps(self, step: int, num_global: int, num_local: int) -> int:
+        if self.settings.local_steps == "equal" or not num_local:
+            return min(1, num_local)
+        counts = self.state.balancer.split(max(step, 0), num_global).counts
+        smallest = min(count for count in counts if count)
+        return max(1, round(num_local / (self.settings.local_batch_size or smallest)))
+
+    def took(self, step: int, gradient: Gradient, num_samples: int) -> None:
+        self.since.counted(gradient.tally, num_samples)
+        conclude(self.state, None)
+
+    def conclude(self, step: int, result: StepResult, normalizer: LossNormalizer, meter: StepTimer) -> None:
+        """Sync if it is due; only a sync tells the ranks how many steps were left out.
+
+        Raises:
+            NonFiniteError: see `sync`.
+        """
+        due = self._due(step)
+        result.skipped = self.sync(step, normalizer.loss_scale, meter) if due else 0
+        result.synchronised = result.can_save = due
+
+    def _due(self, step: int) -> bool:
+        """Return whether the ranks meet after this step (the number of steps done before it)."""
+        if step < 0:
+            return False
+        return (step + 1) % self.settings.sync_every == 0 or step + 1 == self.state.total_steps
+
+    # ------------------------------------------------------------ syncs
+
+    def sync(self, step: int, loss_scale: LossScale | None, meter: StepTimer) -> int:
+        """Average what the ranks trained since the last sync; all of them call it.
+
+        Returns:
+            How many local steps were left out since then, on all ranks together.
+
+        Raises:
+            NonFiniteError: on every rank, if one had a gradient that is not finite and `trainer.non_finite`
+                says stop; nothing was averaged.
+            PeerLostError: another rank is gone.
+        """
+        parts, outer, mine = self.state, self.synced(), self.since
+        parts.backend.pause()
+        start = parts.backend.mark()
+        rows = self._gathered(loss_scale)
+        self.since = SyncStats()
+        self._agree(rows, loss_scale)
+        self._face_non_finite(rows)
+        total = float(rows[:, 0].sum())
+        if total:
+            weight = mine.count / total
+            outer.step(weight)
+            if self.settings.inner_state == "average":
+                outer.average_moments(parts.optimizer, weight)
+            elif self.settings.inner_state == "reset":
+                parts.optimizer.state.clear()
+            self._conclude_model(outer, step, mine)
+        meter.waited(start, parts.backend.mark())
+        parts.backend.resume()
+        self._rebalance(step, mine, rows[:, _FIXED:])
+        return int(rows[:, 1].sum())
+
+    def _gathered(self, loss_scale: LossScale | None) -> torch.Tensor:
+        """Return what each rank reports of its steps since the last sync [ranks, `_FIXED` + steps]."""
+        parts, mine = self.state, self.since
+        limit = parts.microbatch_limits[parts.rank]
+        rows = torch.zeros((parts.communicator.world_size, _FIXED + len(mine.seconds)), dtype=torch.float64)
+        scale = (loss_scale.value, loss_scale.good_steps) if loss_scale is not None else (0.0, 0)
+        row = [mine.count, mine.left_out, mine.hopeless_step, mine.hopeless_loss, *scale, limit or 0]
+        seconds = [own for _, _, own in mine.seconds]
+        rows[parts.rank] = torch.tensor([*row, *mine.found.to_row(), *seconds], dtype=torch.float64)
+        return parts.communicator.all_reduce(rows)
+
+    def _agree(self, rows: torch.Tensor, loss_scale: LossScale | None) -> None:
+        """Take from all ranks' reports their microbatch limits, and the smallest loss scale."""
+        self.state.microbatch_limits = [int(limit) or None for limit in rows[:, 6].tolist()]
+        if loss_scale is not None:
+            loss_scale.value = float(rows[:, 4].min())
+            smallest = rows[:, 4] == rows[:, 4].min()
+            loss_scale.good_steps = int(rows[smallest, 5].min())
+
+    def _face_non_finite(self, rows: torch.Tensor) -> None:
+        parts = self.state
+        hopeless = [(rank, row) for rank, row in enumerate(rows.tolist()) if row[2]]
+        if not hopeless or parts.config.trainer.non_finite == "continue":
+            return
+        sentences = " ".join(
+            explain(
+                int(row[2]),
+                row[3],
+                rank,
+                f"{parts.plan.devices[rank]}",
+                NonFiniteSamples.from_row(row[7:_FIXED]),
+            )
+            for rank, row in hopeless
+        )
+        if parts.config.trainer.non_finite == "stop":
+            parts.communicator.barrier()
+            raise NonFiniteError(f"{sentences} No weights were averaged after it. {FIX}")
+        if parts.rank == 0 and not self._warned:
+            log.warning("%s Such steps are left out on that device; later ones are counted only.", sentences)
+        self._warned = True
+
+    def _conclude_model(self, outer: OuterStep, step: int, mine: SyncStats) -> None:
+        """Let the model do what it does after a merge; all ranks hold the weights that come of it."""
+        parts = self.state
+        if parts.hooks is None:
+            return
+        before = max(step, 0) // self.settings.sync_every * self.settings.sync_every
+        conclude(parts, None)  # candidates are judged by the merged weights as they will be
+        tally = mine.tally if mine.tally is not None else no_tally(parts)
+        samples = int(parts.communicator.all_reduce(torch.tensor([mine.samples])))
+        conclude(parts, share(parts, step, tally, samples, before))
+        outer.hold()
+
+    def _rebalance(self, step: int, mine: SyncStats, seconds: torch.Tensor) -> None:
+        """Judge the steps since the last sync one by one, until one of them asks for another split."""
+        parts = self.state
+        for position, (number, samples, _) in enumerate(mine.seconds):
+            decision = parts.balancer.observe(number, samples, seconds[:, position].tolist(), step)
+            if parts.rank == 0:
+                parts.balancer.tell(decision)
+            if decision is not None and decision.action in ("resplit", "move", "probe"):
+                return
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state_files(self) -> dict[str, bytes]:
+        return rank_files(self.state, self.outer, self.settings) if self.outer is not None else {}
+
+    def restore(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        restore_rank(self.state, self.synced, self.settings, folder)
+
+    def forget(self) -> None:
+        super().forget()
+        self.outer = None
+        self._summation.feedback, self._summation.sent_bytes = None, 0
+
+    # ------------------------------------------------------------ emulation and summary
+
+    def rehearse_exchange(self) -> None:
+        for _ in range(REHEARSED_SYNCS):
+            self.synced().step(1.0 / self.state.communicator.world_size)
+
+    def extra_step_seconds(self) -> float:
+        """Return a step's part of a sync on emulated links: to the host, the exchange, and back."""
+        if self._links is None:
+            return 0.0
+        trained = [p for p in self.state.model.parameters() if p.requires_grad]
+        length, size = sum(p.numel() for p in trained), trained[0].element_size()
+        travel = max(self._links.to_host_seconds(r, length * size) for r in range(self._links.world_size))
+        return (2 * travel + self._summation.seconds(self._links, length, size)) / self.settings.sync_every
+
+    def sent_bytes(self, steps: int) -> float | None:
+        sent = self.outer.sent_bytes if self.outer is not None else 0
+        return sent / steps if steps else None
+
+    def summarise(self, summary: dict[str, Any], totals: Totals, ranks: Any) -> None:
+        super().summarise(summary, totals, ranks)
+        if self.settings.wire != "float32":
+            summary["comm"]["wire_dtype"] = self.settings.wire
+
+
+_FIXED = 7 + WIDTH
+"""Numbers that every rank reports at a sync: count, steps left out, first hopeless step and its loss, loss
+scale and steps since it changed, microbatch limit, the hopeless step's samples; its seconds follow."""

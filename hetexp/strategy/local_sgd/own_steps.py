@@ -1,0 +1,175 @@
+"""Optimizer steps that each rank takes by itself, with its own samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.data.loader import LocalBatch, chop, cut
+from hetexp.optimizer.build import restart_schedule
+from hetexp.strategy.local_sgd.sync_stats import SyncStats
+from hetexp.training.engine import StepResult
+from hetexp.training.gradient import Gradient, take_gradient
+from hetexp.training.measure import StepTimer
+from hetexp.training.nonfinite.search import search
+from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.recovery.oom_recovery import halve_alone, sizes_of, split_by_sizes
+from hetexp.training.replica import Replica
+from hetexp.training.step import guarded_step
+
+Piece = tuple[list[Any], list[list[int]]]
+"""The microbatches of a local step, and the places of their samples in the training data."""
+
+
+class OwnSteps(Replica):
+    """Takes a rank's own steps: clipping, loss scale and microbatches are its own matter.
+
+    The learning rate follows the global step, however many local ones a rank takes in it.
+    """
+
+    asks_after_shortage = False
+
+    def __init__(self) -> None:
+        self.since = SyncStats()
+        self.samples = 0
+        """That this rank has trained on in the whole run."""
+
+    def loaded_in(self) -> tuple[int, int | None]:
+        return 1, None  # whole: local steps divide the samples themselves
+
+    # ------------------------------------------------------------ one global step
+
+    def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
+        parts = self.state
+        self.begin()
+        own = LossNormalizer(self.step_group, 1, loss_scale=normalizer.loss_scale)
+        pieces = self._pieces(step, batch)
+        if not pieces:
+            parts.backend.begin_step(step)
+        results = [self._own_step(step, *piece, own, meter) for piece in pieces]
+        learning_rate = float(parts.optimizer.param_groups[0]["lr"])
+        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
+        meter.samples += batch.local_samples
+        self.samples += batch.local_samples
+        for result in results:
+            self._count(step, result)
+        if parts.balancer.follows and step >= 0:
+            self.since.seconds.append((step, batch.global_samples, meter.since_last()))
+        zero = torch.zeros((), dtype=parts.dtype, device=parts.device)
+        count = sum(result.local_count for result in results)
+        whole = StepResult(
+            loss_sum=sum((result.loss_sum for result in results), zero),
+            global_count=count,
+            grad_norm=results[-1].grad_norm if results else None,
+            learning_rate=learning_rate,
+            skipped=sum(result.skipped for result in results),
+            local_count=count,
+        )
+        self.conclude(step, whole, own, meter)
+        return whole
+
+    def begin(self) -> None:
+        """Start from weights that all ranks hold; comes before every step."""
+
+    @property
+    def step_group(self) -> Communicator:
+        """The ranks that take each local step together."""
+        return SoloCommunicator()
+
+    def num_steps(self, step: int, num_global: int, num_local: int) -> int:
+        """Return the number of local steps that this rank takes in a global one."""
+        return min(1, num_local)
+
+    def conclude(self, step: int, result: StepResult, normalizer: LossNormalizer, meter: StepTimer) -> None:
+        """End a global step, for instance by an exchange with the other ranks; `result` may be changed."""
+
+    def took(self, step: int, gradient: Gradient, num_samples: int) -> None:
+        """Follow an update: let the model do what it does between steps."""
+
+    # ------------------------------------------------------------ one local step
+
+    def _pieces(self, step: int, batch: LocalBatch) -> list[Piece]:
+        """Return what each local step trains on: consecutive pieces of this rank's samples."""
+        number = self.num_steps(step, batch.global_samples, batch.local_samples)
+        if number == 0:
+            return []
+        if not batch.local_samples:
+            return [([], [[]])]
+        passes = [self.state.pass_sizes(size) for size in cut(batch.local_samples, number, None)]
+        sizes = [size for of_step in passes for size in of_step]
+        microbatches = split_by_sizes(batch.microbatches, sizes)
+        places = list(chop([index for indices in batch.indices for index in indices], sizes))
+        pieces, start = [], 0
+        for of_step in passes:
+            end = start + len(of_step)
+            pieces.append((microbatches[start:end], places[start:end]))
+            start = end
+        return pieces
+
+    def _own_step(
+        self,
+        step: int,
+        samples: list[Any],
+        places: list[list[int]],
+        normalizer: LossNormalizer,
+        meter: StepTimer,
+    ) -> StepResult:
+        parts, since = self.state, self.since
+        suspects = list(zip(samples, places, strict=True)) if places[0] else []
+        done = guarded_step(parts, self, step, samples, normalizer, meter)
+        gradient = done.gradient
+        judged = parts.config.trainer.non_finite != "continue"
+        if judged and not done.mendable and not since.hopeless_step:
+            of_loss = not math.isfinite(float(gradient.loss_sum))
+            since.found = search(parts, suspects, gradient.factor, of_loss)
+        if done.finite and gradient.updates:
+            self.took(step, gradient, sum(sizes_of(done.microbatches)))
+        return done.result(local_count=normalizer.local_count)
+
+    def gradient(
+        self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
+    ) -> Gradient:
+        gradient = take_gradient(self.state, step, microbatches, normalizer, meter)
+        gradient.updates = bool(gradient.global_count)
+        if gradient.shortage is not None:
+            gradient.finite = False
+        return gradient
+
+    def smaller(self, step: int, microbatches: list[Any], gradient: Gradient) -> list[Any] | None:
+        if gradient.shortage is None:
+            return None
+        limit = halve_alone(self.state, step, microbatches, gradient.shortage)
+        return split_by_sizes(
+            microbatches, [size for n in sizes_of(microbatches) for size in cut(n, 1, limit)]
+        )
+
+    def _count(self, step: int, result: StepResult) -> None:
+        """Count a local step until the next sync."""
+        since = self.since
+        if not result.skipped:
+            since.count += result.local_count
+            return
+        since.left_out += 1
+        if result.beyond_mending and not since.hopeless_step:
+            since.hopeless_step, since.hopeless_loss = step + 1, float(result.loss_sum)
+
+    # ------------------------------------------------------------ what is logged and saved
+
+    def device_metrics(self, losses: Sequence[float], counts: Sequence[float]) -> dict[str, float | None]:
+        rows = zip(self.state.plan.devices, losses, counts, strict=True)
+        return {
+            f"device/{device.id}/train_loss": loss / count if count else None for device, loss, count in rows
+        }
+
+    def checkpoint_bytes(self, own_bytes: int) -> int:
+        return own_bytes * self.state.plan.world_size
+
+    def forget(self) -> None:
+        self.since, self.samples = SyncStats(), 0
+
+    def sent_bytes(self, steps: int) -> float | None:
+        return 0.0 if steps else None

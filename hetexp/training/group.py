@@ -1,0 +1,125 @@
+"""How ranks connect: the group that they form, the exchange of gradients in it, and how a rank leaves."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.disposal import formed_groups, let_go
+from hetexp.comm.exchange import Exchange
+from hetexp.comm.hook import GradientHook
+from hetexp.comm.paced_exchange import PacedExchange
+from hetexp.comm.rendezvous import form_group
+from hetexp.comm.transports import Job, form_paths
+from hetexp.core.plan import Plan
+from hetexp.hardware.links import links_of
+from hetexp.plan.routes import routes_to_try
+from hetexp.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 5.0
+"""Longest wait for a thread that exchanges gradients to find out that its peers are gone."""
+
+
+def connect(
+    parts: TrainState, plan: Plan, store: dist.Store, separate: bool = False, again: bool = False
+) -> None:
+    """Form the group of a plan's ranks: the communicator for small tensors, the exchange for large ones.
+
+    The rank then has the plan, with another route if the self-test found that the planned one fails.
+
+    Args:
+        separate: whether gradients need connections apart from those of torch's own exchange.
+        again: whether the run has trained before, with other members.
+
+    Raises:
+        SetupError: the group did not form, or no route carries.
+        PeerLostError: another rank is gone.
+    """
+    comm, rank, device = parts.config.comm, parts.rank, parts.device
+    parts.plan, parts.exchange = plan, None
+    if plan.world_size == 1:
+        backend = plan.collective_backend
+        parts.communicator = form_group(store, rank, 1, backend, device, comm.timeout_seconds)
+        return
+    limits = comm.timeout_seconds, comm.self_test_seconds
+    job = Job(store, rank, plan.world_size, device, *limits, separate, again)
+    paths = form_paths(routes_to_try(plan), job)
+    if paths.fallback is not None:
+        route = paths.route if plan.route is not None else None
+        native = paths.route.library not in (None, "gloo", "shm")
+        backend = str(paths.route.library) if native else "gloo"
+        parts.plan = replace(plan, route=route, collective_backend=backend, route_fallback=paths.fallback)
+    parts.communicator, parts.exchange = paths.communicator, paths.exchange
+
+
+def leave(parts: TrainState) -> None:
+    """Leave the other ranks, in the midst of whatever this one does with them; safe to call twice.
+
+    Those that wait for this rank learn of it at once. Model, optimizer and device stay as they are.
+    """
+    held = formed_groups()
+    if parts.exchange is not None:
+        parts.exchange.abandon()
+    parts.communicator.abandon()
+    ended = end_exchanging(parts)
+    if parts.exchange is not None and ended:
+        parts.exchange.close()
+    elif not ended:  # it still reads the exchange's memory
+        log.warning("the thread that exchanges gradients did not end within %g s, and is left", LEAVE_SECONDS)
+    if parts.hook is not None:
+        parts.exchanged_before = parts.hook.sent_bytes, parts.hook.exchange_seconds
+    parts.module = parts.strategy.unwrap(parts.module, parts.model)
+    parts.optimizer.zero_grad(set_to_none=True)
+    parts.exchange, parts.hook, parts.paced, parts.guard = None, None, None, None
+    parts.communicator = SoloCommunicator()
+    let_go(held)
+
+
+def end_exchanging(parts: TrainState) -> bool:
+    """End the threads that exchange gradients; return whether they have ended."""
+    return all(thread.close(LEAVE_SECONDS) for thread in (parts.hook, parts.paced) if thread is not None)
+
+
+def pace_exchange(parts: TrainState) -> None:
+    """Let the exchange of gradients take as long as the links of emulated devices, if there are any."""
+    plan, backend = parts.plan, parts.backend
+    exchange = parts.exchange
+    if not plan.paced or exchange is None:
+        return
+    links, limit = links_of(plan), parts.config.comm.timeout_seconds
+    parts.paced = PacedExchange(
+        exchange, links, parts.rank, backend.synchronize, backend.backward_done, limit, parts.config.comm.wire
+    )
+    if parts.time_scale is not None:  # known from a group before this one
+        parts.paced.start(parts.time_scale)
+    parts.strategy.exchange_through(parts.module, parts.paced.hook)
+
+
+def hook_exchange(parts: TrainState) -> None:
+    """Let DDP's gradients travel by the plan's route and compression if torch's own exchange does not."""
+    plan = parts.plan
+    plain = plan.way.library not in (None, "shm") and plan.wire == "float32"
+    if parts.exchange is None or parts.paced is not None or plain:
+        return
+    parts.hook = GradientHook(parts.exchange, parts.config.comm.wire, plan.world_size)
+    parts.hook.sent_bytes, parts.hook.exchange_seconds = parts.exchanged_before
+    parts.strategy.exchange_through(parts.module, parts.hook.hook)
+
+
+def alone(parts: TrainState, plan: Plan) -> None:
+    """Let a rank train without a group."""
+    communicator: Communicator = SoloCommunicator()
+    exchange: Exchange | None = None
+    parts.plan, parts.communicator, parts.exchange = plan, communicator, exchange
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that this rank runs on."""
+    return {"python": platform.python_version(), "torch": torch.__version__}

@@ -1,0 +1,196 @@
+"""What engines have in common whose ranks hold the whole model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetexp.checkpoint.choose import ResumeRequest, choose
+from hetexp.checkpoint.folder import TrainingState, load_checkpoint
+from hetexp.comm.communicator import Communicator
+from hetexp.core.call import call_model
+from hetexp.core.config import Config
+from hetexp.core.plan import Plan
+from hetexp.data.loader import LocalBatch, local_batches, read_ahead
+from hetexp.data.sampler import Position
+from hetexp.hardware.emulation.pacing import tensors
+from hetexp.training.balancer import Balancer
+from hetexp.training.compiled import compiled
+from hetexp.training.engine import Engine, PacedLink, Work
+from hetexp.training.evaluate import evaluate
+from hetexp.training.group import connect, leave, pace_exchange
+from hetexp.training.measure import Totals
+from hetexp.training.measuring.efficiency import account_for
+from hetexp.training.recovery.oom_recovery import recovering_guard
+from hetexp.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+
+class Replica(Engine):
+    """A rank that holds the whole model and computes all its layers."""
+
+    state: TrainState
+    asks_after_shortage = True
+    """Whether all ranks decide together what to do after one of them ran out of memory in a step."""
+
+    def bind(self, state: TrainState) -> None:
+        self.state = state
+
+    # ------------------------------------------------------------ building
+
+    def shard(self, plan: Plan, config: Config, rank: int, model: nn.Module, inputs: Any) -> nn.Module:
+        return model
+
+    def prepare(self, inputs: Any) -> None:
+        parts = self.state
+        parts.example = parts.to_device(inputs)
+        # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
+        parts.backend.attach(parts.model, parts.optimizer, parts.example)
+        parts.compiled = compiled(parts.model, parts.config)
+
+    def connect(self, plan: Plan, store: dist.Store, again: bool) -> None:
+        """Form the group; see `hetexp.training.group.connect`."""
+        connect(self.state, plan, store, again=again)
+
+    def join(
+        self, plan: Plan, rank: int, store: dist.Store, agree_on_state: Callable[[], None] | None = None
+    ) -> None:
+        parts, strategy = self.state, self.state.strategy
+        strategy.configure(plan)
+        parts.rank = rank
+        self.connect(plan, store, agree_on_state is not None)
+        parts.balancer = self.balancer()
+        if agree_on_state is not None:
+            agree_on_state()
+        inner = parts.compiled if parts.compiled is not None else parts.model
+        parts.module = strategy.wrap(inner, parts.device)
+        strategy.attach_group(parts.module, parts.communicator, parts.example, parts.backend.waiting)
+        parts.guard = recovering_guard(parts, self.asks_after_shortage)
+        self.attach_exchange(store)
+
+    def balancer(self) -> Balancer:
+        """Return what splits each batch over the ranks of the plan."""
+        parts, trainer = self.state, self.state.config.trainer
+        settings = parts.policy.settings if parts.policy.follows and self.moves_samples else None
+        ahead = read_ahead(parts.train_data, trainer.num_workers, trainer.prefetch_factor)
+        return Balancer(parts.plan, settings, ahead)
+
+    def attach_exchange(self, store: dist.Store) -> None:
+        """Set up how gradients or weights are exchanged; the model is wrapped already.
+
+        Args:
+            store: of the group.
+        """
+        pace_exchange(self.state)
+
+    def leave(self) -> None:
+        leave(self.state)
+
+    # ------------------------------------------------------------ training
+
+    @property
+    def group(self) -> Communicator:
+        return self.state.communicator
+
+    def loaded_in(self) -> tuple[int, int | None]:
+        return self.state.config.trainer.accumulate, self.state.microbatch_size
+
+    def batches(
+        self, start: Position, num_steps: int, first_step: int = 0, num_workers: int = 0
+    ) -> Generator[LocalBatch, None, None]:
+        parts = self.state
+        return local_batches(
+            parts.train_data,
+            parts.sampler,
+            start,
+            num_steps,
+            parts.balancer.split,
+            parts.rank,
+            *self.loaded_in(),
+            num_workers,
+            first_step,
+            prefetch_factor=parts.config.trainer.prefetch_factor,
+            page_locked=parts.backend.copies_page_locked,
+        )
+
+    # ------------------------------------------------------------ evaluation
+
+    def forward(self, inputs: Any, number: int, num_samples: int) -> Any:
+        parts = self.state
+        with parts.autocast():
+            return call_model(parts.model, parts.to_device(inputs))
+
+    def evaluation_part(self, total: int) -> tuple[int, int, int]:
+        return *self.state.balancer.now(total).bounds(self.state.rank), self.state.evaluation_batch
+
+    def evaluate(self) -> tuple[dict[str, float], dict[str, float]]:
+        result = evaluate(self.state)
+        return result, {f"eval/{name}": value for name, value in result.items()}
+
+    def shares(self, samples: Sequence[float], total: float) -> Sequence[float]:
+        return [count / total for count in samples]
+
+    def replicated(self) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
+        model, ranks = self.state.model, tuple(range(self.state.communicator.world_size))
+        for name, parameter in model.named_parameters():
+            yield "weight", name, parameter.detach(), ranks
+            if self.shares_gradients and parameter.requires_grad:
+                yield "gradient", name, gradient_of(parameter), ranks
+        for name, buffer in model.named_buffers():
+            yield "buffer", name, buffer, ranks
+
+    shares_gradients = False
+    """Whether all ranks hold the same gradient after a step."""
+
+    # ------------------------------------------------------------ checkpoints
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.state.checkpoints
+
+    def find(self, path: Path) -> Path:
+        # A script's own `run.resume` names a run or a checkpoint; a launcher has chosen already.
+        request = ResumeRequest.read(str(path), Path())
+        chosen = choose(Path(request.path or path), request.which, contents=False)
+        for sentence in chosen.skipped:
+            log.warning("resume: %s", sentence)
+        return chosen.folder
+
+    def load(self, folder: Path) -> TrainingState:
+        return load_checkpoint(folder, self.state.model, self.state.optimizer)
+
+    # ------------------------------------------------------------ emulation and summary
+
+    @property
+    def paced_links(self) -> Sequence[PacedLink]:
+        return [self.state.paced] if self.state.paced is not None else []
+
+    def work(self) -> Work:
+        parts = self.state
+        samples = parts.balancer.now(parts.config.trainer.global_batch_size).counts[parts.rank]
+        sizes = parts.pass_sizes(samples)
+        modelled = parts.backend.modelled_work(sizes, _input_bytes(parts))
+        return Work(samples, max(sizes, default=0), modelled=modelled)
+
+    def summarise(self, summary: dict[str, Any], totals: Totals, ranks: Sequence[dict[str, Any]]) -> None:
+        account_for(self.state, summary, totals, ranks)
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient, or a zero if it has none."""
+    return torch.zeros(()) if parameter.grad is None else parameter.grad
+
+
+def _input_bytes(parts: TrainState) -> int:
+    """Return the bytes of one sample on its way to the device."""
+    if parts.input_bytes is not None:
+        return parts.input_bytes
+    inputs, _ = parts.train_data[0]
+    return sum(t.numel() * t.element_size() for t in tensors(parts.to_device(inputs)))
