@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetexp.app import check, compose_config
+from hetexp.comm.step_message import StepMessage
 from hetexp.core.errors import ConfigError
 from hetexp.data.sampler import Position
 from hetexp.plan.planner import Request, make_plan
@@ -94,7 +95,7 @@ def ours(parts: TrainState) -> Callable[[], None]:
     window = MetricsWindow(parts)
     window.restart()
     batches = parts.engine.batches(Position(), parts.total_steps)
-    normalizer = LossNormalizer(parts.communicator, 1)
+    normalizer = LossNormalizer(StepMessage(parts.communicator), 1)
 
     def step() -> None:
         batch = next(batches)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hetexp.app import check, compose_config
+from hetexp.comm.step_message import StepMessage
 from hetexp.core.config import read_config
 from hetexp.core.plan import Plan
 from hetexp.data.loader import LocalBatch
@@ -78,7 +79,9 @@ def _rank(paths: list[Path], rank: int, port: int, steps: int, told: Any) -> Non
 
 
 def _steps(parts: TrainState, steps: int) -> list[dict[str, torch.Tensor]]:
-    normalizer = LossNormalizer(parts.communicator, parts.strategy.gradient_divisor(parts.plan.world_size))
+    normalizer = LossNormalizer(
+        StepMessage(parts.communicator), parts.strategy.gradient_divisor(parts.plan.world_size)
+    )
     meter = StepTimer(parts.backend)
     found = []
     parts.model.train()

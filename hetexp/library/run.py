@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from hetexp.comm.rendezvous import exchange
+from hetexp.comm.step_message import StepMessage
 from hetexp.core.errors import UsageError
 from hetexp.core.files import write_json
 from hetexp.data.loader import LocalBatch, local_batches
@@ -23,7 +24,6 @@ from hetexp.library.step import Reduction, ScriptStep
 from hetexp.training.engine import StepResult
 from hetexp.training.loop import MetricsWindow, Outcome, rebalance
 from hetexp.training.nonfinite.loss_scale import widened
-from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.result import report
 from hetexp.training.saving import resuming
 from hetexp.training.saving import save as saving
@@ -49,10 +49,8 @@ class Run:
         self._progress = Progress()
         self._window = MetricsWindow(parts)
         self._outcome = Outcome(self._progress, self._window.totals, energy=self._window.energy)
-        gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
-        self._normalizer = LossNormalizer(
-            parts.communicator, gradient_divisor, parts.config.debug.normalizer, parts.loss_scale
-        )
+        self._message = StepMessage(parts.communicator)
+        self._normalizer = parts.normalizer(self._message)
         self._step: ScriptStep | None = None
         self._result: StepResult | None = None
         self._before: LocalBatch | None = None
@@ -154,7 +152,7 @@ class Run:
         parts.backend.begin_step(self._progress.step)
         if parts.paced is not None:
             parts.paced.begin_step()
-        self._normalizer.report = parts.balancer.own_seconds(self._window.meter)
+        self._message.seconds = parts.balancer.own_seconds(self._window.meter)
         step = self._step = ScriptStep(parts, self._normalizer, self._window.meter, batch)
         while not step.is_over:
             yield on_device(step.next_microbatch(self._stand_in), parts.device)
@@ -225,7 +223,7 @@ class Run:
         self._result = StepResult(step.loss_sum, step.global_count, None, rate, local_count=step.count)
         self._window.meter.samples += batch.local_samples
         if self._before is not None:
-            rebalance(parts, progress.step, self._before, self._normalizer.reported)
+            rebalance(parts, progress.step, self._before, self._message.all_seconds)
         self._before, self._weight = batch, float(step.count)
         progress.step += 1
         progress.samples += batch.global_samples

@@ -53,7 +53,7 @@ class DataParallel(Replica):
         parts, batch = self.state, self._batch
         passes = parts.num_passes(batch.counts)
         gradient = take_gradient(parts, step, microbatches, normalizer, meter, passes)
-        normalizer.share_loss(gradient.loss_sum)
+        normalizer.message.share_loss(gradient.loss_sum)
         gradient.shared = share(parts, step, gradient.tally, batch.global_samples)
         return gradient
 

@@ -54,6 +54,8 @@ class StepResult:
     """Whether all ranks hold the same weights after it."""
     can_save: bool = True
     """Whether all ranks can save a common checkpoint after it."""
+    met: bool = True
+    """Whether all ranks have heard of each other in it, and so of what the first rank's clock asks for."""
     local_count: float = 0
     """Elements that `loss_sum` is the sum over."""
 

@@ -14,6 +14,7 @@ import torch
 
 from hetexp.balancing.scheduler import idle_seconds, imbalance
 from hetexp.comm.disposal import let_go
+from hetexp.comm.step_message import StepMessage
 from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
@@ -22,7 +23,6 @@ from hetexp.training.engine import StepResult
 from hetexp.training.measure import StepTimer, Totals
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.nonfinite.search import explain
-from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.handover import Carried
 from hetexp.training.replicas import ReplicaCheck
 from hetexp.training.saving.save import add_evaluation, finish_saving, save, save_before
@@ -144,7 +144,9 @@ class Training:
     def steps(self) -> bool:
         """Take steps up to the last one; return whether that was it, or the members change first."""
         parts, progress, window = self.parts, self.progress, self.window
-        normalizer = self._normalizer()
+        message = StepMessage(parts.communicator)
+        message.notices = self._notices
+        normalizer = parts.normalizer(message)
         parts.model.train()
         window.restart()
         if not self.settled:
@@ -155,22 +157,22 @@ class Training:
         )
         before: LocalBatch | None = None
         for batch in window.loaded(batches):
-            normalizer.report = parts.balancer.own_seconds(window.meter)
+            message.seconds = parts.balancer.own_seconds(window.meter)
             if parts.survives and self._log_due(progress.step + 1):
-                normalizer.window = window.loss
+                message.window = window.loss
             with window.undone_on_error():
                 result = parts.engine.step(progress.step, batch, normalizer, window.meter)
-            if before is not None and normalizer.reported:
-                rebalance(parts, progress.step, before, normalizer.reported)
+            if before is not None and message.all_seconds:
+                rebalance(parts, progress.step, before, message.all_seconds)
             before = batch
-            self._advance(batch, result, normalizer)
+            self._advance(batch, result, message)
             if result.beyond_mending and parts.config.trainer.non_finite != "continue":
                 text = tell_non_finite(parts, progress, batch, result, window)
                 if parts.config.trainer.non_finite == "stop":
                     good = self._before
                     raise NonFiniteError(f"{text} {save_before(parts, good, self.first_step, self.saved_at)}")
             self._end_step(result.synchronised)
-            *news, due = normalizer.noticed
+            *news, due = message.noticed
             if self.survivor is not None:
                 noticed = news[0], news[1]
                 self.survivor.serve(self, noticed)
@@ -179,21 +181,13 @@ class Training:
                     return False
             if self.outcome.stopped_early or self.stops:
                 break
-            # Ranks that do not meet in every step learn with a log line that a checkpoint is due.
-            if (due or window.save_due) and result.can_save and progress.step < parts.total_steps:
+            if not result.met:  # then ranks learn with a log line that a checkpoint is due
+                due = window.save_due and result.can_save
+            if due and progress.step < parts.total_steps:
                 window.stop()
                 self.save(timed=True)
                 window.restart()
         return True
-
-    def _normalizer(self) -> LossNormalizer:
-        parts = self.parts
-        gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
-        normalizer = LossNormalizer(
-            parts.communicator, gradient_divisor, parts.config.debug.normalizer, parts.loss_scale
-        )
-        normalizer.notices = self._notices
-        return normalizer
 
     def _notices(self) -> tuple[int, int, int]:
         """Return what the first rank tells all as a step begins."""
@@ -207,7 +201,7 @@ class Training:
             return False
         return time.perf_counter() - self._saved_seconds >= 60 * trainer.checkpoint_minutes
 
-    def _advance(self, batch: LocalBatch, result: StepResult, normalizer: LossNormalizer) -> None:
+    def _advance(self, batch: LocalBatch, result: StepResult, message: StepMessage) -> None:
         """Count a step that is done."""
         progress = self.progress
         self._before = replace(progress)
@@ -216,8 +210,8 @@ class Training:
         progress.position = batch.position
         progress.skipped_steps += result.skipped
         self.window.add(result, batch)
-        if normalizer.window is not None:
-            self.loss_at, normalizer.window = (progress.step, normalizer.window_loss), None
+        if message.window is not None:
+            self.loss_at, message.window = (progress.step, message.window_loss), None
         self.good, self.settled = replace(progress), False
 
     def _log_due(self, step: int) -> bool:

@@ -18,6 +18,7 @@ from hetexp.comm.communicator import Communicator
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
+from hetexp.comm.step_message import StepMessage
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
@@ -33,6 +34,7 @@ from hetexp.training.empty_share import EmptyShareGuard
 from hetexp.training.engine import Engine
 from hetexp.training.loss import Loss, summed
 from hetexp.training.nonfinite.loss_scale import LossScale
+from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.saving.saver import Saver
 from hetexp.training.source import SourceModel
 
@@ -168,6 +170,16 @@ class TrainState:
     def timed_devices(self) -> Sequence[DeviceSpec]:
         """The devices whose own work is known, one a rank; none if one rank drives several."""
         return self.plan.devices if len(self.plan.all_devices) == self.plan.world_size else ()
+
+    def normalizer(self, message: StepMessage, loss_scale: LossScale | None = None) -> LossNormalizer:
+        """Return what scales the losses of this run's steps.
+
+        Args:
+            loss_scale: instead of the run's own.
+        """
+        divisor = self.strategy.gradient_divisor(self.communicator.world_size)
+        scale = self.loss_scale if loss_scale is None else loss_scale
+        return LossNormalizer(message, divisor, self.config.debug.normalizer, scale)
 
     def pass_sizes(self, num_samples: int, rank: int | None = None) -> list[int]:
         """Return the sizes of a rank's microbatches for so many local samples; `None`: of this one's."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.step_message import StepMessage
 from hetexp.data.loader import LocalBatch, chop, cut
 from hetexp.optimizer.build import restart_schedule
 from hetexp.strategy.local_sgd.sync_stats import SyncStats
@@ -46,7 +47,7 @@ class OwnSteps(Replica):
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
         parts = self.state
         self.begin()
-        own = LossNormalizer(self.step_group, 1, loss_scale=normalizer.loss_scale)
+        own = LossNormalizer(StepMessage(self.step_group), 1, loss_scale=normalizer.loss_scale)
         pieces = self._pieces(step, batch)
         if not pieces:
             parts.backend.begin_step(step)
@@ -68,6 +69,7 @@ class OwnSteps(Replica):
             learning_rate=learning_rate,
             skipped=sum(result.skipped for result in results),
             local_count=count,
+            met=False,
         )
         self.conclude(step, whole, own, meter)
         return whole

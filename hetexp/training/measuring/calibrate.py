@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Subset
 from hetexp.balancing.fit import fit_curve, median_errors, sizes_to_measure
 from hetexp.balancing.solver import solve
 from hetexp.comm.rendezvous import exchange
+from hetexp.comm.step_message import StepMessage
 from hetexp.core.call import call_model
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.cost.speed import SpeedCurve
@@ -361,8 +362,8 @@ def joint_steps(
 
     All ranks call it together. It trains: `undone` takes that back.
     """
-    gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
-    normalizer = LossNormalizer(parts.communicator, gradient_divisor)
+    divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
+    normalizer = LossNormalizer(StepMessage(parts.communicator), divisor)
     trainer = parts.config.trainer
     num_samples = len(parts.train_data)  # type: ignore[arg-type]  # map-style, as build_data checked
     total = trainer.global_batch_size

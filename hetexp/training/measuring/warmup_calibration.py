@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hetexp.comm.step_message import StepMessage
 from hetexp.hardware.emulation.emulated import SCALE_MARGIN
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.measure import StepTimer
@@ -65,9 +66,9 @@ def undone(parts: TrainState) -> Iterator[None]:
 
 def _real_steps(parts: TrainState) -> None:
     """Train a little at full speed."""
-    gradient_divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
+    divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
     scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts fresh
-    normalizer = LossNormalizer(parts.communicator, gradient_divisor, loss_scale=scale)
+    normalizer = LossNormalizer(StepMessage(parts.communicator), divisor, loss_scale=scale)
     meter = StepTimer(parts.backend)
     for batch in parts.engine.batches(Progress().position, REHEARSED_STEPS):
         parts.engine.step(-1, batch, normalizer, meter)

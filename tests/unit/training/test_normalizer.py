@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
+from hetexp.comm.step_message import StepMessage
 from hetexp.training.normalizer import LossNormalizer
 
 
 def factors(counts: Sequence[float], gradient_divisor: int, per: str = "global") -> list[tuple[float, float]]:
     def rank(comm: Communicator) -> tuple[float, float]:
-        normalizer = LossNormalizer(comm, gradient_divisor, per)  # type: ignore[arg-type]
+        normalizer = LossNormalizer(StepMessage(comm), gradient_divisor, per)  # type: ignore[arg-type]
         normalizer.start(counts[comm.rank])
         return normalizer.factor()
 
@@ -58,7 +59,7 @@ def test_averaged_gradients_are_the_global_mean(counts: list[int], seed: int) ->
 
 
 def test_one_rank_that_exchanges_nothing() -> None:
-    normalizer = LossNormalizer(SoloCommunicator(), 1)
+    normalizer = LossNormalizer(StepMessage(SoloCommunicator()), 1)
     for count in (5, 3):
         normalizer.start(count)
         assert normalizer.factor() == (1 / count, count)
@@ -74,8 +75,8 @@ def test_counts_that_are_not_whole_travel_as_they_are(tells: bool) -> None:
     counts = [0.3, 2**33 + 0.25, 4, 0.0]
 
     def rank(comm: Communicator) -> tuple[float, float]:
-        normalizer = LossNormalizer(comm, 4)
-        normalizer.report = 1.0 if tells else None
+        normalizer = LossNormalizer(StepMessage(comm), 4)
+        normalizer.message.seconds = 1.0 if tells else None
         normalizer.start(counts[comm.rank])
         return normalizer.factor()
 
@@ -88,21 +89,21 @@ def test_counts_that_are_not_whole_travel_as_they_are(tells: bool) -> None:
 
 def test_a_step_starts_with_its_count() -> None:
     with pytest.raises(AssertionError, match="start"):
-        LossNormalizer(SoloCommunicator(), 1).factor()
+        LossNormalizer(StepMessage(SoloCommunicator()), 1).factor()
 
 
 def test_every_rank_learns_what_each_reported() -> None:
     def rank(comm: Communicator) -> tuple[tuple[float, float], list[float]]:
-        normalizer = LossNormalizer(comm, 3)
-        normalizer.report = 0.1 + comm.rank
+        normalizer = LossNormalizer(StepMessage(comm), 3)
+        normalizer.message.seconds = 0.1 + comm.rank
         normalizer.start(5 * comm.rank)
-        return normalizer.factor(), normalizer.reported
+        return normalizer.factor(), normalizer.message.all_seconds
 
     assert FakeGroup(3).run(rank) == [((3 / 15, 15), [0.1, 1.1, 2.1])] * 3
 
 
 def test_without_a_report_nothing_is_reported() -> None:
-    normalizer = LossNormalizer(SoloCommunicator(), 1)
+    normalizer = LossNormalizer(StepMessage(SoloCommunicator()), 1)
     normalizer.start(4)
     assert normalizer.factor() == (0.25, 4)
-    assert normalizer.reported == []
+    assert normalizer.message.all_seconds == []

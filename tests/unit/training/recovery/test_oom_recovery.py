@@ -14,6 +14,7 @@ from torch import nn
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
+from hetexp.comm.step_message import StepMessage
 from hetexp.core.errors import PeerLostError
 from hetexp.data.loader import LocalBatch
 from hetexp.data.sampler import Position
@@ -173,7 +174,7 @@ def one_step(make_parts: MakeParts, most: int, scale: LossScale | None) -> tuple
     inputs = torch.randn(8, 3, generator=generator, dtype=torch.float64)
     batch = LocalBatch([(inputs, torch.arange(8) % 4)], 8, 8, Position(0, 8))
     meter = StepTimer(parts.backend)
-    parts.engine.step(0, batch, LossNormalizer(parts.communicator, 1, loss_scale=scale), meter)
+    parts.engine.step(0, batch, LossNormalizer(StepMessage(parts.communicator), 1, loss_scale=scale), meter)
     return parts, meter
 
 
