@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hetexp.comm.lost import is_peer_lost
+from hetexp.comm.connections.lost import is_peer_lost
 from hetexp.core.config import Config, read_config
 from hetexp.core.errors import HetexpError, UsageError
 from hetexp.core.files import no_room, write_json
@@ -266,8 +266,8 @@ class _Rank:
     def _train(self, survival: RankRecovery) -> None:
         """Train to the end, or until the others go on without this rank, and report."""
         from hetexp.training.loop import Outcome, train
+        from hetexp.training.measuring.result import report
         from hetexp.training.recovery.rank_recovery import DismissedError
-        from hetexp.training.result import report
 
         parts, progress, started = self.parts, self.progress, time.perf_counter()
         assert parts is not None
@@ -363,7 +363,7 @@ class _ScriptRank:
         """
         from hetexp.comm.rendezvous import connect_store
         from hetexp.library.setup import Launched, begin_as
-        from hetexp.training.saving.random_states import seed_all
+        from hetexp.training.seeding import seed_all
 
         assert self.plan.script is not None
         config = read_config(self.plan.config)

@@ -33,8 +33,8 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 import hetexp.training.loop
+import hetexp.training.measuring.result
 import hetexp.training.measuring.warmup_calibration
-import hetexp.training.result
 import hetexp.training.wiring  # noqa: F401 - imported once, for all forks
 from hetexp.app import compose_config, run
 from hetexp.core.errors import HetexpError

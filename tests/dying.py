@@ -9,7 +9,7 @@ from typing import Any
 from faulty import my_rank
 from hurt import Net
 
-from hetexp.comm.watched_store import WatchedStore
+from hetexp.comm.connections.watched_store import WatchedStore
 from hetexp.core.errors import SetupError
 from hetexp.training.recovery import rank_recovery
 

@@ -20,7 +20,7 @@ from hetexp.launch.prepare.stages import with_stages
 from hetexp.plan.planner import Request, make_plan
 from hetexp.strategy.pipeline.engine import Stages
 from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.replicas import ReplicaCheck, ReplicaError
 from hetexp.training.state import Progress, TrainState

@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.pulse import Pulse
-from hetexp.comm.sockets import remembered, shut_all
+from hetexp.comm.connections.pulse import Pulse
+from hetexp.comm.connections.sockets import remembered, shut_all
 from hetexp.core.errors import PeerLostError
 
 ReduceOp = Literal["sum", "max"]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from hetexp.comm.communicator import peer_lost
+from hetexp.comm.connections.sockets import remembered
 from hetexp.comm.exchange import Exchange, staged
 from hetexp.comm.rendezvous import limit_of_forming
-from hetexp.comm.sockets import remembered
 from hetexp.core.errors import SetupError
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}

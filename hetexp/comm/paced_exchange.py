@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import peer_lost
+from hetexp.comm.connections.sockets import remembered
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import Averaging
-from hetexp.comm.sockets import remembered
 from hetexp.core.cost.step import Links, Wire
 from hetexp.hardware.emulation.pacing import GRAIN_SECONDS
 

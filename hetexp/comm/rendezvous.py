@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import Communicator, ProcessGroupCommunicator
-from hetexp.comm.pulse import Pulse
-from hetexp.comm.sockets import remembered
+from hetexp.comm.connections.pulse import Pulse
+from hetexp.comm.connections.sockets import remembered
 from hetexp.core.errors import HandshakeError, SetupError
 
 GLOO_TRIES = 5

@@ -25,7 +25,7 @@ class StepMessage:
         self.local_count: float = 0
         """What this rank sent last."""
         self.seconds: float | None = None
-        """This rank's own work in the step before, to be sent with the next count: by all ranks or by none."""
+        """This rank's own work in the step before, sent with the next count: by all ranks or by none."""
         self.all_seconds: list[float] = []
         """What each rank sent with its last count."""
         self.notices: Callable[[], tuple[int, int, int]] | None = None

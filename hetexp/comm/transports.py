@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import Communicator
+from hetexp.comm.connections.sockets import shut_all
+from hetexp.comm.connections.watched_store import WatchedStore, another_connection
 from hetexp.comm.exchange import Exchange, GroupExchange
 from hetexp.comm.hierarchy import HierarchicalExchange
 from hetexp.comm.library_exchange import LibraryExchange
 from hetexp.comm.rendezvous import exchange, form_group
-from hetexp.comm.sockets import shut_all
-from hetexp.comm.watched_store import WatchedStore, another_connection
 from hetexp.core.errors import HandshakeError, PeerLostError, SetupError
 from hetexp.core.topology import Group, Topology
 

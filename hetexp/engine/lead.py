@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hetexp.comm.lost import is_peer_lost
+from hetexp.comm.connections.lost import is_peer_lost
 from hetexp.core.config import Config, HardwareConfig
 from hetexp.core.errors import HetexpError, RunFailedError, must_be
 from hetexp.core.files import write_json

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from hetexp.comm.lost import is_peer_lost
+from hetexp.comm.connections.lost import is_peer_lost
 from hetexp.core.errors import HetexpError
 from hetexp.core.plan import Plan
 from hetexp.engine.local import take_environment

@@ -23,8 +23,8 @@ from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
 from hetexp.training.engine import StepResult
 from hetexp.training.loop import MetricsWindow, Outcome, rebalance
+from hetexp.training.measuring.result import report
 from hetexp.training.nonfinite.loss_scale import widened
-from hetexp.training.result import report
 from hetexp.training.saving import resuming
 from hetexp.training.saving import save as saving
 from hetexp.training.state import Progress, TrainState

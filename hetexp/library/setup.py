@@ -33,7 +33,7 @@ from hetexp.plan.exchange_checks import float64_problem
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
 from hetexp.training.replica import Replica
-from hetexp.training.saving.random_states import seed_all
+from hetexp.training.seeding import seed_all
 from hetexp.training.state import TrainState
 from hetexp.training.wiring import (
     agree,

@@ -13,7 +13,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.library.front import Call, keeping_statistics
 from hetexp.training.loss import as_count
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.loss_scale import widened
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import TrainState

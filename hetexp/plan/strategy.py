@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetexp.comm.communicator import Communicator
+    from hetexp.comm.empty_share import EmptyShareGuard
     from hetexp.data.sampler import GlobalSampler
-    from hetexp.training.empty_share import EmptyShareGuard
 
 
 class Strategy(ABC):

@@ -23,9 +23,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.empty_share import give
 from hetexp.model.recompute import once
 from hetexp.strategy.trial_pass import try_out, undisturbed
-from hetexp.training.empty_share import give
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetexp.comm.communicator import Communicator
-    from hetexp.training.empty_share import EmptyShareGuard
+    from hetexp.comm.empty_share import EmptyShareGuard
 
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class DDP(Strategy):
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
-        from hetexp.training.empty_share import EmptyShareGuard
+        from hetexp.comm.empty_share import EmptyShareGuard
 
         # torch 2.13 deprecates the argument and warns whenever it is given, also with its own default.
         buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
@@ -196,7 +196,7 @@ class DDP(Strategy):
         """
         import torch
 
-        from hetexp.training.empty_share import given_gradient
+        from hetexp.comm.empty_share import given_gradient
 
         if not missing:
             raise torch.OutOfMemoryError("Memory ran out after the last gradient was sent.")
@@ -240,7 +240,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 def _guard_of(module: nn.Module) -> EmptyShareGuard:
     from torch.nn.parallel import DistributedDataParallel
 
-    from hetexp.training.empty_share import EmptyShareGuard
+    from hetexp.comm.empty_share import EmptyShareGuard
 
     assert isinstance(module, DistributedDataParallel)
     assert isinstance(module.module, EmptyShareGuard)

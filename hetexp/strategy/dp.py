@@ -85,8 +85,8 @@ class DP(Unexchanged):
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         import torch
 
+        from hetexp.comm.empty_share import EmptyShareGuard
         from hetexp.strategy.chunks import Replicated
-        from hetexp.training.empty_share import EmptyShareGuard
 
         devices = [torch.device(device.type, place) for place in visible_places(self._cards)]
         seed = torch.initial_seed()

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetexp.comm.communicator import Communicator
-    from hetexp.training.empty_share import EmptyShareGuard
+    from hetexp.comm.empty_share import EmptyShareGuard
 
 
 class Unexchanged(Strategy):
     """A strategy in which a rank's gradients are its own matter."""
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        from hetexp.training.empty_share import EmptyShareGuard
+        from hetexp.comm.empty_share import EmptyShareGuard
 
         return EmptyShareGuard(model)
 
@@ -33,9 +33,9 @@ class Unexchanged(Strategy):
     ) -> None:
         """Let running statistics see a batch once, also where its activations are computed again."""
         from hetexp.comm.communicator import SoloCommunicator
+        from hetexp.comm.empty_share import EmptyShareGuard
         from hetexp.model.recompute import recomputes
         from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
-        from hetexp.training.empty_share import EmptyShareGuard
 
         assert isinstance(module, EmptyShareGuard)
         model: nn.Module = getattr(module.model, "_orig_mod", module.model)
@@ -47,7 +47,7 @@ class Unexchanged(Strategy):
         return nullcontext()
 
     def guard(self, module: nn.Module) -> EmptyShareGuard | None:
-        from hetexp.training.empty_share import EmptyShareGuard
+        from hetexp.comm.empty_share import EmptyShareGuard
 
         assert isinstance(module, EmptyShareGuard)
         return module

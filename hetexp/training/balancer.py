@@ -20,7 +20,7 @@ from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.files import naming
 from hetexp.core.plan import Plan
 from hetexp.core.split import Split, apportion
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 
 log = logging.getLogger(__name__)
 

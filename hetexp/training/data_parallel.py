@@ -12,7 +12,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.training.engine import StepResult
 from hetexp.training.gradient import Gradient, take_gradient
 from hetexp.training.group import alone, connect, hook_exchange
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.model_hooks import conclude, share
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import halve_together, split_microbatches

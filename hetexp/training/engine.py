@@ -18,7 +18,7 @@ import torch
 from hetexp.comm.communicator import Communicator
 from hetexp.data.loader import LocalBatch
 from hetexp.data.sampler import Position
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 
 if TYPE_CHECKING:
@@ -344,6 +344,6 @@ class Engine(ABC):
         """Add to the run's summary what is this strategy's own.
 
         Args:
-            totals: `hetexp.training.measure.Totals`, settled.
+            totals: `hetexp.training.measuring.timer.Totals`, settled.
             ranks: what each rank reported; `facts` is under `facts`.
         """

@@ -15,7 +15,7 @@ from hetexp.model.base import WithAuxiliary
 from hetexp.model.hooks import Shared
 from hetexp.training.compiled import any_batch_size, tells_why_not
 from hetexp.training.loss import count_of
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.model_hooks import no_tally
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import OutOfMemory, ends_with_shortage, sizes_of

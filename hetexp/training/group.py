@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.disposal import formed_groups, let_go
+from hetexp.comm.connections.disposal import formed_groups, let_go
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import GradientHook
 from hetexp.comm.paced_exchange import PacedExchange

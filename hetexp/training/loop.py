@@ -13,17 +13,17 @@ from typing import Protocol
 import torch
 
 from hetexp.balancing.scheduler import idle_seconds, imbalance
-from hetexp.comm.disposal import let_go
+from hetexp.comm.connections.disposal import let_go
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
 from hetexp.training.engine import StepResult
-from hetexp.training.measure import StepTimer, Totals
+from hetexp.training.measuring.timer import StepTimer, Totals
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.nonfinite.search import explain
-from hetexp.training.recovery.handover import Carried
+from hetexp.training.recovery.carried import Carried
 from hetexp.training.replicas import ReplicaCheck
 from hetexp.training.saving.save import add_evaluation, finish_saving, save, save_before
 from hetexp.training.state import Progress, TrainState

@@ -16,8 +16,8 @@ from torch.nn import functional
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.instantiate import locate
 from hetexp.model.base import WithAuxiliary
-from hetexp.training import many_logits
-from hetexp.training.many_logits import ManyLogits
+from hetexp.training.logits import many_logits
+from hetexp.training.logits.many_logits import ManyLogits
 from hetexp.training.nonfinite.loss_scale import widened
 
 HALF = (torch.bfloat16, torch.float16)

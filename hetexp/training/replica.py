@@ -25,8 +25,8 @@ from hetexp.training.compiled import compiled
 from hetexp.training.engine import Engine, PacedLink, Work
 from hetexp.training.evaluate import evaluate
 from hetexp.training.group import connect, leave, pace_exchange
-from hetexp.training.measure import Totals
 from hetexp.training.measuring.efficiency import account_for
+from hetexp.training.measuring.timer import Totals
 from hetexp.training.recovery.oom_recovery import recovering_guard
 from hetexp.training.state import TrainState
 

@@ -19,7 +19,7 @@ from hetexp.core.instantiate import only_trusted, untrusted
 from hetexp.data.base import build_data
 from hetexp.model.base import WithAuxiliary, build_model
 from hetexp.training.loss import Loss, build_loss, count_of
-from hetexp.training.saving.random_states import seeded
+from hetexp.training.seeding import seeded
 
 Replace = Callable[[Tensor], Tensor]
 

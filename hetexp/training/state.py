@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.comm.communicator import Communicator
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
@@ -30,7 +31,6 @@ from hetexp.logger.base import Logger
 from hetexp.model.hooks import ModelHooks
 from hetexp.plan.strategy import Strategy
 from hetexp.training.balancer import Balancer
-from hetexp.training.empty_share import EmptyShareGuard
 from hetexp.training.engine import Engine
 from hetexp.training.loss import Loss, summed
 from hetexp.training.nonfinite.loss_scale import LossScale

@@ -16,7 +16,7 @@ import torch
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.engine import StepResult
 from hetexp.training.gradient import Gradient
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.model_hooks import project
 from hetexp.training.nonfinite.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
 from hetexp.training.nonfinite.search import KeptBuffers

@@ -38,7 +38,7 @@ from hetexp.training.engine import Engine
 from hetexp.training.group import versions
 from hetexp.training.loss import build_loss
 from hetexp.training.nonfinite.loss_scale import LossScale, check_device
-from hetexp.training.saving.random_states import seed_all
+from hetexp.training.seeding import seed_all
 from hetexp.training.source import SourceModel
 from hetexp.training.state import TrainState
 

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 import hetexp.launch.processes.preload
 import hetexp.training.loop
+import hetexp.training.measuring.result
 import hetexp.training.measuring.warmup_calibration
-import hetexp.training.result
 import hetexp.training.wiring
 import hetexp.worker  # noqa: F401
 from chaos_lab.parts import ORDER, RECORDS, rank_by_log

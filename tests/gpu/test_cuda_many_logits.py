@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hetexp.training import many_logits
+from hetexp.training.logits import many_logits
+from hetexp.training.logits.many_logits import _compiled
 from hetexp.training.loss import IGNORED, CrossEntropy
-from hetexp.training.many_logits import _compiled
 
 CARD = torch.device("cuda", 0)
 

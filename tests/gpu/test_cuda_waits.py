@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hetexp.comm.communicator import MOST_ASIDE_BYTES, ProcessGroupCommunicator
-from hetexp.comm.pulse import Pulse
+from hetexp.comm.connections.pulse import Pulse
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.backends.cuda import CudaBackend
 from hetexp.optimizer.build import build_optimizer

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from hetexp.balancing.equal import Equal
 from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.comm.communicator import Communicator
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.comm.fake import FakeExchange
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
@@ -30,7 +31,6 @@ from hetexp.optimizer.build import build_schedule
 from hetexp.plan.strategy import Strategy
 from hetexp.strategy.local_sgd.own_steps import OwnSteps
 from hetexp.training.balancer import Balancer
-from hetexp.training.empty_share import EmptyShareGuard
 from hetexp.training.loss import build_loss
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.recovery.oom_recovery import recovering_guard

@@ -35,7 +35,7 @@ PACKAGES = (
     "library",
 )
 """All that a rank uses."""
-ON_CARDS_ONLY = ("hetexp.training.triton_logits",)
+ON_CARDS_ONLY = ("hetexp.training.logits.triton_logits",)
 """Modules that import what a vendor ships beside torch."""
 
 

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from hetexp.comm.communicator import Communicator
+from hetexp.core.device import DeviceSpec
 from hetexp.hardware.links import links_of
 from hetexp.strategy.hierarchical_sgd.host_group import HostGroup
-from hetexp.strategy.hierarchical_sgd.strategy import HierarchicalSGD
 from hetexp.strategy.local_sgd.engine import LocalSteps
+from hetexp.strategy.local_sgd.settings import LocalSettings
 from hetexp.training.engine import PacedLink
 from hetexp.training.gradient import Gradient
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.normalizer import LossNormalizer
+
+GroupsOf = Callable[[Sequence[DeviceSpec]], list[list[int]]]
 
 
 class HierarchicalSteps(LocalSteps):
-    """One rank's side of `hierarchical_sgd`."""
+    """One rank's side of `hierarchical_sgd`.
+
+    Args:
+        groups_of: returns the ranks of each host.
+    """
+
+    def __init__(self, settings: LocalSettings, groups_of: GroupsOf) -> None:
+        super().__init__(settings)
+        self._groups_of = groups_of
 
     host_bytes = 0
     """That this rank has handed over to the other ranks of its host."""
 
     def attach_exchange(self, store: dist.Store) -> None:
         super().attach_exchange(store)
-        parts, strategy = self.state, self.state.strategy
-        assert isinstance(strategy, HierarchicalSGD)
-        (ranks,) = (group for group in strategy.groups_of(parts.plan.devices) if parts.rank in group)
+        parts = self.state
+        (ranks,) = (group for group in self._groups_of(parts.plan.devices) if parts.rank in group)
         self.host = HostGroup(parts, ranks, store)
 
     @property

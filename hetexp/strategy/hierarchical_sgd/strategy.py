@@ -50,7 +50,7 @@ class HierarchicalSGD(LocalSGD):
     def engine(self) -> Engine:
         from hetexp.strategy.hierarchical_sgd.engine import HierarchicalSteps
 
-        return HierarchicalSteps()
+        return HierarchicalSteps(self, self.groups_of)
 
     def groups_of(self, devices: Sequence[DeviceSpec]) -> list[list[int]]:
         """Return the ranks of each host."""

@@ -13,15 +13,14 @@ from hetexp.checkpoint.manifest import rank_folders, search_rank_checkpoints
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.summation import Summation
 from hetexp.core.errors import CheckpointError, must_be
-from hetexp.strategy.independent.merging import merge_ranks, rank_folder
-from hetexp.strategy.independent.strategy import Independent
+from hetexp.strategy.independent.merging import MergeSettings, merge_ranks, rank_folder
 from hetexp.strategy.local_sgd.outer import give_weights
 from hetexp.strategy.local_sgd.own_steps import OwnSteps
 from hetexp.strategy.local_sgd.sync_stats import FIX, explain
 from hetexp.training.engine import StepResult
 from hetexp.training.evaluate import evaluate_alone
 from hetexp.training.gradient import Gradient
-from hetexp.training.measure import StepTimer, Totals
+from hetexp.training.measuring.timer import StepTimer, Totals
 from hetexp.training.model_hooks import conclude, share
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.normalizer import LossNormalizer
@@ -33,10 +32,14 @@ log = logging.getLogger(__name__)
 class IndependentSteps(OwnSteps):
     """One rank's side of `independent`."""
 
+    def __init__(self, settings: MergeSettings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._evaluations: list[dict[str, float]] = []
+        """Of each rank's own model, the last time that they were evaluated."""
+
     _begun = False
     """Whether the weights are those to train from: all ranks', or this rank's own from a checkpoint."""
-    _evaluations: list[dict[str, float]] = []
-    """Of each rank's own model, the last time that they were evaluated."""
     merged: dict[str, Any] | None = None
     """How the ranks' models were merged (`hetexp.strategy.independent.merging`)."""
 
@@ -161,11 +164,10 @@ class IndependentSteps(OwnSteps):
 
     def finish(self, step: int) -> tuple[str, dict[str, float]] | None:
         """Merge the models that the ranks have saved, on rank 0; the others wait for it."""
-        parts, strategy, result = self.state, self.state.strategy, None
-        assert isinstance(strategy, Independent)
-        if strategy.merge and parts.rank == 0:
+        parts, result = self.state, None
+        if self._settings.merge and parts.rank == 0:
             with parts.communicator.working():
-                result, self.merged = merge_ranks(parts, step, strategy, self._evaluations)
+                result, self.merged = merge_ranks(parts, step, self._settings, self._evaluations)
         parts.communicator.meet()
         return result
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from hetexp.checkpoint.optimizer_state import tensor_names
 from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError
 from hetexp.data.loader import chop, cut
-from hetexp.strategy.independent.strategy import Independent
 from hetexp.training.evaluate import evaluate_alone
 from hetexp.training.model_hooks import conclude
 from hetexp.training.state import Progress, TrainState
@@ -54,6 +53,14 @@ class Wanted:
     """Of all adapters, where the model's layers do not tell it."""
     force: bool = False
     """Whether models may be merged that began from other weights."""
+
+
+class MergeSettings(Protocol):
+    """What `Independent` is configured with; see there for each option."""
+
+    merge: bool
+    soup: Literal["greedy"] | None
+    batch_norm: Literal["recalibrate", "average"]
 
 
 @dataclass
@@ -250,7 +257,7 @@ def rank_folder(checkpoints: Path, rank: int) -> Path:
 
 
 def merge_ranks(
-    parts: TrainState, step: int, strategy: Independent, evaluations: Sequence[dict[str, float]]
+    parts: TrainState, step: int, settings: MergeSettings, evaluations: Sequence[dict[str, float]]
 ) -> tuple[tuple[str, dict[str, float]] | None, dict[str, Any]]:
     """Merge the models that the ranks have saved at a step.
 
@@ -260,7 +267,7 @@ def merge_ranks(
     Returns:
         The merged checkpoint and its evaluation, `None` if they were not merged; and what the summary says.
     """
-    wanted = Wanted(soup=strategy.soup, batch_norm=strategy.batch_norm)
+    wanted = Wanted(soup=settings.soup, batch_norm=settings.batch_norm)
     name = folder_name(step)
     read = [read_parent(rank_folder(parts.checkpoints, rank) / name) for rank in range(parts.plan.world_size)]
     # A device without a share has trained nothing.

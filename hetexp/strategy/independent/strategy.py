@@ -55,7 +55,7 @@ class Independent(Unexchanged):
     def engine(self) -> IndependentSteps:
         from hetexp.strategy.independent.engine import IndependentSteps
 
-        return IndependentSteps()
+        return IndependentSteps(self)
 
     def sampler(self, plan: Plan, config: Config, num_samples: int) -> DealtSampler:
         from hetexp.data.dealt import DealtSampler

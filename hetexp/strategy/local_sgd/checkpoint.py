@@ -20,7 +20,7 @@ from safetensors import safe_open
 from hetexp.checkpoint.model_state import first_names, named_parameters
 from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
 from hetexp.strategy.local_sgd.outer import OuterStep
-from hetexp.strategy.local_sgd.strategy import LocalSGD
+from hetexp.strategy.local_sgd.settings import LocalSettings
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def file_name(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
-def rank_files(parts: TrainState, outer: OuterStep, settings: LocalSGD) -> dict[str, bytes]:
+def rank_files(parts: TrainState, outer: OuterStep, settings: LocalSettings) -> dict[str, bytes]:
     """Return the files of all ranks by name, on rank 0.
 
     All ranks call it: their states travel to rank 0.
@@ -55,7 +55,9 @@ def rank_files(parts: TrainState, outer: OuterStep, settings: LocalSGD) -> dict[
     return {file_name(rank): content for rank, content in enumerate(everyone)}
 
 
-def restore_rank(parts: TrainState, begin: Callable[[], OuterStep], settings: LocalSGD, folder: Path) -> None:
+def restore_rank(
+    parts: TrainState, begin: Callable[[], OuterStep], settings: LocalSettings, folder: Path
+) -> None:
     """Put this rank's own state back, from a checkpoint whose model and optimizer have been loaded.
 
     A checkpoint of other ranks, or of another strategy, has none for it: its optimizer goes on from rank 0's

@@ -16,11 +16,11 @@ from hetexp.hardware.links import links_of
 from hetexp.strategy.local_sgd.checkpoint import rank_files, restore_rank
 from hetexp.strategy.local_sgd.outer import OuterStep
 from hetexp.strategy.local_sgd.own_steps import OwnSteps
-from hetexp.strategy.local_sgd.strategy import LocalSGD
+from hetexp.strategy.local_sgd.settings import LocalSettings
 from hetexp.strategy.local_sgd.sync_stats import FIX, SyncStats, explain
 from hetexp.training.engine import StepResult
 from hetexp.training.gradient import Gradient
-from hetexp.training.measure import StepTimer, Totals
+from hetexp.training.measuring.timer import StepTimer, Totals
 from hetexp.training.model_hooks import conclude, no_tally, share
 from hetexp.training.nonfinite.loss_scale import LossScale, NonFiniteError
 from hetexp.training.nonfinite.samples import WIDTH, NonFiniteSamples
@@ -40,10 +40,9 @@ class LocalSteps(OwnSteps):
     """Channels of emulated devices."""
     _warned = False
 
-    @property
-    def settings(self) -> LocalSGD:
-        assert isinstance(self.state.strategy, LocalSGD)
-        return self.state.strategy
+    def __init__(self, settings: LocalSettings) -> None:
+        super().__init__()
+        self.settings = settings
 
     def attach_exchange(self, store: dist.Store) -> None:
         super().attach_exchange(store)

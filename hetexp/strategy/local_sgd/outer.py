@@ -13,7 +13,7 @@ from torch import nn
 
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.summation import Summation
-from hetexp.strategy.local_sgd.strategy import LocalSGD
+from hetexp.strategy.local_sgd.settings import LocalSettings
 
 COUNTERS = ("num_batches_tracked",)
 """Integer buffers of which a sync keeps the largest; of others it keeps rank 0's."""
@@ -32,7 +32,7 @@ class OuterStep:
     """
 
     def __init__(
-        self, model: nn.Module, settings: LocalSGD, communicator: Communicator, exchange: Summation
+        self, model: nn.Module, settings: LocalSettings, communicator: Communicator, exchange: Summation
     ) -> None:
         self._model, self._settings = model, settings
         self._communicator, self.exchange = communicator, exchange

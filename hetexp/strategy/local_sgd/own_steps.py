@@ -15,7 +15,7 @@ from hetexp.optimizer.build import restart_schedule
 from hetexp.strategy.local_sgd.sync_stats import SyncStats
 from hetexp.training.engine import StepResult
 from hetexp.training.gradient import Gradient, take_gradient
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.search import search
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import halve_alone, sizes_of, split_by_sizes

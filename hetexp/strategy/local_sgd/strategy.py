@@ -64,7 +64,7 @@ class LocalSGD(Unexchanged):
     def engine(self) -> Engine:
         from hetexp.strategy.local_sgd.engine import LocalSteps
 
-        return LocalSteps()
+        return LocalSteps(self)
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         problems = []

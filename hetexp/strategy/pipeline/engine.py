@@ -26,12 +26,12 @@ from hetexp.hardware.memory.out_of_memory import is_out_of_memory
 from hetexp.strategy.pipeline.checkpoint import gather, load_part
 from hetexp.strategy.pipeline.cutting import Cut, cut_model
 from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
-from hetexp.strategy.pipeline.staging import NothingTrained, Staging
+from hetexp.strategy.pipeline.staging import NothingTrained, StageSettings, Staging
 from hetexp.training.engine import CheckpointParts, PacedLink, StepResult, Work
 from hetexp.training.gradient import Gradient
 from hetexp.training.group import connect
 from hetexp.training.loss import count_of
-from hetexp.training.measure import StepTimer, Totals
+from hetexp.training.measuring.timer import StepTimer, Totals
 from hetexp.training.nonfinite.loss_scale import settle
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import ends_with_shortage, sizes_of
@@ -45,6 +45,9 @@ class Stages(Replica):
 
     cut: Cut
     staging: Staging
+
+    def __init__(self, settings: StageSettings) -> None:
+        self._settings = settings
 
     # ------------------------------------------------------------ building
 
@@ -64,7 +67,7 @@ class Stages(Replica):
         self, plan: Plan, rank: int, store: dist.Store, agree_on_state: Callable[[], None] | None = None
     ) -> None:
         connect(self.state, plan, store)
-        self.staging = Staging(self.state, self.cut, store)
+        self.staging = Staging(self.state, self.cut, store, self._settings)
         self._attach_pieces()
 
     def _attach_pieces(self) -> None:

@@ -11,7 +11,7 @@ from hetexp.core.config import Config
 from hetexp.data.base import build_data
 from hetexp.model.base import build_model
 from hetexp.model.cut import whole_of
-from hetexp.training.saving.random_states import seeded
+from hetexp.training.seeding import seeded
 
 
 def layer_names(config: Config) -> tuple[str, ...]:

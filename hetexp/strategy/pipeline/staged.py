@@ -39,7 +39,7 @@ class Staged(Strategy):
     def engine(self) -> Engine:
         from hetexp.strategy.pipeline.engine import Stages
 
-        return Stages()
+        return Stages(self)
 
     @abstractmethod
     def chosen_groups(self, num_devices: int) -> list[list[int]] | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from hetexp.comm.boundary import nothing, number_of, pack, unpack
 from hetexp.core.stage import Stage
 from hetexp.model.cut import Piece
 from hetexp.strategy.pipeline.cutting import Cut
+from hetexp.strategy.pipeline.schedules import Schedule
 from hetexp.strategy.pipeline.shared_gradients import SharedGradients
-from hetexp.strategy.pipeline.staged import Staged
 from hetexp.training.loss import num_rows
 
 if TYPE_CHECKING:
@@ -102,6 +102,16 @@ def capacity_after(parts: TrainState, cut: Cut, stage: Stage, rows: int) -> int:
     return cut.layouts[stage.end_layer].capacity(rows, parts.dtype)
 
 
+class StageSettings(Protocol):
+    """What a strategy that cuts the model is configured with (`hetexp.strategy.pipeline.staged`)."""
+
+    schedule: Schedule
+
+    def num_microbatches(self, num_stages: int, num_ranks: int, num_samples: int) -> int:
+        """Return the microbatches of a step of one pipeline."""
+        ...
+
+
 class Staging:
     """This rank's stages, connected with those of the other ranks; all ranks build theirs at the same time.
 
@@ -110,13 +120,12 @@ class Staging:
         store: that all ranks share.
     """
 
-    def __init__(self, parts: TrainState, cut: Cut, store: dist.Store) -> None:
-        assert isinstance(parts.strategy, Staged)
-        self.cut = cut
+    def __init__(self, parts: TrainState, cut: Cut, store: dist.Store, settings: StageSettings) -> None:
+        self.cut, self._settings = cut, settings
         self._parts = parts
         self.replica = cut.stages[0].replica
         samples = parts.plan.replica_batch_sizes[self.replica]
-        self.num_microbatches = parts.strategy.num_microbatches(cut.num_stages, len(cut.group), samples)
+        self.num_microbatches = settings.num_microbatches(cut.num_stages, len(cut.group), samples)
         self.rows = max(1, -(-samples // self.num_microbatches))
         """Most samples of a microbatch."""
         self.is_last = cut.stages[-1].index == cut.num_stages - 1
@@ -224,15 +233,13 @@ class Staging:
         return sent * itemsize * self.num_microbatches
 
     def _rank_of(self, stage_index: int) -> int:
-        assert isinstance(self._parts.strategy, Staged)
         group = self.cut.group
-        return group[self._parts.strategy.schedule.rank_of(stage_index, len(group))]
+        return group[self._settings.schedule.rank_of(stage_index, len(group))]
 
     def _build(self) -> Any:
         from torch.distributed.pipelining import PipelineStage, schedules
 
         parts, cut = self._parts, self.cut
-        assert isinstance(parts.strategy, Staged)
         before = {stage.end_layer: capacity_after(parts, cut, stage, self.rows) for stage in self._all()}
         stages = []
         for stage, piece in zip(cut.stages, cut.pieces, strict=True):
@@ -249,7 +256,7 @@ class Staging:
             )
             self.times.watch(built, stage.index, self.feed, parts.backend.mark)
             stages.append(built)
-        schedule = schedules.get_schedule_class(parts.strategy.schedule.name)
+        schedule = schedules.get_schedule_class(self._settings.schedule.name)
         several = issubclass(schedule, schedules.PipelineScheduleMulti)
         return schedule(
             stages if several else stages[0],

@@ -35,7 +35,7 @@ from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.links import links_of
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.compiled import any_batch_size
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.measuring.warmup_calibration import undone
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import ends_with_shortage

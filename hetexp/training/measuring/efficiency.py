@@ -9,7 +9,7 @@ from hetexp.balancing.accounting import Account, account
 from hetexp.core.cost.calibration import DeviceCalibration
 from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.plan import Plan
-from hetexp.training.measure import Totals
+from hetexp.training.measuring.timer import Totals
 from hetexp.training.state import TrainState
 
 
@@ -20,7 +20,7 @@ def account_for(
 
     Args:
         totals: settled.
-        ranks: what each rank measured (`hetexp.training.result`).
+        ranks: what each rank measured (`hetexp.training.measuring.result`).
     """
     if not totals.steps:
         return

@@ -29,7 +29,7 @@ from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
 from hetexp.plan.strategy import Strategy
 from hetexp.training.loss import build_loss, summed
-from hetexp.training.saving.random_states import seeded
+from hetexp.training.seeding import seeded
 
 _Rank = tuple[DeviceSpec, int, str, int | None]
 """Device, local batch size, precision, most samples of a pass."""

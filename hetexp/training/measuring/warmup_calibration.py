@@ -11,9 +11,9 @@ import torch
 from hetexp.comm.step_message import StepMessage
 from hetexp.hardware.emulation.emulated import SCALE_MARGIN
 from hetexp.optimizer.build import restart_schedule
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.saving.random_states import undrawn
+from hetexp.training.seeding import undrawn
 from hetexp.training.state import Progress, TrainState
 
 REHEARSED_STEPS = 6

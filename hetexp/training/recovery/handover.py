@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
 from hetexp.comm.communicator import Communicator
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.nonfinite.loss_scale import LossScale
+from hetexp.training.recovery.carried import Carried
 from hetexp.training.state import Progress, TrainState
 
 if TYPE_CHECKING:
@@ -30,28 +31,6 @@ PIECE_BYTES = 2**24
 _KEY = "handover"
 _OUTCOME = ("train_loss", "evaluation", "checkpoint", "stopped_early")
 _DONE = ("evaluated_at", "saved_at", "logged_at", "stops")
-
-
-@dataclass(frozen=True)
-class Carried:
-    """What is known of devices, whatever rank they have in the next group."""
-
-    limits: dict[str, int]
-    """Device → most samples of a pass, where its memory ran out with more."""
-    balancer: dict[str, Any] | None
-    """What a policy has learned of their speeds."""
-
-    @classmethod
-    def of(cls, parts: TrainState) -> Carried:
-        """Return what is known in the present group."""
-        pairs = zip(parts.plan.devices, parts.microbatch_limits, strict=True)
-        limits = {device.id: limit for device, limit in pairs if limit is not None}
-        return cls(limits, parts.balancer.to_dict())
-
-    def put_into(self, parts: TrainState) -> None:
-        """Let the next group know it; all ranks do so alike."""
-        parts.microbatch_limits = [self.limits.get(device.id) for device in parts.plan.devices]
-        parts.balancer.inherit(self.balancer)
 
 
 def give(training: Training, store: dist.Store, settled: bool, tensors: bool, handled: int) -> None:

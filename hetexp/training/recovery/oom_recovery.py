@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.core.errors import HetexpError, PeerLostError
 from hetexp.data.loader import chop, cut
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
-from hetexp.training.empty_share import EmptyShareGuard
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)

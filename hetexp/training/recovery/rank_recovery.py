@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hetexp.comm.lost import is_peer_lost
+from hetexp.comm.connections.lost import is_peer_lost
+from hetexp.comm.connections.sockets import shut_all
+from hetexp.comm.connections.watched_store import WatchedStore
 from hetexp.comm.rendezvous import exchange
-from hetexp.comm.sockets import shut_all
-from hetexp.comm.watched_store import WatchedStore
 from hetexp.core.epoch import Epoch, plan_key, prepared_key, reformed_key
 from hetexp.core.errors import HandshakeError, HetexpError, PeerLostError, SetupError
 from hetexp.core.lines import last_rows
 from hetexp.core.plan import Plan
 from hetexp.training.group import versions
-from hetexp.training.recovery.handover import Carried, give, take
+from hetexp.training.recovery.carried import Carried
+from hetexp.training.recovery.handover import give, take
 from hetexp.training.recovery.rank_commands import Requests
 from hetexp.training.recovery.watch import LauncherNews
 from hetexp.training.wiring import start_loggers

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from hetexp.comm.watched_store import another_connection
+from hetexp.comm.connections.watched_store import another_connection
 from hetexp.core.epoch import LATEST, LATEST_REQUEST, Epoch, Request
 
 LOOK_SECONDS = 0.1

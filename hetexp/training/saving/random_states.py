@@ -1,4 +1,4 @@
-"""Random numbers of Python, NumPy and torch: what they begin with, and their states in a checkpoint.
+"""The states of the random numbers of Python, NumPy and torch in a checkpoint.
 
 The states of all ranks are in one file of integers and bytes. A run that goes on with the same kinds of
 devices in the same order draws the same numbers as one that was never interrupted: dropout masks,
@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,38 +33,6 @@ log = logging.getLogger(__name__)
 FILE = "random.safetensors"
 _NAMED = 6
 """Most states that a warning lists."""
-
-
-def seed_all(seed: int) -> None:
-    """Seed what Python, NumPy and torch draw in this process, and on its cards."""
-    _seed_python_and_numpy(seed)
-    torch.manual_seed(seed)
-
-
-def _seed_python_and_numpy(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Let the block draw what a rank draws after `seed_all`, and put the process's generators back."""
-    with undrawn():
-        _seed_python_and_numpy(seed)
-        torch.default_generator.manual_seed(seed)  # a launcher touches no card
-        yield
-
-
-@contextmanager
-def undrawn() -> Iterator[None]:
-    """Put this process's generators back after the block; cards have their own."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from hetexp.comm.communicator import (
     peer_lost,
     stage,
 )
-from hetexp.comm.pulse import Pulse
+from hetexp.comm.connections.pulse import Pulse
 from hetexp.core.errors import PeerLostError
 
 CPU = torch.device("cpu")

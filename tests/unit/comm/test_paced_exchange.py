@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hetexp.comm.connections.lost import is_peer_lost
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.lost import is_peer_lost
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.core.cost.step import Channel, Links, Wire
 from hetexp.core.errors import PeerLostError

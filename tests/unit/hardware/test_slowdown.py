@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.hardware.emulation import pacing
 from hetexp.hardware.emulation.pacing import STRETCHES, Slowdown, spread_out
-from hetexp.training.empty_share import EmptyShareGuard
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.comm.fake import FakeGroup
 from hetexp.model.recompute import recompute_layers
 from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
-from hetexp.training.empty_share import EmptyShareGuard
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import torch
 from support import plan_on, unbuilt_config
 from torch import Tensor, nn
 
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.core.config import read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
@@ -22,7 +23,6 @@ from hetexp.model.recompute import rebind, recompute_layers, recomputes
 from hetexp.plan.planner import in_one_process
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.dp import DP
-from hetexp.training.empty_share import EmptyShareGuard
 
 CARDS = [
     DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia", uuid=f"GPU-{i}", precisions=("float32",))

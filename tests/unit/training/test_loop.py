@@ -33,7 +33,7 @@ from hetexp.training.evaluate import evaluate as evaluated
 from hetexp.training.gradient import NO_SAMPLES
 from hetexp.training.loop import MetricsWindow, Outcome, should_stop, train
 from hetexp.training.loss import CrossEntropy
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.saving import save as saving
 from hetexp.training.state import Progress, TrainState
@@ -85,7 +85,7 @@ class Step:
         def rank(comm: Communicator) -> tuple[list[torch.Tensor], Any, float]:
             parts = make_parts(comm, counts, precision="float64", microbatch_size=size, **options)
             gradient_divisor = parts.strategy.gradient_divisor(comm.world_size)
-            normalizer = LossNormalizer(comm, gradient_divisor, parts.config.debug.normalizer)
+            normalizer = LossNormalizer(StepMessage(comm), gradient_divisor, parts.config.debug.normalizer)
             accumulate = parts.config.trainer.accumulate
             part = local_part(inputs, targets, Split(tuple(counts)), comm.rank, accumulate, size)
             meter = StepTimer(parts.backend)

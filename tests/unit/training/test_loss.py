@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hetexp.core.errors import ConfigError
 from hetexp.model.base import WithAuxiliary
-from hetexp.training import many_logits
+from hetexp.training.logits import many_logits
 from hetexp.training.loss import (
     IGNORED,
     CrossEntropy,

@@ -22,7 +22,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.data.base import build_data
 from hetexp.data.synthetic import Synthetic
 from hetexp.model.base import build_model
-from hetexp.training.saving.random_states import seed_all
+from hetexp.training.seeding import seed_all
 from hetexp.training.source import SourceModel
 
 GPT = {"_target_": "hetexp.model.gpt.GPT", "num_layers": 2, "num_heads": 2, "embedding_size": 8}

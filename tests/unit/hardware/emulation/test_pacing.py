@@ -11,10 +11,10 @@ import torch
 from fake_clock import Clock, Working
 from torch import nn
 
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.hardware.emulation import pacing
 from hetexp.hardware.emulation.pacing import GRAIN_SECONDS, Pacer, count_work, num_samples, tensors
 from hetexp.model.mlp import MLP
-from hetexp.training.empty_share import EmptyShareGuard
 
 SAMPLES = 4
 

@@ -18,7 +18,10 @@ OUTER = (
     '  File "/x/hetexp/training/loop.py", line 9 in steps\n'
     '  File "/x/hetexp/worker.py", line 82 in run_rank\n'
 )
-OTHER = 'Thread 0x0002 (most recent call first):\n  File "/x/hetexp/comm/pulse.py", line 3 in beat\n\n'
+OTHER = (
+    "Thread 0x0002 (most recent call first):\n"
+    '  File "/x/hetexp/comm/connections/pulse.py", line 3 in beat\n\n'
+)
 
 
 def stack(*files: str) -> str:

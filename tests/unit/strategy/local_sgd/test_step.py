@@ -24,7 +24,7 @@ from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.strategy.local_sgd.outer import OuterStep
 from hetexp.training.balancer import SPLITS_FILE
 from hetexp.training.loop import Outcome, train
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.recovery.oom_recovery import DeviceMemoryError
 from hetexp.training.state import Progress, TrainState

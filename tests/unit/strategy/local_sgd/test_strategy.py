@@ -9,12 +9,12 @@ import torch
 from support import unbuilt_config
 from torch import nn
 
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.core.compose.options import group_options
 from hetexp.core.config import Config, read_config
 from hetexp.core.instantiate import check_component
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.strategy.local_sgd import LocalSGD
-from hetexp.training.empty_share import EmptyShareGuard
 
 CPUS = [CpuBackend.describe(index) for index in range(3)]
 

@@ -26,7 +26,7 @@ from hetexp.strategy.ddp import DDP
 from hetexp.strategy.pipeline.pieces import layer_names
 from hetexp.strategy.single import Single
 from hetexp.training.measuring.estimate import RunMemory
-from hetexp.training.saving.random_states import seed_all
+from hetexp.training.seeding import seed_all
 
 CARD = DeviceSpec("cuda:0", "cuda", 0, "Some card", "nvidia", 8 * GIB, architecture="sm_90")
 HOST = DeviceSpec("cpu:0", "cpu", 0, "Some CPU", "cpu", 8 * GIB)

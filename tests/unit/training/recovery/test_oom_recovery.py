@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.comm.fake import FakeGroup
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.errors import PeerLostError
 from hetexp.data.loader import LocalBatch
 from hetexp.data.sampler import Position
 from hetexp.strategy.single import Single
-from hetexp.training.empty_share import EmptyShareGuard
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import (

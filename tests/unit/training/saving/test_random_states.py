@@ -22,15 +22,9 @@ from hetexp.comm.fake import FakeGroup
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.training.loop import train
 from hetexp.training.measuring.warmup_calibration import undone
-from hetexp.training.saving.random_states import (
-    FILE,
-    match_states,
-    random_files,
-    restore_random,
-    seed_all,
-    seeded,
-)
+from hetexp.training.saving.random_states import FILE, match_states, random_files, restore_random
 from hetexp.training.saving.resuming import resume
+from hetexp.training.seeding import seed_all, seeded
 from hetexp.training.state import TrainState
 
 MakeParts = Callable[..., TrainState]

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetexp.comm.connections.pulse import Pulse
+from hetexp.comm.connections.watched_store import WatchedStore, another_connection
 from hetexp.comm.library_exchange import LibraryExchange
-from hetexp.comm.pulse import Pulse
 from hetexp.comm.rendezvous import exchange
-from hetexp.comm.watched_store import WatchedStore, another_connection
 from hetexp.core.errors import PeerLostError
 
 

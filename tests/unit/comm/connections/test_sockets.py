@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetexp.comm.connections.sockets import remembered, shut_all
 from hetexp.comm.library_exchange import LibraryExchange
-from hetexp.comm.sockets import remembered, shut_all
 from hetexp.core.errors import PeerLostError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetexp.comm.lost import is_peer_lost
+from hetexp.comm.connections.lost import is_peer_lost
 from hetexp.core.errors import ConfigError, PeerLostError
 
 

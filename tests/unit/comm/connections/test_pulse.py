@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from hetexp.comm.pulse import Pulse
+from hetexp.comm.connections.pulse import Pulse
 from hetexp.core.errors import PeerLostError
 
 LIMIT = 0.4

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from hetexp.hardware.backends.cpu import CpuBackend
-from hetexp.training.measure import StepTimer
+from hetexp.training.measuring.timer import StepTimer
 
 
 class ClockBackend(CpuBackend):

@@ -1,4 +1,4 @@
-"""Triton's kernels for `hetexp.training.many_logits`; imported on CUDA and ROCm devices only."""
+"""Triton's kernels for `hetexp.training.logits.many_logits`; imported on CUDA and ROCm devices only."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import weakref
 
 from launched import wait_for
 
-from hetexp.comm import disposal
-from hetexp.comm.disposal import formed_groups, let_go
+from hetexp.comm.connections import disposal
+from hetexp.comm.connections.disposal import formed_groups, let_go
 
 
 class Held:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.dp import DP
 from hetexp.strategy.single import Single
-from hetexp.training.empty_share import EmptyShareGuard
 
 CPUS = [DeviceSpec(id=f"cpu:{i}", backend="cpu", index=i, name="CPU", vendor="cpu") for i in range(3)]
 

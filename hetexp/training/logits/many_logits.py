@@ -89,7 +89,7 @@ def _kernels(rows: torch.Tensor) -> ModuleType | None:
 def _compiled(device: torch.device) -> ModuleType | None:
     """Try on a row whether Triton, its driver and the C compiler that it needs are all there."""
     try:
-        from hetexp.training import triton_logits
+        from hetexp.training.logits import triton_logits
 
         rows = torch.zeros(1, 2, dtype=torch.bfloat16, device=device)
         targets = torch.zeros(1, dtype=torch.int64, device=device)

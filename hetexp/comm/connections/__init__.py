@@ -1,0 +1,1 @@
+"""Connections between ranks: how they are watched, closed and let go."""

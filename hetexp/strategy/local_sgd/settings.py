@@ -1,0 +1,20 @@
+"""The options of local SGD, as its engine reads them."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from hetexp.core.cost.step import Wire
+
+
+class LocalSettings(Protocol):
+    """What `LocalSGD` and strategies like it are configured with; see there for each option."""
+
+    sync_every: int
+    local_steps: Literal["equal", "speed"]
+    local_batch_size: int | None
+    outer_lr: float
+    outer_momentum: float
+    outer_nesterov: bool
+    inner_state: Literal["keep", "average", "reset"]
+    wire: Wire
