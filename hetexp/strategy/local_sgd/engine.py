@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from hetexp.comm.summation import Summation
 from hetexp.core.cost.step import Links
 from hetexp.hardware.links import links_of
 from hetexp.strategy.local_sgd.checkpoint import rank_files, restore_rank
-from hetexp.strategy.local_sgd.outer import OuterStep
+from hetexp.strategy.local_sgd.outer import OuterStep, flat, put
 from hetexp.strategy.local_sgd.own_steps import OwnSteps
 from hetexp.strategy.local_sgd.settings import LocalSettings
 from hetexp.strategy.local_sgd.sync_stats import FIX, SyncStats, explain
-from hetexp.training.engine import StepResult
+from hetexp.strategy.pipeline.shared_gradients import SharedGradients
+from hetexp.training.engine import PacedLink, StepResult
 from hetexp.training.gradient import Gradient
 from hetexp.training.measuring.timer import StepTimer, Totals
 from hetexp.training.model_hooks import conclude, no_tally, share
@@ -39,6 +40,8 @@ class LocalSteps(OwnSteps):
     _links: Links | None = None
     """Channels of emulated devices."""
     _warned = False
+    _round_bytes = 0
+    """That this rank has handed over between syncs."""
 
     def __init__(self, settings: LocalSettings) -> None:
         super().__init__()
@@ -50,6 +53,12 @@ class LocalSteps(OwnSteps):
         self._links = links_of(parts.plan) if parts.plan.paced else None
         self._summation = Summation(
             parts.exchange, self.settings.wire, parts.paced, self._links, parts.device
+        )
+        rounds = self.settings.rounds(parts.plan.world_size)
+        self._rounds = [_own_group(groups, parts.rank) for groups in rounds]
+        groups = sorted({group for group in self._rounds if len(group) > 1})
+        self._neighbours = SharedGradients(
+            parts, [(group, []) for group in groups], [], dist.PrefixStore("rounds", store)
         )
 
     # ------------------------------------------------------------ steps
@@ -85,6 +94,8 @@ class LocalSteps(OwnSteps):
         """
         due = self._due(step)
         result.skipped = self.sync(step, normalizer.loss_scale, meter) if due else 0
+        if not due and step >= 0 and self._rounds:
+            self._average(self._rounds[step % len(self._rounds)], meter)
         result.synchronised = result.can_save = due
 
     def _due(self, step: int) -> bool:
@@ -92,6 +103,18 @@ class LocalSteps(OwnSteps):
         if step < 0:
             return False
         return (step + 1) % self.settings.sync_every == 0 or step + 1 == self.state.total_steps
+
+    def _average(self, ranks: tuple[int, ...], meter: StepTimer) -> None:
+        """Replace this rank's weights by the mean over a few ranks."""
+        if len(ranks) < 2:
+            return
+        start = self.state.backend.mark()
+        trained = [p for p in self.state.model.parameters() if p.requires_grad]
+        weights = flat(trained)
+        self._neighbours.sum_over(ranks, weights)
+        self._round_bytes += self._neighbours.num_bytes
+        put(weights / len(ranks), trained)
+        meter.waited(start, self.state.backend.mark())
 
     # ------------------------------------------------------------ syncs
 
@@ -205,6 +228,10 @@ class LocalSteps(OwnSteps):
 
     # ------------------------------------------------------------ emulation and summary
 
+    @property
+    def paced_links(self) -> Sequence[PacedLink]:
+        return [*super().paced_links, self._neighbours]
+
     def rehearse_exchange(self) -> None:
         for _ in range(REHEARSED_SYNCS):
             self.synced().step(1.0 / self.state.communicator.world_size)
@@ -220,12 +247,17 @@ class LocalSteps(OwnSteps):
 
     def sent_bytes(self, steps: int) -> float | None:
         sent = self.outer.sent_bytes if self.outer is not None else 0
-        return sent / steps if steps else None
+        return (sent + self._round_bytes) / steps if steps else None
 
     def summarise(self, summary: dict[str, Any], totals: Totals, ranks: Any) -> None:
         super().summarise(summary, totals, ranks)
         if self.settings.wire != "float32":
             summary["comm"]["wire_dtype"] = self.settings.wire
+
+
+def _own_group(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
+    """Return the group that a rank is in, itself if it is in none."""
+    return next((tuple(sorted(group)) for group in groups if rank in group), (rank,))
 
 
 _FIXED = 7 + WIDTH

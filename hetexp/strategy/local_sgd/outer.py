@@ -51,7 +51,7 @@ class OuterStep:
 
     def hold(self) -> None:
         """Take the model's present state for the one that all ranks hold."""
-        self._synced, self._synced_buffers = _flat(self._trained), _flat(self._buffers)
+        self._synced, self._synced_buffers = flat(self._trained), flat(self._buffers)
 
     def step(self, weight: float) -> None:
         """Put every rank where the outer step leads; all of them call it.
@@ -59,15 +59,15 @@ class OuterStep:
         Args:
             weight: this rank's part of what all ranks trained on since the last sync; they sum to 1.
         """
-        change = (self._synced - _flat(self._trained)).mul_(weight)
+        change = (self._synced - flat(self._trained)).mul_(weight)
         self._synced -= self._settings.outer_lr * self._looked_ahead(self.exchange.sum_(change))
-        _put(self._synced, self._trained)
+        put(self._synced, self._trained)
         if self._buffers:
-            now = _flat(self._buffers)
+            now = flat(self._buffers)
             # A constant stays as it is to the bit, an infinite one, too.
             change = torch.where(now == self._synced_buffers, 0.0, self._synced_buffers - now)
             self._synced_buffers = self._synced_buffers - self._plain.sum_(change * weight)
-            _put(self._synced_buffers, self._buffers)
+            put(self._synced_buffers, self._buffers)
         self._agree_on_integers()
 
     def _looked_ahead(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -87,11 +87,11 @@ class OuterStep:
         counters = [b for n, b in named if n.rpartition(".")[2] in COUNTERS]
         others = [b for n, b in named if n.rpartition(".")[2] not in COUNTERS]
         if counters:
-            _put(self._communicator.all_reduce(_flat(counters, torch.int64), "max"), counters)
+            put(self._communicator.all_reduce(flat(counters, torch.int64), "max"), counters)
         if others:
-            mine = _flat(others, torch.int64)
+            mine = flat(others, torch.int64)
             mine = mine if self._communicator.rank == 0 else torch.zeros_like(mine)
-            _put(self._communicator.all_reduce(mine), others)
+            put(self._communicator.all_reduce(mine), others)
 
     def begin_together(self) -> None:
         """Give every rank the weights and floating-point buffers of rank 0."""
@@ -115,18 +115,18 @@ class OuterStep:
                 "optimizers hold different state, which has no average."
             )
         if length:
-            mine = _flat(moments) * weight if moments else torch.zeros(length, dtype=self._synced.dtype)
+            mine = flat(moments) * weight if moments else torch.zeros(length, dtype=self._synced.dtype)
             # Ranks without state take no part in the mean.
             parts = torch.tensor([weight if moments else 0.0], dtype=torch.float64)
             whole = float(self._communicator.all_reduce(parts))
             mean = self._plain.sum_(mine)
             if moments and whole:
-                _put(mean / whole, moments)
+                put(mean / whole, moments)
         if number:
-            mine = _flat(counters, torch.float64) if counters else torch.zeros(number, dtype=torch.float64)
+            mine = flat(counters, torch.float64) if counters else torch.zeros(number, dtype=torch.float64)
             largest = self._communicator.all_reduce(mine, "max")
             if counters:
-                _put(largest, counters)
+                put(largest, counters)
 
 
 def give_weights(model: nn.Module, exchange: Summation, rank: int) -> None:
@@ -134,8 +134,8 @@ def give_weights(model: nn.Module, exchange: Summation, rank: int) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     for tensors in (trained, [b for b in model.buffers() if b.is_floating_point()]):
         if tensors:
-            own = _flat(tensors)
-            _put(exchange.plain().sum_(own if rank == 0 else torch.zeros_like(own)), tensors)
+            own = flat(tensors)
+            put(exchange.plain().sum_(own if rank == 0 else torch.zeros_like(own)), tensors)
 
 
 def _moments(
@@ -152,14 +152,14 @@ def _moments(
     return moments, counters
 
 
-def _flat(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+def flat(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return all elements in one vector of its own on the host."""
     found = [tensor.detach().to("cpu", dtype).reshape(-1) for tensor in tensors]
     return torch.cat(found) if found else torch.empty(0)
 
 
 @torch.no_grad()
-def _put(vector: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
+def put(vector: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
     """Copy the elements of a vector into tensors, wherever and of whatever type these are."""
     start = 0
     for tensor in tensors:

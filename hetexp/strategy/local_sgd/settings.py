@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from hetexp.core.cost.step import Wire
@@ -18,3 +19,7 @@ class LocalSettings(Protocol):
     outer_nesterov: bool
     inner_state: Literal["keep", "average", "reset"]
     wire: Wire
+
+    def rounds(self, world_size: int) -> Sequence[Sequence[Sequence[int]]]:
+        """Return the groups of ranks that average their weights between syncs; see `LocalSGD.rounds`."""
+        ...

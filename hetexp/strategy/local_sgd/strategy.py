@@ -61,6 +61,14 @@ class LocalSGD(Unexchanged):
         self.inner_state = inner_state
         self.wire = wire
 
+    def rounds(self, world_size: int) -> Sequence[Sequence[Sequence[int]]]:
+        """Return rounds of averaging between syncs, one after each global step, over and over again.
+
+        A round is a list of groups: the ranks of each replace their weights by the mean of the group's. None
+        by default. A strategy such as gossip averaging overrides it.
+        """
+        return ()
+
     def engine(self) -> Engine:
         from hetexp.strategy.local_sgd.engine import LocalSteps
 

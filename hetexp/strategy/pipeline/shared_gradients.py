@@ -105,6 +105,16 @@ class SharedGradients:
                     parameter.grad = summed.to(parameter.device, copy=True)
                 start += parameter.numel()
 
+    def sum_over(self, ranks: tuple[int, ...], vector: torch.Tensor) -> None:
+        """Replace a vector on the host by its sum over the ranks of one of the sets; they all call it.
+
+        Raises:
+            PeerLostError: one of them is gone.
+        """
+        self.num_bytes = 0
+        (group,) = (group for group in self._groups if group.ranks == ranks)
+        self._exchange(group, vector)
+
     def _flat(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return a 1 for each parameter that has a gradient, then all gradients, zero where there is none."""
         size = sum(p.numel() for p in parameters)

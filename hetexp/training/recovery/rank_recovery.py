@@ -88,7 +88,8 @@ class RankRecovery:
         return noticed[0] > self.epoch
 
     def serve(self, training: Training, noticed: tuple[int, int]) -> None:
-        self.requests.serve(training, noticed[1])
+        if noticed[1] > self.requests.handled:
+            self.requests.serve(training, noticed[1])
 
     # ------------------------------------------------------------ another group
 

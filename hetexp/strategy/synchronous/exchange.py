@@ -1,0 +1,32 @@
+"""What a strategy with an exchange of its own may use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GradientExchange(Protocol):
+    """What a strategy may use while it exchanges the gradients of a step.
+
+    Time and bytes are measured, and delayed on emulated devices.
+    """
+
+    rank: int
+    world_size: int
+    local_count: float
+    """Samples or unmasked tokens that this rank's gradient is of."""
+    global_count: float
+    """Those of all ranks."""
+
+    def sum_(self, vector: torch.Tensor) -> torch.Tensor:
+        """Replace a vector by its sum over all ranks, the same bits on each of them, and return it.
+
+        Every rank calls it, with vectors of one length and type.
+
+        Raises:
+            PeerLostError: another rank is gone.
+        """
+        ...
