@@ -6,10 +6,10 @@ import ipaddress
 import re
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import Field, PositiveFloat
 
 from hetexp.core.errors import must_be
-from hetexp.core.section import Section
+from hetexp.core.section import Name, Section
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
 DEFAULT_PORT = 29411
@@ -19,41 +19,37 @@ DEFAULT_PORT = 29411
 class HostEntry(Section):
     """One machine."""
 
-    name: str
-    """What `hostname` says there, or any other name, which `node=NAME` then gives to that machine."""
+    name: Name
+    """Name of the machine: what `hostname` prints there, or any name that `node=NAME` gives it."""
     address: str
-    """By which the other machines reach it: an address, or a name that leads to one."""
+    """Address by which the other machines reach it, or a name that resolves to the address."""
     devices: str | list[str | dict[str, Any]] | None = None
-    """As `hardware.devices`, on this machine; `None`: what `hardware` says, there as here."""
+    """Devices of this machine, written as `hardware.devices`; `null`: as `hardware` says."""
     pythons: list[str] = []
-    """Interpreters of this machine that drive its cards, beside those that `hetexp env` recorded there."""
+    """Interpreters of this machine that drive its cards, besides those of `hetexp env`."""
     interface: str | None = None
-    """Network interface of the address; by default the one that has it."""
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _numbers_are_names(cls, value: Any) -> Any:
-        return str(value) if type(value) is int else value
+    """Network interface of the address, such as `en0`; `null`: the one that has it."""
 
 
 class ClusterConfig(Section):
-    """Several machines that train one model; without hosts there is one."""
+    """Several machines that train one model; the group's option names them."""
 
     hosts: list[HostEntry] = []
-    """The first one leads: the run's folder is there."""
+    """Machines of the run: name, address, devices, pythons and interface of each. The first one leads, and
+    the run's folder is there."""
     port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
-    """Of the leader, at its address, by which the others join and reach the store."""
+    """Port of the leader, which its firewall must open for the other machines."""
     token_file: str | None = None
-    """File with the secret that all machines share. `None`: the variable `HETEXP_CLUSTER_TOKEN`, then
-    `cluster.token` in hetexp's own folder (`$HETEXP_HOME`)."""
+    """File with the secret that all machines share; `null`: `$HETEXP_CLUSTER_TOKEN`, else
+    `$HETEXP_HOME/cluster.token`."""
     join_seconds: PositiveFloat = 120.0
-    """Longest wait for the leader, and for all machines to have joined."""
+    """Longest wait for the leader, and for all machines to join."""
     answer_seconds: PositiveFloat = 10.0
-    """Longest that a machine may take to answer while it joins."""
+    """Longest time for a machine to answer while it joins."""
     silence_seconds: PositiveFloat = 10.0
-    """Longest silence of a machine that has joined, before it counts as lost."""
+    """Longest silence of a joined machine before it counts as lost."""
     clock_skew_seconds: PositiveFloat = 5.0
-    """Most that a machine's clock may differ from the leader's."""
+    """Largest difference between a machine's clock and the leader's."""
 
     @property
     def names(self) -> list[str]:

@@ -1,0 +1,58 @@
+"""Samples of what the devices do (config group `monitor`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveFloat, field_validator
+from pydantic_core import PydanticCustomError
+
+from hetexp.core.section import Section
+
+
+class RetentionConfig(Section):
+    """How long samples are kept; older samples are coarser."""
+
+    raw_hours: PositiveFloat = 1.0
+    """Hours until samples become means of 10 seconds."""
+    ten_seconds_days: PositiveFloat = 1.0
+    """Days until means of 10 seconds become means of a minute."""
+    minutes_days: PositiveFloat = 30.0
+    """Days until means of a minute are deleted."""
+
+
+class MonitorConfig(Section):
+    """Samples of what the devices do, in a small database that `hetexp top` shows."""
+
+    enabled: bool = True
+    """Whether to sample the devices, if the extra `monitor` is installed."""
+    interval_seconds: Annotated[float, Field(ge=0.1, le=10)] = 1.0
+    """Seconds between samples."""
+    view: Literal["aggregated", "per_gpu"] = "aggregated"
+    """First view of `hetexp top`: all devices together, or each of them."""
+    url: str | None = None
+    """URL of the database; `null`: `$HETEXP_HOME/monitor.sqlite`. `sqlite:////var/tmp/m.sqlite` and
+    `postgresql://me@host/database` are examples. It has no password, since every run keeps its
+    configuration."""
+    retention: RetentionConfig = RetentionConfig()
+
+    @field_validator("url")
+    @classmethod
+    def _known_without_password(cls, value: str | None) -> str | None:
+        problem = _url_problem(value) if value is not None else None
+        if problem is not None:
+            raise PydanticCustomError("monitor_url", "{problem}", {"problem": problem})
+        return value
+
+
+def _url_problem(url: str) -> str | None:
+    """Return what a database's URL must be instead; `None` if it can be used."""
+    parts = urlsplit(url)
+    if parts.scheme == "sqlite" and parts.netloc == "" and len(parts.path) > 1:
+        return None
+    if parts.scheme not in ("postgresql", "postgresql+psycopg") or len(parts.path) < 2:
+        return "sqlite:///FILE (four slashes before an absolute path) or postgresql://USER@HOST/DATABASE"
+    if parts.password is not None or "password=" in parts.query:
+        return "without a password, as every run keeps its configuration (~/.pgpass and PGPASSWORD give it)"
+    return None

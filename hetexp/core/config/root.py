@@ -1,0 +1,112 @@
+"""A whole run, with its smaller sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
+from pydantic_core import PydanticCustomError
+
+from hetexp.core.cluster import ClusterConfig
+from hetexp.core.config.comm import CommConfig
+from hetexp.core.config.fault import FaultConfig
+from hetexp.core.config.hardware import HardwareConfig
+from hetexp.core.config.monitor import MonitorConfig
+from hetexp.core.config.trainer import TrainerConfig
+from hetexp.core.section import Name, Section
+from hetexp.core.sweep.folder import name_problem
+
+COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
+"""Sections built by `_target_`."""
+Component = dict[str, Any]
+
+
+class LaunchConfig(Section):
+    """How ranks start and end."""
+
+    start_method: Literal["subprocess", "forkserver"] = "subprocess"
+    """How ranks start. `forkserver` forks them from a process that has imported torch, which is quick but
+    needs one interpreter for all ranks."""
+    timeout_seconds: PositiveFloat = 120.0
+    """Longest wait until all ranks have started and agreed."""
+    grace_seconds: PositiveFloat = 3.0
+    """Time for ranks to end by themselves before they are killed."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the store on this host; 0: a free one."""
+
+
+class SweepConfig(Section):
+    """Sweeps, which are the runs of `-m`. No key here changes the result of a run."""
+
+    name: Name | None = None
+    """Folder below `outputs/sweeps`; `null`: a new one. An existing sweep is continued."""
+    report: bool = True
+    """Whether to compare the runs at the end."""
+    wait_seconds: NonNegativeFloat | None = None
+    """Longest wait for a device that another run holds; `null`: no limit."""
+    share_cpu: bool = False
+    """Whether jobs may compute on the CPU at the same time, which slows each other. Emulated devices count as
+    well."""
+
+    @field_validator("name")
+    @classmethod
+    def _below_outputs(cls, value: str | None) -> str | None:
+        problem = name_problem(value) if value is not None else ""
+        if problem:
+            raise PydanticCustomError("sweep_name", "{problem}", {"problem": problem})
+        return value
+
+
+class DebugConfig(Section):
+    """Switches to find mistakes, not for training."""
+
+    normalizer: Literal["global", "per_rank"] = "global"
+    """Count that divides the loss. `per_rank` is each rank's own, as in plain DDP: wrong on unequal shares,
+    for comparison."""
+    detect_anomaly: bool = False
+    """Whether torch's anomaly detection is on (`torch.autograd.set_detect_anomaly`)."""
+    dropout: bool = True
+    """Whether dropout is on; `false`: every dropout of the model is 0, so that runs can be compared."""
+    exchange: bool = True
+    """Whether gradients are exchanged; `false` times a step of ddp without it. Weights then differ between
+    devices."""
+
+
+class Config(Section):
+    """A whole run, as `conf/config.yaml` composes it."""
+
+    hardware: HardwareConfig
+    strategy: Component
+    """How the devices train together; the group's option gives the other keys."""
+    balancing: Component
+    """How devices share the global batch."""
+    model: Component
+    """The model to train."""
+    data: Component
+    """The data to train on."""
+    optimizer: Component
+    """The optimizer."""
+    logger: Component
+    """The experiment tracker."""
+    trainer: TrainerConfig
+    comm: CommConfig = CommConfig()
+    launch: LaunchConfig = LaunchConfig()
+    sweep: SweepConfig = SweepConfig()
+    debug: DebugConfig = DebugConfig()
+    fault: FaultConfig = FaultConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    node: str | None = None
+    """This machine's name in `cluster.hosts`, if neither its host name nor an address tells."""
+    fallback: Literal["single"] | None = None
+    """What to do if the strategy cannot run, written `strategy.fallback`. `single` goes on with the fastest
+    device alone; `null` ends the run with the reason."""
+    plan_only: bool = False
+    """Whether to print the prediction of each strategy and policy, and start nothing."""
+    diagram: bool = True
+    """Whether to draw the plan into the run folder: `plan.mmd`, and images if Graphviz is installed."""
+    resume: str | None = None
+    """Checkpoint to start from: `auto`, `last`, `best`, `step:100`, or a folder. The first four belong to a
+    run of the same job. The folder is a checkpoint's or a run's (`RUN`, `RUN/best`, `RUN/step:100`)."""
+    name: str | None = None
+    """Name of the run; `null`: the typed overrides."""
