@@ -19,12 +19,12 @@ class Adaptive(BalancingPolicy):
     What is known is the calibration, of this run or of an earlier one of the same job, else the catalogue.
 
     Args:
-        calibrate: whether the devices are measured before the run, as `profiled` does.
-        drop_slower: whether a device may be left out, where it was measured and the job is slower with it.
-        recalibrate: whether to forget what earlier runs measured of these devices.
-        min_gain: predicted gain in speed from which on another split is worth it, as a fraction.
-        max_move: most of the batch that changes ranks from one step to the next, as a fraction.
-        probe_every: steps after which a device without samples is tried again; 0 for never.
+        calibrate: whether to measure the devices before the run, as `profiled` does.
+        drop_slower: whether to leave out a device that makes the job slower, if it was measured.
+        recalibrate: whether to ignore what earlier runs measured of these devices.
+        min_gain: smallest predicted gain in speed, as a fraction, that changes the split.
+        max_move: largest fraction of the batch that changes ranks from one step to the next.
+        probe_every: steps after which a device without samples is tried again; 0: never.
     """
 
     follows: ClassVar[bool] = True

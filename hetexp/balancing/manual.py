@@ -17,8 +17,8 @@ class Manual(BalancingPolicy):
     """Gives each device its weight's part of their sum.
 
     Args:
-        weights: one a device, in the order of the plan. Zero leaves a device without samples; it stays
-            in step with the others all the same.
+        weights: one weight for each device, in the order of the plan. A device with weight 0 has no samples,
+            but stays in step with the others.
     """
 
     def __init__(self, weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]) -> None:

@@ -13,8 +13,9 @@ class Profiled(BalancingPolicy):
     """Measures the devices before the run; one whose presence slows the job takes no part.
 
     Args:
-        drop_slower: whether a device may be left out; else each keeps at least nothing, and stays in step.
-        recalibrate: whether to measure also where the same devices were measured for the same job before.
+        drop_slower: whether to leave out a device that makes the job slower. Otherwise such a device may get
+            no samples, but it stays in step.
+        recalibrate: whether to measure devices again that were measured for this job before.
     """
 
     measures = True

@@ -69,17 +69,17 @@ class Activations:
     and type; a safetensors file one tensor, or one named `activations`. A sample is (vector, that vector).
 
     Args:
-        folder: holds the files. Those whose names begin with `evaluation` are evaluation data, where there
-            are any.
-        test_fraction: else the part of the vectors, at the end, that is kept for evaluation.
-        normalise: `mean_norm` multiplies all vectors by one number, so that their mean length is √width, as
-            is usual for sparse autoencoders ("expected_average_only_in" of SAELens; Templeton et al. 2024).
+        folder: folder of `*.npy` and `*.safetensors` files, arrays [vectors, width]. Files whose names begin
+            with `evaluation` are the evaluation data.
+        test_fraction: part of the vectors, at the end, kept for evaluation if there are no such files.
+        normalise: scale of the vectors. `mean_norm` multiplies all vectors by one number, so that their mean
+            length is √width. This is usual for sparse autoencoders ("expected_average_only_in" of SAELens;
+            Templeton et al. 2024).
         limit: most vectors for training, the first ones; `None`: all.
-        loss_recovered: samples of the source model's evaluation data, at most, on which evaluations find how
-            much of its loss is kept where the reconstruction takes the activations' place; 0: none. The
-            folder must be of `hetexp harvest`.
-        trust: packages whose code may run if the source model or its data are of them. Without, only
-            classes of hetexp are built.
+        loss_recovered: evaluation samples of the source model to judge reconstructions by; 0: none.
+            Evaluations then compute how much of the model's loss is kept if the reconstruction replaces the
+            activations. The folder must come from `hetexp harvest`.
+        trust: packages whose code may run for the source model or its data; `None`: only classes of hetexp.
 
     Raises:
         ConfigError: the folder is missing, or its files hold no such vectors.

@@ -23,8 +23,8 @@ class Digits:
     A sample is (image, class): float32 [1, 8, 8] in [0, 1], and int64 [].
 
     Args:
-        test_fraction: part of the images that is kept for evaluation, the same of each class.
-        seed: decides which ones.
+        test_fraction: part of the images kept for evaluation, the same of each class.
+        seed: seed that decides which images.
 
     Raises:
         ConfigError: a part would be too small to hold every class.
@@ -75,8 +75,8 @@ class DigitVectors:
     `hetexp.data.activations` does.
 
     Args:
-        test_fraction: part of the images that is kept for evaluation, the same of each class.
-        seed: decides which ones.
+        test_fraction: part of the images kept for evaluation, the same of each class.
+        seed: seed that decides which images.
 
     Raises:
         ConfigError: a part would be too small to hold every class.

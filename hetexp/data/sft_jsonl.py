@@ -34,13 +34,15 @@ class SftJsonl:
     devices, as far as the longest of all. How many lines were cut, and left out, is logged and in `report`.
 
     Args:
-        file: the training data; by default the 64 short questions that ship with the package.
-        evaluation_file: `None`: the last `test_fraction` of the lines is kept for evaluation.
-        test_fraction: 0 means no evaluation.
-        tokenizer: folder as `save_pretrained` writes it; by default a small one, a token a byte.
-        max_length: most tokens of a sample; what is beyond is cut off.
-        unanswered: what becomes of a line of which no answer token is left: `drop` it, `keep` it, or `refuse`
-            the file.
+        file: JSON lines with `messages`, or `prompt` and `completion`; `None`: 64 short questions that ship
+            with hetexp.
+        evaluation_file: evaluation data in the same form; `None`: the last lines of `file`.
+        test_fraction: part of the lines kept for evaluation if `evaluation_file` is `None`; 0: no evaluation.
+        tokenizer: folder of the tokenizer, as `save_pretrained` writes it; `None`: a small one, a token for
+            each byte.
+        max_length: most tokens of a sample; the rest is cut off.
+        unanswered: reaction to a line that keeps no token of an answer: `drop` or `keep` the line, or
+            `refuse` the file.
 
     Raises:
         ConfigError: a file or tokenizer cannot be read, a line is no sample, or none is left.

@@ -31,11 +31,11 @@ class Synthetic:
 
     Args:
         num_samples: size of the training data.
-        num_test_samples: size of the evaluation data; 0 means none. It does not change the training data.
-        input_shape: shape of one input (not of tokens).
-        num_classes: classes, or targets of a regression.
-        seed: decides the task and the samples.
-        kind: see the table.
+        num_test_samples: size of the evaluation data; 0: none. It does not change the training data.
+        input_shape: shape of one input; tokens do not use it.
+        num_classes: number of classes, or of a regression's targets.
+        seed: seed of the task and of the samples.
+        kind: kind of the task.
         vocab_size: number of different tokens.
         sequence_length: tokens of a sample.
         mask_fraction: expected part of the tokens without a target. It differs a lot between samples: many

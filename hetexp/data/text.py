@@ -22,9 +22,9 @@ class Text:
     A sample is (characters, the characters that follow each): int64 [seq] twice.
 
     Args:
-        folder: holds the texts, UTF-8; by default the text that ships with the package.
-        sequence_length: characters of a window.
-        test_fraction: part of the text, at its end, that is kept for evaluation.
+        folder: folder of `*.txt` files, UTF-8; `None`: the text that ships with hetexp.
+        sequence_length: characters of a sample.
+        test_fraction: part of the text, at its end, kept for evaluation.
 
     Raises:
         ConfigError: the folder is missing, holds no readable text, or too little of it.

@@ -13,7 +13,7 @@ class MultiLogger(Logger):
     """Tells several trackers the same; what goes wrong in one of them ends none of the others.
 
     Args:
-        loggers: trackers by any name. One that is null is left out.
+        loggers: trackers by any name. A tracker that is null is left out.
     """
 
     def __init__(self, loggers: dict[str, Any]) -> None:

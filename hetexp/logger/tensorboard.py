@@ -22,7 +22,7 @@ class TensorBoardLogger(Logger):
 
     Args:
         folder: name of the folder in the run folder; `tensorboard --logdir outputs` finds it.
-        flush_seconds: longest that a point may wait to be written.
+        flush_seconds: longest time until a point is written.
     """
 
     def __init__(self, folder: str = "tensorboard", flush_seconds: PositiveFloat = 10.0) -> None:

@@ -74,12 +74,12 @@ class WandbLogger(Logger):
     folder become the artifact `<run id>-run`, and a run whose timings must not be used is tagged `invalid`.
 
     Args:
-        project: of W&B.
-        entity: team or user; W&B's default where it is None.
-        mode: `offline` writes files only, `online` sends them, `disabled` does nothing; None takes
-            `WANDB_MODE`, or `offline` where that is not set.
-        init_timeout_seconds: longest wait for the run to open.
-        finish_timeout_seconds: longest wait for the rest to be written or sent.
+        project: W&B project.
+        entity: team or user; `None`: W&B's default.
+        mode: mode of W&B: `offline` (files only), `online` or `disabled`; `None`: `WANDB_MODE`, else
+            `offline`.
+        init_timeout_seconds: longest wait for the run to open; then it trains without W&B.
+        finish_timeout_seconds: longest wait at the end for the rest to be written or sent.
     """
 
     def __init__(

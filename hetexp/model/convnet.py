@@ -21,12 +21,13 @@ class ConvNet(nn.Module):
     """Stages of 3x3 convolutions, each but the first at half the height and width; then a channel's maximum.
 
     Args:
-        widths: channels of each stage.
+        widths: channels of each stage; all stages but the first halve height and width.
         blocks_per_width: residual blocks of a stage, after the convolution that changes the width.
-        norm: `group` normalises each sample by groups of channels, `batch` each channel over the batch.
+        norm: normalisation: `group` normalises each sample by groups of channels, `batch` each channel over
+            the batch.
         groups: groups of channels that are normalised together; must divide every width.
-        input_shape: [channels, height, width] of one image; `None` leaves it to the data.
-        num_classes: outputs; `None` leaves it to the data.
+        input_shape: shape of one image, [channels, height, width]; `None`: the data's.
+        num_classes: number of outputs; `None`: the data's.
 
     Raises:
         ConfigError: `groups` does not divide the widths, the shape is not that of an image, or the shape or

@@ -24,16 +24,17 @@ class GPT(nn.Module):
 
     Args:
         num_layers: transformer blocks.
-        num_heads: attention heads a block; must divide `embedding_size`.
-        embedding_size: numbers that stand for a token between the blocks.
-        sequence_length: longest input; `None` leaves it to the data.
-        vocab_size: number of different tokens; `None` leaves it to the data.
+        num_heads: attention heads of a block; must divide `embedding_size`.
+        embedding_size: length of the vector that stands for a token between the blocks.
+        sequence_length: longest input; `None`: the data's.
+        vocab_size: number of different tokens; `None`: the data's.
         dropout: chance to drop a value of the embeddings, the attention and the branches while training.
-        tie_weights: use the token embedding as the output layer, too.
-        bias: whether linear layers and normalisations have one.
-        num_experts: perceptrons of a block, of which each token uses some; 0 makes it an ordinary block.
-        experts_per_token: so many of them, those that the block's router finds best.
-        balance_weight: of the loss that asks for tokens spread evenly over the experts.
+        tie_weights: whether the output layer is the token embedding.
+        bias: whether linear layers and normalisations have a bias.
+        num_experts: perceptrons of a block, of which each token uses some (mixture of experts); 0: an
+            ordinary block.
+        experts_per_token: experts that each token uses, the best ones by the block's router.
+        balance_weight: weight of the loss that spreads tokens evenly over the experts.
 
     Raises:
         ConfigError: `num_heads` does not divide `embedding_size`, a token is to use more experts than there

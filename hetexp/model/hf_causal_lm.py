@@ -55,18 +55,18 @@ class HFCausalLM(nn.Module):
     Samples are padded at their end, where a causal model needs no mask: no token sees what comes after it.
 
     Args:
-        folder: with `config.json` and weights, as `save_pretrained` writes them.
-        architecture: what `config.json` would say, `{model_type: llama, hidden_size: 64, …}`, where there
-            is no folder: the base begins at random weights. `None`: a small Llama.
-        vocab_size: of `architecture`; `None` leaves it to the data.
-        rank: of the adapters.
-        alpha: what an adapter gives is multiplied by `alpha / rank`.
-        dropout: chance to drop a value of what goes into an adapter.
-        targets: names of the linear layers that get one (`[q_proj, v_proj]`); `all-linear` are all but the
-            head.
-        four_bit: keep the base's linear layers but the head in 4 bits, by bitsandbytes.
-        base_dtype: of the base's other weights; `None`: that of the run.
-        attention: how transformers computes it.
+        folder: folder of a Hugging Face model, with `config.json` and weights, as `save_pretrained` writes
+            them.
+        architecture: content of `config.json` without a folder: `{model_type: llama, hidden_size: 64, …}`;
+            `None`: a small Llama. The base then starts at random weights.
+        vocab_size: number of tokens of `architecture`; `None`: the data's.
+        rank: rank of the adapters, which are the only trained weights.
+        alpha: scale of the adapters: their output is multiplied by `alpha / rank`.
+        dropout: chance to drop a value of an adapter's input.
+        targets: linear layers with an adapter: `all-linear` (all but the head), or names (`[q_proj,v_proj]`).
+        four_bit: 4-bit type of the base's linear layers but the head, by bitsandbytes; `None`: not in 4 bits.
+        base_dtype: type of the base's other weights; `None`: that of the run.
+        attention: how transformers computes attention.
 
     Raises:
         ConfigError: the folder holds no such model, or nothing in it has one of the names.

@@ -25,11 +25,11 @@ class MLP(nn.Module):
     """Fully connected layers over a flattened input.
 
     Args:
-        hidden_sizes: width of each hidden layer; an empty list makes a linear model.
-        input_shape: shape of one input; `None` leaves it to the data.
-        num_classes: outputs; `None` leaves it to the data.
+        hidden_sizes: width of each hidden layer; `[]` makes a linear model.
+        input_shape: shape of one input; `None`: the data's.
+        num_classes: number of outputs; `None`: the data's.
         dropout: chance to drop a hidden value while training.
-        activation: after each hidden layer.
+        activation: activation after each hidden layer.
 
     Raises:
         ConfigError: `input_shape` or `num_classes` is not known.

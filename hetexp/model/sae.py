@@ -39,22 +39,22 @@ class SAE(ModelHooks, nn.Module):
     error, as there. Firings are counted over the samples of all ranks.
 
     Args:
-        num_features: directions; `None`: `expansion` times the length of a vector.
-        expansion: see `num_features`.
-        activation: see above.
+        num_features: number of features (directions); `None`: `expansion` times the length of a vector.
+        expansion: features for each number of a vector, if `num_features` is `None`.
+        activation: activation: `relu` (with an L1 loss), `topk` or `jumprelu` (with an L0 loss).
         k: features of a sample under `topk`.
-        l1_coefficient: under `relu`.
-        l0_coefficient: under `jumprelu`.
-        threshold: that `jumprelu` begins with.
-        bandwidth: of the kernel that estimates the threshold's gradient.
-        tied_init: whether `W_enc` begins as the transpose of `W_dec`; else it is drawn by itself.
-        dead_after: samples without a firing after which a feature is dead.
-        resample_every: steps; 0: never.
-        resample_until: last step at which features are resampled; `None`: no limit.
-        resample_candidates: training samples that are scored to draw from.
-        input_size: length of a vector; `None` leaves it to the data.
-        mean: that `b_dec` begins with; `None` leaves it to the data, and is 0 where that does not tell it.
-        scale: what the data has multiplied the vectors by (`hetexp.data.activations`), for the export.
+        l1_coefficient: weight of the sum of a sample's features in the loss, under `relu`.
+        l0_coefficient: weight of the number of a sample's features in the loss, under `jumprelu`.
+        threshold: initial threshold of every feature under `jumprelu`.
+        bandwidth: width of the kernel that estimates the thresholds' gradient, under `jumprelu`.
+        tied_init: whether the encoder starts as the decoder's transpose; otherwise it is drawn by itself.
+        dead_after: samples without activity after which a feature is dead.
+        resample_every: steps between restarts of dead features; 0: never.
+        resample_until: last step with restarts; `None`: no limit.
+        resample_candidates: training samples that are scored to draw restarts from.
+        input_size: length of a vector; `None`: the data's.
+        mean: initial bias of the decoder; `None`: the mean of the data, or 0 if the data does not tell it.
+        scale: factor that the data has applied to the vectors, for the export; `None`: the data's.
 
     Raises:
         ConfigError: `k` is above the number of features, or `input_size` is not known.

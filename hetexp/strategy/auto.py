@@ -24,9 +24,9 @@ class Auto(Strategy):
     (`hetexp.launch.prepare.choose_strategy`).
 
     Args:
-        among: options of the group `strategy` to pick from; `None`: every one that is exact.
-        between_hosts: whether `hierarchical_sgd` is taken where devices are on several hosts and it is
-            predicted to be at least twice as fast as any exact strategy.
+        among: strategies to choose from, such as `[ddp,pipeline]`; `None`: every exact strategy.
+        between_hosts: whether `hierarchical_sgd`, which is not exact, may be chosen on several hosts. Its
+            prediction must be at least twice as fast as that of any exact strategy.
     """
 
     name: ClassVar[str] = "auto"

@@ -36,8 +36,14 @@ class DDP(Strategy):
     that every step runs the same graph, which several microbatches a step break.
 
     Args:
-        sync_batch_norm: whether BatchNorm layers normalise over all ranks' samples; else each rank's
-            statistics are its own, and rank 0's are kept.
+        find_unused_parameters: whether parameters may stay without a gradient in a step.
+        bucket_cap_mb: size of a bucket of gradients, in MiB. Smaller buckets leave earlier, larger ones cost
+            less each.
+        static_graph: whether every step runs the same graph, which several microbatches a step break.
+        gradient_as_bucket_view: whether gradients lie in the buckets, without a second copy.
+        broadcast_buffers: whether all ranks take rank 0's buffers at the start of each step.
+        sync_batch_norm: whether BatchNorm normalises over all ranks' samples, which is exact. Otherwise each
+            rank's statistics are its own, and rank 0's are kept.
     """
 
     name: ClassVar[str] = "ddp"

@@ -38,8 +38,7 @@ class DP(Unexchanged):
     the sum over all chunks, divided by the global count.
 
     Args:
-        output_device: place of the card, among those that take part, where outputs are gathered and the loss
-            is computed.
+        output_device: place, among the chosen cards, of the card that gathers outputs and computes the loss.
         dim: dimension of inputs and outputs that counts the samples.
     """
 

@@ -22,11 +22,12 @@ class Hybrid(Staged):
     exact, as a pipeline's is.
 
     Args:
-        schedule: one of torch's, the same for all pipelines.
-        num_microbatches: of a step of each pipeline; `None`: four a stage, at most its samples.
-        groups: ranks of each pipeline, rising; `None` leaves them to the planner.
-        shard_plan: for each pipeline the layers `[first, end)` of its stages; `auto` leaves the cuts to the
-            planner.
+        schedule: schedule of the microbatches, the same for all pipelines.
+        num_microbatches: microbatches of a step of each pipeline; `None`: four for each stage, at most its
+            samples.
+        groups: ranks of each pipeline, rising, `[[0,1],[2]]`; `None`: the planner's choice.
+        shard_plan: layers `[first, end)` of each pipeline's stages, `[[[0,4],[4,6]],[[0,6]]]`; `auto`: the
+            planner's choice.
     """
 
     name: ClassVar[str] = "hybrid"

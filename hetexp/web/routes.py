@@ -195,18 +195,6 @@ async def live(socket: WebSocket, behind: Behind) -> None:
 
 def _options(behind: Any) -> schemas.Options:
     chosen = allowed.options()
-    keys = [
-        {
-            "key": one.key,
-            "kind": one.kind,
-            "description": one.description,
-            "minimum": one.minimum,
-            "maximum": one.maximum,
-            "choices": list(one.choices) if one.choices is not None else None,
-            "nullable": one.nullable,
-        }
-        for one in allowed.allowed().values()
-    ]
     return schemas.Options.model_validate(
         {
             "experiments": list(chosen["experiment"]),
@@ -215,7 +203,7 @@ def _options(behind: Any) -> schemas.Options:
             "policies": list(chosen["balancing"]),
             "data": list(chosen["data"]),
             "emulated_cards": emulated_cards(),
-            "allowed_overrides": keys,
+            "allowed_overrides": list(allowed.allowed().values()),
             "defaults": allowed.defaults(),
             "token_required": behind.access.token is not None,
         }

@@ -139,12 +139,12 @@ class Key(BaseModel):
     """A key that a request may set."""
 
     key: str
-    kind: str
+    kind: Literal["int", "float", "bool", "choice", "text", "ints", "floats"]
     description: str
-    minimum: float | None
-    maximum: float | None
-    choices: list[str] | None
-    nullable: bool
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: list[str] | None = None
+    nullable: bool = False
 
 
 class Options(BaseModel):

@@ -51,12 +51,12 @@ class HardwareConfig(Section):
     catalogue: str | None = None
     """YAML file with your own cards and links, which extends the shipped catalogue."""
     cards: Annotated[list[str], Field(min_length=1)] | None = None
-    """Devices by card names, instead of `devices`: `hardware=mix hardware.cards=[rtx_4090,a380]`. The real
-    cards take part if all of them are found. If none is, all are emulated."""
+    """Devices by card names, instead of `devices`: `[rtx_4090,a380]`. `hardware=mix` is the option for it.
+    The real cards take part if all of them are found. If none is, all are emulated."""
     devices: list[DeviceEntry] = []
     """Devices by name or vendor."""
     gpu_ids: int | str | list[int | str] | None = None
-    """Cards, instead of `devices: [auto]`: `[0,2]`, `[cuda:0,xpu:0]`, UUIDs, `all`, `available` or
+    """Cards by number, name or UUID, instead of `devices`: `[0,2]`, `[cuda:0,xpu:0]`, `all`, `available` or
     `recommend:2`. `hetexp gpus` lists them."""
     cuda_ids: int | str | list[int | str] | None = None
     """Older name of `gpu_ids`."""

@@ -30,7 +30,7 @@ class MonitorConfig(Section):
     interval_seconds: Annotated[float, Field(ge=0.1, le=10)] = 1.0
     """Seconds between samples."""
     view: Literal["aggregated", "per_gpu"] = "aggregated"
-    """First view of `hetexp top`: all devices together, or each of them."""
+    """First view of `hetexp top`: `aggregated` or `per_gpu`."""
     url: str | None = None
     """URL of the database; `null`: `$HETEXP_HOME/monitor.sqlite`. `sqlite:////var/tmp/m.sqlite` and
     `postgresql://me@host/database` are examples. It has no password, since every run keeps its

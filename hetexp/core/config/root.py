@@ -36,7 +36,7 @@ class LaunchConfig(Section):
 
 
 class SweepConfig(Section):
-    """Sweeps, which are the runs of `-m`. No key here changes the result of a run."""
+    """The runs of a sweep (`-m`). No key here changes the result of a run."""
 
     name: Name | None = None
     """Folder below `outputs/sweeps`; `null`: a new one. An existing sweep is continued."""
@@ -98,9 +98,8 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     node: str | None = None
     """This machine's name in `cluster.hosts`, if neither its host name nor an address tells."""
-    fallback: Literal["single"] | None = None
-    """What to do if the strategy cannot run, written `strategy.fallback`. `single` goes on with the fastest
-    device alone; `null` ends the run with the reason."""
+    fallback: Literal["single"] | None = None  # written `strategy.fallback`
+    """`single` goes on with the fastest device alone if the strategy cannot run; `null`: the run ends."""
     plan_only: bool = False
     """Whether to print the prediction of each strategy and policy, and start nothing."""
     diagram: bool = True

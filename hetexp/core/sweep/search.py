@@ -29,20 +29,21 @@ class SearchConfig:
 
     _target_: str = "hydra_plugins.hetexp_optuna_sweeper.OptunaSweeper"
     n_trials: int = 20
-    """In all: a search that is started again in its folder goes on to this number."""
+    """Number of trials, including those of an earlier start in the same folder."""
     n_jobs: int = 1
-    """Trials that are proposed, and given to the launcher, at a time."""
+    """Trials that are proposed at a time."""
     sampler: str = "tpe"
-    """`tpe` (tree-structured Parzen estimator) or `random`."""
+    """Sampler: `tpe` (tree-structured Parzen estimator) or `random`."""
     seed: int | None = 0
-    """Of the sampler; `null` draws one."""
+    """Seed of the sampler; `null`: a random one."""
     direction: str = "maximize"
+    """Direction of the objective: `maximize` or `minimize`."""
     objective: str = "throughput"
-    """Key of `summary.json`, with dots; `throughput`: `samples_per_s`, of paced runs in the modelled time."""
+    """Objective: `throughput`, or a key of `summary.json` with dots, such as `final.eval.loss`."""
     seeds: list[int] | None = None
-    """Each trial is run with each of these `trainer.seed`; its value is the mean."""
+    """Values of `trainer.seed` that each trial runs with, such as `[0,1]`; their mean counts."""
     params: dict[str, Any] | None = None
-    """What is varied, in Hydra's grammar: `choice(a,b)`, `range(1,5)`, `tag(log, interval(0.1, 10))`."""
+    """Keys to vary, in Hydra's grammar: `choice(a,b)`, `range(1,5)`, `tag(log, interval(0.1, 10))`."""
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,16 @@ class HierarchicalSGD(LocalSGD):
     BatchNorm's statistics stay each rank's own until the next sync.
 
     Args:
-        sync_every: global steps from one sync of the hosts to the next.
-        groups: ranks of each host, rising; `None`: those whose devices are on one host.
-        outer_lr, outer_momentum, outer_nesterov, inner_state, wire: as of `LocalSGD`.
+        sync_every: steps from one average of the hosts' weights to the next.
+        groups: ranks of each host, rising, `[[0,1],[2,3]]`; `None`: those whose devices are on one host.
+        outer_lr: learning rate of the outer SGD; 1 takes the average itself. DiLoCo has 0.7, a momentum of
+            0.9, Nesterov and AdamW.
+        outer_momentum: momentum of the outer SGD.
+        outer_nesterov: whether that momentum is Nesterov's.
+        inner_state: optimizer's state at a sync: `keep` each host's own, `average` it as the weights, or
+            `reset` it.
+        wire: type that the change of the weights travels in. `float32` is the weights' own type; `bfloat16`
+            and `int8` compress, with error feedback.
     """
 
     name: ClassVar[str] = "hierarchical_sgd"

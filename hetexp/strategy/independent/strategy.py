@@ -25,11 +25,11 @@ class Independent(Unexchanged):
     All ranks start from the same weights and take the same number of steps with their local batch sizes.
 
     Args:
-        merge: whether the models are merged to one after the last step (`hetexp merge` does it later).
-        soup: `null`: the mean weighted by samples; `greedy`: models are taken in from the best to the worst,
-            each only if the evaluation loss of the mean falls (Wortsman et al. 2022).
-        batch_norm: `recalibrate`: running statistics are measured again on training data with the merged
-            weights; `average`: they are averaged as the weights are.
+        merge: whether to merge the models after the last step; otherwise `hetexp merge` does it later.
+        soup: how to merge: `greedy` adds a model only if the evaluation loss falls; `None`: the mean weighted
+            by samples. `greedy` goes from the best model to the worst (Wortsman et al. 2022).
+        batch_norm: running statistics of the merged model: `recalibrate` measures them on training data,
+            `average` takes their mean.
     """
 
     name: ClassVar[str] = "independent"

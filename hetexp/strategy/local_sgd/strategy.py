@@ -25,17 +25,18 @@ class LocalSGD(Unexchanged):
     momentum outside it is DiLoCo, Douillard et al. 2023).
 
     Args:
-        sync_every: global steps from one sync to the next; the last step of a run always is one.
-        local_steps: `equal`: one step a rank for each global step; `speed`: each rank takes steps of about
-            as many samples as the smallest share has, so many as its share allows.
-        local_batch_size: samples of a local step under `speed`, instead of the smallest share.
-        outer_lr: 1 puts the average in the weights' place.
-        outer_momentum: of the outer SGD.
-        outer_nesterov: whether that momentum looks ahead.
-        inner_state: what becomes of the optimizer's state at a sync: each rank's own is kept, or averaged as
-            the weights are, or reset.
-        wire: how the change of the weights travels: in the weights' own type (`float32`), or rounded to
-            `bfloat16` or `int8` with error feedback.
+        sync_every: steps from one average of the weights to the next. The last step of a run always averages.
+        local_steps: local steps of a device: `equal` takes one for each global step, `speed` as many as its
+            share allows. With `speed` each local step has about as many samples as the smallest share.
+        local_batch_size: samples of a local step under `speed`; `None`: those of the smallest share.
+        outer_lr: learning rate of the outer SGD; 1 takes the average itself. DiLoCo has 0.7, a momentum of
+            0.9, Nesterov and AdamW.
+        outer_momentum: momentum of the outer SGD.
+        outer_nesterov: whether that momentum is Nesterov's.
+        inner_state: optimizer's state at a sync: `keep` each device's own, `average` it as the weights, or
+            `reset` it.
+        wire: type that the change of the weights travels in. `float32` is the weights' own type; `bfloat16`
+            and `int8` compress, with error feedback.
     """
 
     name: ClassVar[str] = "local_sgd"

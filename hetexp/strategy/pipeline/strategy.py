@@ -27,10 +27,11 @@ class Pipeline(Staged):
     The result is exact: the same step as one device's, whatever the cut, the schedule and the microbatches.
 
     Args:
-        schedule: one of torch's; those with several stages a device give each of them two.
-        num_microbatches: of a step; `None`: four a stage, at most the batch.
-        shard_plan: layers `[first, end)` of each stage, or its device and what it has of the model (see
-            `hetexp.strategy.pipeline.stage_entries`); `auto` leaves the cut to the planner.
+        schedule: schedule of the microbatches. Schedules with several stages a device give each device two.
+        num_microbatches: microbatches of a step; `None`: four for each stage, at most the batch.
+        shard_plan: layers `[first, end)` of each stage, `[[0,4],[4,6]]`, or its device and blocks; `auto`:
+            the planner's choice. `[{device: cuda:0, blocks: 4}, {device: xpu:0, blocks: 2}]` names devices
+            (see `hetexp.strategy.pipeline.stage_entries`).
     """
 
     name: ClassVar[str] = "pipeline"

@@ -14,7 +14,7 @@ function field(key, label, input, read, help) {
     attribute(input, "aria-invalid", message ? "true" : null);
   };
   const node = h("div", { class: "field" }, h("label", { for: id }, label), input, help && h("p", { class: "small soft", id: `${id}-help` }, help), wrong);
-  input.addEventListener("input", () => refuse(null)); // what is typed now is judged anew
+  input.addEventListener("input", () => refuse(null)); // a new value is not yet checked
   attribute(input, "aria-describedby", help ? `${id}-help ${id}-wrong` : `${id}-wrong`);
   return {
     key,
@@ -63,7 +63,7 @@ export function settingField({ key, kind, choices, description, nullable }, usua
     if (nullable && typed === "null") return null;
     if (kind === "ints" || kind === "floats") return typed.replace(/^\[|\]$/g, "").split(/[\s,]+/).filter(Boolean).map(asNumber);
     return kind === "int" || kind === "float" ? asNumber(typed) : typed;
-  }, nullable ? `${description ?? ""}; null: none` : description);
+  }, nullable && !/null:/.test(description) ? `${description}; null: none` : description);
 }
 
 /**
