@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
@@ -20,6 +22,17 @@ class Section(BaseModel):
 def as_text(value: Any) -> Any:
     """Return a whole number as text: YAML and the command line read the name `6600` as a number."""
     return str(value) if type(value) is int else value
+
+
+def without_problem(problem_of: Callable[[str], str]) -> AfterValidator:
+    """Return a validator that refuses a text if `problem_of` says what the text must be instead."""
+
+    def checked(value: str) -> str:
+        if problem := problem_of(value):
+            raise PydanticCustomError("text_refused", "{problem}", {"problem": problem})
+        return value
+
+    return AfterValidator(checked)
 
 
 Name = Annotated[str, BeforeValidator(as_text)]

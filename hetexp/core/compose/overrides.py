@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 
 from hetexp.core.compose.conf_folders import conf_dir, own_conf_dirs
+from hetexp.core.compose.words import end_of_word, why_unreadable, without_spaces
 from hetexp.core.errors import did_you_mean, must_be
 from hetexp.core.files import folder_problem
 from hetexp.core.sweep.folder import name_problem
@@ -35,8 +35,6 @@ _ELSEWHERE = {
     "num_epochs": "trainer.max_epochs",
 }
 """Words of other frameworks, and our keys."""
-_TYPOGRAPHIC = "“”„‘’‚«»"
-_KEY = re.compile(r"[\w@$-]+(?:[./][\w@$-]+)*")
 
 
 class Overrides:
@@ -140,12 +138,12 @@ class Overrides:
         """Yield the words; what the shell cut at a space is reported once, as what it was meant to be."""
         words = list(typed)
         while words:
-            end = _end_of_word(words)
+            end = end_of_word(words)
             whole, rest = " ".join(words[:end]), words[end:]
             if end == 1:
                 yield whole
             else:
-                self._refuse(whole, f"The shell cuts words at spaces: type '{_without_spaces(whole)}'.")
+                self._refuse(whole, f"The shell cuts words at spaces: type '{without_spaces(whole)}'.")
             words = rest
 
     def _refuse(self, text: str, reason: str) -> None:
@@ -156,12 +154,12 @@ class Overrides:
 
     def _parse(self, text: str) -> Override | None:
         if text.startswith("="):  # Hydra takes it for an override of the primary configuration
-            self._refuse(text, _why_unreadable(text))
+            self._refuse(text, why_unreadable(text))
             return None
         try:
             return OverridesParser.create().parse_override(text)
         except HydraException:
-            self._refuse(text, _why_unreadable(text))
+            self._refuse(text, why_unreadable(text))
             return None
 
     def _check_choices(self, override: Override) -> bool:
@@ -255,7 +253,7 @@ def compose_typed(
     config_path: str | None = None,
     config_name: str = "config",
 ) -> tuple[DictConfig | None, list[str]]:
-    """Compose what a person typed, and find every mistake in its words.
+    """Compose what the user typed, and find every mistake in its words.
 
     Args:
         config_dir: a person's own folder, before the shipped one.
@@ -287,10 +285,10 @@ def without_hydra(composed: Any) -> DictConfig:
 
 
 def without_idle_arguments(cfg: Any, choices: Mapping[str, Any], typed: Sequence[str]) -> None:
-    """Take out of `cfg` what only the class of a shipped option takes, where another `_target_` was given.
+    """Remove from `cfg` the arguments of a shipped option's class if another `_target_` does not accept them.
 
-    `optimizer._target_=torch.optim.RMSprop` leaves the arguments of AdamW behind. Those that the new class
-    does not take fall away; a typed value, or one of the user's own files, stays to be refused.
+    `optimizer._target_=torch.optim.RMSprop` leaves the arguments of AdamW behind. A typed value, and a value
+    of the user's own files, stay to be refused.
 
     Args:
         cfg: the composed configuration, with or without Hydra's own part.
@@ -304,36 +302,43 @@ def without_idle_arguments(cfg: Any, choices: Mapping[str, Any], typed: Sequence
     keys = {word.lstrip("+~").partition("=")[0] for word in typed}
     for section in COMPONENTS:
         node = cfg.get(section)
-        if not isinstance(node, DictConfig):
-            continue
-        shipped = _shipped_option(section, str(choices.get(section)))
-        target = node._get_node("_target_")
+        target = node._get_node("_target_") if isinstance(node, DictConfig) else None
         given = None if target is None or target._is_interpolation() else target._value()
-        if not isinstance(given, str) or shipped.get("_target_", given) == given:
+        file = Path(section, f"{choices.get(section)}.yaml")
+        if not isinstance(given, str) or given in _text(conf_dir() / file).split():
+            continue  # as nearly always, and without parsing
+        shipped = _shipped_option(file)
+        if shipped.get("_target_", given) == given:
             continue
         values: Any = OmegaConf.to_container(node, resolve=False)
         with open_dict(node):
             for name, value in shipped.items():
                 key = f"{section}.{name}"
-                is_typed = any(one == key or one.startswith((f"{key}.", f"{key}[")) for one in keys)
-                left = name in values and values[name] == value and not is_typed
-                if left and not accepts(given, name):
+                is_typed = any(word == key or word.startswith((f"{key}.", f"{key}[")) for word in keys)
+                is_shipped = name in values and values[name] == value and not is_typed
+                if is_shipped and not accepts(given, name):
                     del node[name]
 
 
-def _shipped_option(group: str, option: str) -> dict[str, Any]:
-    """Return what the file of a shipped option says; nothing if a file of the user takes its place."""
-    file = Path(group, f"{option}.yaml")
-    path = conf_dir() / file
-    if not path.is_file() or any((folder / file).is_file() for folder in own_conf_dirs(Path.cwd())):
+def _shipped_option(file: Path) -> dict[str, Any]:
+    """Return the keys of a shipped option; none if a file of the user takes its place.
+
+    Args:
+        file: `<group>/<option>.yaml`.
+    """
+    text = _text(conf_dir() / file)
+    if not text or any((folder / file).is_file() for folder in own_conf_dirs(Path.cwd())):
         return {}
-    said: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    inherited = [entry for entry in said.pop("defaults", ()) if isinstance(entry, str) and entry != "_self_"]
+    plain: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     found: dict[str, Any] = {}
-    for name in inherited:
-        found |= _shipped_option(group, name)
-    found |= said
-    return found
+    for name in plain.pop("defaults", ()):
+        if isinstance(name, str) and name != "_self_":
+            found |= _shipped_option(file.with_name(f"{name}.yaml"))
+    return found | plain
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 @contextlib.contextmanager
@@ -358,52 +363,6 @@ def config_loader(
         yield Hydra.create_main_hydra2("hetexp", search_path).config_loader, config_name
     finally:
         GlobalHydra.instance().clear()
-
-
-def _end_of_word(words: Sequence[str]) -> int:
-    """Return how many of the words the shell made of the first one: open brackets, or spaces around `=`."""
-    if len(words) > 2 and words[1] == "=":
-        return 3
-    if len(words) > 1 and (
-        (words[0].endswith("=") and "=" not in words[1]) or (words[1].startswith("=") and "=" not in words[0])
-    ):
-        return 2
-    if len(words) > 1 and words[0].endswith(",") and "=" not in words[1]:
-        return 1 + _end_of_word(words[1:])
-    depth = 0
-    for count, word in enumerate(words, start=1):
-        depth += sum(word.count(bracket) for bracket in "[{") - sum(word.count(bracket) for bracket in "]}")
-        if depth == 0:
-            return count
-    return 1
-
-
-def _without_spaces(whole: str) -> str:
-    """Return what to type instead, for the shell to keep it one word."""
-    key, _, value = whole.partition("=")
-    key, value = key.strip(), value.strip()
-    value = value if "{" in value else re.sub(r" *, *", ",", value)
-    return f'"{key}={value}"' if " " in value else f"{key}={value}"
-
-
-def _why_unreadable(text: str) -> str:
-    """Say what keeps Hydra from reading a word, and how it is written."""
-    key, equals, value = text.partition("=")
-    if any(sign in text for sign in _TYPOGRAPHIC):
-        return "“ and ” are typographic quotes, as web pages have them: type ' or \"."
-    if not equals:
-        return "It has no `=`; a value with spaces needs quotes around the whole word."
-    if not key:
-        return "There is no key before `=`."
-    if not _KEY.fullmatch(key.lstrip("+~")):
-        return "The parts of a key are joined by one dot each, as in `trainer.max_steps`."
-    if any(text.count(one) != text.count(other) for one, other in ("[]", "{}")):
-        return "Its brackets do not match."
-    if "=" in value:
-        return f"A value with `=` in it needs quotes that reach Hydra: '{key}=\"{value}\"'."
-    return (
-        f"A list is written [a,b]; a text with such signs needs quotes that reach Hydra: '{key}=\"{value}\"'."
-    )
 
 
 def _dotted_keys(node: Any, prefix: str = "") -> list[str]:

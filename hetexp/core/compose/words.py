@@ -1,4 +1,4 @@
-"""What a person typed, before Hydra reads it: short forms that mean something else in Hydra's grammar."""
+"""What the user typed, before Hydra reads it: short forms, and words that the shell or a web page changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ _MODE = re.compile(r"(?P<key>strategy(?:\.mode)?)=(?P<value>[\w,]*)")
 _MODES = {"none": "single", "dataparallel": "dp", "distributed": "ddp", "hybrid": "hybrid", "auto": "auto"}
 """Modes of older configurations, and our strategies."""
 _ADDED = re.compile(r"\+{1,2}(?P<rest>experiment=.*)", re.DOTALL)
+_TYPOGRAPHIC = "“”„‘’‚«»"
+_KEY = re.compile(r"[\w@$-]+(?:[./][\w@$-]+)*")
 _SWEEPING = ("choice(", "range(", "interval(", "glob(", "shuffle(", "sort(")
 
 
@@ -41,3 +43,49 @@ def _written_out(word: str, sweep: bool) -> str:
     value = match["value"]
     bare = "," in value and not value.startswith(("[", "'", '"', *_SWEEPING))
     return f"hardware.{match['key']}=" + (f"[{value}]" if bare and not sweep else value)
+
+
+def end_of_word(words: Sequence[str]) -> int:
+    """Return how many of the words the shell made of the first one: open brackets, or spaces around `=`."""
+    if len(words) > 2 and words[1] == "=":
+        return 3
+    if len(words) > 1 and (
+        (words[0].endswith("=") and "=" not in words[1]) or (words[1].startswith("=") and "=" not in words[0])
+    ):
+        return 2
+    if len(words) > 1 and words[0].endswith(",") and "=" not in words[1]:
+        return 1 + end_of_word(words[1:])
+    depth = 0
+    for count, word in enumerate(words, start=1):
+        depth += sum(word.count(bracket) for bracket in "[{") - sum(word.count(bracket) for bracket in "]}")
+        if depth == 0:
+            return count
+    return 1
+
+
+def without_spaces(whole: str) -> str:
+    """Return what to type instead, for the shell to keep it one word."""
+    key, _, value = whole.partition("=")
+    key, value = key.strip(), value.strip()
+    value = value if "{" in value else re.sub(r" *, *", ",", value)
+    return f'"{key}={value}"' if " " in value else f"{key}={value}"
+
+
+def why_unreadable(text: str) -> str:
+    """Say what keeps Hydra from reading a word, and how it is written."""
+    key, equals, value = text.partition("=")
+    if any(sign in text for sign in _TYPOGRAPHIC):
+        return "“ and ” are typographic quotes, as web pages have them: type ' or \"."
+    if not equals:
+        return "It has no `=`; a value with spaces needs quotes around the whole word."
+    if not key:
+        return "There is no key before `=`."
+    if not _KEY.fullmatch(key.lstrip("+~")):
+        return "The parts of a key are joined by one dot each, as in `trainer.max_steps`."
+    if any(text.count(one) != text.count(other) for one, other in ("[]", "{}")):
+        return "Its brackets do not match."
+    if "=" in value:
+        return f"A value with `=` in it needs quotes that reach Hydra: '{key}=\"{value}\"'."
+    return (
+        f"A list is written [a,b]; a text with such signs needs quotes that reach Hydra: '{key}=\"{value}\"'."
+    )

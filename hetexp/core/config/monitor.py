@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PositiveFloat
 
-from hetexp.core.section import Section
+from hetexp.core.section import Section, without_problem
+
+
+def _url_problem(url: str) -> str:
+    """Return what a database's URL must be instead; empty if it can be used."""
+    parts = urlsplit(url)
+    if parts.scheme == "sqlite" and parts.netloc == "" and len(parts.path) > 1:
+        return ""
+    if parts.scheme not in ("postgresql", "postgresql+psycopg") or len(parts.path) < 2:
+        return "sqlite:///FILE (four slashes before an absolute path) or postgresql://USER@HOST/DATABASE"
+    if parts.password is not None or "password=" in parts.query:
+        return "without a password, as every run keeps its configuration (~/.pgpass and PGPASSWORD give it)"
+    return ""
 
 
 class RetentionConfig(Section):
@@ -31,28 +42,8 @@ class MonitorConfig(Section):
     """Seconds between samples."""
     view: Literal["aggregated", "per_gpu"] = "aggregated"
     """First view of `hetexp top`: `aggregated` or `per_gpu`."""
-    url: str | None = None
+    url: Annotated[str, without_problem(_url_problem)] | None = None
     """URL of the database; `null`: `$HETEXP_HOME/monitor.sqlite`. `sqlite:////var/tmp/m.sqlite` and
     `postgresql://me@host/database` are examples. It has no password, since every run keeps its
     configuration."""
     retention: RetentionConfig = RetentionConfig()
-
-    @field_validator("url")
-    @classmethod
-    def _known_without_password(cls, value: str | None) -> str | None:
-        problem = _url_problem(value) if value is not None else None
-        if problem is not None:
-            raise PydanticCustomError("monitor_url", "{problem}", {"problem": problem})
-        return value
-
-
-def _url_problem(url: str) -> str | None:
-    """Return what a database's URL must be instead; `None` if it can be used."""
-    parts = urlsplit(url)
-    if parts.scheme == "sqlite" and parts.netloc == "" and len(parts.path) > 1:
-        return None
-    if parts.scheme not in ("postgresql", "postgresql+psycopg") or len(parts.path) < 2:
-        return "sqlite:///FILE (four slashes before an absolute path) or postgresql://USER@HOST/DATABASE"
-    if parts.password is not None or "password=" in parts.query:
-        return "without a password, as every run keeps its configuration (~/.pgpass and PGPASSWORD give it)"
-    return None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from hetexp.core.cluster import ClusterConfig
 from hetexp.core.config.comm import CommConfig
@@ -13,7 +12,7 @@ from hetexp.core.config.fault import FaultConfig
 from hetexp.core.config.hardware import HardwareConfig
 from hetexp.core.config.monitor import MonitorConfig
 from hetexp.core.config.trainer import TrainerConfig
-from hetexp.core.section import Name, Section
+from hetexp.core.section import Name, Section, without_problem
 from hetexp.core.sweep.folder import name_problem
 
 COMPONENTS = ("strategy", "balancing", "model", "data", "optimizer", "logger")
@@ -38,7 +37,7 @@ class LaunchConfig(Section):
 class SweepConfig(Section):
     """The runs of a sweep (`-m`). No key here changes the result of a run."""
 
-    name: Name | None = None
+    name: Annotated[Name, without_problem(name_problem)] | None = None
     """Folder below `outputs/sweeps`; `null`: a new one. An existing sweep is continued."""
     report: bool = True
     """Whether to compare the runs at the end."""
@@ -47,14 +46,6 @@ class SweepConfig(Section):
     share_cpu: bool = False
     """Whether jobs may compute on the CPU at the same time, which slows each other. Emulated devices count as
     well."""
-
-    @field_validator("name")
-    @classmethod
-    def _below_outputs(cls, value: str | None) -> str | None:
-        problem = name_problem(value) if value is not None else ""
-        if problem:
-            raise PydanticCustomError("sweep_name", "{problem}", {"problem": problem})
-        return value
 
 
 class DebugConfig(Section):
