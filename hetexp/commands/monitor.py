@@ -53,12 +53,11 @@ def read_config(overrides: Sequence[str]) -> MonitorConfig:
         ConfigError: a value is wrong, or a word is about something else.
     """
     from omegaconf import OmegaConf
-    from pydantic import ValidationError
 
     from hetexp.app import register_resolvers
     from hetexp.core.compose.conf_folders import name_own_conf_dir
     from hetexp.core.compose.overrides import compose_typed
-    from hetexp.core.config import MonitorConfig, explain
+    from hetexp.core.config import MonitorConfig, validated
     from hetexp.core.errors import ConfigError, must_be
 
     problems = [
@@ -74,10 +73,10 @@ def read_config(overrides: Sequence[str]) -> MonitorConfig:
     if composed is None or problems:
         raise ConfigError(problems)
     raw: Any = OmegaConf.to_container(composed["monitor"], resolve=True)
-    try:
-        return MonitorConfig.model_validate_json(json.dumps(raw), strict=True)
-    except ValidationError as error:
-        raise ConfigError(explain(error, raw, "monitor", MonitorConfig)) from None
+    config, problems = validated(MonitorConfig, raw, "monitor")
+    if config is None:
+        raise ConfigError(problems)
+    return config
 
 
 def check_installed(config: MonitorConfig) -> None:

@@ -6,13 +6,11 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import get_args
 
-if TYPE_CHECKING:
-    from hetexp.core.config import FaultEvent
+from hetexp.core.config.fault import FaultEvent, Lasting
 
-LASTING = ("slow", "thermal", "jitter")
-"""Kinds that go on; the others happen once."""
+LASTING = get_args(Lasting)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from hetexp.core.config import Vendor, explain
+from hetexp.core.config import Vendor, validated
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, did_you_mean, must_be
 from hetexp.core.section import Section
@@ -312,12 +312,11 @@ def _resolve(raw: Mapping[str, Any]) -> Catalogue:
 def _entries(raw: Mapping[str, Any], kind: str, schema: type[Entry], problems: list[str]) -> dict[str, Entry]:
     """Return the entries that fit their schema; what is wrong with the others goes to `problems`."""
     entries = {}
-    for name, entry in raw.items():
-        try:
-            # Strict, as a configuration is: neither "8" nor true becomes a number.
-            entries[name] = schema.model_validate_json(json.dumps(entry), strict=True)
-        except ValidationError as error:
-            problems += explain(error, entry, f"{kind}.{name}", schema)
+    for name, value in raw.items():
+        entry, wrong = validated(schema, value, f"{kind}.{name}")
+        problems += wrong
+        if entry is not None:
+            entries[name] = entry
     return entries
 
 

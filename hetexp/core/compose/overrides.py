@@ -86,30 +86,25 @@ class Overrides:
 
         What is swept keeps its default, in which Hydra looks for the other keys, too.
 
-        A folder for results that cannot be used is added to the problems: Hydra itself would stop there.
+        An unusable name of a sweep or folder for results is added to the problems: Hydra itself would stop.
 
         Raises:
             hydra.errors.HydraException: what is left cannot be composed.
         """
         composed = self._load([str(override.input_line) for override in self._values])
-        self._check_sweep_name(composed)
-        key = "hydra.sweep.dir" if self._sweep else "hydra.run.dir"
+        found = []
         with contextlib.suppress(OmegaConfBaseException):  # an unresolved value is reported elsewhere
+            # A job would report the name too late, in a folder of that name.
+            name = OmegaConf.select(composed, "sweep.name") if self._sweep else None
+            problem = name_problem(str(name) if type(name) is int else name) if name is not None else ""
+            found += [must_be("sweep.name", problem, name)] if problem else []
+        with contextlib.suppress(OmegaConfBaseException):
+            key = "hydra.sweep.dir" if self._sweep else "hydra.run.dir"
             folder = OmegaConf.select(composed, key, throw_on_missing=True)
             problem = folder_problem(Path(folder)) if isinstance(folder, str) else ""
-            message = must_be(key, "a folder that can be written", folder, problem)
-            if problem and message not in self.problems:
-                self.problems.append(message)
+            found += [must_be(key, "a folder that can be written", folder, problem)] if problem else []
+        self.problems += [problem for problem in found if problem not in self.problems]
         return composed
-
-    def _check_sweep_name(self, composed: Any) -> None:
-        """Tell what cannot name a sweep; the jobs would tell it too late, each in a folder of that name."""
-        with contextlib.suppress(OmegaConfBaseException):
-            name = OmegaConf.select(composed, "sweep.name")
-            problem = name_problem(str(name) if type(name) is int else name) if name is not None else ""
-            message = must_be("sweep.name", problem, name)
-            if self._sweep and problem and message not in self.problems:
-                self.problems.append(message)
 
     def _composes(self, values: list[Override]) -> bool:
         """Whether Hydra takes them all, which refuses unknown keys: then none must be looked for."""
@@ -153,14 +148,11 @@ class Overrides:
         )
 
     def _parse(self, text: str) -> Override | None:
-        if text.startswith("="):  # Hydra takes it for an override of the primary configuration
-            self._refuse(text, why_unreadable(text))
-            return None
-        try:
-            return OverridesParser.create().parse_override(text)
-        except HydraException:
-            self._refuse(text, why_unreadable(text))
-            return None
+        if not text.startswith("="):  # Hydra takes it for an override of the primary configuration
+            with contextlib.suppress(HydraException):
+                return OverridesParser.create().parse_override(text)
+        self._refuse(text, why_unreadable(text))
+        return None
 
     def _check_choices(self, override: Override) -> bool:
         """Whether a group's option exists; an override that is of no group passes."""
@@ -173,18 +165,14 @@ class Overrides:
             or group.startswith("hydra")
         ):
             return True
+        accepted = "one of " + ", ".join(options)
         if isinstance(override.value(), list) and group not in _LISTS:
-            accepted = "one of " + ", ".join(options) + ", not a list"
-            self.problems.append(must_be(group, accepted, override.value()))
+            self.problems.append(must_be(group, f"{accepted}, not a list", override.value()))
             return False
-        chosen = _choices(override)
-        wrong = [choice for choice in chosen if choice not in options]
+        wrong = [choice for choice in _choices(override) if choice not in options]
         for choice in wrong:
-            self.problems.append(
-                must_be(
-                    group, "one of " + ", ".join(options), choice, did_you_mean(str(choice), options).strip()
-                )
-            )
+            fix = did_you_mean(str(choice), options).strip()
+            self.problems.append(must_be(group, accepted, choice, fix))
         return not wrong
 
     def _check_hardware(self) -> None:
@@ -232,12 +220,10 @@ class Overrides:
                     having.append(f"{group}={option}")
         if not having:
             return ""
+        hint = f" It is one with {' or '.join(having)}"
         if any(self._is_sweep(text) and text.startswith(f"{group}=") for text in self._groups):
-            return (
-                f" It is one with {' or '.join(having)}, but Hydra looks for it where `{group}` is not swept:"
-                f" write ++{key}=…"
-            )
-        return f" It is one with {' or '.join(having)}."
+            return f"{hint}, but Hydra looks for it where `{group}` is not swept: write ++{key}=…"
+        return f"{hint}."
 
     def _elsewhere(self, name: str) -> str:
         """Suggest a key of another section with this name, or a name like it."""
@@ -334,7 +320,8 @@ def _shipped_option(file: Path) -> dict[str, Any]:
     for name in plain.pop("defaults", ()):
         if isinstance(name, str) and name != "_self_":
             found |= _shipped_option(file.with_name(f"{name}.yaml"))
-    return found | plain
+    found |= plain
+    return found
 
 
 def _text(path: Path) -> str:

@@ -7,7 +7,7 @@ user's class therefore needs no schema of its own.
 
 from hetexp.core.config.check import check_config, for_devices, own_arguments, read_config
 from hetexp.core.config.comm import CommConfig, variables
-from hetexp.core.config.explain import explain
+from hetexp.core.config.explain import explain, validated
 from hetexp.core.config.fault import FaultConfig, FaultEvent
 from hetexp.core.config.hardware import DeviceEntry, HardwareConfig, Vendor
 from hetexp.core.config.monitor import MonitorConfig, RetentionConfig
@@ -19,5 +19,5 @@ __all__ = [
     "COMPONENTS", "CommConfig", "Config", "DebugConfig", "DeviceEntry", "EarlyStoppingConfig", "FaultConfig",
     "FaultEvent", "HardwareConfig", "LaunchConfig", "MonitorConfig", "RetentionConfig", "SweepConfig",
     "TrainerConfig", "Vendor", "check_config", "explain", "for_devices", "own_arguments", "read_config",
-    "variables",
+    "validated", "variables",
 ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from pydantic import ValidationError
-
 from hetexp.core.cluster import ClusterConfig, cluster_problems
-from hetexp.core.config.explain import explain
+from hetexp.core.config.explain import validated
 from hetexp.core.config.fault import fault_problems
 from hetexp.core.config.hardware import HardwareConfig, hardware_problems
 from hetexp.core.config.root import Config
@@ -34,12 +31,10 @@ def read_config(raw: dict[str, Any]) -> Config:
 def check_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
     """Return the typed configuration (`None` if it cannot be built) and all problems."""
     plain, wrong = _with_fallback_on_top(raw)
-    try:
-        # Strict JSON mode: a list may become a tuple, but neither "8" nor true becomes a number.
-        config = Config.model_validate_json(json.dumps(plain), strict=True)
-    except ValidationError as error:
-        return None, wrong + explain(error, plain, schema=Config)
-    return config, wrong + _batch_clash(raw["trainer"]) + _clashes(config)
+    config, problems = validated(Config, plain)
+    if config is not None:
+        problems = _batch_clash(raw["trainer"]) + _clashes(config)
+    return config, wrong + problems
 
 
 def own_arguments(section: str, node: Any) -> Any:
@@ -92,12 +87,8 @@ def _host_devices(cluster: ClusterConfig) -> list[str]:
     for position, host in enumerate(cluster.hosts):
         if host.devices is None:
             continue
-        devices = {"devices": host.devices}
-        try:
-            hardware = HardwareConfig.model_validate_json(json.dumps(devices), strict=True)
-            wrong = hardware_problems(hardware)
-        except ValidationError as error:
-            wrong = explain(error, devices, "hardware", HardwareConfig)
+        hardware, found = validated(HardwareConfig, {"devices": host.devices}, "hardware")
+        found += hardware_problems(hardware) if hardware is not None else []
         key = f"cluster.hosts[{position}].devices"
-        problems += [problem.replace("hardware.devices", key, 1) for problem in wrong]
+        problems += [problem.replace("hardware.devices", key, 1) for problem in found]
     return problems

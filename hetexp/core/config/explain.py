@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from hetexp.core.errors import did_you_mean, how_to_write, must_be
 
+M = TypeVar("M", bound=BaseModel)
 _WORDS = {
     "array": "list",
     "object": "mapping",
@@ -15,6 +17,20 @@ _WORDS = {
     "boolean": "boolean (true or false)",
 }
 """JSON's words and ours."""
+
+
+def validated(model: type[M], raw: Any, prefix: str = "") -> tuple[M | None, list[str]]:
+    """Return a section of that model, or `None` and all problems.
+
+    Args:
+        raw: plain types.
+        prefix: key of the section.
+    """
+    try:
+        # Strict JSON mode: a list may become a tuple, but neither "8" nor true becomes a number.
+        return model.model_validate_json(json.dumps(raw), strict=True), []
+    except ValidationError as error:
+        return None, explain(error, raw, prefix, model)
 
 
 def explain(

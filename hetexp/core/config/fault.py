@@ -10,23 +10,15 @@ from hetexp.core.config.hardware import either
 from hetexp.core.errors import must_be
 from hetexp.core.section import Section
 
+Lasting = Literal["slow", "thermal", "jitter"]
+"""Kinds that go on; the others happen once."""
+Kind = Literal[Lasting, "stall", "death", "segfault", "freeze", "hang", "comms", "device_error", "oom"]
+
 
 class FaultEvent(Section):
     """One fault to inject into one device."""
 
-    kind: Literal[
-        "slow",
-        "thermal",
-        "jitter",
-        "stall",
-        "death",
-        "segfault",
-        "freeze",
-        "hang",
-        "comms",
-        "device_error",
-        "oom",
-    ]
+    kind: Kind
     """What happens to the device's process. The table of [faults](emulation.md#faults) describes each
     kind."""
     device: str
