@@ -1,4 +1,4 @@
-"""The machines of a run (config group `cluster`), and what can be said of them without asking any."""
+"""The machines of a run (config group `cluster`), and the problems that show without asking them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetexp.core.section import Name, Section
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
 DEFAULT_PORT = 29411
-"""Of the leading machine, where nothing else is said."""
+"""Default port of the leading machine."""
 
 
 class HostEntry(Section):

@@ -1,4 +1,4 @@
-"""The one place where `_target_` becomes an object, and where its arguments are checked beforehand."""
+"""Checks and builds what `_target_` names; nothing else in the package does."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def instantiate(node: Mapping[str, Any], /, **extra: Any) -> Any:
     try:
         return hydra.utils.instantiate(dict(node), _convert_="all", **extra)
     except InstantiationException as error:
-        # Hydra wraps what a constructor raises; ours are meant for the person and pass unchanged.
+        # Hydra wraps what a constructor raises; ours are meant for the user and pass unchanged.
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
@@ -137,8 +137,8 @@ def _untrusted(node: Any, key: str, limit: _Limit) -> Iterator[str]:
 def _trusted(key: str, target: Any, limit: _Limit) -> None:
     """Check that a dotted path leads to something trusted, by trusted modules only.
 
-    A module has names that it imported from elsewhere (`hetexp.training.loss.torch.load`). So the path is
-    walked as Hydra walks it, and each step must be defined where a trusted package is.
+    A module has names that it imported from elsewhere (`hetexp.training.loss.torch.load`). So every step of
+    the path must be defined inside a trusted package.
 
     Raises:
         ConfigError: it does not.
@@ -191,7 +191,7 @@ def _shown(text: object) -> str:
 
 
 def parameters(target: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a target by name; empty where it has no Python signature."""
+    """Return the parameters of a target by name; empty if it has no Python signature."""
     try:
         return dict(inspect.signature(locate(target)).parameters)
     except (TypeError, ValueError):
@@ -199,12 +199,12 @@ def parameters(target: str) -> dict[str, inspect.Parameter]:
 
 
 def accepts(target: str, name: str) -> bool:
-    """Tell whether a target may take an argument; one that cannot be imported or has no signature may."""
+    """Return whether a target may take an argument; yes if it cannot be imported or has no signature."""
     if name in _RESERVED:
         return True
     try:
         known = inspect.signature(locate(target)).parameters
-    except Exception:  # an import runs any code and so raises anything: `check_component` tells
+    except Exception:  # an import runs any code and so raises anything: `check_component` reports it
         return True
     return name in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
@@ -212,9 +212,9 @@ def accepts(target: str, name: str) -> bool:
 def check_component(key: str, node: Any) -> list[str]:
     """Check a `_target_` node against its class's signature without building it.
 
-    Types are checked where the signature has annotations, limits where these carry them
-    (`pydantic.PositiveInt`, `Annotated[float, Field(le=1)]`, …). A class that has a static method
-    `check(**arguments) -> list[str]` judges by it what no single argument shows.
+    Annotations of the signature give types and limits (`pydantic.PositiveInt`,
+    `Annotated[float, Field(le=1)]`, …). A static method `check(**arguments) -> list[str]` of the class checks
+    clashes between its arguments.
 
     Args:
         key: Hydra key of the node, for the messages.
@@ -301,7 +301,7 @@ def _check_value(key: str, value: Any, annotation: Any) -> list[str]:
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         return explain(error, value, key, schema=None)
-    except (TypeError, ValueError):  # a value that JSON cannot hold was not typed by a person
+    except (TypeError, ValueError):  # a value that JSON cannot hold was not typed
         return []
     return []
 

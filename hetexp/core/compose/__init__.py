@@ -1,1 +1,1 @@
-"""From what a person typed to what Hydra composes."""
+"""From what the user typed to what Hydra composes."""

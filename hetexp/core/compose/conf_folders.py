@@ -1,4 +1,4 @@
-"""Where configuration is found: the shipped folder, and a person's own beside what they work on."""
+"""Folders of configuration: the shipped one, and the user's own beside the project."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def conf_dir() -> Path:
 
 
 def own_conf_dirs(working_dir: Path) -> list[Path]:
-    """Return a person's own folders, the first of which wins: the one of `--config-dir`, then `conf`."""
+    """Return the user's own folders, the first of which wins: the one of `--config-dir`, then `conf`."""
     folders = [] if _named is None else [_named]
     folders.append(working_dir / "conf")
     shipped = conf_dir().resolve()
@@ -25,6 +25,6 @@ def own_conf_dirs(working_dir: Path) -> list[Path]:
 
 
 def name_own_conf_dir(folder: Path | None) -> None:
-    """Say what `--config-dir` named: Hydra itself searches it last, where it could add but never override."""
+    """Set the folder of `--config-dir`: Hydra itself searches it last, so that it could not override."""
     global _named
     _named = folder.absolute() if folder is not None else None

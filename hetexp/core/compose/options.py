@@ -1,4 +1,4 @@
-"""The options of a configuration group, shipped ones and a person's own, as what they compose to."""
+"""The options of a configuration group, shipped and the user's own, composed."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def group_options(
 
 
 def _written(loader: ConfigLoader, group: str, name: str) -> Any:
-    """Return an option as its file has it, which is all that it composes to; `None` where that may be more.
+    """Return an option as its file has it; `None` if it may compose to more than its file.
 
-    Hydra would compose its own configuration, of some twenty files, along with it.
+    Hydra would also compose its own configuration, of some twenty files.
     """
     from omegaconf import DictConfig, OmegaConf
 

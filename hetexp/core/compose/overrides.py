@@ -1,4 +1,4 @@
-"""Checks what a person typed before Hydra composes it, so that every mistake is reported at once."""
+"""Checks what the user typed before Hydra composes it, so that every mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Overrides:
         return composed
 
     def _composes(self, values: list[Override]) -> bool:
-        """Whether Hydra takes them all, which refuses unknown keys: then none must be looked for."""
+        """Return whether Hydra accepts all values; as it refuses unknown keys, there are none then."""
         if self.problems or any(override.is_sweep_override() for override in values):
             return False
         with contextlib.suppress(HydraException):
@@ -130,7 +130,7 @@ class Overrides:
         return override is None or override.is_sweep_override()
 
     def _without_pieces(self, typed: Sequence[str]) -> Iterator[str]:
-        """Yield the words; what the shell cut at a space is reported once, as what it was meant to be."""
+        """Yield the whole words, and report each word that the shell cut at a space once."""
         words = list(typed)
         while words:
             end = end_of_word(words)
@@ -155,7 +155,7 @@ class Overrides:
         return None
 
     def _check_choices(self, override: Override) -> bool:
-        """Whether a group's option exists; an override that is of no group passes."""
+        """Return whether a group's option exists; an override of no group passes."""
         group = str(override.key_or_group)
         options = self._loader.get_group_options(group)
         if (
@@ -176,7 +176,7 @@ class Overrides:
         return not wrong
 
     def _check_hardware(self) -> None:
-        """Refuse two mixes: Hydra would take the last one, but adding them up may well be meant."""
+        """Refuse two mixes: Hydra would take the last one, but the user may mean both."""
         mixes = [text.partition("=")[2] for text in self._groups if text.startswith("hardware=")]
         if len(set(mixes)) > 1:
             self.problems.append(
@@ -185,7 +185,7 @@ class Overrides:
             )
 
     def _check_key(self, override: Override) -> bool:
-        """Whether a key exists in what the groups compose, or in what the words before it add."""
+        """Return whether a key exists in what the groups compose, or in what the words before it add."""
         key = str(override.key_or_group)
         if override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra"):
             return True
@@ -206,7 +206,7 @@ class Overrides:
         return False
 
     def _where(self, key: str) -> str:
-        """Say where the key is: with dots, or in other options of its group (`balancing.weights`: manual)."""
+        """Suggest the key with dots, or other options of its group that have it."""
         with_dots = key.replace("/", ".")
         if key != with_dots and _walk(self._plain, with_dots)[0] is None:
             return f" Did you mean `{with_dots}`?"
@@ -242,11 +242,11 @@ def compose_typed(
     """Compose what the user typed, and find every mistake in its words.
 
     Args:
-        config_dir: a person's own folder, before the shipped one.
+        config_dir: the user's own folder, before the shipped one.
 
     Returns:
-        The configuration of all words that could be read, and one sentence a mistake; `None` for a sweep,
-        which has several, and where nothing can be composed.
+        The configuration of all words that could be read, and one sentence for each mistake. It is `None`
+        for a sweep, which has several, and if nothing can be composed.
     """
     try:
         with config_loader(config_dir, config_path, config_name) as (loader, name):
@@ -335,7 +335,7 @@ def config_loader(
     """Give Hydra's loader of the application's configuration, and its name, and clear Hydra's state after.
 
     Args:
-        config_dir: a person's own folder, before the shipped one.
+        config_dir: the user's own folder, before the shipped one.
     """
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path

@@ -18,8 +18,8 @@ _SWEEPING = ("choice(", "range(", "interval(", "glob(", "shuffle(", "sort(")
 def written_out(words: Sequence[str]) -> list[str]:
     """Return the words with `gpu_ids=0,1` as `hardware.gpu_ids=[0,1]`, and older modes as our strategies.
 
-    `strategy=distributed` and `strategy.mode=distributed` are `strategy=ddp`, `+experiment=mine`, as other
-    projects write it, is `experiment=mine`: the group is among the defaults already.
+    `strategy=distributed` and `strategy.mode=distributed` are `strategy=ddp`. `+experiment=mine`, as other
+    projects write it, is `experiment=mine`, since the group is among the defaults.
 
     With `-m` a comma sweeps, as for every key: `gpu_ids=0,1` is two jobs of one card each, and
     `'gpu_ids=choice([0,1],[2])'` two jobs of a list each.

@@ -17,7 +17,7 @@ from filelock import FileLock
 SWEEP_FILE = "sweep.jsonl"
 SWEEP_NOTE = "sweep.json"
 SWEEPS = Path("outputs/sweeps")
-"""Folder of all sweeps, from where the person stands, as `conf/config.yaml` has it."""
+"""Folder of all sweeps below the working folder, as in `conf/config.yaml`."""
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*")
 
 
@@ -28,11 +28,11 @@ class SweepRow:
     job: int
     """Hydra's number of the job."""
     overrides: tuple[str, ...]
-    """What makes this run another one than its neighbours, sorted: the key of the row."""
+    """What distinguishes this run from its neighbours, sorted: the key of the row."""
     folder: str
     """Name of the run's folder, below the sweep's."""
     status: str
-    """`completed`, `failed`, `interrupted`, or `refused` where its configuration kept it from starting."""
+    """`completed`, `failed`, `interrupted`, or `refused` if its configuration kept it from starting."""
     error: str | None
     started_at: str
     """ISO 8601, UTC."""
@@ -55,8 +55,8 @@ def append_row(sweep: Path, row: SweepRow) -> None:
 def read_rows(sweep: Path, size: int | None = None) -> list[SweepRow]:
     """Return the rows of a sweep's runs, by job.
 
-    An attempt that did not complete gives way to the next one with the same overrides; of runs that completed
-    all count, also where a person asked for the same one twice. Half a line that a kill left is no row.
+    A later attempt with the same overrides replaces one that did not complete. All completed runs count, even
+    equal ones. Half a line that a kill left is no row.
 
     Args:
         size: bytes of the file that are read; by default all.
@@ -80,7 +80,7 @@ def read_rows(sweep: Path, size: int | None = None) -> list[SweepRow]:
 
 
 def read_note(sweep: Path) -> dict[str, Any]:
-    """Return `sweep.json`, what was typed when; empty where it is not there or cannot be read."""
+    """Return `sweep.json`, the command line of each start; empty if there is none that can be read."""
     try:
         note = json.loads((sweep / SWEEP_NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ def read_note(sweep: Path) -> dict[str, Any]:
 
 
 def last_start(sweep: Path) -> dict[str, Any]:
-    """Return what `sweep.json` says of the newest start of the sweep; empty where it says nothing."""
+    """Return the entry of `sweep.json` for the newest start of the sweep; empty if there is none."""
     note = read_note(sweep)
     last: dict[str, Any] = note.get("continued", [note])[-1]
     return last
@@ -112,7 +112,7 @@ def of_a_run(overrides: Iterable[str]) -> tuple[str, ...]:
 def completed_row(sweep: Path, overrides: Iterable[str]) -> SweepRow | None:
     """Return the row of a run with these overrides that completed before the sweep was started (again).
 
-    Its folder is still there. Within one start a run that a person asks for twice is run twice.
+    Its folder still exists. A run that one start asks for twice runs twice.
     """
     key = key_of(overrides)
     for row in read_rows(sweep, last_start(sweep).get("rows_bytes")):
@@ -122,7 +122,7 @@ def completed_row(sweep: Path, overrides: Iterable[str]) -> SweepRow | None:
 
 
 def job_folder(sweep: Path, number: int, overrides: Iterable[str]) -> str:
-    """Return the name of a job's folder: its number, or `<number>-2` and so on where that is taken.
+    """Return the name of a job's folder: its number, or `<number>-2` and so on if that is taken.
 
     An earlier attempt keeps its folder, and a number may mean another run than before. A run that has
     completed has its old one.
@@ -148,7 +148,7 @@ def sweep_name(name: str | None) -> str:
 
 
 def name_problem(name: object) -> str:
-    """Return what the name of a sweep must be; empty where this is one."""
+    """Return what the name of a sweep must be; empty if this is one."""
     if isinstance(name, str) and _NAME.fullmatch(name) and not {".", ".."} & set(name.split("/")):
         return ""
     return "null, or a name of letters, digits, '.', '-' and '_', with '/' between folders"

@@ -38,7 +38,7 @@ class Job:
 
 
 def asks_to_sweep(typed: Sequence[str], **where: Any) -> bool:
-    """Return whether an experiment says of itself that it is a sweep (`hydra.mode: MULTIRUN`).
+    """Return whether an experiment itself is a sweep (`hydra.mode: MULTIRUN`).
 
     Args:
         where: the folders and the name of the configuration, as for `compose_typed`.
@@ -60,7 +60,7 @@ def compose_jobs(typed: Sequence[str], **where: Any) -> tuple[list[Job], list[st
         where: the folders and the name of the configuration, as for `compose_typed`.
 
     Returns:
-        The jobs, and one sentence a mistake. Both are empty where another sweeper decides what is run.
+        The jobs, and one sentence for each mistake. Both are empty if another sweeper decides the runs.
     """
     try:
         with config_loader(**where) as (loader, name):

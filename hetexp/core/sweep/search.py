@@ -165,7 +165,7 @@ class Outcome:
 
     value: float | None
     reason: str = ""
-    """Why it counts for nothing, where it does."""
+    """Why it does not count; empty if it counts."""
 
 
 def folder_of(sweep: Path, overrides: Iterable[str], otherwise: Path) -> Path:
