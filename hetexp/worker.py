@@ -125,10 +125,10 @@ def take_part(plan: Plan, rank: int) -> None:
         raise
     finally:
         job.end_threads()
-    if plan.measuring and job.parts is not None:
-        for parameter in job.parts.model.parameters():
+    if plan.measuring and job.state is not None:
+        for parameter in job.state.model.parameters():
             parameter.data, parameter.grad = parameter.data.new_empty(0), None
-        job.parts.optimizer.state.clear()
+        job.state.optimizer.state.clear()
 
 
 _parts_taken: list[_Rank] = []
@@ -199,7 +199,7 @@ class _Rank:
     def __init__(self, plan: Plan, rank: int, member: int | None = None) -> None:
         self.plan, self.rank = plan, rank
         self.newcomer, self.member = member is not None, rank if member is None else member
-        self.parts: TrainState | None = None  # held until the process ends, see `end`
+        self.state: TrainState | None = None  # held until the process ends, see `end`
         self.progress: Progress | None = None
         self._survival: RankRecovery | None = None
         self._save_seconds: float | None = None
@@ -213,7 +213,7 @@ class _Rank:
     @property
     def survives(self) -> bool:
         """Whether the others go on where this rank's device fails."""
-        return self.parts is not None and self.parts.survives
+        return self.state is not None and self.state.survives
 
     def hurry(self) -> None:
         """Let a save that is under way keep no rank from going on: the others save again."""
@@ -222,7 +222,7 @@ class _Rank:
     @property
     def waits(self) -> bool:
         """Whether this rank has lost another one, and would go on if it could."""
-        return self.parts is not None and self.parts.doing == "waiting"
+        return self.state is not None and self.state.doing == "waiting"
 
     def run(self) -> None:
         """Meet the other ranks, agree with them, train (or only measure), report."""
@@ -232,35 +232,35 @@ class _Rank:
         from hetexp.training.recovery.rank_recovery import RankRecovery
         from hetexp.training.saving.resuming import resume
         from hetexp.training.state import Progress
-        from hetexp.training.wiring import build_newcomer, build_parts, start_loggers
+        from hetexp.training.wiring import build_newcomer, build_state, start_loggers
 
         config = read_config(self.plan.config)
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
         store.set(f"hello/{self.member}", platform.node())
         self._survival = survival = RankRecovery(store, self.member)
         if self.newcomer:
-            parts = build_newcomer(self.plan, config, self.rank, self.member, store)
-            self.parts, self.progress = parts, Progress()
+            state = build_newcomer(self.plan, config, self.rank, self.member, store)
+            self.state, self.progress = state, Progress()
             self._train(survival)
             return
         group = store if self.plan.measuring else survival.store
-        self.parts = parts = build_parts(self.plan, config, self.rank, group)
-        parts.time_scale = rehearse(parts)
+        self.state = state = build_state(self.plan, config, self.rank, group)
+        state.time_scale = rehearse(state)
         if self.plan.measuring:
             if self.rank == 0:
                 store.set(READY, "0")
-            measured = calibrate(parts, store)
+            measured = calibrate(state, store)
             if self.rank == 0:
                 write_json(Path(self.plan.run_dir) / CALIBRATION, measured)
-            parts.communicator.close()
+            state.communicator.close()
             return
-        self.progress = resume(parts)
-        needed = parts.engine.checkpoint_bytes(checkpoint_bytes(parts.model, parts.optimizer))
+        self.progress = resume(state)
+        needed = state.engine.checkpoint_bytes(checkpoint_bytes(state.model, state.optimizer))
         if self.rank == 0:
-            count = most_checkpoints(config, self.progress.step, parts.total_steps)
-            check_checkpoint_space(parts.checkpoints, needed, count)
-            parts.loggers = start_loggers(parts)
-            store.set(READY, str(parts.total_steps))
+            count = most_checkpoints(config, self.progress.step, state.total_steps)
+            check_checkpoint_space(state.checkpoints, needed, count)
+            state.loggers = start_loggers(state)
+            store.set(READY, str(state.total_steps))
         self._train(survival)
 
     def _train(self, survival: RankRecovery) -> None:
@@ -269,30 +269,30 @@ class _Rank:
         from hetexp.training.measuring.result import report
         from hetexp.training.recovery.rank_recovery import DismissedError
 
-        parts, progress, started = self.parts, self.progress, time.perf_counter()
-        assert parts is not None
+        state, progress, started = self.state, self.progress, time.perf_counter()
+        assert state is not None
         assert progress is not None
-        parts.survives = parts.config.fault.survive and self.plan.reforms and parts.strategy.reforms
-        self._give_signs_of_life(parts.config)
+        state.survives = state.config.fault.survive and self.plan.reforms and state.strategy.reforms
+        self._give_signs_of_life(state.config)
         survival.start()
         if self.newcomer:
             survival.prepare()
         summary: dict[str, Any] = {}
 
         def conclude(outcome: Outcome) -> None:
-            assert parts is not None
-            summary.update(report(parts, survival.store, outcome, time.perf_counter() - started))
+            assert state is not None
+            summary.update(report(state, survival.store, outcome, time.perf_counter() - started))
 
         try:
-            train(parts, progress, survival, not self.newcomer, conclude)
+            train(state, progress, survival, not self.newcomer, conclude)
         except DismissedError as error:
             print(f"{error}.", flush=True)
             self.close(0)
             return
         self.close(0, summary)
-        if parts.rank == 0:
+        if state.rank == 0:
             write_json(Path(self.plan.run_dir) / "summary.json", summary)
-        parts.communicator.close()
+        state.communicator.close()
 
     def _give_signs_of_life(self, config: Config) -> None:
         """Tell the launcher from now on that this rank lives, and how far it is."""
@@ -303,17 +303,17 @@ class _Rank:
         own = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
 
         def tell() -> tuple[int | None, str]:
-            return self.step, self.parts.doing if self.parts is not None else ""
+            return self.step, self.state.doing if self.state is not None else ""
 
         beat(own, self.member, config.fault.heartbeat_seconds, tell)
 
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
         """End a save that is under way and close the loggers; safe to call at any time and twice."""
-        if self.parts is None:
+        if self.state is None:
             return
-        limit = self.parts.config.fault.stop_seconds
-        self.parts.saver.leave(limit if self._save_seconds is None else self._save_seconds)
-        loggers, self.parts.loggers = self.parts.loggers, ()
+        limit = self.state.config.fault.stop_seconds
+        self.state.saver.leave(limit if self._save_seconds is None else self._save_seconds)
+        loggers, self.state.loggers = self.state.loggers, ()
         for logger in loggers:
             # After a failure nothing may keep this rank from ending: the disk may be full.
             with contextlib.suppress(OSError) if exit_code else contextlib.nullcontext():
@@ -325,8 +325,8 @@ class _Rank:
 
         if self._survival is not None:
             self._survival.stop()
-        if self.parts is not None:
-            end_exchanging(self.parts)
+        if self.state is not None:
+            end_exchanging(self.state)
 
 
 class _ScriptRank:

@@ -35,7 +35,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.plan.planner import Request, make_plan
 from hetexp.training.loop import train
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.wiring import build_parts
+from hetexp.training.wiring import build_state
 
 GOAL_PERCENT = 3.5
 WIDTH, VOCABULARY = 768, 8192
@@ -82,22 +82,22 @@ def build(options: argparse.Namespace, place: Path) -> TrainState:
     if problems or config is None or selection is None:
         raise ConfigError(problems)
     plan = make_plan(config, raw, selection, Request(place, Path.cwd()))
-    return build_parts(plan, config, 0, dist.HashStore())
+    return build_state(plan, config, 0, dist.HashStore())
 
 
-def timed(parts: TrainState, config: Config, kind: str, every: int, steps: int) -> float:
+def timed(state: TrainState, config: Config, kind: str, every: int, steps: int) -> float:
     """Return the wall clock of so many steps, everything that they started included."""
     changes: dict[str, Any] = {
         "checkpoint_every": every if kind != "none" else 0,
         "checkpoint_in_background": kind == "background",
         "fast_dev_run": 1,  # no checkpoint but where one is due
     }
-    parts.config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
-    parts.total_steps = steps
-    parts.backend.synchronize()
+    state.config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+    state.total_steps = steps
+    state.backend.synchronize()
     began = time.perf_counter()
-    train(parts, Progress())
-    parts.backend.synchronize()
+    train(state, Progress())
+    state.backend.synchronize()
     return time.perf_counter() - began
 
 

@@ -95,12 +95,12 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, list[tuple[floa
 
         from hetexp.training.loop import train
         from hetexp.training.state import Progress
-        from hetexp.training.wiring import build_parts
+        from hetexp.training.wiring import build_state
 
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for _ in range(options.rounds):
             for way in WAYS:
-                parts = build_parts(plan, config, 0, dist.HashStore())
+                parts = build_state(plan, config, 0, dist.HashStore())
                 with loading(parts, way):
                     totals = train(parts, Progress()).totals
                 assert totals.start is not None

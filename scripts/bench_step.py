@@ -32,7 +32,7 @@ from hetexp.plan.planner import Request, make_plan
 from hetexp.training.loop import MetricsWindow
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import TrainState
-from hetexp.training.wiring import build_parts
+from hetexp.training.wiring import build_state
 
 WARM_STEPS = 2
 READ = "aten._local_scalar_dense.default"
@@ -90,25 +90,25 @@ def words_of(layers: int) -> list[str]:
     ]
 
 
-def ours(parts: TrainState) -> Callable[[], None]:
+def ours(state: TrainState) -> Callable[[], None]:
     """Return a step of hetexp's loop."""
-    window = MetricsWindow(parts)
+    window = MetricsWindow(state)
     window.restart()
-    batches = parts.engine.batches(Position(), parts.total_steps)
-    normalizer = LossNormalizer(StepMessage(parts.communicator), 1)
+    batches = state.engine.batches(Position(), state.total_steps)
+    normalizer = LossNormalizer(StepMessage(state.communicator), 1)
 
     def step() -> None:
         batch = next(batches)
-        window.add(parts.engine.step(0, batch, normalizer, window.meter), batch)
+        window.add(state.engine.step(0, batch, normalizer, window.meter), batch)
 
     return step
 
 
-def plain(parts: TrainState) -> Callable[[], None]:
+def plain(state: TrainState) -> Callable[[], None]:
     """Return a step of a plain loop with the same model and optimizer; its batch is there already."""
-    model = copy.deepcopy(parts.model)
+    model = copy.deepcopy(state.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    inputs, targets = parts.train_data[:4]
+    inputs, targets = state.train_data[:4]
 
     def step() -> None:
         loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -126,8 +126,8 @@ def bench(layers: int) -> dict[str, dict[str, int]]:
         raise ConfigError(problems)
     with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
         plan = make_plan(config, raw, selection, Request(Path(folder), Path.cwd()))
-        parts = build_parts(plan, config, 0, dist.HashStore())
-        return {"hetexp": counted(ours(parts)), "plain loop": counted(plain(parts))}
+        state = build_state(plan, config, 0, dist.HashStore())
+        return {"hetexp": counted(ours(state)), "plain loop": counted(plain(state))}
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.replicas import ReplicaCheck, ReplicaError
 from hetexp.training.state import Progress, TrainState
-from hetexp.training.wiring import build_parts
+from hetexp.training.wiring import build_state
 
 
 def planned(folder: Path, overrides: tuple[str, ...]) -> Plan:
@@ -71,76 +71,76 @@ def _rank(paths: list[Path], rank: int, port: int, steps: int, told: Any) -> Non
     for number, path in enumerate(paths):
         plan = Plan.read(path)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        parts = build_parts(plan, read_config(plan.config), rank, dist.PrefixStore(f"{number}", store))
-        found = _steps(parts, steps)
+        state = build_state(plan, read_config(plan.config), rank, dist.PrefixStore(f"{number}", store))
+        found = _steps(state, steps)
         if rank == 0:
             torch.save(found, path.parent / f"trained_{number}.pt")
-        parts.communicator.close()
+        state.communicator.close()
 
 
-def _steps(parts: TrainState, steps: int) -> list[dict[str, torch.Tensor]]:
+def _steps(state: TrainState, steps: int) -> list[dict[str, torch.Tensor]]:
     normalizer = LossNormalizer(
-        StepMessage(parts.communicator), parts.strategy.gradient_divisor(parts.plan.world_size)
+        StepMessage(state.communicator), state.strategy.gradient_divisor(state.plan.world_size)
     )
-    meter = StepTimer(parts.backend)
+    meter = StepTimer(state.backend)
     found = []
-    parts.model.train()
-    for number, batch in enumerate(parts.engine.batches(Progress().position, steps)):
-        parts.engine.step(number, batch, normalizer, meter)
-        tied_are_equal(parts)
-        packed = parts.engine.gather(number + 1)
+    state.model.train()
+    for number, batch in enumerate(state.engine.batches(Progress().position, steps)):
+        state.engine.step(number, batch, normalizer, meter)
+        tied_are_equal(state)
+        packed = state.engine.gather(number + 1)
         if packed is not None:
             found.append({name: tensor.clone() for name, tensor in packed.model[0].items()})
-    one_bad_gradient_stops_all(parts, batch, normalizer)
-    replicas_are_compared(parts)
+    one_bad_gradient_stops_all(state, batch, normalizer)
+    replicas_are_compared(state)
     return found
 
 
-def one_bad_gradient_stops_all(parts: TrainState, batch: LocalBatch, normalizer: LossNormalizer) -> None:
+def one_bad_gradient_stops_all(state: TrainState, batch: LocalBatch, normalizer: LossNormalizer) -> None:
     """Check that a gradient that is not finite on the last rank makes all of them leave the step out."""
-    assert isinstance(parts.engine, Stages)
-    gradients = parts.engine.staging.gradients
-    if parts.rank == parts.plan.world_size - 1:
+    assert isinstance(state.engine, Stages)
+    gradients = state.engine.staging.gradients
+    if state.rank == state.plan.world_size - 1:
         add_up = gradients.sum
 
         def spoil() -> None:
             add_up()
-            next(p.grad for p in parts.model.parameters() if p.grad is not None).mul_(torch.inf)
+            next(p.grad for p in state.model.parameters() if p.grad is not None).mul_(torch.inf)
 
         gradients.sum = spoil  # type: ignore[method-assign]
-    before = [p.detach().clone() for p in parts.model.parameters()]
-    result = parts.engine.step(99, batch, normalizer, StepTimer(parts.backend))
+    before = [p.detach().clone() for p in state.model.parameters()]
+    result = state.engine.step(99, batch, normalizer, StepTimer(state.backend))
     assert result.skipped
-    assert all(torch.equal(a, b) for a, b in zip(before, parts.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True))
 
 
-def replicas_are_compared(parts: TrainState) -> None:
+def replicas_are_compared(state: TrainState) -> None:
     """Check that what several ranks hold is compared, and nothing else."""
-    assert isinstance(parts.engine, Stages)
-    check = ReplicaCheck(parts)
-    parts.optimizer.zero_grad()
+    assert isinstance(state.engine, Stages)
+    check = ReplicaCheck(state)
+    state.optimizer.zero_grad()
     check.compare(1)
-    cut, own = parts.engine.cut, parameters_by_name(parts.model, parts.engine.cut)
+    cut, own = state.engine.cut, parameters_by_name(state.model, state.engine.cut)
     shared = [(name, ranks) for name, ranks in cut.holders.items() if len(ranks) > 1]
     for name, ranks in shared[:1]:
-        if parts.rank == ranks[-1]:
+        if state.rank == ranks[-1]:
             own[name].data.mul_(1.5)
         with pytest.raises(ReplicaError, match=f"the weight of {name} differs"):
             check.compare(2)
 
 
-def tied_are_equal(parts: TrainState) -> None:
+def tied_are_equal(state: TrainState) -> None:
     """Check that every rank that holds a parameter holds the same bits."""
-    assert isinstance(parts.engine, Stages)
-    cut = parts.engine.cut
-    whole, world = cut.whole, parts.plan.world_size
-    own = {whole.parameters[name]: p for name, p in parts.model.named_parameters()}
+    assert isinstance(state.engine, Stages)
+    cut = state.engine.cut
+    whole, world = cut.whole, state.plan.world_size
+    own = {whole.parameters[name]: p for name, p in state.model.named_parameters()}
     for name, ranks in cut.holders.items():
         if len(ranks) < 2 or name not in whole.parameters.values():
             continue
         size = torch.tensor([own[name].numel() if name in own else 0])
         dist.all_reduce(size, op=dist.ReduceOp.MAX)
-        mine = own[name].detach().reshape(-1) if name in own else torch.zeros(int(size), dtype=parts.dtype)
+        mine = own[name].detach().reshape(-1) if name in own else torch.zeros(int(size), dtype=state.dtype)
         everyone = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(everyone, mine.contiguous())
         assert all(torch.equal(everyone[rank], everyone[ranks[0]]) for rank in ranks), name

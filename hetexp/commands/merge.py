@@ -87,10 +87,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.lora_scaling is not None and not 0 < options.lora_scaling < float("inf"):
         raise ConfigError(must_be("--lora-scaling", "a number above 0", options.lora_scaling))
     console = Console()
-    parts, why = _parts(parents[0])
-    if parts is None:
+    state, why = _parts(parents[0])
+    if state is None:
         console.print(f"Nothing is evaluated: {why}", style="yellow", markup=False, highlight=False)
-    elif parts.eval_data is None:
+    elif state.eval_data is None:
         console.print("Nothing is evaluated: the runs have no evaluation data.", style="yellow")
     wanted = Wanted(
         weights=tuple(options.weights) if options.weights is not None else None,
@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
         lora_scaling=options.lora_scaling,
         force=options.force,
     )
-    merged = merge(parents, wanted, parts)
+    merged = merge(parents, wanted, state)
     folder = _output(options.output, options.runs)
     path = write_merged(folder, parents, merged)
     show_merge(merged.report, console)
@@ -142,7 +142,7 @@ def _parts(parent: Parent) -> tuple[TrainState | None, str]:
     from hetexp.core.instantiate import untrusted
     from hetexp.core.plan import Plan
     from hetexp.hardware.backends.cpu import CpuBackend
-    from hetexp.training.wiring import build_parts
+    from hetexp.training.wiring import build_state
 
     sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
     double = any(tensor.dtype == torch.float64 for tensor in parent.tensors.values())
@@ -175,7 +175,7 @@ def _parts(parent: Parent) -> tuple[TrainState | None, str]:
             precisions=(config.trainer.precision,),
             working_dir=str(Path.cwd()),
         )
-        return build_parts(plan, config, 0, dist.HashStore()), ""
+        return build_state(plan, config, 0, dist.HashStore()), ""
     except ConfigError as error:
         return None, " ".join(error.problems)
     except Exception as error:  # a person's own classes run any code

@@ -14,7 +14,7 @@ from hetexp.training.measuring.warmup_calibration import REHEARSED_STEPS, rehear
 from hetexp.training.state import TrainState
 
 
-def attach(parts: TrainState, called: Called, call: Call) -> None:
+def attach(state: TrainState, called: Called, call: Call) -> None:
     """Prepare the device for the model, and what the ranks do together within it; all of them call it.
 
     Args:
@@ -22,31 +22,31 @@ def attach(parts: TrainState, called: Called, call: Call) -> None:
         call: the first one in training, on this rank.
     """
     num_bytes = sum(t.numel() * t.element_size() for t in tensors(call))
-    parts.input_bytes = num_bytes // max(1, num_samples(call))
-    parts.backend.attach(called, parts.optimizer, call)
-    parts.strategy.attach_group(parts.module, parts.communicator, call, parts.backend.waiting)
+    state.input_bytes = num_bytes // max(1, num_samples(call))
+    state.backend.attach(called, state.optimizer, call)
+    state.strategy.attach_group(state.module, state.communicator, call, state.backend.waiting)
 
 
-def find_pace(parts: TrainState, call: Call, has_samples: bool) -> None:
+def find_pace(state: TrainState, call: Call, has_samples: bool) -> None:
     """Rehearse a few steps where devices are emulated, and begin to pace them; all ranks call it.
 
     Args:
         has_samples: whether this rank has any of its own in the step.
     """
-    with keeping_modes(parts.model):
+    with keeping_modes(state.model):
         steps: Callable[[TrainState], None] = partial(_real_steps, call if has_samples else None)
-        parts.time_scale = rehearse(parts, steps)
+        state.time_scale = rehearse(state, steps)
 
 
-def _real_steps(call: Call | None, parts: TrainState) -> None:
+def _real_steps(call: Call | None, state: TrainState) -> None:
     """Do a few steps with whatever loss: only their time counts, and all is undone."""
     for _ in range(REHEARSED_STEPS):
-        parts.optimizer.zero_grad(set_to_none=True)
-        if parts.paced is not None:
-            parts.paced.begin_step()
-        parts.backend.begin_step(-1)
-        with parts.autocast():
-            output = parts.module(call)
+        state.optimizer.zero_grad(set_to_none=True)
+        if state.paced is not None:
+            state.paced.begin_step()
+        state.backend.begin_step(-1)
+        with state.autocast():
+            output = state.module(call)
         found = [t.float().sum() for t in tensors(output) if t.requires_grad]
         if not found:
             raise SetupError(
@@ -54,5 +54,5 @@ def _real_steps(call: Call | None, parts: TrainState) -> None:
                 f"which its work can be followed, but returns a {type(output).__name__}."
             )
         torch.stack(found).sum().backward()
-        parts.backend.begin_update()
-        parts.optimizer.step()
+        state.backend.begin_update()
+        state.optimizer.step()

@@ -36,21 +36,21 @@ class Run:
     """One rank's part of a script's training; every rank of `hetexp launch` has one and does the same.
 
     Args:
-        parts: with a model that is wrapped and not attached to its device yet.
+        state: with a model that is wrapped and not attached to its device yet.
         called: what of it was wrapped.
         store: through which the ranks exchange what is small.
         collate: makes a batch of a list of samples.
     """
 
-    def __init__(self, parts: TrainState, called: Called, store: dist.Store, collate: Collate) -> None:
-        self._parts, self._called, self._store, self._collate = parts, called, store, collate
-        self.model = Front(parts.model, self._call)
+    def __init__(self, state: TrainState, called: Called, store: dist.Store, collate: Collate) -> None:
+        self._state, self._called, self._store, self._collate = state, called, store, collate
+        self.model = Front(state.model, self._call)
         """To be called instead of the model: data parallel, with the same parameters and methods."""
         self._progress = Progress()
-        self._window = MetricsWindow(parts)
+        self._window = MetricsWindow(state)
         self._outcome = Outcome(self._progress, self._window.totals, energy=self._window.energy)
-        self._message = StepMessage(parts.communicator)
-        self._normalizer = parts.normalizer(self._message)
+        self._message = StepMessage(state.communicator)
+        self._normalizer = state.normalizer(self._message)
         self._step: ScriptStep | None = None
         self._result: StepResult | None = None
         self._before: LocalBatch | None = None
@@ -59,17 +59,17 @@ class Run:
         self._weight = 1.0
         """What counted on this rank in the last step."""
         self._started = time.perf_counter()
-        parts.optimizer.register_step_pre_hook(lambda *_: self._check_step())
+        state.optimizer.register_step_pre_hook(lambda *_: self._check_step())
 
     # ------------------------------------------------------------ where and who
 
     @property
     def rank(self) -> int:
-        return self._parts.rank
+        return self._state.rank
 
     @property
     def world_size(self) -> int:
-        return self._parts.communicator.world_size
+        return self._state.communicator.world_size
 
     @property
     def is_main(self) -> bool:
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        return self._parts.device
+        return self._state.device
 
     @property
     def step(self) -> int:
@@ -93,7 +93,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """The run's own folder."""
-        return Path(self._parts.plan.run_dir)
+        return Path(self._state.plan.run_dir)
 
     def print(self, *values: Any) -> None:
         """Print on rank 0 only."""
@@ -121,22 +121,22 @@ class Run:
         Raises:
             UsageError: a batch was not followed by `backward`.
         """
-        parts, trainer = self._parts, self._parts.config.trainer
-        start, steps = steps_left(parts.sampler, self._progress.position)
+        state, trainer = self._state, self._state.config.trainer
+        start, steps = steps_left(state.sampler, self._progress.position)
         loaded = local_batches(
-            parts.train_data,
-            parts.sampler,
+            state.train_data,
+            state.sampler,
             start,
             steps,
-            parts.balancer.split,
-            parts.rank,
+            state.balancer.split,
+            state.rank,
             trainer.accumulate,
-            parts.microbatch_size,
+            state.microbatch_size,
             trainer.num_workers,
             self._progress.step,
             self._collate,
             prefetch_factor=trainer.prefetch_factor,
-            page_locked=parts.backend.copies_page_locked,
+            page_locked=state.backend.copies_page_locked,
         )
         self._run_clock()
         try:
@@ -147,20 +147,20 @@ class Run:
             self._stop_clock()
 
     def _microbatches(self, batch: LocalBatch) -> Iterator[Any]:
-        parts = self._parts
+        state = self._state
         self._write_line()
-        parts.backend.begin_step(self._progress.step)
-        if parts.paced is not None:
-            parts.paced.begin_step()
-        self._message.seconds = parts.balancer.own_seconds(self._window.meter)
-        step = self._step = ScriptStep(parts, self._normalizer, self._window.meter, batch)
+        state.backend.begin_step(self._progress.step)
+        if state.paced is not None:
+            state.paced.begin_step()
+        self._message.seconds = state.balancer.own_seconds(self._window.meter)
+        step = self._step = ScriptStep(state, self._normalizer, self._window.meter, batch)
         while not step.is_over:
-            yield on_device(step.next_microbatch(self._stand_in), parts.device)
+            yield on_device(step.next_microbatch(self._stand_in), state.device)
             step.check_gone_back()
 
     def _stand_in(self) -> Any:
         """Return a batch of a sample, on the host, where this rank has none."""
-        return self._collate([self._parts.train_data[0]])
+        return self._collate([self._state.train_data[0]])
 
     def backward(
         self, loss: torch.Tensor, count: Number | None = None, *, reduction: Reduction = "mean"
@@ -184,7 +184,7 @@ class Run:
             raise UsageError("run.backward must be called within a loop over run.batches().")
         self._step.backward(loss, count, reduction)
         if self._step.is_over:
-            self._parts.backend.begin_update()
+            self._state.backend.begin_update()
             self._account(self._step)
 
     def clip_norm(self, max_norm: float) -> torch.Tensor:
@@ -194,14 +194,14 @@ class Run:
         """
         if not self.step_due:
             raise UsageError("run.clip_norm must follow the last run.backward of a step (run.step_due).")
-        norm = torch.nn.utils.clip_grad_norm_(self._parts.model.parameters(), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._state.model.parameters(), max_norm)
         assert self._result is not None
         self._result.grad_norm = norm
         return norm
 
     def _call(self, call: Call) -> Any:
         if self._step is None or self._step.is_over or not torch.is_grad_enabled():
-            with self._parts.autocast():
+            with self._state.autocast():
                 return widened(self._called(call))
         if not self._attached:
             self._attach(call, self._step)
@@ -209,28 +209,28 @@ class Run:
 
     def _attach(self, call: Call, step: ScriptStep) -> None:
         self._attached = True
-        attach(self._parts, self._called, call)
+        attach(self._state, self._called, call)
         step.count_passes()
         self._rehearsing = True
-        find_pace(self._parts, call, has_samples=step.rows > 0)
+        find_pace(self._state, call, has_samples=step.rows > 0)
         self._rehearsing = False
         self._window.restart()  # that was no training
 
     def _account(self, step: ScriptStep) -> None:
         """Take in a step whose gradient is there; the optimizer's part is the script's."""
-        parts, progress, batch = self._parts, self._progress, step.batch
-        rate = float(parts.optimizer.param_groups[0]["lr"])
+        state, progress, batch = self._state, self._progress, step.batch
+        rate = float(state.optimizer.param_groups[0]["lr"])
         self._result = StepResult(step.loss_sum, step.global_count, None, rate, local_count=step.count)
         self._window.meter.samples += batch.local_samples
         if self._before is not None:
-            rebalance(parts, progress.step, self._before, self._message.all_seconds)
+            rebalance(state, progress.step, self._before, self._message.all_seconds)
         self._before, self._weight = batch, float(step.count)
         progress.step += 1
         progress.samples += batch.global_samples
         progress.position = batch.position
-        parts.schedule.last_epoch = progress.step
+        state.schedule.last_epoch = progress.step
         self._window.add(self._result, batch)
-        self._log_due = progress.step % parts.config.trainer.log_every == 0
+        self._log_due = progress.step % state.config.trainer.log_every == 0
 
     def _check_step(self) -> None:
         if self._rehearsing or self._step is None or self._step.is_over:
@@ -254,11 +254,11 @@ class Run:
         weight = self._weight
         # A rank on which nothing counts may hold NaN, which no weight of 0 would mend.
         sums = [float(value) * weight if weight else 0.0 for value in mine.values()]
-        *sums, total = self._parts.communicator.all_reduce(
+        *sums, total = self._state.communicator.all_reduce(
             torch.tensor([*sums, weight], dtype=torch.float64)
         ).tolist()
         means = {name: one / total if total else float("nan") for name, one in zip(mine, sums, strict=True)}
-        for logger in self._parts.loggers:
+        for logger in self._state.loggers:
             logger.log(means, self.step)
         return means
 
@@ -275,34 +275,34 @@ class Run:
         Returns:
             The means, and `samples`; the same on every rank, and logged as `eval/<name>`.
         """
-        parts = self._parts
-        data = dataset if dataset is not None else parts.eval_data
+        state = self._state
+        data = dataset if dataset is not None else state.eval_data
         if data is None:
             raise UsageError("run.evaluate must have data, but hetexp.setup got no eval_dataset.")
         total = len(data)  # type: ignore[arg-type]  # map-style, as checked
         sums: dict[str, float] = {"samples": 0.0}
         with self._clock_stopped():
-            most = max(parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank]), default=1)
-            bounds = parts.balancer.now(total).bounds(parts.rank)
-            workers = parts.config.trainer.num_workers
+            most = max(state.pass_sizes(state.plan.local_batch_sizes[state.rank]), default=1)
+            bounds = state.balancer.now(total).bounds(state.rank)
+            workers = state.config.trainer.num_workers
             with keeping_modes(self.model), torch.no_grad():
                 self.model.eval()
                 for batch, rows in part_batches(data, bounds, most, workers, self._collate):
-                    for name, value in function(on_device(batch, parts.device)).items():
+                    for name, value in function(on_device(batch, state.device)).items():
                         sums[name] = sums.get(name, 0.0) + float(value)
                     sums["samples"] += rows
-                    parts.communicator.alive()
-            parts.communicator.meet()
+                    state.communicator.alive()
+            state.communicator.meet()
             result = self._means(sums)
         self._outcome.evaluation = result
-        for logger in parts.loggers:
+        for logger in state.loggers:
             logger.log({f"eval/{name}": value for name, value in result.items()}, self.step)
         return result
 
     def _means(self, sums: dict[str, float]) -> dict[str, float]:
         """Add up every rank's sums, in rank order, and divide them."""
         self._evaluations += 1
-        topic, limit = f"evaluation/{self._evaluations}", self._parts.config.comm.timeout_seconds
+        topic, limit = f"evaluation/{self._evaluations}", self._state.config.comm.timeout_seconds
         everyone = exchange(self._store, topic, self.rank, self.world_size, sums, limit)
         names = dict.fromkeys(name for one in everyone for name in one)
         totals = {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
@@ -319,7 +319,7 @@ class Run:
         Every rank calls it, after the optimizer's step; rank 0 writes, the others wait.
         """
         with self._clock_stopped():
-            path = saving.save(self._parts, self._progress, wait=True)
+            path = saving.save(self._state, self._progress, wait=True)
         self._outcome.checkpoint = path
         return path
 
@@ -333,18 +333,18 @@ class Run:
         Raises:
             ConfigError, CheckpointError: it is not there, not complete or not of this model.
         """
-        parts = self._parts
+        state = self._state
         if path is not None:
-            parts.config = parts.config.model_copy(update={"resume": str(path)})
-        if parts.config.resume is None:
+            state.config = state.config.model_copy(update={"resume": str(path)})
+        if state.config.resume is None:
             return False
-        self._progress = self._outcome.progress = resuming.resume(parts, configured=False)
+        self._progress = self._outcome.progress = resuming.resume(state, configured=False)
         self._step = self._before = None
         return True
 
     def finish(self) -> dict[str, Any]:
         """End the run: write the summary and close the trackers; `hetexp launch` does it after the script."""
-        parts = self._parts
+        state = self._state
         if self._finished:
             raise UsageError("run.finish must be called once, but is called again.")
         self._finished = True
@@ -353,19 +353,19 @@ class Run:
             self._window.restart()  # the line is no training
             self._outcome.train_loss = self._window.log(self._progress)
         seconds = time.perf_counter() - self._started
-        summary = report(parts, self._store, self._outcome, seconds)
-        trainer = parts.config.trainer
+        summary = report(state, self._store, self._outcome, seconds)
+        trainer = state.config.trainer
         summary |= {"global_batch": trainer.global_batch_size, "seed": trainer.seed}
         self.close(0, summary)
         if self.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "summary.json", summary)
-        parts.communicator.close()
+        state.communicator.close()
         return summary
 
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
         """Close the trackers of a run that ends; safe to call twice."""
-        loggers, self._parts.loggers = self._parts.loggers, ()
+        loggers, self._state.loggers = self._state.loggers, ()
         for logger in loggers:
             logger.finish(summary or {}, exit_code)
 

@@ -140,19 +140,19 @@ def setup(
     config = read_config(plan.config)
     sampler = GlobalSampler(len(dataset), global_batch_size, seed, drop_last)  # type: ignore[arg-type]
     own = _Given(model, optimizer, dataset, eval_dataset, given, collate)
-    parts = _parts(plan, config, rank, store, own, sampler)
+    state = _state(plan, config, rank, store, own, sampler)
     called = Called(model)
-    assert isinstance(parts.engine, Replica), "`hetexp launch` has refused other strategies"
-    parts.engine.connect(plan, store, again=False)
-    parts.module = parts.strategy.wrap(called, parts.device)
-    parts.engine.attach_exchange(store)
+    assert isinstance(state.engine, Replica), "`hetexp launch` has refused other strategies"
+    state.engine.connect(plan, store, again=False)
+    state.module = state.strategy.wrap(called, state.device)
+    state.engine.attach_exchange(store)
     if launched is None:
-        parts.loggers = (FirstLine(Path(plan.run_dir)),)
-        return Run(parts, called, store, collate)
-    launched.run = Run(parts, called, store, collate)
+        state.loggers = (FirstLine(Path(plan.run_dir)),)
+        return Run(state, called, store, collate)
+    launched.run = Run(state, called, store, collate)
     launched.run.resume()
     if rank == 0:
-        parts.loggers = start_loggers(parts)  # which tell what is gone on from
+        state.loggers = start_loggers(state)  # which tell what is gone on from
         launched.ready()
     return launched.run
 
@@ -185,10 +185,10 @@ class _OfTheScript(Loss):
         raise NotImplementedError
 
 
-def _parts(
+def _state(
     plan: Plan, config: Config, rank: int, store: dist.Store, given: _Given, sampler: GlobalSampler
 ) -> TrainState:
-    """Return this rank's parts, agreed on by all ranks, with a model that nothing wraps yet."""
+    """Return this rank's state, agreed on by all ranks, with a model that nothing wraps yet."""
     model, optimizer = given.model, given.optimizer
     strategy, policy = components(config)
     run_on: tuple[dict[str, str], ...] = ()

@@ -33,18 +33,18 @@ class ScriptStep:
     """
 
     def __init__(
-        self, parts: TrainState, normalizer: LossNormalizer, meter: StepTimer, batch: LocalBatch
+        self, state: TrainState, normalizer: LossNormalizer, meter: StepTimer, batch: LocalBatch
     ) -> None:
-        self._parts, self._normalizer, self._meter = parts, normalizer, meter
+        self._state, self._normalizer, self._meter = state, normalizer, meter
         self.batch = batch
-        self._rows = parts.pass_sizes(batch.local_samples)
+        self._rows = state.pass_sizes(batch.local_samples)
         self._num_passes = 1
         self.count_passes()
         self._number = -1
         self._called = self._gone_back = self._has_gradient = False
         self._start: Any = None
         self._outputs: list[Any] = []
-        self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
+        self.loss_sum = torch.zeros((), dtype=state.dtype, device=state.device)
         self.count: float = 0
         """Elements that the loss is the mean of, on this rank, so far."""
         self.global_count: float = 0
@@ -65,7 +65,7 @@ class ScriptStep:
 
     def count_passes(self) -> None:
         """Find out how many passes this rank does, once the ranks have agreed on what they do together."""
-        self._num_passes = max(1, len(self._rows), self._parts.num_passes(self.batch.counts))
+        self._num_passes = max(1, len(self._rows), self._state.num_passes(self.batch.counts))
 
     def next_microbatch(self, stand_in: Callable[[], Any]) -> Any:
         """Begin with the next microbatch and return it, or what stands in where this rank has none."""
@@ -89,18 +89,18 @@ class ScriptStep:
 
     def call(self, call: Call) -> Any:
         """Call the model for a loss to go back from."""
-        parts = self._parts
+        state = self._state
         self._called = True
         if self._start is None:
-            self._start = parts.backend.mark()
-        with self._accumulating(), parts.autocast():
-            output = widened(parts.module(call if self.rows else None))
+            self._start = state.backend.mark()
+        with self._accumulating(), state.autocast():
+            output = widened(state.module(call if self.rows else None))
         self._outputs.append(output)
         if self.rows:
             return output
         args, kwargs = call
-        with keeping_statistics(parts.model), parts.autocast():
-            return widened(parts.model(*args, **kwargs))
+        with keeping_statistics(state.model), state.autocast():
+            return widened(state.model(*args, **kwargs))
 
     def backward(self, loss: torch.Tensor, count: float | torch.Tensor | None, reduction: Reduction) -> None:
         """Go back from the microbatch's loss; after the last one exchange, and scale the gradient."""
@@ -109,7 +109,7 @@ class ScriptStep:
         if given is None:
             raise UsageError(must_be("count", "a finite number from 0 on", count))
         if self.rows:  # what stands in is no work of this device
-            self._meter.span(self._start, self._parts.backend.mark())
+            self._meter.span(self._start, self._state.backend.mark())
         counted = given if self.rows else 0
         self.count += counted
         if self.is_last:
@@ -123,7 +123,7 @@ class ScriptStep:
         self._outputs.clear()
         self._gone_back = True
         if self.is_last:
-            self._parts.strategy.check_exchanged(self._parts.module)
+            self._state.strategy.check_exchanged(self._state.module)
             self._scale()
 
     def _go_back(self, total: torch.Tensor) -> None:
@@ -141,13 +141,13 @@ class ScriptStep:
         if found:
             self._go_back(torch.stack([(t * 0.0).sum() for t in found]).sum())
         elif self.is_last:
-            trained = [p for p in self._parts.model.parameters() if p.requires_grad]
-            self._parts.strategy.abort_exchange(self._parts.module, trained, 0.0)
+            trained = [p for p in self._state.model.parameters() if p.requires_grad]
+            self._state.strategy.abort_exchange(self._state.module, trained, 0.0)
 
     def _scale(self) -> None:
         """Make the exchanged sum the mean over all that counts in the whole batch."""
         factor, self.global_count = self._normalizer.factor()
-        gradients = [p.grad for p in self._parts.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._state.model.parameters() if p.grad is not None]
         if dense := [g for g in gradients if not g.is_sparse]:
             torch._foreach_mul_(dense, factor)
         for gradient in gradients:
@@ -155,7 +155,7 @@ class ScriptStep:
                 gradient.mul_(factor)
 
     def _accumulating(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.is_last else self._parts.strategy.accumulate(self._parts.module)
+        return nullcontext() if self.is_last else self._state.strategy.accumulate(self._state.module)
 
     def _check_backward(self, loss: torch.Tensor, reduction: str) -> None:
         if reduction not in ("mean", "sum"):
@@ -175,7 +175,7 @@ class ScriptStep:
             )
         if self.rows and not loss.requires_grad:
             raise UsageError("run.backward must get a loss that depends on what run.model(…) returned.")
-        if self._has_gradient and all(p.grad is None for p in self._parts.model.parameters()):
+        if self._has_gradient and all(p.grad is None for p in self._state.model.parameters()):
             raise UsageError(
                 "The gradient of a step's first microbatches must be kept, but was cleared: call "
                 "optimizer.zero_grad() only where run.step_due is true."

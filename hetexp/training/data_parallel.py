@@ -39,27 +39,27 @@ class DataParallel(Replica):
         hook_exchange(self.state)
 
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
-        parts, self._batch = self.state, batch
-        done = guarded_step(parts, self, step, self._microbatches(), normalizer, meter)
-        advance_schedule(parts, done.finite)
+        state, self._batch = self.state, batch
+        done = guarded_step(state, self, step, self._microbatches(), normalizer, meter)
+        advance_schedule(state, done.finite)
         if done.finite:
-            conclude(parts, done.gradient.shared)
+            conclude(state, done.gradient.shared)
         meter.samples += batch.local_samples
         return done.result(local_count=normalizer.local_count)
 
     def gradient(
         self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
     ) -> Gradient:
-        parts, batch = self.state, self._batch
-        passes = parts.num_passes(batch.counts)
-        gradient = take_gradient(parts, step, microbatches, normalizer, meter, passes)
+        state, batch = self.state, self._batch
+        passes = state.num_passes(batch.counts)
+        gradient = take_gradient(state, step, microbatches, normalizer, meter, passes)
         normalizer.message.share_loss(gradient.loss_sum)
-        gradient.shared = share(parts, step, gradient.tally, batch.global_samples)
+        gradient.shared = share(state, step, gradient.tally, batch.global_samples)
         return gradient
 
     def smaller(self, step: int, microbatches: list[Any], gradient: Gradient) -> list[Any] | None:
-        parts = self.state
-        if parts.guard is None or not halve_together(parts, step, microbatches, gradient.shortage):
+        state = self.state
+        if state.guard is None or not halve_together(state, step, microbatches, gradient.shortage):
             return None
         return self._microbatches()
 
@@ -68,16 +68,16 @@ class DataParallel(Replica):
         return split_microbatches(self._batch.microbatches, limit)
 
     def sent_bytes(self, steps: int) -> float | None:
-        parts = self.state
-        if not parts.config.debug.exchange:
+        state = self.state
+        if not state.config.debug.exchange:
             return 0
-        if parts.hook is not None:
-            return parts.hook.sent_bytes / steps if steps else None
-        codec = compressor_of(parts.config.comm.wire)
-        if parts.paced is not None and codec is not None:
-            size = parts.dtype.itemsize
-            return sum(codec.sent_bytes(num_bytes // size) for _, num_bytes in parts.paced.buckets)
-        return parts.strategy.exchanged_bytes(parts.model, parts.communicator.world_size)
+        if state.hook is not None:
+            return state.hook.sent_bytes / steps if steps else None
+        codec = compressor_of(state.config.comm.wire)
+        if state.paced is not None and codec is not None:
+            size = state.dtype.itemsize
+            return sum(codec.sent_bytes(num_bytes // size) for _, num_bytes in state.paced.buckets)
+        return state.strategy.exchanged_bytes(state.model, state.communicator.world_size)
 
 
 class Alone(DataParallel):

@@ -61,16 +61,16 @@ class _ShortInForwardError(RuntimeError):
 class _Passes:
     """The passes of one step, and how far they have come."""
 
-    def __init__(self, parts: TrainState, normalizer: LossNormalizer, meter: StepTimer) -> None:
-        self._parts, self._normalizer, self._meter = parts, normalizer, meter
-        self.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
+    def __init__(self, state: TrainState, normalizer: LossNormalizer, meter: StepTimer) -> None:
+        self._state, self._normalizer, self._meter = state, normalizer, meter
+        self.loss_sum = torch.zeros((), dtype=state.dtype, device=state.device)
         self.losses: list[torch.Tensor] = []
-        self.tally = no_tally(parts)
+        self.tally = no_tally(state)
         self.wrapping = False
         """Whether the strategy's wrapper has begun a forward pass and not ended it."""
         self.exchanging = False
         """Whether it waits for the gradients of a backward pass, to exchange them."""
-        self._looks = parts.looks
+        self._looks = state.looks
         self._counted: tuple[float, float] | None = None
         self._before: list[Mark] | None = None
         """Of all parameters, when the backward pass that exchanges began."""
@@ -83,42 +83,42 @@ class _Passes:
 
     def run(self, microbatches: list[Any]) -> None:
         """Do forward and backward of all microbatches; the last one exchanges."""
-        parts, meter = self._parts, self._meter
+        state, meter = self._state, self._meter
         for position, (inputs, targets) in enumerate(microbatches):
             last = position == len(microbatches) - 1
-            exchanges = last and parts.config.debug.exchange
-            with nullcontext() if exchanges else parts.strategy.accumulate(parts.module):
-                start = parts.backend.mark()
-                with parts.autocast():
+            exchanges = last and state.config.debug.exchange
+            with nullcontext() if exchanges else state.strategy.accumulate(state.module):
+                start = state.backend.mark()
+                with state.autocast():
                     total = self._total(inputs, targets, last)
-                meter.span(start, parts.backend.mark())
+                meter.span(start, state.backend.mark())
                 factor, _ = self.factor()
-                if last and parts.guard is not None:  # before the first pass there are no gradients
-                    self._before = [_mark(p) if position else None for p in parts.parameters]
+                if last and state.guard is not None:  # before the first pass there are no gradients
+                    self._before = [_mark(p) if position else None for p in state.parameters]
                 meter.backward(total * (_nan_if_not_finite(total, factor) if self._looks else factor))
                 if last:
-                    parts.strategy.check_exchanged(parts.module)
+                    state.strategy.check_exchanged(state.module)
             if inputs is not None:
                 self.losses.append(total.detach())
             self.loss_sum += total.detach()
 
     def _total(self, inputs: Any, targets: Any, last: bool) -> Any:
         """Return the sum of the loss; the model's output is not held, so that backward need not hold it."""
-        output = self._forward(self._parts.to_device(inputs), last)
+        output = self._forward(self._state.to_device(inputs), last)
         if inputs is None:
             return output
         if self.tally is not None and isinstance(output, WithAuxiliary) and output.tally is not None:
             self.tally += output.tally.sum(0, dtype=torch.int64).to(self.tally.device)
-        return self._parts.local_loss(output, targets)
+        return self._state.local_loss(output, targets)
 
     def _forward(self, inputs: Any, last: bool) -> Any:
         self.wrapping = True
-        if self._parts.compiled is not None:
+        if self._state.compiled is not None:
             any_batch_size(inputs)
-        with tells_why_not() if self._parts.compiled is not None else nullcontext():
-            output = self._parts.module(inputs)
+        with tells_why_not() if self._state.compiled is not None else nullcontext():
+            output = self._state.module(inputs)
         self.wrapping, self.exchanging = False, last
-        guard = self._parts.guard
+        guard = self._state.guard
         if guard is not None and guard.shortage is not None:
             raise _ShortInForwardError(guard.shortage)
         return output
@@ -126,13 +126,13 @@ class _Passes:
     def missing(self) -> list[torch.nn.Parameter]:
         """Return the trained parameters that the backward pass that exchanges has not come to."""
         if self._before is None:
-            return [p for p in self._parts.parameters if p.requires_grad]
-        marked = zip(self._parts.parameters, self._before, strict=True)
+            return [p for p in self._state.parameters if p.requires_grad]
+        marked = zip(self._state.parameters, self._before, strict=True)
         return [p for p, before in marked if p.requires_grad and _mark(p) == before]
 
 
 def take_gradient(
-    parts: TrainState,
+    state: TrainState,
     step: int,
     microbatches: list[Any],
     normalizer: LossNormalizer,
@@ -147,25 +147,25 @@ def take_gradient(
     Raises:
         DeviceMemoryError: memory ran out, and the other ranks cannot learn of it.
     """
-    normalizer.start(sum(count_of(parts.loss, targets) for _, targets in microbatches))
-    parts.optimizer.zero_grad(set_to_none=True)
-    if parts.paced is not None:
-        parts.paced.begin_step()
-    passes = _Passes(parts, normalizer, meter)
-    with ends_with_shortage(parts, step, sizes_of(microbatches), "The step cannot be done again."):
+    normalizer.start(sum(count_of(state.loss, targets) for _, targets in microbatches))
+    state.optimizer.zero_grad(set_to_none=True)
+    if state.paced is not None:
+        state.paced.begin_step()
+    passes = _Passes(state, normalizer, meter)
+    with ends_with_shortage(state, step, sizes_of(microbatches), "The step cannot be done again."):
         try:
-            parts.backend.begin_step(step)
+            state.backend.begin_step(step)
             passes.run([NO_SAMPLES] * (num_passes - len(microbatches)) + microbatches)
             factor, global_count = passes.factor()
             return Gradient(passes.loss_sum, global_count, passes.losses, factor, passes.tally)
         except RuntimeError as error:
             short = isinstance(error, _ShortInForwardError) or is_out_of_memory(error)
-            if parts.guard is None or passes.wrapping or not short:
+            if state.guard is None or passes.wrapping or not short:
                 raise
-            shortage = OutOfMemory(first_line(error), parts.backend.free_memory_bytes())
+            shortage = OutOfMemory(first_line(error), state.backend.free_memory_bytes())
         # The error is gone here, and with it the frames that held what the passes had computed.
         log.warning("out of memory: %s", shortage.said)
-        _end_with_nan(parts, passes, shortage.said)
+        _end_with_nan(state, passes, shortage.said)
     nan = torch.full_like(passes.loss_sum, math.nan)
     return Gradient(nan, passes.factor()[1], tally=passes.tally, shortage=shortage)
 
@@ -178,19 +178,19 @@ def _nan_if_not_finite(total: torch.Tensor, factor: float) -> torch.Tensor:
     return total.detach() * 0.0 + factor
 
 
-def _end_with_nan(parts: TrainState, passes: _Passes, said: str) -> None:
+def _end_with_nan(state: TrainState, passes: _Passes, said: str) -> None:
     """Take part in what is left of the step's exchange."""
-    assert parts.guard is not None
+    assert state.guard is not None
     passes.factor()
     if not passes.exchanging:
-        parts.optimizer.zero_grad(set_to_none=True)  # of earlier microbatches: the memory is needed
-    parts.backend.release_memory()
+        state.optimizer.zero_grad(set_to_none=True)  # of earlier microbatches: the memory is needed
+    state.backend.release_memory()
     with torch.autograd.set_detect_anomaly(False):  # these NaN are meant
         if not passes.exchanging:
-            parts.guard.shortage = said
-            parts.module(None)
-        parts.strategy.abort_exchange(parts.module, passes.missing())
-    parts.guard.shortage = None
+            state.guard.shortage = said
+            state.module(None)
+        state.strategy.abort_exchange(state.module, passes.missing())
+    state.guard.shortage = None
 
 
 def _mark(parameter: torch.nn.Parameter) -> Mark:

@@ -28,7 +28,7 @@ LEAVE_SECONDS = 5.0
 
 
 def connect(
-    parts: TrainState, plan: Plan, store: dist.Store, separate: bool = False, again: bool = False
+    state: TrainState, plan: Plan, store: dist.Store, separate: bool = False, again: bool = False
 ) -> None:
     """Form the group of a plan's ranks: the communicator for small tensors, the exchange for large ones.
 
@@ -42,11 +42,11 @@ def connect(
         SetupError: the group did not form, or no route carries.
         PeerLostError: another rank is gone.
     """
-    comm, rank, device = parts.config.comm, parts.rank, parts.device
-    parts.plan, parts.exchange = plan, None
+    comm, rank, device = state.config.comm, state.rank, state.device
+    state.plan, state.exchange = plan, None
     if plan.world_size == 1:
         backend = plan.collective_backend
-        parts.communicator = form_group(store, rank, 1, backend, device, comm.timeout_seconds)
+        state.communicator = form_group(store, rank, 1, backend, device, comm.timeout_seconds)
         return
     limits = comm.timeout_seconds, comm.self_test_seconds
     job = Job(store, rank, plan.world_size, device, *limits, separate, again)
@@ -55,69 +55,69 @@ def connect(
         route = paths.route if plan.route is not None else None
         native = paths.route.library not in (None, "gloo", "shm")
         backend = str(paths.route.library) if native else "gloo"
-        parts.plan = replace(plan, route=route, collective_backend=backend, route_fallback=paths.fallback)
-    parts.communicator, parts.exchange = paths.communicator, paths.exchange
+        state.plan = replace(plan, route=route, collective_backend=backend, route_fallback=paths.fallback)
+    state.communicator, state.exchange = paths.communicator, paths.exchange
 
 
-def leave(parts: TrainState) -> None:
+def leave(state: TrainState) -> None:
     """Leave the other ranks, in the midst of whatever this one does with them; safe to call twice.
 
     Those that wait for this rank learn of it at once. Model, optimizer and device stay as they are.
     """
     held = formed_groups()
-    if parts.exchange is not None:
-        parts.exchange.abandon()
-    parts.communicator.abandon()
-    ended = end_exchanging(parts)
-    if parts.exchange is not None and ended:
-        parts.exchange.close()
+    if state.exchange is not None:
+        state.exchange.abandon()
+    state.communicator.abandon()
+    ended = end_exchanging(state)
+    if state.exchange is not None and ended:
+        state.exchange.close()
     elif not ended:  # it still reads the exchange's memory
         log.warning("the thread that exchanges gradients did not end within %g s, and is left", LEAVE_SECONDS)
-    if parts.hook is not None:
-        parts.exchanged_before = parts.hook.sent_bytes, parts.hook.exchange_seconds
-    parts.module = parts.strategy.unwrap(parts.module, parts.model)
-    parts.optimizer.zero_grad(set_to_none=True)
-    parts.exchange, parts.hook, parts.paced, parts.guard = None, None, None, None
-    parts.communicator = SoloCommunicator()
+    if state.hook is not None:
+        state.exchanged_before = state.hook.sent_bytes, state.hook.exchange_seconds
+    state.module = state.strategy.unwrap(state.module, state.model)
+    state.optimizer.zero_grad(set_to_none=True)
+    state.exchange, state.hook, state.paced, state.guard = None, None, None, None
+    state.communicator = SoloCommunicator()
     let_go(held)
 
 
-def end_exchanging(parts: TrainState) -> bool:
+def end_exchanging(state: TrainState) -> bool:
     """End the threads that exchange gradients; return whether they have ended."""
-    return all(thread.close(LEAVE_SECONDS) for thread in (parts.hook, parts.paced) if thread is not None)
+    return all(thread.close(LEAVE_SECONDS) for thread in (state.hook, state.paced) if thread is not None)
 
 
-def pace_exchange(parts: TrainState) -> None:
+def pace_exchange(state: TrainState) -> None:
     """Let the exchange of gradients take as long as the links of emulated devices, if there are any."""
-    plan, backend = parts.plan, parts.backend
-    exchange = parts.exchange
+    plan, backend = state.plan, state.backend
+    exchange = state.exchange
     if not plan.paced or exchange is None:
         return
-    links, limit = links_of(plan), parts.config.comm.timeout_seconds
-    parts.paced = PacedExchange(
-        exchange, links, parts.rank, backend.synchronize, backend.backward_done, limit, parts.config.comm.wire
+    links, limit = links_of(plan), state.config.comm.timeout_seconds
+    state.paced = PacedExchange(
+        exchange, links, state.rank, backend.synchronize, backend.backward_done, limit, state.config.comm.wire
     )
-    if parts.time_scale is not None:  # known from a group before this one
-        parts.paced.start(parts.time_scale)
-    parts.strategy.exchange_through(parts.module, parts.paced.hook)
+    if state.time_scale is not None:  # known from a group before this one
+        state.paced.start(state.time_scale)
+    state.strategy.exchange_through(state.module, state.paced.hook)
 
 
-def hook_exchange(parts: TrainState) -> None:
+def hook_exchange(state: TrainState) -> None:
     """Let DDP's gradients travel by the plan's route and compression if torch's own exchange does not."""
-    plan = parts.plan
+    plan = state.plan
     plain = plan.way.library not in (None, "shm") and plan.wire == "float32"
-    if parts.exchange is None or parts.paced is not None or plain:
+    if state.exchange is None or state.paced is not None or plain:
         return
-    parts.hook = GradientHook(parts.exchange, parts.config.comm.wire, plan.world_size)
-    parts.hook.sent_bytes, parts.hook.exchange_seconds = parts.exchanged_before
-    parts.strategy.exchange_through(parts.module, parts.hook.hook)
+    state.hook = GradientHook(state.exchange, state.config.comm.wire, plan.world_size)
+    state.hook.sent_bytes, state.hook.exchange_seconds = state.exchanged_before
+    state.strategy.exchange_through(state.module, state.hook.hook)
 
 
-def alone(parts: TrainState, plan: Plan) -> None:
+def alone(state: TrainState, plan: Plan) -> None:
     """Let a rank train without a group."""
     communicator: Communicator = SoloCommunicator()
     exchange: Exchange | None = None
-    parts.plan, parts.communicator, parts.exchange = plan, communicator, exchange
+    state.plan, state.communicator, state.exchange = plan, communicator, exchange
 
 
 def versions() -> dict[str, str]:

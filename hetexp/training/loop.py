@@ -72,7 +72,7 @@ class Survivor(Protocol):
 
 
 def train(
-    parts: TrainState,
+    state: TrainState,
     progress: Progress,
     survivor: Survivor | None = None,
     ready: bool = True,
@@ -85,7 +85,7 @@ def train(
         ready: whether this rank has the training's state; else it joins others that have it.
         conclude: what the ranks do together at the end; again where one is lost meanwhile.
     """
-    training = Training(parts, progress, survivor, ready)
+    training = Training(state, progress, survivor, ready)
     if survivor is not None and not ready:
         survivor.form_anew(training)
     while True:
@@ -120,12 +120,12 @@ class Training:
     """
 
     def __init__(
-        self, parts: TrainState, progress: Progress, survivor: Survivor | None = None, ready: bool = True
+        self, state: TrainState, progress: Progress, survivor: Survivor | None = None, ready: bool = True
     ) -> None:
-        self.parts, self.progress, self.survivor = parts, progress, survivor
+        self.state, self.progress, self.survivor = state, progress, survivor
         self.ready = ready
-        self.carried = Carried.of(parts)
-        self.window = MetricsWindow(parts)
+        self.carried = Carried.of(state)
+        self.window = MetricsWindow(state)
         self.outcome = Outcome(progress, self.window.totals, energy=self.window.energy)
         self.evaluated_at = self.saved_at = self.logged_at = -1
         self.loss_at: tuple[int, float | None] = (-1, None)
@@ -139,51 +139,51 @@ class Training:
         self.settled = True
         self.stops = False
         """Whether somebody asked for the training to end."""
-        self._replicas = ReplicaCheck(parts)
+        self._replicas = ReplicaCheck(state)
 
     def steps(self) -> bool:
         """Take steps up to the last one; return whether that was it, or the members change first."""
-        parts, progress, window = self.parts, self.progress, self.window
-        message = StepMessage(parts.communicator)
+        state, progress, window = self.state, self.progress, self.window
+        message = StepMessage(state.communicator)
         message.notices = self._notices
-        normalizer = parts.normalizer(message)
-        parts.model.train()
+        normalizer = state.normalizer(message)
+        state.model.train()
         window.restart()
         if not self.settled:
             self._end_step(True)
-        left = 0 if self.outcome.stopped_early or self.stops else parts.total_steps - progress.step
-        batches = parts.engine.batches(
-            progress.position, left, progress.step, parts.config.trainer.num_workers
+        left = 0 if self.outcome.stopped_early or self.stops else state.total_steps - progress.step
+        batches = state.engine.batches(
+            progress.position, left, progress.step, state.config.trainer.num_workers
         )
         before: LocalBatch | None = None
         for batch in window.loaded(batches):
-            message.seconds = parts.balancer.own_seconds(window.meter)
-            if parts.survives and self._log_due(progress.step + 1):
+            message.seconds = state.balancer.own_seconds(window.meter)
+            if state.survives and self._log_due(progress.step + 1):
                 message.window = window.loss
             with window.undone_on_error():
-                result = parts.engine.step(progress.step, batch, normalizer, window.meter)
+                result = state.engine.step(progress.step, batch, normalizer, window.meter)
             if before is not None and message.all_seconds:
-                rebalance(parts, progress.step, before, message.all_seconds)
+                rebalance(state, progress.step, before, message.all_seconds)
             before = batch
             self._advance(batch, result, message)
-            if result.beyond_mending and parts.config.trainer.non_finite != "continue":
-                text = tell_non_finite(parts, progress, batch, result, window)
-                if parts.config.trainer.non_finite == "stop":
+            if result.beyond_mending and state.config.trainer.non_finite != "continue":
+                text = tell_non_finite(state, progress, batch, result, window)
+                if state.config.trainer.non_finite == "stop":
                     good = self._before
-                    raise NonFiniteError(f"{text} {save_before(parts, good, self.first_step, self.saved_at)}")
+                    raise NonFiniteError(f"{text} {save_before(state, good, self.first_step, self.saved_at)}")
             self._end_step(result.synchronised)
             *news, due = message.noticed
             if self.survivor is not None:
                 noticed = news[0], news[1]
                 self.survivor.serve(self, noticed)
-                if self.survivor.due(noticed) and progress.step < parts.total_steps:
+                if self.survivor.due(noticed) and progress.step < state.total_steps:
                     window.stop()
                     return False
             if self.outcome.stopped_early or self.stops:
                 break
             if not result.met:  # then ranks learn with a log line that a checkpoint is due
                 due = window.save_due and result.can_save
-            if due and progress.step < parts.total_steps:
+            if due and progress.step < state.total_steps:
                 window.stop()
                 self.save(timed=True)
                 window.restart()
@@ -196,7 +196,7 @@ class Training:
 
     def _save_due(self) -> bool:
         """Tell whether the last checkpoint is so old, by this rank's clock, that another one is due."""
-        trainer = self.parts.config.trainer
+        trainer = self.state.config.trainer
         if not trainer.checkpoint_minutes or trainer.fast_dev_run:
             return False
         return time.perf_counter() - self._saved_seconds >= 60 * trainer.checkpoint_minutes
@@ -215,15 +215,15 @@ class Training:
         self.good, self.settled = replace(progress), False
 
     def _log_due(self, step: int) -> bool:
-        return step % self.parts.config.trainer.log_every == 0 or step == self.parts.total_steps
+        return step % self.state.config.trainer.log_every == 0 or step == self.state.total_steps
 
     def _end_step(self, synchronised: bool) -> None:
         """Do what follows a step: compare the replicas, write a line, evaluate, save.
 
         Where a rank is lost meanwhile, all of it is done again by those that are left.
         """
-        parts, progress, window, outcome = self.parts, self.progress, self.window, self.outcome
-        trainer = parts.config.trainer
+        state, progress, window, outcome = self.state, self.progress, self.window, self.outcome
+        trainer = state.config.trainer
         if self._replicas.due(progress.step, synchronised):
             window.stop()
             self._replicas.compare(progress.step)
@@ -232,16 +232,16 @@ class Training:
             self._log()
         if trainer.eval_every and progress.step % trainer.eval_every == 0:
             window.stop()
-            if progress.step == parts.total_steps and not trainer.fast_dev_run:
+            if progress.step == state.total_steps and not trainer.fast_dev_run:
                 self.save(wait=True)  # an error in the last evaluation loses no training
             self._evaluate()
-            outcome.stopped_early = should_stop(parts, progress, outcome.evaluation or {})
+            outcome.stopped_early = should_stop(state, progress, outcome.evaluation or {})
             if trainer.early_stopping.patience is not None:
                 self.saved_at = -1  # what early stopping keeps has changed
             window.restart()
         if trainer.checkpoint_every and progress.step % trainer.checkpoint_every == 0:
             window.stop()
-            self.save(wait=progress.step == parts.total_steps)
+            self.save(wait=progress.step == state.total_steps)
             window.restart()
         self.settled = True
 
@@ -254,10 +254,10 @@ class Training:
 
     def _evaluate(self) -> None:
         step = self.progress.step
-        result = evaluate_and_log(self.parts, self.progress, ("eval", step) in self.lines)
+        result = evaluate_and_log(self.state, self.progress, ("eval", step) in self.lines)
         self.outcome.evaluation, self.evaluated_at = result, step
         if self.saved_at == step:
-            add_evaluation(self.parts, step, result)
+            add_evaluation(self.state, step, result)
 
     def save(self, wait: bool = False, timed: bool = False) -> str | None:
         """Save where the run stands, unless that is done; all ranks call it. Return the path on rank 0.
@@ -269,39 +269,39 @@ class Training:
         if self.saved_at != step:
             self._saved_seconds, self.window.save_due = time.perf_counter(), False
             scores = outcome.evaluation if self.evaluated_at == step else None
-            outcome.checkpoint = save(self.parts, self.progress, scores, wait, timed)
+            outcome.checkpoint = save(self.state, self.progress, scores, wait, timed)
             self.saved_at = step
         return outcome.checkpoint
 
     def finish(self) -> Outcome:
         """Do what follows the last step."""
-        parts, progress, outcome = self.parts, self.progress, self.outcome
-        parts.doing = "ending"
-        trainer = parts.config.trainer
+        state, progress, outcome = self.state, self.progress, self.outcome
+        state.doing = "ending"
+        trainer = state.config.trainer
         if self.logged_at != progress.step > self.first_step:
             self._log()
         self.window.energy.stop()
         if self.stops:
-            finish_saving(parts)
+            finish_saving(state)
             return outcome
         if not trainer.fast_dev_run:
             self.save(wait=True)  # before the evaluation, an error in which loses no training then
         if self.evaluated_at != progress.step:
             self._evaluate()
-        finish_saving(parts)
+        finish_saving(state)
         if not trainer.fast_dev_run:
-            last = parts.engine.finish(progress.step)
+            last = state.engine.finish(progress.step)
             outcome.checkpoint, outcome.evaluation = last or (outcome.checkpoint, outcome.evaluation)
         return outcome
 
 
-def driven(parts: TrainState) -> list[Backend]:
+def driven(state: TrainState) -> list[Backend]:
     """Return the backends of all devices that this rank drives."""
-    own = parts.backend
-    return [own if own.spec == spec else type(own)(spec) for spec in parts.plan.devices_of(parts.rank)]
+    own = state.backend
+    return [own if own.spec == spec else type(own)(spec) for spec in state.plan.devices_of(state.rank)]
 
 
-def rebalance(parts: TrainState, step: int, before: LocalBatch, seconds: Sequence[float]) -> None:
+def rebalance(state: TrainState, step: int, before: LocalBatch, seconds: Sequence[float]) -> None:
     """Decide, all ranks alike, whether the batches to come are split again.
 
     Args:
@@ -309,19 +309,19 @@ def rebalance(parts: TrainState, step: int, before: LocalBatch, seconds: Sequenc
         before: what this rank did in the step before.
         seconds: what the step before took each rank.
     """
-    decision = parts.balancer.observe(step - 1, before.global_samples, seconds, step)
-    if parts.rank == 0:
-        parts.balancer.tell(decision)
+    decision = state.balancer.observe(step - 1, before.global_samples, seconds, step)
+    if state.rank == 0:
+        state.balancer.tell(decision)
 
 
 class MetricsWindow:
     """What happened since the last log line, on this rank; `log` makes it one line of all ranks."""
 
-    def __init__(self, parts: TrainState) -> None:
-        self.parts = parts
-        self.meter = StepTimer(parts.backend)
+    def __init__(self, state: TrainState) -> None:
+        self.state = state
+        self.meter = StepTimer(state.backend)
         self.totals = Totals()
-        self.energy = EnergyMeter(driven(parts), parts.plan.all_devices)
+        self.energy = EnergyMeter(driven(state), state.plan.all_devices)
         self._loss_sum: torch.Tensor | float = 0.0
         self.num_steps = 0
         self._local_count = 0.0
@@ -336,20 +336,20 @@ class MetricsWindow:
     def restart(self) -> None:
         """Let the clock run: steps follow."""
         self.energy.start()
-        self.parts.doing = "steps"
-        self.parts.backend.resume()
+        self.state.doing = "steps"
+        self.state.backend.resume()
         self._resumed_at = time.perf_counter()
 
     def stop(self) -> None:
         """Stop the clock, and count no energy until `restart`: what follows is not training."""
-        self.parts.doing = "between steps"
+        self.state.doing = "between steps"
         self.pause()
         self.energy.stop()
 
     def pause(self) -> None:
         """Take the time until now, at which the device has finished."""
-        self.parts.backend.pause()
-        self.parts.backend.synchronize()
+        self.state.backend.pause()
+        self.state.backend.synchronize()
         now = time.perf_counter()
         self._seconds += now - self._resumed_at
         self._resumed_at = now
@@ -402,14 +402,14 @@ class MetricsWindow:
         self.pause()
         self.energy.keep_up()
         compute, waited, local_samples = self.meter.take()
-        world = self.parts.communicator.world_size
+        world = self.state.communicator.world_size
         # One table for all, in which each rank fills its row.
         table = torch.zeros((world, 6), dtype=torch.float64)
-        peak = self.parts.backend.peak_memory_bytes()
+        peak = self.state.backend.peak_memory_bytes()
         memory = math.nan if peak is None else peak / GIB
         mine = [float(self._loss_sum), self._local_count, compute, local_samples, memory, self.save_due]
-        table[self.parts.rank] = torch.tensor(mine, dtype=torch.float64)
-        table = self.parts.communicator.all_reduce(table)
+        table[self.state.rank] = torch.tensor(mine, dtype=torch.float64)
+        table = self.state.communicator.all_reduce(table)
         losses, counts, computes, samples, memories, due = table.T.tolist()
         self.save_due = bool(due[0])
         # What a rank that was lost had summed up since the last line is lost with it, and its count as well:
@@ -417,11 +417,11 @@ class MetricsWindow:
         count = sum(counts)
         loss = known["loss"] if "loss" in known else sum(losses) / count if count else None
         metrics = self._line(progress, loss, computes, samples)
-        for device, gib in zip(self.parts.timed_devices, memories, strict=False):
+        for device, gib in zip(self.state.timed_devices, memories, strict=False):
             if not math.isnan(gib):
                 metrics[f"device/{device.id}/peak_memory_gib"] = gib
-        metrics |= self.parts.engine.device_metrics(losses, counts)
-        for logger in () if quiet else self.parts.loggers:
+        metrics |= self.state.engine.device_metrics(losses, counts)
+        for logger in () if quiet else self.state.loggers:
             logger.log(metrics, progress.step)
         totals = self.totals
         totals.train_seconds += self._seconds
@@ -445,38 +445,38 @@ class MetricsWindow:
             return line
         line["samples_per_second"] = self._samples / self._seconds
         line["step_seconds"] = self._seconds / self.num_steps
-        predicted = (self.parts.plan.calibration or {}).get("predicted_step_seconds")
+        predicted = (self.state.plan.calibration or {}).get("predicted_step_seconds")
         if predicted is not None:
-            line["predicted_step_seconds"] = predicted * (self.parts.time_scale or 1.0)
+            line["predicted_step_seconds"] = predicted * (self.state.time_scale or 1.0)
         if len(compute) > 1:
             line["imbalance"] = imbalance(compute, [round(count) for count in samples])
         if self._last is not None and self._last.grad_norm is not None:
             line["train/grad_norm"] = float(self._last.grad_norm)
-        weights = self.parts.balancer.weights
-        for device, weight in zip(self.parts.plan.all_devices, weights, strict=True):
+        weights = self.state.balancer.weights
+        for device, weight in zip(self.state.plan.all_devices, weights, strict=True):
             line[f"balancing/weight/{device.id}"] = weight
-        if self.parts.balancer.follows:
-            line["balancing/splits"] = self.parts.balancer.num_changes
-        if self.parts.loss_scale is not None:
-            line["train/loss_scale"] = self.parts.loss_scale.value
-        if self.parts.loss_scale is not None or self.parts.config.trainer.non_finite == "skip":
+        if self.state.balancer.follows:
+            line["balancing/splits"] = self.state.balancer.num_changes
+        if self.state.loss_scale is not None:
+            line["train/loss_scale"] = self.state.loss_scale.value
+        if self.state.loss_scale is not None or self.state.config.trainer.non_finite == "skip":
             line["train/skipped_steps"] = progress.skipped_steps
         idle = idle_seconds(compute)
-        shares = self.parts.engine.shares(samples, self._samples)
-        per_device = zip(self.parts.timed_devices, compute, samples, shares, idle, strict=False)
+        shares = self.state.engine.shares(samples, self._samples)
+        per_device = zip(self.state.timed_devices, compute, samples, shares, idle, strict=False)
         for device, seconds, count, share, waited in per_device:
             line[f"device/{device.id}/share"] = share
             line[f"device/{device.id}/samples_per_second"] = count / seconds if count else None
             if len(compute) > 1:
                 line[f"device/{device.id}/idle_seconds"] = waited / self.num_steps
-        for device, limit in zip(self.parts.timed_devices, self.parts.microbatch_limits, strict=False):
+        for device, limit in zip(self.state.timed_devices, self.state.microbatch_limits, strict=False):
             if limit is not None:
                 line[f"device/{device.id}/microbatch_size"] = limit
         return line
 
 
 def tell_non_finite(
-    parts: TrainState, progress: Progress, batch: LocalBatch, result: StepResult, window: MetricsWindow
+    state: TrainState, progress: Progress, batch: LocalBatch, result: StepResult, window: MetricsWindow
 ) -> str:
     """Return which samples on which ranks keep a gradient from being finite, and warn of it once.
 
@@ -486,37 +486,37 @@ def tell_non_finite(
     Returns:
         Nothing if it was reported before: under `skip` later steps are only counted.
     """
-    stop = parts.config.trainer.non_finite == "stop"
+    stop = state.config.trainer.non_finite == "stop"
     if window.warned and not stop:
         return ""
     window.warned = True
     window.stop()
-    text = explain(parts, progress.step, batch, result.loss_sum, result.losses, result.factor)
+    text = explain(state, progress.step, batch, result.loss_sum, result.losses, result.factor)
     if stop:
         window.log(progress)  # the loss that ends the run is seen in its curve
-    elif parts.rank == 0:
+    elif state.rank == 0:
         log.warning("%s The step was left out on all ranks; later ones are counted only.", text)
     window.restart()
     return text
 
 
-def evaluate_and_log(parts: TrainState, progress: Progress, quiet: bool = False) -> dict[str, float]:
+def evaluate_and_log(state: TrainState, progress: Progress, quiet: bool = False) -> dict[str, float]:
     """Evaluate on all ranks and log on rank 0.
 
     Args:
         quiet: write no line; it is there already.
     """
-    result, line = parts.engine.evaluate()
-    if parts.rank == 0 and not math.isfinite(result.get("loss", 0.0)):
+    result, line = state.engine.evaluate()
+    if state.rank == 0 and not math.isfinite(result.get("loss", 0.0)):
         log.warning("The loss of the evaluation at step %d is %g.", progress.step, result["loss"])
-    for logger in () if quiet else parts.loggers:
+    for logger in () if quiet else state.loggers:
         logger.log(line, progress.step)
     return result
 
 
-def should_stop(parts: TrainState, progress: Progress, evaluation: dict[str, float]) -> bool:
+def should_stop(state: TrainState, progress: Progress, evaluation: dict[str, float]) -> bool:
     """Decide on early stopping from values that all ranks share, so that all decide the same."""
-    early = parts.config.trainer.early_stopping
+    early = state.config.trainer.early_stopping
     if early.patience is None or early.metric not in evaluation:
         return False
     value = evaluation[early.metric] * (-1.0 if early.metric == "accuracy" else 1.0)

@@ -22,14 +22,14 @@ PROBED_AT_ONCE = 4096
 """Most samples of a pass that scores some, where the configuration sets no limit."""
 
 
-def no_tally(parts: TrainState) -> torch.Tensor | None:
+def no_tally(state: TrainState) -> torch.Tensor | None:
     """Return a tally of no samples; `None` where the model counts nothing."""
-    size = parts.hooks.tally_size if parts.hooks is not None else 0
-    return torch.zeros(size, dtype=torch.int64, device=parts.device) if size else None
+    size = state.hooks.tally_size if state.hooks is not None else 0
+    return torch.zeros(size, dtype=torch.int64, device=state.device) if size else None
 
 
 def share(
-    parts: TrainState,
+    state: TrainState,
     step: int,
     tally: torch.Tensor | None,
     num_samples: int,
@@ -51,59 +51,59 @@ def share(
     Raises:
         PeerLostError: another rank is gone.
     """
-    hooks = parts.hooks
+    hooks = state.hooks
     if hooks is None:
         return None
     if tally is None:
         tally = torch.zeros(0, dtype=torch.int64)
     else:
-        tally = (among or parts.communicator).all_reduce(tally)  # on the device if it can: no host waits then
+        tally = (among or state.communicator).all_reduce(tally)  # on the device if it can: no host waits then
     shared = Shared(step + 1, step if before is None else before, num_samples, tally)
     # A rehearsal is undone afterwards.
     size = hooks.probe_size(shared) if step >= 0 and among is None else 0
-    return replace(shared, probe=_probe(parts, hooks, step, size)) if size else shared
+    return replace(shared, probe=_probe(state, hooks, step, size)) if size else shared
 
 
-def conclude(parts: TrainState, shared: Shared | None) -> None:
+def conclude(state: TrainState, shared: Shared | None) -> None:
     """Let the model do what it does after an update that all ranks have taken; no rank waits for another."""
-    if parts.hooks is None:
+    if state.hooks is None:
         return
     with torch.no_grad():
-        parts.hooks.after_update()
+        state.hooks.after_update()
         if shared is not None:
-            parts.hooks.after_step(shared, parts.optimizer)
+            state.hooks.after_step(shared, state.optimizer)
 
 
-def project(parts: TrainState) -> None:
+def project(state: TrainState) -> None:
     """Let the model change the gradient."""
-    if parts.hooks is not None:
+    if state.hooks is not None:
         with torch.no_grad():
-            parts.hooks.project_gradients()
+            state.hooks.project_gradients()
 
 
-def _probe(parts: TrainState, hooks: ModelHooks, step: int, size: int) -> Probe:
+def _probe(state: TrainState, hooks: ModelHooks, step: int, size: int) -> Probe:
     """Draw training samples and score them, each rank its part."""
-    total = len(parts.train_data)  # type: ignore[arg-type]
-    random = np.random.default_rng([parts.config.trainer.seed, step])
+    total = len(state.train_data)  # type: ignore[arg-type]
+    random = np.random.default_rng([state.config.trainer.seed, step])
     drawn = np.sort(random.choice(total, min(size, total), replace=False)).tolist()
-    first, end = parts.balancer.now(len(drawn)).bounds(parts.rank)
+    first, end = state.balancer.now(len(drawn)).bounds(state.rank)
     scores = torch.zeros(len(drawn), dtype=torch.float64)
-    limit = parts.microbatch_limits[parts.rank] or parts.microbatch_size or PROBED_AT_ONCE
+    limit = state.microbatch_limits[state.rank] or state.microbatch_size or PROBED_AT_ONCE
     for places in chop(range(first, end), cut(end - first, 1, limit)):
-        inputs, targets = _read(parts, [drawn[place] for place in places])
-        with torch.no_grad(), parts.autocast():
-            found = hooks.scores(parts.to_device(inputs), parts.to_device(targets))
+        inputs, targets = _read(state, [drawn[place] for place in places])
+        with torch.no_grad(), state.autocast():
+            found = hooks.scores(state.to_device(inputs), state.to_device(targets))
         scores[places[0] : places[-1] + 1] = found.double().cpu()
-    scores = parts.communicator.all_reduce(scores)
+    scores = state.communicator.all_reduce(scores)
 
     def take(places: Sequence[int]) -> torch.Tensor:
-        inputs, _ = _read(parts, [drawn[place] for place in places])
+        inputs, _ = _read(state, [drawn[place] for place in places])
         return next(iter(tensors(inputs))).double()
 
     return Probe(scores, take, random)
 
 
-def _read(parts: TrainState, indices: list[int]) -> Any:
+def _read(state: TrainState, indices: list[int]) -> Any:
     """Return these samples of the training data, collated, on the host."""
-    many = getattr(parts.train_data, "__getitems__", None)
-    return default_collate(many(indices) if many else [parts.train_data[index] for index in indices])
+    many = getattr(state.train_data, "__getitems__", None)
+    return default_collate(many(indices) if many else [state.train_data[index] for index in indices])

@@ -49,11 +49,11 @@ class Replica(Engine):
         return model
 
     def prepare(self, inputs: Any) -> None:
-        parts = self.state
-        parts.example = parts.to_device(inputs)
+        state = self.state
+        state.example = state.to_device(inputs)
         # Before the strategy wraps the model: an emulated device delays a gradient before DDP may send it.
-        parts.backend.attach(parts.model, parts.optimizer, parts.example)
-        parts.compiled = compiled(parts.model, parts.config)
+        state.backend.attach(state.model, state.optimizer, state.example)
+        state.compiled = compiled(state.model, state.config)
 
     def connect(self, plan: Plan, store: dist.Store, again: bool) -> None:
         """Form the group; see `hetexp.training.group.connect`."""
@@ -62,25 +62,25 @@ class Replica(Engine):
     def join(
         self, plan: Plan, rank: int, store: dist.Store, agree_on_state: Callable[[], None] | None = None
     ) -> None:
-        parts, strategy = self.state, self.state.strategy
+        state, strategy = self.state, self.state.strategy
         strategy.configure(plan)
-        parts.rank = rank
+        state.rank = rank
         self.connect(plan, store, agree_on_state is not None)
-        parts.balancer = self.balancer()
+        state.balancer = self.balancer()
         if agree_on_state is not None:
             agree_on_state()
-        inner = parts.compiled if parts.compiled is not None else parts.model
-        parts.module = strategy.wrap(inner, parts.device)
-        strategy.attach_group(parts.module, parts.communicator, parts.example, parts.backend.waiting)
-        parts.guard = recovering_guard(parts, self.asks_after_shortage)
+        inner = state.compiled if state.compiled is not None else state.model
+        state.module = strategy.wrap(inner, state.device)
+        strategy.attach_group(state.module, state.communicator, state.example, state.backend.waiting)
+        state.guard = recovering_guard(state, self.asks_after_shortage)
         self.attach_exchange(store)
 
     def balancer(self) -> Balancer:
         """Return what splits each batch over the ranks of the plan."""
-        parts, trainer = self.state, self.state.config.trainer
-        settings = parts.policy.settings if parts.policy.follows and self.moves_samples else None
-        ahead = read_ahead(parts.train_data, trainer.num_workers, trainer.prefetch_factor)
-        return Balancer(parts.plan, settings, ahead)
+        state, trainer = self.state, self.state.config.trainer
+        settings = state.policy.settings if state.policy.follows and self.moves_samples else None
+        ahead = read_ahead(state.train_data, trainer.num_workers, trainer.prefetch_factor)
+        return Balancer(state.plan, settings, ahead)
 
     def attach_exchange(self, store: dist.Store) -> None:
         """Set up how gradients or weights are exchanged; the model is wrapped already.
@@ -105,27 +105,27 @@ class Replica(Engine):
     def batches(
         self, start: Position, num_steps: int, first_step: int = 0, num_workers: int = 0
     ) -> Generator[LocalBatch, None, None]:
-        parts = self.state
+        state = self.state
         return local_batches(
-            parts.train_data,
-            parts.sampler,
+            state.train_data,
+            state.sampler,
             start,
             num_steps,
-            parts.balancer.split,
-            parts.rank,
+            state.balancer.split,
+            state.rank,
             *self.loaded_in(),
             num_workers,
             first_step,
-            prefetch_factor=parts.config.trainer.prefetch_factor,
-            page_locked=parts.backend.copies_page_locked,
+            prefetch_factor=state.config.trainer.prefetch_factor,
+            page_locked=state.backend.copies_page_locked,
         )
 
     # ------------------------------------------------------------ evaluation
 
     def forward(self, inputs: Any, number: int, num_samples: int) -> Any:
-        parts = self.state
-        with parts.autocast():
-            return call_model(parts.model, parts.to_device(inputs))
+        state = self.state
+        with state.autocast():
+            return call_model(state.model, state.to_device(inputs))
 
     def evaluation_part(self, total: int) -> tuple[int, int, int]:
         return *self.state.balancer.now(total).bounds(self.state.rank), self.state.evaluation_batch
@@ -173,10 +173,10 @@ class Replica(Engine):
         return [self.state.paced] if self.state.paced is not None else []
 
     def work(self) -> Work:
-        parts = self.state
-        samples = parts.balancer.now(parts.config.trainer.global_batch_size).counts[parts.rank]
-        sizes = parts.pass_sizes(samples)
-        modelled = parts.backend.modelled_work(sizes, _input_bytes(parts))
+        state = self.state
+        samples = state.balancer.now(state.config.trainer.global_batch_size).counts[state.rank]
+        sizes = state.pass_sizes(samples)
+        modelled = state.backend.modelled_work(sizes, _input_bytes(state))
         return Work(samples, max(sizes, default=0), modelled=modelled)
 
     def summarise(self, summary: dict[str, Any], totals: Totals, ranks: Sequence[dict[str, Any]]) -> None:
@@ -188,9 +188,9 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros(()) if parameter.grad is None else parameter.grad
 
 
-def _input_bytes(parts: TrainState) -> int:
+def _input_bytes(state: TrainState) -> int:
     """Return the bytes of one sample on its way to the device."""
-    if parts.input_bytes is not None:
-        return parts.input_bytes
-    inputs, _ = parts.train_data[0]
-    return sum(t.numel() * t.element_size() for t in tensors(parts.to_device(inputs)))
+    if state.input_bytes is not None:
+        return state.input_bytes
+    inputs, _ = state.train_data[0]
+    return sum(t.numel() * t.element_size() for t in tensors(state.to_device(inputs)))

@@ -55,9 +55,9 @@ class _Difference:
 class ReplicaCheck:
     """Compares the replicas of all ranks; every rank asks at the same steps."""
 
-    def __init__(self, parts: TrainState) -> None:
-        self._parts = parts
-        self._every = parts.config.trainer.check_sync_every
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._every = state.config.trainer.check_sync_every
         self._due = False
         self._warned = False
 
@@ -65,7 +65,7 @@ class ReplicaCheck:
         """Tell whether the replicas are to be compared after this step: at every so many, and at the next
         synchronisation where ranks take steps of their own in between.
         """
-        several = self._parts.communicator.world_size > 1
+        several = self._state.communicator.world_size > 1
         self._due |= self._every > 0 and step % self._every == 0 and several
         return self._due and synchronised
 
@@ -85,19 +85,19 @@ class ReplicaCheck:
             raise ReplicaError(f"{self._words(step, fatal)} {FIX}")
         if found and not self._warned:
             self._warned = True
-            if self._parts.rank == 0:
+            if self._state.rank == 0:
                 log.warning("%s Rank 0's is saved.", self._words(step, found))
 
     def _differences(self) -> list[_Difference]:
-        parts = self._parts
+        state = self._state
         kinds, rows = [], []
-        for number, (kind, name, tensor, ranks) in enumerate(parts.engine.replicated()):
+        for number, (kind, name, tensor, ranks) in enumerate(state.engine.replicated()):
             kinds.append((kind, name, ranks))
             rows.append(fingerprint(tensor, number))
-        everyone = torch.zeros((parts.communicator.world_size, len(rows), 3), dtype=torch.float64)
-        everyone[parts.rank] = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
-        by_tensor = parts.communicator.all_reduce(everyone).transpose(0, 1).tolist()
-        tolerance = TOLERANCE[parts.dtype]
+        everyone = torch.zeros((state.communicator.world_size, len(rows), 3), dtype=torch.float64)
+        everyone[state.rank] = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
+        by_tensor = state.communicator.all_reduce(everyone).transpose(0, 1).tolist()
+        tolerance = TOLERANCE[state.dtype]
         found = []
         for (kind, name, ranks), all_values in zip(kinds, by_tensor, strict=True):
             values = [all_values[rank] for rank in ranks]
@@ -108,7 +108,7 @@ class ReplicaCheck:
 
     def _words(self, step: int, found: list[_Difference]) -> str:
         worst = max(found, key=lambda one: one.size)
-        devices = self._parts.plan.devices
+        devices = self._state.plan.devices
         values = "; ".join(
             f"rank {rank}, {devices[rank]}: norm {math.sqrt(square):.12g}, largest {largest:.12g}"
             for rank, (_, square, largest) in zip(worst.ranks, worst.values, strict=True)
@@ -117,7 +117,7 @@ class ReplicaCheck:
         more = f" {others} other tensor{'s differ' if others > 1 else ' differs'}, too." if others else ""
         return (
             f"After step {step} the ranks no longer hold one model: the {worst.kind} of {worst.name} differs "
-            f"by about {worst.size:.2g} of its norm, where {TOLERANCE[self._parts.dtype]:g} may come of "
+            f"by about {worst.size:.2g} of its norm, where {TOLERANCE[self._state.dtype]:g} may come of "
             f"rounding ({values}).{more}"
         )
 

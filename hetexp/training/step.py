@@ -76,7 +76,7 @@ class Guarded:
 
 
 def guarded_step(
-    parts: TrainState,
+    state: TrainState,
     ranks: TakesGradient,
     step: int,
     microbatches: list[Any],
@@ -91,19 +91,19 @@ def guarded_step(
     Raises:
         DeviceMemoryError: memory ran out, and smaller microbatches cannot help.
     """
-    keeps = (parts.looks or parts.survives) and parts.has_buffers
-    buffers = KeptBuffers(parts.model) if keeps else None
+    keeps = (state.looks or state.survives) and state.has_buffers
+    buffers = KeptBuffers(state.model) if keeps else None
     grad_norm = None
     while True:
         bookmark = meter.bookmark()
         with nullcontext() if buffers is None else buffers.put_back_on_error():
             gradient = ranks.gradient(step, microbatches, normalizer, meter)
-        parts.backend.begin_update()
-        project(parts)
-        owners = [p for p in parts.parameters if p.grad is not None]
+        state.backend.begin_update()
+        project(state)
+        owners = [p for p in state.parameters if p.grad is not None]
         gradients = [p.grad for p in owners if p.grad is not None]
         check = (
-            GradCheck(parts, gradients, normalizer.loss_scale, parts.looks)
+            GradCheck(state, gradients, normalizer.loss_scale, state.looks)
             if gradient.finite is None
             else None
         )
@@ -113,13 +113,13 @@ def guarded_step(
             and check.bad is not None
             and gradient.shortage is None
             and gradient.updates
-            and may_be_skipped(parts)
+            and may_be_skipped(state)
         )
         if ahead:
             assert check is not None
-            grad_norm = clip(parts, gradients, True, bad=check.bad)
-            update(parts, step, microbatches, check.bad)
-            if not parts.config.trainer.check_sync_every:  # which compares gradients, too
+            grad_norm = clip(state, gradients, True, bad=check.bad)
+            update(state, step, microbatches, check.bad)
+            if not state.config.trainer.check_sync_every:  # which compares gradients, too
                 give(owners, [None] * len(owners))  # now, while the device is busy
         finite = gradient.finite if check is None else check.finite()
         finite = bool(finite) and gradient.shortage is None
@@ -138,10 +138,10 @@ def guarded_step(
     mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
     if not ahead:
         # After the exchange and the weighting: every rank clips the gradient of the whole batch.
-        grad_norm = clip(parts, gradients, finite, gradient.norm)
+        grad_norm = clip(state, gradients, finite, gradient.norm)
         if finite and gradient.updates:
-            update(parts, step, microbatches)
-    rate = float(parts.optimizer.param_groups[0]["lr"])
+            update(state, step, microbatches)
+    rate = float(state.optimizer.param_groups[0]["lr"])
     return Guarded(gradient, microbatches, finite, mendable, grad_norm, rate)
 
 
@@ -152,7 +152,7 @@ def give(owners: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor 
 
 
 def clip(
-    parts: TrainState,
+    state: TrainState,
     gradients: Sequence[torch.Tensor],
     finite: bool,
     norm: torch.Tensor | None = None,
@@ -167,17 +167,17 @@ def clip(
     Returns:
         `None` where nothing is to be clipped.
     """
-    most = parts.config.trainer.clip_norm
+    most = state.config.trainer.clip_norm
     if most is None:
         return None
     norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
     if finite:
         known = norm if bad is None else norm.masked_fill(bad, 0.0)
-        torch.nn.utils.clip_grads_with_norm_(parts.parameters, most, known)
+        torch.nn.utils.clip_grads_with_norm_(state.parameters, most, known)
     return norm
 
 
-def update(parts: TrainState, step: int, microbatches: list[Any], bad: torch.Tensor | None = None) -> None:
+def update(state: TrainState, step: int, microbatches: list[Any], bad: torch.Tensor | None = None) -> None:
     """Let the optimizer change the weights.
 
     Args:
@@ -188,16 +188,16 @@ def update(parts: TrainState, step: int, microbatches: list[Any], bad: torch.Ten
     """
     why = "The optimizer's update cannot be done again: some weights may have moved."
     sizes = sizes_of(microbatches)
-    with ends_with_shortage(parts, step, sizes, why), skip_if_nonfinite(parts.optimizer, bad):
-        parts.optimizer.step()
+    with ends_with_shortage(state, step, sizes, why), skip_if_nonfinite(state.optimizer, bad):
+        state.optimizer.step()
 
 
-def advance_schedule(parts: TrainState, finite: bool) -> None:
+def advance_schedule(state: TrainState, finite: bool) -> None:
     """Set the learning rate of the next step.
 
     The rate follows the number of steps, also of steps that were left out.
     """
     if finite:
-        parts.schedule.step()
+        state.schedule.step()
     else:
-        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
+        restart_schedule(state.schedule, state.schedule.last_epoch + 1)

@@ -51,7 +51,7 @@ HANDSHAKE = "handshake"
 """Topic in the store under which ranks tell what they are about to train."""
 
 
-def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> TrainState:
+def build_state(plan: Plan, config: Config, rank: int, store: dist.Store) -> TrainState:
     """Build everything that this rank trains with.
 
     Raises:
@@ -59,10 +59,10 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Tra
         ConfigError: a class refuses its arguments.
         SetupError: the device cannot be driven, or the group did not form.
     """
-    parts, run_on = _build_alone(plan, config, rank, store)
-    parts.run_on = tuple(run_on)
-    parts.engine.join(plan, rank, store)
-    return parts
+    state, run_on = _build_alone(plan, config, rank, store)
+    state.run_on = tuple(run_on)
+    state.engine.join(plan, rank, store)
+    return state
 
 
 def build_newcomer(plan: Plan, config: Config, rank: int, member: int, store: dist.Store) -> TrainState:
@@ -124,7 +124,7 @@ def _build_alone(
     model.to(device)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, trained)
-    parts = TrainState(
+    state = TrainState(
         plan=plan,
         config=config,
         rank=rank,
@@ -151,7 +151,7 @@ def _build_alone(
     )
     strategy.configure(plan)
     engine.prepare(inputs)
-    return parts, run_on
+    return state, run_on
 
 
 def components(config: Config) -> tuple[Strategy, BalancingPolicy]:
@@ -269,16 +269,16 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def start_loggers(parts: TrainState) -> tuple[Logger, ...]:
+def start_loggers(state: TrainState) -> tuple[Logger, ...]:
     """Open `metrics.jsonl` and the configured tracker; rank 0 calls it, after `resume`.
 
     If the file has rows already, another process of this run wrote them: the tracker gets them again.
     """
-    info = run_info(parts)
-    path = Path(parts.plan.run_dir) / "metrics.jsonl"
+    info = run_info(state)
+    path = Path(state.plan.run_dir) / "metrics.jsonl"
     metrics: Logger = MetricsFile(path)
     begun = path.stat().st_size > 0
-    tracker: Logger = GuardedLogger(instantiate(parts.config.logger))
+    tracker: Logger = GuardedLogger(instantiate(state.config.logger))
     for logger in (metrics, tracker):
         logger.start(info)
     if begun:
@@ -286,13 +286,13 @@ def start_loggers(parts: TrainState) -> tuple[Logger, ...]:
     return metrics, tracker
 
 
-def run_info(parts: TrainState) -> RunInfo:
+def run_info(state: TrainState) -> RunInfo:
     """Return what names this run in a tracker.
 
     A run that goes on from another one is a run of its own there, since both may have logged the same steps;
     it joins the sweep of the other one, and its configuration says which one that was.
     """
-    plan, before = parts.plan, parts.resumed_from
+    plan, before = state.plan, state.resumed_from
     about_plan = {
         "devices": [str(d) for d in plan.all_devices],
         "shares": list(plan.card_shares or plan.shares),

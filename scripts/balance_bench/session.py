@@ -20,7 +20,7 @@ from hetexp.core.plan import Plan
 from hetexp.core.split import Split
 from hetexp.training.measuring.calibrate import joint_steps
 from hetexp.training.measuring.warmup_calibration import rehearse
-from hetexp.training.wiring import build_parts
+from hetexp.training.wiring import build_state
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     plan = Plan.read(Path(job["plan"]))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
-    parts = build_parts(plan, read_config(plan.config), rank, store)
+    parts = build_state(plan, read_config(plan.config), rank, store)
     scale = rehearse(parts)
     assert scale is not None
     parts.model.train()

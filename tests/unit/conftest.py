@@ -113,7 +113,7 @@ def samples(count: int, width: int = 3, classes: int = 4) -> TensorDataset:
 
 
 @pytest.fixture
-def make_parts(tmp_path: Path) -> Callable[..., TrainState]:
+def make_state(tmp_path: Path) -> Callable[..., TrainState]:
     """Return a function that builds one rank's parts; the same model and data on every rank."""
 
     def make(
@@ -179,7 +179,7 @@ def make_parts(tmp_path: Path) -> Callable[..., TrainState]:
         assert steps is not None
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, maximize=climb)
         chosen = strategy or Averaging(communicator)
-        parts = TrainState(
+        state = TrainState(
             plan=plan,
             config=config,
             rank=rank,
@@ -212,11 +212,11 @@ def make_parts(tmp_path: Path) -> Callable[..., TrainState]:
             ),
             loss_scale=LossScale() if "float16" in plan.precisions else None,
         )
-        if isinstance(parts.engine, OwnSteps):
-            parts.guard = recovering_guard(parts, together=False)
-        if isinstance(parts.engine, Replica):
-            parts.engine.attach_exchange(HashStore())
-            parts.hook = None  # the strategy exchanges between threads
-        return parts
+        if isinstance(state.engine, OwnSteps):
+            state.guard = recovering_guard(state, together=False)
+        if isinstance(state.engine, Replica):
+            state.engine.attach_exchange(HashStore())
+            state.hook = None  # the strategy exchanges between threads
+        return state
 
     return make

@@ -28,7 +28,7 @@ def rank(survives: bool) -> tuple[_Rank, Saver]:
     saver, fault = Saver(), SimpleNamespace(stop_seconds=30.0)
     job = _Rank(plan_on([CpuBackend.describe(0)], unbuilt_config()), 0)
     config = SimpleNamespace(fault=fault)
-    job.parts = cast("Any", SimpleNamespace(survives=survives, saver=saver, config=config, loggers=()))
+    job.state = cast("Any", SimpleNamespace(survives=survives, saver=saver, config=config, loggers=()))
     return job, saver
 
 

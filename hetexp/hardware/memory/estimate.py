@@ -117,10 +117,10 @@ class MemoryEstimate:
 
     def explain(self) -> str:
         """Return one line for people."""
-        parts = ", ".join(f"{name} {readable(size)}" for name, size in self.parts().items())
+        state = ", ".join(f"{name} {readable(size)}" for name, size in self.parts().items())
         least = "" if self.measured else "at least "
         samples = "sample" if self.microbatch_size == 1 else "samples at once"
-        text = f"{least}{readable(self.total_bytes)} for {self.microbatch_size} {samples} ({parts})"
+        text = f"{least}{readable(self.total_bytes)} for {self.microbatch_size} {samples} ({state})"
         return text if self.reason is None else f"{text}; the rest is not known: {self.reason}"
 
 

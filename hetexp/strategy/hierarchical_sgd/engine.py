@@ -37,9 +37,9 @@ class HierarchicalSteps(LocalSteps):
 
     def attach_exchange(self, store: dist.Store) -> None:
         super().attach_exchange(store)
-        parts = self.state
-        (ranks,) = (group for group in self._groups_of(parts.plan.devices) if parts.rank in group)
-        self.host = HostGroup(parts, ranks, store)
+        state = self.state
+        (ranks,) = (group for group in self._groups_of(state.plan.devices) if state.rank in group)
+        self.host = HostGroup(state, ranks, store)
 
     @property
     def step_group(self) -> Communicator:
@@ -78,11 +78,11 @@ class HierarchicalSteps(LocalSteps):
 
     def extra_step_seconds(self) -> float:
         """Return a step's part of a sync, and the sum over this rank's host, behind which nothing hides."""
-        parts, seconds = self.state, super().extra_step_seconds()
-        if not parts.plan.paced or len(self.host.ranks) < 2:
+        state, seconds = self.state, super().extra_step_seconds()
+        if not state.plan.paced or len(self.host.ranks) < 2:
             return seconds
-        links = links_of(parts.plan, [parts.plan.devices[rank] for rank in self.host.ranks])
-        num_bytes = sum(p.numel() * p.element_size() for p in parts.model.parameters() if p.requires_grad)
+        links = links_of(state.plan, [state.plan.devices[rank] for rank in self.host.ranks])
+        num_bytes = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad)
         travel = max(links.to_host_seconds(rank, num_bytes) for rank in range(links.world_size))
         return seconds + 2 * travel + links.exchange_seconds(num_bytes)
 

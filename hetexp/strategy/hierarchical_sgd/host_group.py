@@ -24,11 +24,11 @@ class HostGroup:
         store: that all ranks of the run share.
     """
 
-    def __init__(self, parts: TrainState, ranks: Sequence[int], store: dist.Store) -> None:
+    def __init__(self, state: TrainState, ranks: Sequence[int], store: dist.Store) -> None:
         self.ranks = tuple(ranks)
-        trained = [p for p in parts.model.parameters() if p.requires_grad]
+        trained = [p for p in state.model.parameters() if p.requires_grad]
         sets = [(self.ranks, trained)] if len(ranks) > 1 else []
-        self.gradients = SharedGradients(parts, sets, trained, dist.PrefixStore("hosts", store))
+        self.gradients = SharedGradients(state, sets, trained, dist.PrefixStore("hosts", store))
         exchange = self.gradients.exchanges[0] if sets else None
         self.communicator: Communicator = _Counts(exchange) if exchange is not None else SoloCommunicator()
         """Adds up the counts of samples."""

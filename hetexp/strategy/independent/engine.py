@@ -55,8 +55,8 @@ class IndependentSteps(OwnSteps):
 
     def begin(self) -> None:
         if not self._begun:
-            parts = self.state
-            give_weights(parts.model, Summation(parts.exchange, device=parts.device), parts.rank)
+            state = self.state
+            give_weights(state.model, Summation(state.exchange, device=state.device), state.rank)
             self._begun = True
 
     def took(self, step: int, gradient: Gradient, num_samples: int) -> None:
@@ -70,10 +70,10 @@ class IndependentSteps(OwnSteps):
             NonFiniteError: `trainer.non_finite` says stop.
         """
         result.synchronised = False
-        parts, since = self.state, self.since
-        if since.hopeless_step and parts.config.trainer.non_finite == "stop":
-            device = f"{parts.plan.devices[parts.rank]}"
-            message = explain(since.hopeless_step, since.hopeless_loss, parts.rank, device, since.found)
+        state, since = self.state, self.since
+        if since.hopeless_step and state.config.trainer.non_finite == "stop":
+            device = f"{state.plan.devices[state.rank]}"
+            message = explain(since.hopeless_step, since.hopeless_loss, state.rank, device, since.found)
             raise NonFiniteError(f"{message} {FIX}")
 
     def forget(self) -> None:
@@ -99,20 +99,20 @@ class IndependentSteps(OwnSteps):
 
     def _evaluate_all(self) -> list[dict[str, float]]:
         """Run every rank's own model over all evaluation data; return one result a rank, on every rank."""
-        parts = self.state
-        if parts.eval_data is None:
+        state = self.state
+        if state.eval_data is None:
             return []
-        own = evaluate_alone(parts)
-        parts.communicator.meet()
-        names = parts.hooks.measures if parts.hooks is not None else ()
-        gathered = torch.zeros((parts.communicator.world_size, 3 + len(names)), dtype=torch.float64)
+        own = evaluate_alone(state)
+        state.communicator.meet()
+        names = state.hooks.measures if state.hooks is not None else ()
+        gathered = torch.zeros((state.communicator.world_size, 3 + len(names)), dtype=torch.float64)
         row = [own["loss"], own["samples"], own.get("accuracy", -1.0), *(own[name] for name in names)]
-        gathered[parts.rank] = torch.tensor(row, dtype=torch.float64)
+        gathered[state.rank] = torch.tensor(row, dtype=torch.float64)
         return [
             {"loss": loss, "samples": samples}
             | ({"accuracy": accuracy} if accuracy >= 0 else {})
             | dict(zip(names, values, strict=True))
-            for loss, samples, accuracy, *values in parts.communicator.all_reduce(gathered).tolist()
+            for loss, samples, accuracy, *values in state.communicator.all_reduce(gathered).tolist()
         ]
 
     # ------------------------------------------------------------ checkpoints
@@ -130,25 +130,25 @@ class IndependentSteps(OwnSteps):
 
     def state_extra(self) -> dict[str, Any]:
         """Return what part of the data the model was trained on."""
-        parts, rank = self.state, self.state.rank
+        state, rank = self.state, self.state.rank
         part = {
             "rank": rank,
-            "ranks": parts.plan.world_size,
-            "device": parts.plan.devices[rank].id,
-            "share": parts.plan.shares[rank],
+            "ranks": state.plan.world_size,
+            "device": state.plan.devices[rank].id,
+            "share": state.plan.shares[rank],
             "samples": self.samples,
-            "seed": parts.config.trainer.seed,
+            "seed": state.config.trainer.seed,
         }
-        return {"part": part, "devices": [provenance(parts)[rank]]}
+        return {"part": part, "devices": [provenance(state)[rank]]}
 
     def find(self, path: Path) -> Path:
-        parts = self.state
+        state = self.state
         if not rank_folders(path):
             return super().find(path)
         folders = search_rank_checkpoints(path)
-        if len(folders) == parts.plan.world_size:
-            return folders[parts.rank]
-        accepted = f"a run of as many devices as this one has ({parts.plan.world_size})"
+        if len(folders) == state.plan.world_size:
+            return folders[state.rank]
+        accepted = f"a run of as many devices as this one has ({state.plan.world_size})"
         fix = f"It is of {len(folders)}: hetexp merge makes one model of theirs, which any run goes on from."
         raise CheckpointError(must_be("resume", accepted, str(path), fix))
 
@@ -164,11 +164,11 @@ class IndependentSteps(OwnSteps):
 
     def finish(self, step: int) -> tuple[str, dict[str, float]] | None:
         """Merge the models that the ranks have saved, on rank 0; the others wait for it."""
-        parts, result = self.state, None
-        if self._settings.merge and parts.rank == 0:
-            with parts.communicator.working():
-                result, self.merged = merge_ranks(parts, step, self._settings, self._evaluations)
-        parts.communicator.meet()
+        state, result = self.state, None
+        if self._settings.merge and state.rank == 0:
+            with state.communicator.working():
+                result, self.merged = merge_ranks(state, step, self._settings, self._evaluations)
+        state.communicator.meet()
         return result
 
     def summarise(self, summary: dict[str, Any], totals: Totals, ranks: Any) -> None:

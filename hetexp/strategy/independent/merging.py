@@ -76,13 +76,13 @@ class Merged:
 def merge(
     parents: Sequence[Parent],
     wanted: Wanted,
-    parts: TrainState | None,
+    state: TrainState | None,
     evaluations: Sequence[dict[str, float]] = (),
 ) -> Merged:
     """Merge models, and evaluate the result where there is something to evaluate with.
 
     Args:
-        parts: with the model that the parents are of, which then holds the merged one; `None`: nothing is
+        state: with the model that the parents are of, which then holds the merged one; `None`: nothing is
             evaluated, and running statistics are averaged.
         evaluations: of the parents, where these are known; else they are found here.
 
@@ -95,7 +95,7 @@ def merge(
     if foreign is not None and not wanted.force:
         raise CheckpointError(f"{foreign} `--force` merges them all the same, and tells how that went.")
     weights = weights_of(parents, wanted.weights)
-    judge = _Judge(parents, weights, wanted, parts)
+    judge = _Judge(parents, weights, wanted, state)
     found = [dict(one) for one in evaluations]
     if not found and judge.evaluates:
         found = [judge.evaluation([index]) for index in range(len(parents))]
@@ -107,7 +107,7 @@ def merge(
             )
         chosen = greedy_soup([one["loss"] for one in found], lambda some: judge.evaluation(some)["loss"])
     tensors = judge.tensors(chosen)
-    evaluation = evaluate_alone(parts) if parts is not None and judge.evaluates else {}
+    evaluation = evaluate_alone(state) if state is not None and judge.evaluates else {}
     part = judge.parts_of(chosen)
     losses = [one.get("loss") for one in found] or [None] * len(parents)
     known = [loss for loss in losses if loss is not None]
@@ -140,13 +140,13 @@ class _Judge:
     """Makes means of some of the parents, and evaluates them."""
 
     def __init__(
-        self, parents: Sequence[Parent], weights: Sequence[float], wanted: Wanted, parts: TrainState | None
+        self, parents: Sequence[Parent], weights: Sequence[float], wanted: Wanted, state: TrainState | None
     ) -> None:
-        self._parents, self._weights, self._wanted, self._parts = parents, weights, wanted, parts
-        self.evaluates = parts is not None and parts.eval_data is not None
+        self._parents, self._weights, self._wanted, self._state = parents, weights, wanted, state
+        self.evaluates = state is not None and state.eval_data is not None
         self.batch_norm: str | None = None
         """What became of running statistics, `None` where there are none."""
-        self._scalings = lora_scalings(parts.model) if parts is not None else {}
+        self._scalings = lora_scalings(state.model) if state is not None else {}
         if wanted.lora_scaling is not None:
             self._scalings = dict.fromkeys(adapter_names(parents[0].tensors), wanted.lora_scaling)
 
@@ -159,70 +159,70 @@ class _Judge:
         ]
 
     def tensors(self, chosen: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the merged model's tensors; the model of `parts` then holds them."""
+        """Return the merged model's tensors; the model of `state` then holds them."""
         weights = self.parts_of(chosen)
         if len(chosen) == 1:  # a parent itself, its adapters and statistics as they are
             merged = dict(self._parents[chosen[0]].tensors)
         else:
             models = [self._parents[index].tensors for index in chosen]
             merged = merge_tensors(models, [weights[index] for index in chosen], self._scalings)
-        if self._parts is None:
+        if self._state is None:
             self.batch_norm = "averaged" if any("running_mean" in name for name in merged) else None
             return merged
         if any(merged[name].shape != self._parents[0].tensors[name].shape for name in merged):
             self.evaluates = False  # stacked adapters fit no model of the parents' kind
             return merged
-        self._parts.model.load_state_dict(match_model(merged, self._parts.model), strict=True)
-        if self._parts.hooks is not None and len(chosen) > 1:
-            conclude(self._parts, None)
-            merged = {name: value.detach().cpu() for name, value in pack_model(self._parts.model)[0].items()}
-        if not _norms(self._parts.model):
+        self._state.model.load_state_dict(match_model(merged, self._state.model), strict=True)
+        if self._state.hooks is not None and len(chosen) > 1:
+            conclude(self._state, None)
+            merged = {name: value.detach().cpu() for name, value in pack_model(self._state.model)[0].items()}
+        if not _norms(self._state.model):
             return merged
         self.batch_norm = "averaged"
         if self._wanted.batch_norm == "recalibrate" and len(chosen) > 1:
-            recalibrate(self._parts)
+            recalibrate(self._state)
             self.batch_norm = "recalibrated"
-        return {name: value.detach().cpu() for name, value in pack_model(self._parts.model)[0].items()}
+        return {name: value.detach().cpu() for name, value in pack_model(self._state.model)[0].items()}
 
     def evaluation(self, chosen: Sequence[int]) -> dict[str, float]:
         """Return what the mean of some of the parents makes of the evaluation data."""
-        assert self._parts is not None
+        assert self._state is not None
         self.tensors(chosen)
-        return evaluate_alone(self._parts)
+        return evaluate_alone(self._state)
 
 
-def recalibrate(parts: TrainState) -> None:
+def recalibrate(state: TrainState) -> None:
     """Measure the running statistics of all BatchNorm layers again, on training data with present weights.
 
     Each becomes the mean over batches of the training's size; everything else computes as in an evaluation.
     """
-    norms = _norms(parts.model)
+    norms = _norms(state.model)
     before = [norm.momentum for norm in norms]
-    parts.model.eval()
+    state.model.eval()
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # a plain mean over the batches
         norm.train()
-    count = min(len(parts.train_data), RECALIBRATED_SAMPLES)  # type: ignore[arg-type]
-    largest = max([2, *parts.pass_sizes(parts.plan.local_batch_sizes[parts.rank])])
-    order = [index for epoch in _epoch(parts) for index in epoch][:count]
+    count = min(len(state.train_data), RECALIBRATED_SAMPLES)  # type: ignore[arg-type]
+    largest = max([2, *state.pass_sizes(state.plan.local_batch_sizes[state.rank])])
+    order = [index for epoch in _epoch(state) for index in epoch][:count]
     batches = list(chop(order, cut(count, 1, largest)))
     with torch.no_grad():
-        for inputs, _ in DataLoader(parts.train_data, batch_sampler=batches):
-            with parts.autocast():
-                call_model(parts.model, parts.to_device(inputs))
-            parts.communicator.alive()
+        for inputs, _ in DataLoader(state.train_data, batch_sampler=batches):
+            with state.autocast():
+                call_model(state.model, state.to_device(inputs))
+            state.communicator.alive()
     for norm, momentum in zip(norms, before, strict=True):
         norm.momentum = momentum
-    parts.model.train()
+    state.model.train()
 
 
-def _epoch(parts: TrainState) -> list[list[int]]:
+def _epoch(state: TrainState) -> list[list[int]]:
     """Return the global batches of the first epoch: samples in no order of their own."""
     position = Progress().position
     batches = []
     while position.epoch == 0:
-        indices, position = parts.sampler.batch(position)
+        indices, position = state.sampler.batch(position)
         batches.append(indices.tolist())
     return batches
 
@@ -257,7 +257,7 @@ def rank_folder(checkpoints: Path, rank: int) -> Path:
 
 
 def merge_ranks(
-    parts: TrainState, step: int, settings: MergeSettings, evaluations: Sequence[dict[str, float]]
+    state: TrainState, step: int, settings: MergeSettings, evaluations: Sequence[dict[str, float]]
 ) -> tuple[tuple[str, dict[str, float]] | None, dict[str, Any]]:
     """Merge the models that the ranks have saved at a step.
 
@@ -269,15 +269,15 @@ def merge_ranks(
     """
     wanted = Wanted(soup=settings.soup, batch_norm=settings.batch_norm)
     name = folder_name(step)
-    read = [read_parent(rank_folder(parts.checkpoints, rank) / name) for rank in range(parts.plan.world_size)]
+    read = [read_parent(rank_folder(state.checkpoints, rank) / name) for rank in range(state.plan.world_size)]
     # A device without a share has trained nothing.
     taking_part = [rank for rank, parent in enumerate(read) if parent.samples]
     parents = [read[rank] for rank in taking_part]
     try:
-        merged = merge(parents, wanted, parts, [evaluations[rank] for rank in taking_part if evaluations])
+        merged = merge(parents, wanted, state, [evaluations[rank] for rank in taking_part if evaluations])
     except CheckpointError as error:
         log.warning("The models were not merged, and stay as they are: %s", error)
         return None, {"error": f"{error}"}
-    for logger in parts.loggers:
+    for logger in state.loggers:
         logger.log({f"merge/{key}": value for key, value in merged.evaluation.items()}, step)
-    return (str(write_merged(parts.checkpoints, parents, merged)), merged.evaluation), merged.report
+    return (str(write_merged(state.checkpoints, parents, merged)), merged.evaluation), merged.report

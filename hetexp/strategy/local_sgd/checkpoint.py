@@ -35,28 +35,28 @@ def file_name(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
-def rank_files(parts: TrainState, outer: OuterStep, settings: LocalSettings) -> dict[str, bytes]:
+def rank_files(state: TrainState, outer: OuterStep, settings: LocalSettings) -> dict[str, bytes]:
     """Return the files of all ranks by name, on rank 0.
 
     All ranks call it: their states travel to rank 0.
     """
     tensors: dict[str, torch.Tensor] = {}
     packed: dict[str, Any] | None = None
-    if settings.inner_state == "keep" and parts.rank > 0:
-        found, packed = pack_optimizer(parts.optimizer, first_names(parts.model))
+    if settings.inner_state == "keep" and state.rank > 0:
+        found, packed = pack_optimizer(state.optimizer, first_names(state.model))
         tensors |= {f"optimizer/{name}": tensor for name, tensor in found.items()}
     if outer.exchange.feedback is not None:
         tensors[FEEDBACK] = outer.exchange.feedback
-    if outer.momentum is not None and parts.rank == 0:
+    if outer.momentum is not None and state.rank == 0:
         tensors[MOMENTUM] = outer.momentum
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     mine = safetensors.torch.save(copies, {"optimizer": json.dumps(packed)})
-    everyone = _to_first(parts, mine)
+    everyone = _to_first(state, mine)
     return {file_name(rank): content for rank, content in enumerate(everyone)}
 
 
 def restore_rank(
-    parts: TrainState, begin: Callable[[], OuterStep], settings: LocalSettings, folder: Path
+    state: TrainState, begin: Callable[[], OuterStep], settings: LocalSettings, folder: Path
 ) -> None:
     """Put this rank's own state back, from a checkpoint whose model and optimizer have been loaded.
 
@@ -74,31 +74,31 @@ def restore_rank(
     with safe_open(first, "pt", "cpu") as file:
         if MOMENTUM in file.keys():  # noqa: SIM118 - it is no mapping
             outer.momentum = file.get_tensor(MOMENTUM).clone()
-    if saved != parts.communicator.world_size:
-        if parts.rank == 0:
+    if saved != state.communicator.world_size:
+        if state.rank == 0:
             log.warning(
                 "resume: the checkpoint is of %d ranks, which are now %d: every optimizer goes on from the "
                 "state of the first one.",
                 saved,
-                parts.communicator.world_size,
+                state.communicator.world_size,
             )
         return
-    with safe_open(folder / file_name(parts.rank), "pt", "cpu") as file:
+    with safe_open(folder / file_name(state.rank), "pt", "cpu") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         packed = json.loads(file.metadata()["optimizer"])
     if FEEDBACK in found and settings.wire != "float32":
         outer.exchange.feedback = found[FEEDBACK].clone()
     if packed is not None and settings.inner_state == "keep":
         moments = {n.removeprefix("optimizer/"): t for n, t in found.items() if n.startswith("optimizer/")}
-        restore_optimizer(moments, packed, parts.optimizer, named_parameters(parts.model))
+        restore_optimizer(moments, packed, state.optimizer, named_parameters(state.model))
 
 
-def _to_first(parts: TrainState, mine: bytes) -> list[bytes]:
+def _to_first(state: TrainState, mine: bytes) -> list[bytes]:
     """Return every rank's bytes on rank 0, and nothing on the others."""
-    communicator, exchange = parts.communicator, parts.exchange
+    communicator, exchange = state.communicator, state.exchange
     if exchange is None:
         return [mine]
-    home = torch.device("cpu") if exchange.takes_host else parts.device
+    home = torch.device("cpu") if exchange.takes_host else state.device
     sizes = torch.zeros(communicator.world_size, dtype=torch.int64)
     sizes[communicator.rank] = len(mine)
     lengths = communicator.all_reduce(sizes).tolist()

@@ -49,16 +49,16 @@ class LocalSteps(OwnSteps):
 
     def attach_exchange(self, store: dist.Store) -> None:
         super().attach_exchange(store)
-        parts = self.state
-        self._links = links_of(parts.plan) if parts.plan.paced else None
+        state = self.state
+        self._links = links_of(state.plan) if state.plan.paced else None
         self._summation = Summation(
-            parts.exchange, self.settings.wire, parts.paced, self._links, parts.device
+            state.exchange, self.settings.wire, state.paced, self._links, state.device
         )
-        rounds = self.settings.rounds(parts.plan.world_size)
-        self._rounds = [_own_group(groups, parts.rank) for groups in rounds]
+        rounds = self.settings.rounds(state.plan.world_size)
+        self._rounds = [_own_group(groups, state.rank) for groups in rounds]
         groups = sorted({group for group in self._rounds if len(group) > 1})
         self._neighbours = SharedGradients(
-            parts, [(group, []) for group in groups], [], dist.PrefixStore("rounds", store)
+            state, [(group, []) for group in groups], [], dist.PrefixStore("rounds", store)
         )
 
     # ------------------------------------------------------------ steps
@@ -69,8 +69,8 @@ class LocalSteps(OwnSteps):
     def synced(self) -> OuterStep:
         """Return what ranks hold in common; the first time they all get the first rank's weights."""
         if self.outer is None:
-            parts = self.state
-            self.outer = OuterStep(parts.model, self.settings, parts.communicator, self._summation)
+            state = self.state
+            self.outer = OuterStep(state.model, self.settings, state.communicator, self._summation)
             self.outer.begin_together()
             self.outer.hold()
         return self.outer
@@ -129,9 +129,9 @@ class LocalSteps(OwnSteps):
                 says stop; nothing was averaged.
             PeerLostError: another rank is gone.
         """
-        parts, outer, mine = self.state, self.synced(), self.since
-        parts.backend.pause()
-        start = parts.backend.mark()
+        state, outer, mine = self.state, self.synced(), self.since
+        state.backend.pause()
+        start = state.backend.mark()
         rows = self._gathered(loss_scale)
         self.since = SyncStats()
         self._agree(rows, loss_scale)
@@ -141,25 +141,25 @@ class LocalSteps(OwnSteps):
             weight = mine.count / total
             outer.step(weight)
             if self.settings.inner_state == "average":
-                outer.average_moments(parts.optimizer, weight)
+                outer.average_moments(state.optimizer, weight)
             elif self.settings.inner_state == "reset":
-                parts.optimizer.state.clear()
+                state.optimizer.state.clear()
             self._conclude_model(outer, step, mine)
-        meter.waited(start, parts.backend.mark())
-        parts.backend.resume()
+        meter.waited(start, state.backend.mark())
+        state.backend.resume()
         self._rebalance(step, mine, rows[:, _FIXED:])
         return int(rows[:, 1].sum())
 
     def _gathered(self, loss_scale: LossScale | None) -> torch.Tensor:
         """Return what each rank reports of its steps since the last sync [ranks, `_FIXED` + steps]."""
-        parts, mine = self.state, self.since
-        limit = parts.microbatch_limits[parts.rank]
-        rows = torch.zeros((parts.communicator.world_size, _FIXED + len(mine.seconds)), dtype=torch.float64)
+        state, mine = self.state, self.since
+        limit = state.microbatch_limits[state.rank]
+        rows = torch.zeros((state.communicator.world_size, _FIXED + len(mine.seconds)), dtype=torch.float64)
         scale = (loss_scale.value, loss_scale.good_steps) if loss_scale is not None else (0.0, 0)
         row = [mine.count, mine.left_out, mine.hopeless_step, mine.hopeless_loss, *scale, limit or 0]
         seconds = [own for _, _, own in mine.seconds]
-        rows[parts.rank] = torch.tensor([*row, *mine.found.to_row(), *seconds], dtype=torch.float64)
-        return parts.communicator.all_reduce(rows)
+        rows[state.rank] = torch.tensor([*row, *mine.found.to_row(), *seconds], dtype=torch.float64)
+        return state.communicator.all_reduce(rows)
 
     def _agree(self, rows: torch.Tensor, loss_scale: LossScale | None) -> None:
         """Take from all ranks' reports their microbatch limits, and the smallest loss scale."""
@@ -170,46 +170,46 @@ class LocalSteps(OwnSteps):
             loss_scale.good_steps = int(rows[smallest, 5].min())
 
     def _face_non_finite(self, rows: torch.Tensor) -> None:
-        parts = self.state
+        state = self.state
         hopeless = [(rank, row) for rank, row in enumerate(rows.tolist()) if row[2]]
-        if not hopeless or parts.config.trainer.non_finite == "continue":
+        if not hopeless or state.config.trainer.non_finite == "continue":
             return
         sentences = " ".join(
             explain(
                 int(row[2]),
                 row[3],
                 rank,
-                f"{parts.plan.devices[rank]}",
+                f"{state.plan.devices[rank]}",
                 NonFiniteSamples.from_row(row[7:_FIXED]),
             )
             for rank, row in hopeless
         )
-        if parts.config.trainer.non_finite == "stop":
-            parts.communicator.barrier()
+        if state.config.trainer.non_finite == "stop":
+            state.communicator.barrier()
             raise NonFiniteError(f"{sentences} No weights were averaged after it. {FIX}")
-        if parts.rank == 0 and not self._warned:
+        if state.rank == 0 and not self._warned:
             log.warning("%s Such steps are left out on that device; later ones are counted only.", sentences)
         self._warned = True
 
     def _conclude_model(self, outer: OuterStep, step: int, mine: SyncStats) -> None:
         """Let the model do what it does after a merge; all ranks hold the weights that come of it."""
-        parts = self.state
-        if parts.hooks is None:
+        state = self.state
+        if state.hooks is None:
             return
         before = max(step, 0) // self.settings.sync_every * self.settings.sync_every
-        conclude(parts, None)  # candidates are judged by the merged weights as they will be
-        tally = mine.tally if mine.tally is not None else no_tally(parts)
-        samples = int(parts.communicator.all_reduce(torch.tensor([mine.samples])))
-        conclude(parts, share(parts, step, tally, samples, before))
+        conclude(state, None)  # candidates are judged by the merged weights as they will be
+        tally = mine.tally if mine.tally is not None else no_tally(state)
+        samples = int(state.communicator.all_reduce(torch.tensor([mine.samples])))
+        conclude(state, share(state, step, tally, samples, before))
         outer.hold()
 
     def _rebalance(self, step: int, mine: SyncStats, seconds: torch.Tensor) -> None:
         """Judge the steps since the last sync one by one, until one of them asks for another split."""
-        parts = self.state
+        state = self.state
         for position, (number, samples, _) in enumerate(mine.seconds):
-            decision = parts.balancer.observe(number, samples, seconds[:, position].tolist(), step)
-            if parts.rank == 0:
-                parts.balancer.tell(decision)
+            decision = state.balancer.observe(number, samples, seconds[:, position].tolist(), step)
+            if state.rank == 0:
+                state.balancer.tell(decision)
             if decision is not None and decision.action in ("resplit", "move", "probe"):
                 return
 

@@ -45,22 +45,22 @@ class OwnSteps(Replica):
     # ------------------------------------------------------------ one global step
 
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
-        parts = self.state
+        state = self.state
         self.begin()
         own = LossNormalizer(StepMessage(self.step_group), 1, loss_scale=normalizer.loss_scale)
         pieces = self._pieces(step, batch)
         if not pieces:
-            parts.backend.begin_step(step)
+            state.backend.begin_step(step)
         results = [self._own_step(step, *piece, own, meter) for piece in pieces]
-        learning_rate = float(parts.optimizer.param_groups[0]["lr"])
-        restart_schedule(parts.schedule, parts.schedule.last_epoch + 1)
+        learning_rate = float(state.optimizer.param_groups[0]["lr"])
+        restart_schedule(state.schedule, state.schedule.last_epoch + 1)
         meter.samples += batch.local_samples
         self.samples += batch.local_samples
         for result in results:
             self._count(step, result)
-        if parts.balancer.follows and step >= 0:
+        if state.balancer.follows and step >= 0:
             self.since.seconds.append((step, batch.global_samples, meter.since_last()))
-        zero = torch.zeros((), dtype=parts.dtype, device=parts.device)
+        zero = torch.zeros((), dtype=state.dtype, device=state.device)
         count = sum(result.local_count for result in results)
         whole = StepResult(
             loss_sum=sum((result.loss_sum for result in results), zero),
@@ -120,14 +120,14 @@ class OwnSteps(Replica):
         normalizer: LossNormalizer,
         meter: StepTimer,
     ) -> StepResult:
-        parts, since = self.state, self.since
+        state, since = self.state, self.since
         suspects = list(zip(samples, places, strict=True)) if places[0] else []
-        done = guarded_step(parts, self, step, samples, normalizer, meter)
+        done = guarded_step(state, self, step, samples, normalizer, meter)
         gradient = done.gradient
-        judged = parts.config.trainer.non_finite != "continue"
+        judged = state.config.trainer.non_finite != "continue"
         if judged and not done.mendable and not since.hopeless_step:
             of_loss = not math.isfinite(float(gradient.loss_sum))
-            since.found = search(parts, suspects, gradient.factor, of_loss)
+            since.found = search(state, suspects, gradient.factor, of_loss)
         if done.finite and gradient.updates:
             self.took(step, gradient, sum(sizes_of(done.microbatches)))
         return done.result(local_count=normalizer.local_count)

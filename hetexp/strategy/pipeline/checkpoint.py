@@ -26,7 +26,7 @@ from hetexp.training.engine import CheckpointParts
 from hetexp.training.state import TrainState
 
 
-def gather(parts: TrainState, cut: Cut, group: dist.ProcessGroup, step: int) -> CheckpointParts | None:
+def gather(state: TrainState, cut: Cut, group: dist.ProcessGroup, step: int) -> CheckpointParts | None:
     """Return the whole model and its optimizer on rank 0, `None` elsewhere; all ranks call it.
 
     A rank that is lost before its part has come is noted beside the checkpoints.
@@ -40,20 +40,20 @@ def gather(parts: TrainState, cut: Cut, group: dist.ProcessGroup, step: int) -> 
             step.
         PeerLostError: a rank is gone.
     """
-    own_model, own_optimizer, packed = pack_part(parts, cut)
-    if parts.rank != 0:
+    own_model, own_optimizer, packed = pack_part(state, cut)
+    if state.rank != 0:
         _send(group, step, own_model, own_optimizer, packed)
         return None
     model, optimizer, described = dict(own_model), dict(own_optimizer), [packed]
-    stages = _parts_of(parts, 0, step, len(own_model) + len(own_optimizer))
-    for rank in range(1, parts.plan.world_size):
+    stages = _parts_of(state, 0, step, len(own_model) + len(own_optimizer))
+    for rank in range(1, state.plan.world_size):
         try:
             of_step, tensors, states, description = _receive(group, rank)
         except PeerLostError:
             with contextlib.suppress(OSError):  # the disk may be full, too
-                note_unfinished(parts.checkpoints, step, _parts_of(parts, rank, step, 0))
+                note_unfinished(state.checkpoints, step, _parts_of(state, rank, step, 0))
             raise
-        stages += _parts_of(parts, rank, of_step, len(tensors) + len(states))
+        stages += _parts_of(state, rank, of_step, len(tensors) + len(states))
         model |= tensors
         optimizer |= states
         described.append(description)
@@ -63,7 +63,7 @@ def gather(parts: TrainState, cut: Cut, group: dist.ProcessGroup, step: int) -> 
         raise CheckpointError(f"The checkpoint of step {step} cannot be written: it {lacks}.")
     if missing := sorted(set(cut.saved_as.values()) - model.keys()):
         holder = cut.holders.get(missing[0], (0,))[0]
-        (first, *_) = _parts_of(parts, holder, step, 0)
+        (first, *_) = _parts_of(state, holder, step, 0)
         raise CheckpointError(f"The part of {first} must have '{missing[0]}', which did not come.")
     # A rank whose layers have nothing to train has groups without parameters.
     trained = [part for part in described if any(group["params"] for group in part["param_groups"])]
@@ -72,9 +72,9 @@ def gather(parts: TrainState, cut: Cut, group: dist.ProcessGroup, step: int) -> 
     return CheckpointParts(saved, (optimizer, joined), {STAGES: record})
 
 
-def _parts_of(parts: TrainState, rank: int, step: int, num_tensors: int) -> list[StagePart]:
+def _parts_of(state: TrainState, rank: int, step: int, num_tensors: int) -> list[StagePart]:
     """Return what is known of a rank's stages."""
-    device = parts.plan.devices[rank]
+    device = state.plan.devices[rank]
     return [
         StagePart(
             pipeline=stage.replica,
@@ -86,26 +86,26 @@ def _parts_of(parts: TrainState, rank: int, step: int, num_tensors: int) -> list
             num_tensors=num_tensors,
             host=str(device.host or ""),
         )
-        for stage in parts.plan.stages[rank]
+        for stage in state.plan.stages[rank]
     ]
 
 
-def pack_part(parts: TrainState, cut: Cut) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def pack_part(state: TrainState, cut: Cut) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of the model and of the optimizer that this rank gives, and the optimizer's rest."""
-    state = parts.model.state_dict()
-    for name, value in state.items():
+    tensors_of_model = state.model.state_dict()
+    for name, value in tensors_of_model.items():
         if not isinstance(value, Tensor):
             kind = type(value).__name__
             raise CheckpointError(f"The model's '{name}' must be a tensor to be saved, but is {kind}.")
     gives = {
-        name for name, value in cut.whole.parameters.items() if min(cut.holders[value]) == parts.rank
-    } | {name for name in cut.whole.buffers if min(cut.holders[name]) == parts.rank}
-    model = {cut.saved_as[name]: value for name, value in state.items() if name in gives}
-    own = parameters_by_name(parts.model, cut)
+        name for name, value in cut.whole.parameters.items() if min(cut.holders[value]) == state.rank
+    } | {name for name in cut.whole.buffers if min(cut.holders[name]) == state.rank}
+    model = {cut.saved_as[name]: value for name, value in tensors_of_model.items() if name in gives}
+    own = parameters_by_name(state.model, cut)
     names: dict[nn.Parameter, str] = {parameter: name for name, parameter in own.items()}
-    mine = [p for group in parts.optimizer.param_groups for p in group["params"]]
+    mine = [p for group in state.optimizer.param_groups for p in group["params"]]
     names |= {p: NOTHING for p in mine if p not in names and p.numel() == 0}
-    tensors, packed = pack_optimizer(parts.optimizer, names)
+    tensors, packed = pack_optimizer(state.optimizer, names)
     packed = part_of_optimizer(packed, {name for name in own if name in gives})
     kept = tensor_names(packed)
     return model, {name: value for name, value in tensors.items() if name in kept}, packed
@@ -115,17 +115,17 @@ NOTHING = "nothing"
 """Name of what an optimizer holds that has nothing to train."""
 
 
-def load_part(parts: TrainState, cut: Cut, folder: Path) -> TrainingState:
+def load_part(state: TrainState, cut: Cut, folder: Path) -> TrainingState:
     """Put a checkpoint's optimizer state into this rank's optimizer; its weights are in the model already.
 
     Raises:
         CheckpointError: it is not of this optimizer.
     """
-    own = parameters_by_name(parts.model, cut)
+    own = parameters_by_name(state.model, cut)
     if not any(parameter.requires_grad for parameter in own.values()):
         return load_state(folder)
     by_any_name = {name: own[first] for name, first in cut.whole.parameters.items() if first in own}
-    return load_optimizer(folder, parts.optimizer, by_any_name)
+    return load_optimizer(folder, state.optimizer, by_any_name)
 
 
 def _send(

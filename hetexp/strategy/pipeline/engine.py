@@ -72,16 +72,16 @@ class Stages(Replica):
 
     def _attach_pieces(self) -> None:
         """Let the device know this rank's pieces of the model, instead of the whole one."""
-        parts, cut, stages = self.state, self.cut, []
+        state, cut, stages = self.state, self.cut, []
         for stage, piece, example in zip(cut.stages, cut.pieces, cut.examples, strict=True):
-            inputs = parts.to_device(example)
+            inputs = state.to_device(example)
             bounds = (stage.first_layer, stage.end_layer)
-            takes, gives = (cut.layouts[n].num_bytes(parts.dtype) if n in cut.layouts else 0 for n in bounds)
+            takes, gives = (cut.layouts[n].num_bytes(state.dtype) if n in cut.layouts else 0 for n in bounds)
             if takes:
                 for tensor in tensors(inputs):
                     tensor.requires_grad_(tensor.is_floating_point())
             stages.append(StagePasses(piece, inputs, takes, gives))
-        parts.backend.attach_stages(stages, parts.model, parts.optimizer)
+        state.backend.attach_stages(stages, state.model, state.optimizer)
 
     # ------------------------------------------------------------ training
 
@@ -99,10 +99,10 @@ class Stages(Replica):
     def batches(
         self, start: Position, num_steps: int, first_step: int = 0, num_workers: int = 0
     ) -> Generator[LocalBatch, None, None]:
-        parts, sizes = self.state, self.state.plan.replica_batch_sizes
+        state, sizes = self.state, self.state.plan.replica_batch_sizes
         return local_batches(
-            parts.train_data,
-            parts.sampler,
+            state.train_data,
+            state.sampler,
             start,
             num_steps,
             lambda _, total: apportion(total, sizes),
@@ -110,8 +110,8 @@ class Stages(Replica):
             *self.loaded_in(),
             num_workers,
             first_step,
-            prefetch_factor=parts.config.trainer.prefetch_factor,
-            page_locked=parts.backend.copies_page_locked,
+            prefetch_factor=state.config.trainer.prefetch_factor,
+            page_locked=state.backend.copies_page_locked,
         )
 
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
@@ -120,35 +120,35 @@ class Stages(Replica):
         The rank of a pipeline's last stage multiplies its loss by 1 / N, N being the global count. From there
         on all gradients are sums: over microbatches, pipelines, and the two ends of a tied weight.
         """
-        parts = self.state
-        done = guarded_step(parts, self, step, batch.microbatches, normalizer, meter)
-        advance_schedule(parts, done.finite)
+        state = self.state
+        done = guarded_step(state, self, step, batch.microbatches, normalizer, meter)
+        advance_schedule(state, done.finite)
         meter.samples += batch.local_samples
         return done.result(local_count=normalizer.local_count)
 
     def gradient(
         self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
     ) -> Gradient:
-        parts, staging = self.state, self.staging
-        count = sum(count_of(parts.loss, targets) for _, targets in microbatches) if staging.is_last else 0
+        state, staging = self.state, self.staging
+        count = sum(count_of(state.loss, targets) for _, targets in microbatches) if staging.is_last else 0
         normalizer.start(count)
-        parts.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)
         why = "The other ranks of the pipeline cannot do the step again."
-        with ends_with_shortage(parts, step, sizes_of(microbatches), why), _bare_shortage():
-            parts.backend.begin_step(step)
+        with ends_with_shortage(state, step, sizes_of(microbatches), why), _bare_shortage():
+            state.backend.begin_step(step)
             factor, global_count = normalizer.factor()
             loss_sum = staging.run(microbatches, factor)
             staging.gradients.sum()
         meter.add(staging.times.busy_seconds[-1], staging.times.step_seconds[-1])
         gradient = Gradient(loss_sum, global_count, factor=factor)
-        judged = parts.config.trainer.non_finite != "continue"
-        gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+        judged = state.config.trainer.non_finite != "continue"
+        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
         gradient.finite, norm = settle(gradients, normalizer.loss_scale, judged), None
-        clips = parts.config.trainer.clip_norm is not None
+        clips = state.config.trainer.clip_norm is not None
         if judged or normalizer.loss_scale is not None or clips:
             gradient.finite, norm = staging.gradients.agree(gradient.finite, clips)
         if norm is not None:
-            gradient.norm = torch.tensor(norm, dtype=parts.dtype, device=parts.device)
+            gradient.norm = torch.tensor(norm, dtype=state.dtype, device=state.device)
         return gradient
 
     def smaller(self, step: int, microbatches: list[Any], gradient: Gradient) -> list[Any] | None:

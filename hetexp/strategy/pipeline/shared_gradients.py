@@ -42,7 +42,7 @@ class SharedGradients:
     parameter that takes part on none of them keeps no gradient at all, as on one device.
 
     Args:
-        parts: of this rank; all ranks build theirs at the same time.
+        state: of this rank; all ranks build theirs at the same time.
         sets: ranks, rising, and what this rank has of the parameters that they hold: on each of these ranks,
             which make their groups in the same order.
         counted: the parameters that this rank counts: each has one such rank.
@@ -51,17 +51,17 @@ class SharedGradients:
 
     def __init__(
         self,
-        parts: TrainState,
+        state: TrainState,
         sets: Sequence[tuple[tuple[int, ...], list[nn.Parameter]]],
         counted: list[nn.Parameter],
         store: dist.Store,
     ) -> None:
-        self._parts, self.counted = parts, counted
-        self._codec = compressor_of(parts.config.comm.wire)
+        self._state, self.counted = state, counted
+        self._codec = compressor_of(state.config.comm.wire)
         self._groups: list[_Group] = []
         for ranks, mine in sets:
-            limit = parts.config.comm.timeout_seconds
-            exchange = form_subgroup(ranks, parts.rank, store, parts.plan, parts.device, limit)
+            limit = state.config.comm.timeout_seconds
+            exchange = form_subgroup(ranks, state.rank, store, state.plan, state.device, limit)
             self._groups.append(_Group(ranks, mine, exchange))
         self.num_bytes = 0
         """Handed over in the last step, coded as they travel."""
@@ -70,17 +70,17 @@ class SharedGradients:
         self._late_seconds = self._modelled_seconds = 0.0
 
     @classmethod
-    def of_stages(cls, parts: TrainState, cut: Cut, store: dist.Store) -> SharedGradients:
+    def of_stages(cls, state: TrainState, cut: Cut, store: dist.Store) -> SharedGradients:
         """Return those of a model that is cut."""
-        own = parameters_by_name(parts.model, cut)
+        own = parameters_by_name(state.model, cut)
         trained = {name: p for name, p in own.items() if p.requires_grad}
         sets = []
         for ranks in sorted({ranks for ranks in cut.holders.values() if len(ranks) > 1}):
             mine = [trained[name] for name in sorted(trained) if cut.holders[name] == ranks]
             if mine:
                 sets.append((ranks, mine))
-        counted = [p for name, p in own.items() if min(cut.holders[name]) == parts.rank]
-        return cls(parts, sets, counted, store)
+        counted = [p for name, p in own.items() if min(cut.holders[name]) == state.rank]
+        return cls(state, sets, counted, store)
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -118,7 +118,7 @@ class SharedGradients:
     def _flat(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return a 1 for each parameter that has a gradient, then all gradients, zero where there is none."""
         size = sum(p.numel() for p in parameters)
-        flat = torch.zeros(len(parameters) + size, dtype=self._parts.dtype)
+        flat = torch.zeros(len(parameters) + size, dtype=self._state.dtype)
         start = len(parameters)
         for position, parameter in enumerate(parameters):
             if parameter.grad is not None:
@@ -144,7 +144,7 @@ class SharedGradients:
 
     def _exchange(self, group: _Group, flat: torch.Tensor) -> None:
         """Sum over a group; between emulated devices it takes as long as it would on their links."""
-        plan, scale = self._parts.plan, self.time_scale
+        plan, scale = self._state.plan, self.time_scale
         if not plan.paced:
             self._sum(group, flat)
             return
@@ -192,7 +192,7 @@ class SharedGradients:
         if wants_norm:
             gradients = [p.grad for p in self.counted if p.grad is not None]
             numbers[1] = float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
-        numbers = self._parts.communicator.all_reduce(numbers)
+        numbers = self._state.communicator.all_reduce(numbers)
         return float(numbers[0]) == 0.0, math.sqrt(float(numbers[1])) if wants_norm else None
 
 

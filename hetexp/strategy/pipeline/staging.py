@@ -58,48 +58,48 @@ class StageModule(nn.Module):
     """
 
     def __init__(
-        self, parts: TrainState, cut: Cut, stage: Stage, piece: Piece, feed: Feed, rows: int
+        self, state: TrainState, cut: Cut, stage: Stage, piece: Piece, feed: Feed, rows: int
     ) -> None:
         super().__init__()
         self.piece = piece
-        self._parts, self._cut, self._stage, self._feed = parts, cut, stage, feed
-        self._capacity = capacity_after(parts, cut, stage, rows)
-        self._anchor = torch.zeros((), dtype=parts.dtype, requires_grad=True)
+        self._state, self._cut, self._stage, self._feed = state, cut, stage, feed
+        self._capacity = capacity_after(state, cut, stage, rows)
+        self._anchor = torch.zeros((), dtype=state.dtype, requires_grad=True)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
         """Return [capacity] on the host; of the last stage [1], the loss times the factor."""
-        parts, feed, number = self._parts, self._feed, number_of(received)
+        state, feed, number = self._state, self._feed, number_of(received)
         rows = feed.sizes[number]
         if rows == 0:
             came = received if received.requires_grad else self._anchor
             return nothing(came, 0 if self._is_last else number, self._capacity)
-        with parts.autocast():
+        with state.autocast():
             output = self.piece(self._inputs(received, number, rows))
             if self._is_last:
-                total = parts.local_loss(output, feed.microbatches[number][1])
+                total = state.local_loss(output, feed.microbatches[number][1])
         if not self._is_last:
             layout = self._cut.layouts[self._stage.end_layer]
-            return pack(output, number, layout, self._capacity, parts.dtype, self._anchor)
+            return pack(output, number, layout, self._capacity, state.dtype, self._anchor)
         assert feed.loss_sum is not None
         feed.loss_sum += total.detach()
         return torch.stack([total * feed.factor])
 
     def _inputs(self, received: torch.Tensor, number: int, rows: int) -> Any:
         if self._stage.index == 0:
-            return self._parts.to_device(self._feed.microbatches[number][0])
+            return self._state.to_device(self._feed.microbatches[number][0])
         layout = self._cut.layouts[self._stage.first_layer]
-        return unpack(received, layout, rows, self._parts.device)
+        return unpack(received, layout, rows, self._state.device)
 
     @property
     def _is_last(self) -> bool:
         return self._stage.index == self._cut.num_stages - 1
 
 
-def capacity_after(parts: TrainState, cut: Cut, stage: Stage, rows: int) -> int:
+def capacity_after(state: TrainState, cut: Cut, stage: Stage, rows: int) -> int:
     """Return the elements of what leaves a stage for so many samples."""
     if stage.index == cut.num_stages - 1:
         return 1
-    return cut.layouts[stage.end_layer].capacity(rows, parts.dtype)
+    return cut.layouts[stage.end_layer].capacity(rows, state.dtype)
 
 
 class StageSettings(Protocol):
@@ -116,15 +116,15 @@ class Staging:
     """This rank's stages, connected with those of the other ranks; all ranks build theirs at the same time.
 
     Args:
-        parts: with the model cut and the communicator formed.
+        state: with the model cut and the communicator formed.
         store: that all ranks share.
     """
 
-    def __init__(self, parts: TrainState, cut: Cut, store: dist.Store, settings: StageSettings) -> None:
+    def __init__(self, state: TrainState, cut: Cut, store: dist.Store, settings: StageSettings) -> None:
         self.cut, self._settings = cut, settings
-        self._parts = parts
+        self._state = state
         self.replica = cut.stages[0].replica
-        samples = parts.plan.replica_batch_sizes[self.replica]
+        samples = state.plan.replica_batch_sizes[self.replica]
         self.num_microbatches = settings.num_microbatches(cut.num_stages, len(cut.group), samples)
         self.rows = max(1, -(-samples // self.num_microbatches))
         """Most samples of a microbatch."""
@@ -134,14 +134,14 @@ class Staging:
         self.feed = Feed()
         self._handed: dict[int, torch.Tensor] = {}
         """In an evaluation, what a stage gave that the same rank's next stage takes."""
-        timeout = timedelta(seconds=parts.config.comm.timeout_seconds)
+        timeout = timedelta(seconds=state.config.comm.timeout_seconds)
         self.all_ranks = dist.new_group(backend="gloo", timeout=timeout)
         """All ranks, through the host."""
-        groups = sorted({tuple(_ranks_of(parts, replica)) for replica in _replicas(parts)})
+        groups = sorted({tuple(_ranks_of(state, replica)) for replica in _replicas(state)})
         made = {ranks: dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in groups}
         self.group = made[cut.group]
         """The ranks of this pipeline, through the host."""
-        self.gradients = SharedGradients.of_stages(parts, cut, store)
+        self.gradients = SharedGradients.of_stages(state, cut, store)
         self._schedule = self._build()
 
     def run(self, microbatches: list[Any], factor: float) -> torch.Tensor:
@@ -154,18 +154,18 @@ class Staging:
         Returns:
             The sum of the loss on the rank that computes it, 0 on all others.
         """
-        feed, parts = self.feed, self._parts
+        feed, state = self.feed, self._state
         missing = self.num_microbatches - len(microbatches)
         feed.microbatches = [*microbatches, *[None] * missing]
         feed.sizes = [*(num_rows(inputs) for inputs, _ in microbatches), *[0] * missing]
         feed.factor = factor
-        feed.loss_sum = torch.zeros((), dtype=parts.dtype, device=parts.device)
-        numbers = torch.arange(self.num_microbatches, dtype=parts.dtype)
+        feed.loss_sum = torch.zeros((), dtype=state.dtype, device=state.device)
+        numbers = torch.arange(self.num_microbatches, dtype=state.dtype)
         started = time.perf_counter()
         arguments = (numbers,) if self.cut.stages[0].index == 0 else ()
         self._schedule.step(*arguments, **({"target": numbers} if self.is_last else {}))
-        parts.backend.synchronize()
-        self.times.end_step(time.perf_counter() - started, parts.backend.seconds_between)
+        state.backend.synchronize()
+        self.times.end_step(time.perf_counter() - started, state.backend.seconds_between)
         feed.microbatches = []
         return feed.loss_sum
 
@@ -186,25 +186,25 @@ class Staging:
         return output
 
     def _pass(self, stage: Stage, piece: Piece, inputs: Any, number: int, num_samples: int) -> Any:
-        parts, cut = self._parts, self.cut
+        state, cut = self._state, self.cut
         if stage.index == 0:
-            payload = parts.to_device(inputs)
+            payload = state.to_device(inputs)
         else:
             layout = cut.layouts[stage.first_layer]
             packed = self._handed.pop(stage.index, None)
             if packed is None:
-                packed = torch.empty(layout.capacity(num_samples, parts.dtype), dtype=parts.dtype)
+                packed = torch.empty(layout.capacity(num_samples, state.dtype), dtype=state.dtype)
                 dist.recv(packed, self._rank_of(stage.index - 1), group=self.group)
-            payload = unpack(packed, layout, num_samples, parts.device)
-        with parts.autocast():
+            payload = unpack(packed, layout, num_samples, state.device)
+        with state.autocast():
             output = piece(payload)
         if stage.index == cut.num_stages - 1:
             return output
         layout = cut.layouts[stage.end_layer]
-        capacity = layout.capacity(num_samples, parts.dtype)
-        packed = pack(output, number, layout, capacity, parts.dtype, anchor=torch.zeros(()))
+        capacity = layout.capacity(num_samples, state.dtype)
+        packed = pack(output, number, layout, capacity, state.dtype, anchor=torch.zeros(()))
         after = self._rank_of(stage.index + 1)
-        if after == parts.rank:
+        if after == state.rank:
             self._handed[stage.index + 1] = packed
         else:
             dist.send(packed, after, group=self.group)
@@ -216,20 +216,20 @@ class Staging:
         Args:
             own_bytes: of this rank, about as large a part of them for each of its parameters.
         """
-        held = sum(p.numel() for p in self._parts.model.parameters())
+        held = sum(p.numel() for p in self._state.model.parameters())
         counted = sum(p.numel() for p in self.gradients.counted)
         part = own_bytes * counted / held if held else 0.0
-        return round(float(self._parts.communicator.all_reduce(torch.tensor([part], dtype=torch.float64))))
+        return round(float(self._state.communicator.all_reduce(torch.tensor([part], dtype=torch.float64))))
 
     def sent_bytes(self) -> int:
         """Return what this rank's stages send in a step, forward and backward."""
-        itemsize = self._parts.dtype.itemsize
+        itemsize = self._state.dtype.itemsize
         sent = 0
         for stage in self.cut.stages:
             if stage.index < self.cut.num_stages - 1:
-                sent += self.cut.layouts[stage.end_layer].capacity(self.rows, self._parts.dtype)
+                sent += self.cut.layouts[stage.end_layer].capacity(self.rows, self._state.dtype)
             if stage.index:
-                sent += self.cut.layouts[stage.first_layer].capacity(self.rows, self._parts.dtype)
+                sent += self.cut.layouts[stage.first_layer].capacity(self.rows, self._state.dtype)
         return sent * itemsize * self.num_microbatches
 
     def _rank_of(self, stage_index: int) -> int:
@@ -239,22 +239,22 @@ class Staging:
     def _build(self) -> Any:
         from torch.distributed.pipelining import PipelineStage, schedules
 
-        parts, cut = self._parts, self.cut
-        before = {stage.end_layer: capacity_after(parts, cut, stage, self.rows) for stage in self._all()}
+        state, cut = self._state, self.cut
+        before = {stage.end_layer: capacity_after(state, cut, stage, self.rows) for stage in self._all()}
         stages = []
         for stage, piece in zip(cut.stages, cut.pieces, strict=True):
-            module = StageModule(parts, cut, stage, piece, self.feed, self.rows)
-            takes, gives = before.get(stage.first_layer, 1), capacity_after(parts, cut, stage, self.rows)
+            module = StageModule(state, cut, stage, piece, self.feed, self.rows)
+            takes, gives = before.get(stage.first_layer, 1), capacity_after(state, cut, stage, self.rows)
             built = PipelineStage(
                 module,
                 stage.index,
                 cut.num_stages,
                 HOST,
-                input_args=_shape(parts, takes, stage.index > 0),
-                output_args=_shape(parts, gives, True),
+                input_args=_shape(state, takes, stage.index > 0),
+                output_args=_shape(state, gives, True),
                 group=self.group,
             )
-            self.times.watch(built, stage.index, self.feed, parts.backend.mark)
+            self.times.watch(built, stage.index, self.feed, state.backend.mark)
             stages.append(built)
         schedule = schedules.get_schedule_class(self._settings.schedule.name)
         several = issubclass(schedule, schedules.PipelineScheduleMulti)
@@ -267,7 +267,7 @@ class Staging:
 
     def _all(self) -> list[Stage]:
         """Return all stages of this pipeline."""
-        return [s for own in self._parts.plan.stages for s in own if s.replica == self.replica]
+        return [s for own in self._state.plan.stages for s in own if s.replica == self.replica]
 
 
 class StageTimes:
@@ -329,13 +329,13 @@ _PASSES = {
 }
 
 
-def _shape(parts: TrainState, capacity: int, requires_grad: bool) -> torch.Tensor:
-    return torch.empty(capacity, dtype=parts.dtype, device="meta", requires_grad=requires_grad)
+def _shape(state: TrainState, capacity: int, requires_grad: bool) -> torch.Tensor:
+    return torch.empty(capacity, dtype=state.dtype, device="meta", requires_grad=requires_grad)
 
 
-def _replicas(parts: TrainState) -> range:
-    return range(len(parts.plan.replica_batch_sizes))
+def _replicas(state: TrainState) -> range:
+    return range(len(state.plan.replica_batch_sizes))
 
 
-def _ranks_of(parts: TrainState, replica: int) -> list[int]:
-    return [rank for rank, own in enumerate(parts.plan.stages) if own[0].replica == replica]
+def _ranks_of(state: TrainState, replica: int) -> list[int]:
+    return [rank for rank, own in enumerate(state.plan.stages) if own[0].replica == replica]

@@ -47,28 +47,28 @@ class SynchronousSteps(DataParallel):
 
     def attach_exchange(self, store: dist.Store) -> None:
         super().attach_exchange(store)
-        parts = self.state
-        links = links_of(parts.plan) if parts.plan.paced else None
-        self._summation = Summation(parts.exchange, paced=parts.paced, links=links, device=parts.device)
-        self._trained = [p for p in parts.model.parameters() if p.requires_grad]
+        state = self.state
+        links = links_of(state.plan) if state.plan.paced else None
+        self._summation = Summation(state.exchange, paced=state.paced, links=links, device=state.device)
+        self._trained = [p for p in state.model.parameters() if p.requires_grad]
 
     def gradient(
         self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
     ) -> Gradient:
-        parts = self.state
+        state = self.state
         gradient = super().gradient(step, microbatches, normalizer, meter)
-        start = parts.backend.mark()
+        start = state.backend.mark()
         own = [p.grad for p in self._trained if p.grad is not None]
         if normalizer.loss_scale is not None:
             normalizer.loss_scale.unscale(own)
-        bad = gradient.shortage is not None or (parts.looks and not all_finite(own))
-        gradient.finite = not parts.communicator.all_reduce(torch.tensor([float(bad)]), "max")
+        bad = gradient.shortage is not None or (state.looks and not all_finite(own))
+        gradient.finite = not state.communicator.all_reduce(torch.tensor([float(bad)]), "max")
         if gradient.finite:
-            world = parts.communicator.world_size
+            world = state.communicator.world_size
             counts = normalizer.local_count, gradient.global_count
-            ranks = _Ranks(self._summation, parts.rank, world, *counts)
+            ranks = _Ranks(self._summation, state.rank, world, *counts)
             _put(self._exchange(_flat(self._trained), ranks), self._trained)
-        meter.waited(start, parts.backend.mark())
+        meter.waited(start, state.backend.mark())
         return gradient
 
     def sent_bytes(self, steps: int) -> float | None:

@@ -87,74 +87,74 @@ class _Passes:
     """Samples of the largest pass that fits, where the memory did not suffice for more."""
 
 
-def calibrate(parts: TrainState, store: dist.Store) -> dict[str, Any]:
+def calibrate(state: TrainState, store: dist.Store) -> dict[str, Any]:
     """Return what was measured, the same on every rank: `devices` and `exchange`, as plain types.
 
     Times of emulated devices are modelled seconds.
     """
-    scale = parts.time_scale or 1.0
-    with undone(parts):
-        passes = _measure_passes(parts, scale)
-        devices = _exchanged(parts, store, "calibration", _fitted(parts, passes))
-        parts.microbatch_limits = [
+    scale = state.time_scale or 1.0
+    with undone(state):
+        passes = _measure_passes(state, scale)
+        devices = _exchanged(state, store, "calibration", _fitted(state, passes))
+        state.microbatch_limits = [
             min((n for n in (limit, device.curve.microbatch_size) if n is not None), default=None)
-            for limit, device in zip(parts.microbatch_limits, devices, strict=True)
+            for limit, device in zip(state.microbatch_limits, devices, strict=True)
         ]
-        if parts.plan.world_size == 1:
+        if state.plan.world_size == 1:
             return {"devices": [device.to_dict() for device in devices], "exchange": Exchange().to_dict()}
-        split = solve([device.curve for device in devices], parts.config.trainer.global_batch_size)
-        measured = _measure_exchange(parts) if not parts.plan.paced else None
-        joint = joint_steps(parts, split)
-        passes.points += _single_passes(parts, split.counts[parts.rank], joint.own, scale)
-        devices = _exchanged(parts, store, "calibration/joint", _fitted(parts, passes))
-        known = _beside_work(parts, devices, split, joint, measured, scale)
+        split = solve([device.curve for device in devices], state.config.trainer.global_batch_size)
+        measured = _measure_exchange(state) if not state.plan.paced else None
+        joint = joint_steps(state, split)
+        passes.points += _single_passes(state, split.counts[state.rank], joint.own, scale)
+        devices = _exchanged(state, store, "calibration/joint", _fitted(state, passes))
+        known = _beside_work(state, devices, split, joint, measured, scale)
     return {"devices": [device.to_dict() for device in devices], "exchange": known.to_dict()}
 
 
 def _exchanged(
-    parts: TrainState, store: dist.Store, topic: str, mine: DeviceCalibration
+    state: TrainState, store: dist.Store, topic: str, mine: DeviceCalibration
 ) -> list[DeviceCalibration]:
     """Tell all ranks what this one measured, and return what each of them did."""
-    limit = parts.config.comm.timeout_seconds
-    rows = exchange(store, topic, parts.rank, parts.plan.world_size, mine.to_dict(), limit)
+    limit = state.config.comm.timeout_seconds
+    rows = exchange(store, topic, state.rank, state.plan.world_size, mine.to_dict(), limit)
     return [DeviceCalibration.from_dict(row) for row in rows]
 
 
-def _measure_passes(parts: TrainState, scale: float) -> _Passes:
+def _measure_passes(state: TrainState, scale: float) -> _Passes:
     """Time passes of growing sizes, up to somewhat more than the device's likely share."""
-    trainer = parts.config.trainer
+    trainer = state.config.trainer
     total = trainer.global_batch_size
-    batch = _samples(parts, total)
+    batch = _samples(state, total)
     passes = _Passes([], [], [])
-    first = _first_size(parts, batch, max(1, total // (4 * parts.plan.world_size)), scale)
+    first = _first_size(state, batch, max(1, total // (4 * state.plan.world_size)), scale)
     # Nobody waits for this rank while it tries sizes: it finds out by itself what fits, and says so.
-    while not _time_if_it_fits(parts, batch, first, passes, scale, FIRST_PASSES):
+    while not _time_if_it_fits(state, batch, first, passes, scale, FIRST_PASSES):
         first //= 2
-    speeds = torch.zeros(parts.plan.world_size, dtype=torch.float64)
-    speeds[parts.rank] = first / statistics.median(seconds for _, seconds in passes.points)
-    speeds = parts.communicator.all_reduce(speeds)
-    likely = total * float(speeds[parts.rank] / speeds.sum())
+    speeds = torch.zeros(state.plan.world_size, dtype=torch.float64)
+    speeds[state.rank] = first / statistics.median(seconds for _, seconds in passes.points)
+    speeds = state.communicator.all_reduce(speeds)
+    likely = total * float(speeds[state.rank] / speeds.sum())
     largest = min(total, max(4, round(MOST_OF_SHARE * likely)))
-    largest = min(largest, parts.microbatch_size or largest)
+    largest = min(largest, state.microbatch_size or largest)
     began = time.perf_counter()
     fits: list[int] = []
     for size in sizes_to_measure(largest, NUM_SIZES):
-        if not _time_if_it_fits(parts, batch, size, passes, scale):
+        if not _time_if_it_fits(state, batch, size, passes, scale):
             passes.most = max([first, *fits])
             break
         fits.append(size)
     for size in reversed(fits):
-        _measure_more(parts, batch, size, passes, scale)
-    _measure_again(parts, batch, passes, scale, time.perf_counter() - began)
+        _measure_more(state, batch, size, passes, scale)
+    _measure_again(state, batch, passes, scale, time.perf_counter() - began)
     return passes
 
 
-def _first_size(parts: TrainState, batch: tuple[Any, Any], most: int, scale: float) -> int:
+def _first_size(state: TrainState, batch: tuple[Any, Any], most: int, scale: float) -> int:
     """Return a size up to `most` at which a pass takes this device no long time: it may be a CPU."""
     size = 1
     while size < most:
         tried = _Passes([], [], [])
-        if not _time_if_it_fits(parts, batch, size, tried, scale, repetitions=1):
+        if not _time_if_it_fits(state, batch, size, tried, scale, repetitions=1):
             break
         if tried.points[0][1] * scale * GROWTH > LONG_SECONDS:
             break
@@ -163,7 +163,7 @@ def _first_size(parts: TrainState, batch: tuple[Any, Any], most: int, scale: flo
 
 
 def _measure_more(
-    parts: TrainState,
+    state: TrainState,
     batch: tuple[Any, Any],
     size: int,
     passes: _Passes,
@@ -173,12 +173,12 @@ def _measure_more(
     """Time more passes of a size that fitted before; where it no longer does, that is the limit."""
     if passes.most is not None and size > passes.most:
         return
-    if not _time_if_it_fits(parts, batch, size, passes, scale, repetitions, warm=True):
+    if not _time_if_it_fits(state, batch, size, passes, scale, repetitions, warm=True):
         passes.most = max((other for other, _ in passes.points if other < size), default=1)
 
 
 def _measure_again(
-    parts: TrainState, batch: tuple[Any, Any], passes: _Passes, scale: float, took_seconds: float
+    state: TrainState, batch: tuple[Any, Any], passes: _Passes, scale: float, took_seconds: float
 ) -> None:
     """Repeat the sizes whose passes spread, in turn, until all are sure or it takes too long.
 
@@ -200,11 +200,11 @@ def _measure_again(
             if time.perf_counter() > deadline:
                 return
             more = min(PASSES, MOST_PASSES - counts[size])
-            _measure_more(parts, batch, size, passes, scale, more)
+            _measure_more(state, batch, size, passes, scale, more)
 
 
 def _time_if_it_fits(
-    parts: TrainState,
+    state: TrainState,
     batch: tuple[Any, Any],
     size: int,
     passes: _Passes,
@@ -218,21 +218,21 @@ def _time_if_it_fits(
         DeviceMemoryError: it does not even suffice for one sample. The launcher then ends all ranks.
     """
     try:
-        with ends_with_shortage(parts, -1, [1], "No share fits.") if size == 1 else nullcontext():
-            _time_steps(parts, batch, size, passes, scale, repetitions, warm)
+        with ends_with_shortage(state, -1, [1], "No share fits.") if size == 1 else nullcontext():
+            _time_steps(state, batch, size, passes, scale, repetitions, warm)
         return True
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         log.warning("a pass over %d samples does not fit: %s", size, first_line(error))
     # Only now the frames are gone that held what the pass had computed.
-    parts.optimizer.zero_grad(set_to_none=True)
-    parts.backend.release_memory()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.backend.release_memory()
     return False
 
 
 def _time_steps(
-    parts: TrainState,
+    state: TrainState,
     batch: tuple[Any, Any],
     size: int,
     passes: _Passes,
@@ -249,7 +249,7 @@ def _time_steps(
         warm: whether passes of this size were done before.
     """
     inputs, targets = (_first(value, size) for value in batch)
-    backend = parts.backend
+    backend = state.backend
     marks: list[tuple[Any, Any, Any]] = []
     began = 0.0
     for repetition in range(1 if warm else 0, repetitions + 1):
@@ -262,14 +262,14 @@ def _time_steps(
             backend.resume()
         backend.begin_step(-1)
         start = backend.mark()
-        with parts.autocast():
-            loss = parts.local_loss(_output(parts, inputs), targets) / size
+        with state.autocast():
+            loss = state.local_loss(_output(state, inputs), targets) / size
         middle = backend.mark()
         loss.backward()
         marks.append((start, middle, backend.mark()))
         backend.begin_update()
-        parts.optimizer.step()
-        parts.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
     backend.pause()  # an emulated device ends its update
     backend.synchronize()
     cycle = (time.perf_counter() - began) / repetitions / scale
@@ -282,19 +282,19 @@ def _time_steps(
     ]
 
 
-def _output(parts: TrainState, inputs: Any) -> Any:
+def _output(state: TrainState, inputs: Any) -> Any:
     """Return what the model makes of inputs on the host, by the passes that training will run."""
-    moved = parts.to_device(inputs)
-    if parts.compiled is None:
-        return call_model(parts.model, moved)
+    moved = state.to_device(inputs)
+    if state.compiled is None:
+        return call_model(state.model, moved)
     any_batch_size(moved)
-    return call_model(parts.compiled, moved)
+    return call_model(state.compiled, moved)
 
 
-def _fitted(parts: TrainState, passes: _Passes) -> DeviceCalibration:
+def _fitted(state: TrainState, passes: _Passes) -> DeviceCalibration:
     """Return the curve of a whole step, with the microbatches that the configuration cuts it into."""
     fit = fit_curve(passes.points)
-    pieces, size, cap = parts.config.trainer.accumulate, parts.microbatch_size, None
+    pieces, size, cap = state.config.trainer.accumulate, state.microbatch_size, None
     if passes.most is not None and pieces > 1:  # as many pieces as the person wants, and no larger ones
         cap = passes.most * pieces
     elif passes.most is not None:
@@ -323,7 +323,7 @@ def _in_pieces(curve: SpeedCurve, pieces: int) -> SpeedCurve:
 
 
 def _single_passes(
-    parts: TrainState, samples: int, own: Sequence[float], scale: float
+    state: TrainState, samples: int, own: Sequence[float], scale: float
 ) -> list[tuple[int, float]]:
     """Return the passes of joint steps as points of the curve.
 
@@ -331,7 +331,7 @@ def _single_passes(
         samples: of this rank in each of them.
         own: real seconds of this rank's own work in each.
     """
-    sizes = cut(samples, parts.config.trainer.accumulate, parts.microbatch_size)
+    sizes = cut(samples, state.config.trainer.accumulate, state.microbatch_size)
     if not sizes:
         return []
     size = max(sizes)  # they differ by at most one sample
@@ -339,7 +339,7 @@ def _single_passes(
 
 
 def _beside_work(
-    parts: TrainState,
+    state: TrainState,
     devices: list[DeviceCalibration],
     split: Split,
     joint: Joint,
@@ -348,84 +348,84 @@ def _beside_work(
 ) -> Exchange:
     """Return what joint steps took beyond the devices' own work, the same on every rank."""
     agreed = torch.tensor([joint.seconds, joint.data_seconds], dtype=torch.float64)
-    seconds, data = (parts.communicator.all_reduce(agreed, "max") / scale).tolist()
-    known = Exchange(_buckets(parts), measured, data_seconds=data)
-    links = links_of(parts.plan, measured=measured)
+    seconds, data = (state.communicator.all_reduce(agreed, "max") / scale).tolist()
+    known = Exchange(_buckets(state), measured, data_seconds=data)
+    links = links_of(state.plan, measured=measured)
     other = seconds - joint_seconds(devices, split.counts, links, known)
     return replace(known, other_seconds=max(0.0, other))
 
 
 def joint_steps(
-    parts: TrainState, split: Split, warm_steps: int = WARM_STEPS, steps: int = JOINT_STEPS
+    state: TrainState, split: Split, warm_steps: int = WARM_STEPS, steps: int = JOINT_STEPS
 ) -> Joint:
     """Time training steps with this split, exchange included; full batches only, where there are any.
 
     All ranks call it together. It trains: `undone` takes that back.
     """
-    divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
-    normalizer = LossNormalizer(StepMessage(parts.communicator), divisor)
-    trainer = parts.config.trainer
-    num_samples = len(parts.train_data)  # type: ignore[arg-type]  # map-style, as build_data checked
+    divisor = state.strategy.gradient_divisor(state.communicator.world_size)
+    normalizer = LossNormalizer(StepMessage(state.communicator), divisor)
+    trainer = state.config.trainer
+    num_samples = len(state.train_data)  # type: ignore[arg-type]  # map-style, as build_data checked
     total = trainer.global_batch_size
     sampler = GlobalSampler(num_samples, total, trainer.seed, num_samples >= total, trainer.overfit_batches)
     batches = local_batches(
-        parts.train_data,
+        state.train_data,
         sampler,
         Progress().position,
         warm_steps + steps,
-        lambda step, n: split if n == split.total else parts.balancer.split(step, n),
-        parts.rank,
-        *parts.engine.loaded_in(),
-        page_locked=parts.backend.copies_page_locked,
+        lambda step, n: split if n == split.total else state.balancer.split(step, n),
+        state.rank,
+        *state.engine.loaded_in(),
+        page_locked=state.backend.copies_page_locked,
     )
     meters: list[StepTimer] = []
     took: list[float] = []
     waited: list[float] = []
     for step in range(warm_steps + steps):
         if step in (0, warm_steps):
-            _rest(parts)
+            _rest(state)
             meters, took, waited = [], [], []
         asked = time.perf_counter()
         batch = next(batches)
         waited.append(time.perf_counter() - asked)
-        meters.append(StepTimer(parts.backend))  # one a step, read at the end: nothing waits for it meanwhile
-        parts.engine.step(-1, batch, normalizer, meters[-1])
+        meters.append(StepTimer(state.backend))  # one a step, read at the end: nothing waits for it meanwhile
+        state.engine.step(-1, batch, normalizer, meters[-1])
         took.append(time.perf_counter() - asked)  # each step waits for the others' counts
     batches.close()
-    _rest(parts)
+    _rest(state)
     own = tuple(meter.take()[0] for meter in meters)
     return Joint(statistics.median(took), statistics.median(waited), own)
 
 
-def _rest(parts: TrainState) -> None:
+def _rest(state: TrainState) -> None:
     """Let all ranks finish what they do, and start again together."""
-    parts.backend.pause()
-    parts.backend.synchronize()
-    parts.communicator.barrier()
-    parts.backend.resume()
+    state.backend.pause()
+    state.backend.synchronize()
+    state.communicator.barrier()
+    state.backend.resume()
 
 
-def _measure_exchange(parts: TrainState) -> Channel:
+def _measure_exchange(state: TrainState) -> Channel:
     """Return the exchange of gradients as a channel of the cost model: a host's memory, or a ring.
 
     Of memory it is the latency of a sum, and the rate as between two ranks; of a ring the latency of a round.
     """
-    assert parts.exchange is not None
+    assert state.exchange is not None
     seconds = []
     for num_bytes in (SMALL_BYTES, LARGE_BYTES):
-        tensor = torch.zeros(num_bytes // 4, device=parts.device)
+        tensor = torch.zeros(num_bytes // 4, device=state.device)
         times = []
         for _ in range(6):
-            parts.communicator.barrier()
-            parts.backend.synchronize()
+            state.communicator.barrier()
+            state.backend.synchronize()
             start = time.perf_counter()
-            parts.exchange.sum_(tensor)
-            parts.backend.synchronize()
+            state.exchange.sum_(tensor)
+            state.backend.synchronize()
             times.append(time.perf_counter() - start)
         seconds.append(statistics.median(times[1:]))
-    slowest = parts.communicator.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
+    slowest = state.communicator.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
     small, large = slowest.tolist()
-    return channel_of(small, large, parts.communicator.world_size, parts.exchange.name == "shm")
+    return channel_of(small, large, state.communicator.world_size, state.exchange.name == "shm")
 
 
 def channel_of(small: float, large: float, ranks: int, shared: bool) -> Channel:
@@ -441,12 +441,12 @@ def channel_of(small: float, large: float, ranks: int, shared: bool) -> Channel:
     return Channel(max(0.0, small - SMALL_BYTES * travelled / rate) / rounds, rate, shared)
 
 
-def _buckets(parts: TrainState) -> tuple[tuple[float, int], ...]:
+def _buckets(state: TrainState) -> tuple[tuple[float, int], ...]:
     """Return what leaves this model in a step; the first rank with samples tells all."""
-    if parts.paced is not None and parts.paced.buckets:
-        return tuple(parts.paced.buckets)
-    num_bytes = sum(p.numel() * p.element_size() for p in parts.model.parameters() if p.requires_grad)
-    cap = int(getattr(parts.strategy, "bucket_cap_mb", 25.0) * 2**20)
+    if state.paced is not None and state.paced.buckets:
+        return tuple(state.paced.buckets)
+    num_bytes = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad)
+    cap = int(getattr(state.strategy, "bucket_cap_mb", 25.0) * 2**20)
     sizes = [min(cap, num_bytes - start) for start in range(0, num_bytes, cap)]
     done, buckets = 0, []
     for size in sizes:  # by bytes: where the work lies is not counted on real devices
@@ -455,10 +455,10 @@ def _buckets(parts: TrainState) -> tuple[tuple[float, int], ...]:
     return tuple(buckets)
 
 
-def _samples(parts: TrainState, count: int) -> tuple[Any, Any]:
+def _samples(state: TrainState, count: int) -> tuple[Any, Any]:
     """Return so many training samples as one batch on the host; they repeat where there are not as many."""
-    indices = [i % len(parts.train_data) for i in range(count)]  # type: ignore[arg-type]
-    loader = DataLoader(Subset(parts.train_data, indices), batch_size=count)
+    indices = [i % len(state.train_data) for i in range(count)]  # type: ignore[arg-type]
+    loader = DataLoader(Subset(state.train_data, indices), batch_size=count)
     inputs, targets = next(iter(loader))
     return inputs, targets
 

@@ -14,7 +14,7 @@ from hetexp.training.state import TrainState
 
 
 def account_for(
-    parts: TrainState, summary: dict[str, Any], totals: Totals, ranks: Sequence[dict[str, Any]]
+    state: TrainState, summary: dict[str, Any], totals: Totals, ranks: Sequence[dict[str, Any]]
 ) -> None:
     """Add to the summary the exchange's exposed time, and how near the run came to its devices' own speeds.
 
@@ -28,9 +28,9 @@ def account_for(
     summary["comm"]["exposed_s"] = min(rank["own"]["waited"] for rank in ranks) / totals.steps
     exchanged = [rank["exchanged"] for rank in ranks if rank["exchanged"] is not None]
     summary["comm"]["exchange_s"] = min(exchanged) if len(exchanged) == len(ranks) else None
-    counts = parts.balancer.now(parts.config.trainer.global_batch_size).counts
-    if (parts.plan.calibration or {}).get("predicted_step_seconds") is not None:
-        accounted = _by_calibration(parts.plan, summary, totals, counts, parts.time_scale or 1.0)
+    counts = state.balancer.now(state.config.trainer.global_batch_size).counts
+    if (state.plan.calibration or {}).get("predicted_step_seconds") is not None:
+        accounted = _by_calibration(state.plan, summary, totals, counts, state.time_scale or 1.0)
     else:
         accounted = _by_own_work(summary, totals, counts, [rank["own"] for rank in ranks])
     for device, solo in zip(summary["devices"], accounted.pop("solo", []), strict=False):

@@ -23,21 +23,21 @@ from hetexp.training.loop import Outcome, driven
 from hetexp.training.state import TrainState
 
 
-def report(parts: TrainState, store: dist.Store, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
+def report(state: TrainState, store: dist.Store, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
     """Gather every rank's measurements; return the summary, the same on every rank but for `checkpoint`."""
-    limit = parts.config.comm.timeout_seconds
-    everyone = exchange(store, "result", parts.rank, parts.plan.world_size, _mine(parts, outcome), limit)
-    time_scale = parts.time_scale
-    emulation = _emulation(parts, everyone, time_scale) if time_scale is not None else None
-    if emulation is not None and parts.rank == 0:
-        write_json(Path(parts.plan.run_dir) / "emulation.json", emulation)
+    limit = state.config.comm.timeout_seconds
+    everyone = exchange(store, "result", state.rank, state.plan.world_size, _mine(state, outcome), limit)
+    time_scale = state.time_scale
+    emulation = _emulation(state, everyone, time_scale) if time_scale is not None else None
+    if emulation is not None and state.rank == 0:
+        write_json(Path(state.plan.run_dir) / "emulation.json", emulation)
     totals = outcome.totals.settled
     seconds = totals.train_seconds
     reasons = [rank["invalid_reason"] for rank in everyone if rank["invalid_reason"]]
-    summary = blank_summary(parts.plan, "completed")
+    summary = blank_summary(state.plan, "completed")
     summary |= {
         "time_scale": time_scale,
-        "link_emulated": parts.plan.paced,
+        "link_emulated": state.plan.paced,
         "predicted_step_s": emulation["predicted_step_s"] if emulation is not None else None,
         "valid": not reasons,
         "invalid_reason": "; ".join(reasons) or None,
@@ -49,12 +49,12 @@ def report(parts: TrainState, store: dist.Store, outcome: Outcome, wall_seconds:
         "final": {"train_loss": outcome.train_loss, "eval": outcome.evaluation or None},
         "merge": None,
         "checkpoint": outcome.checkpoint,
-        "splits": parts.balancer.num_changes,
+        "splits": state.balancer.num_changes,
     }
     sent = [rank["sent"] for rank in everyone if rank["sent"] is not None]
     summary["comm"]["bytes_per_step"] = max(sent) if len(sent) == len(everyone) else None
     summary["versions"] |= versions()
-    plan = parts.plan
+    plan = state.plan
     for place, device in enumerate(summary["devices"]):
         rank = everyone[plan.rank_of(place)]
         several = len(plan.devices_of(plan.rank_of(place))) > 1
@@ -62,7 +62,7 @@ def report(parts: TrainState, store: dist.Store, outcome: Outcome, wall_seconds:
         joules = rank["joules"][place if several else 0]
         source = backend_class(device["backend"]).energy_source if joules is not None else None
         device |= {"energy_j": joules, "energy_source": source}
-    parts.engine.summarise(summary, totals, everyone)
+    state.engine.summarise(summary, totals, everyone)
     return summary
 
 
@@ -74,7 +74,7 @@ def _of_one(plan: Plan, facts: dict[str, Any], place: int) -> dict[str, Any]:
     return facts | own | unknown | {"micro_batch": largest}
 
 
-def _emulation(parts: TrainState, everyone: list[dict[str, Any]], time_scale: float) -> dict[str, Any]:
+def _emulation(state: TrainState, everyone: list[dict[str, Any]], time_scale: float) -> dict[str, Any]:
     """Return what the cost model says of a step and what each rank really paced, in real seconds."""
     work = [rank["work"] for rank in everyone]
     # A rank without samples has no backward pass: its buckets leave at once.
@@ -83,27 +83,27 @@ def _emulation(parts: TrainState, everyone: list[dict[str, Any]], time_scale: fl
     predicted = None
     if all(work):
         model = [Work(tuple(w["forward"]), tuple(w["backward"]), w["update"]) for w in work]
-        links = links_of(parts.plan)
+        links = links_of(state.plan)
         predicted = step_seconds(model, links, buckets) * time_scale
-        predicted += parts.engine.extra_step_seconds() * time_scale
+        predicted += state.engine.extra_step_seconds() * time_scale
     return {
         "time_scale": time_scale,
         "predicted_step_s": predicted,
         "buckets": buckets,
         "devices": [
             {"id": device.id, "work": rank["work"], "phases": rank["phases"]}
-            for device, rank in zip(parts.plan.devices, everyone, strict=True)
+            for device, rank in zip(state.plan.devices, everyone, strict=True)
         ],
     }
 
 
-def _phases(parts: TrainState) -> dict[str, dict[str, float]]:
+def _phases(state: TrainState) -> dict[str, dict[str, float]]:
     """Return the medians of real and modelled seconds of each kind of phase that this rank paced."""
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for name, real, modelled in parts.backend.paced():
+    for name, real, modelled in state.backend.paced():
         pairs.setdefault(name, []).append((real, modelled))
-    if parts.paced is not None:
-        pairs["exchange"] = parts.paced.link_seconds
+    if state.paced is not None:
+        pairs["exchange"] = state.paced.link_seconds
     return {
         name: {
             "real": statistics.median(real for real, _ in found),
@@ -115,30 +115,30 @@ def _phases(parts: TrainState) -> dict[str, dict[str, float]]:
     }
 
 
-def _invalid_reason(parts: TrainState) -> str | None:
+def _invalid_reason(state: TrainState) -> str | None:
     """Return why this rank's timings must not be used, `None` where they may."""
-    reason = parts.backend.invalid_reason()
-    late = max((link.late_share() for link in parts.engine.paced_links), default=0.0)
+    reason = state.backend.invalid_reason()
+    late = max((link.late_share() for link in state.engine.paced_links), default=0.0)
     if reason is None and late > OUTRUN_TOLERANCE:
         reason = (
-            f"{parts.backend.spec}: this machine's real exchange took {late:.0%} "
+            f"{state.backend.spec}: this machine's real exchange took {late:.0%} "
             "longer than the emulated links; raise `hardware.time_scale`"
         )
     return reason
 
 
-def _mine(parts: TrainState, outcome: Outcome) -> dict[str, Any]:
+def _mine(state: TrainState, outcome: Outcome) -> dict[str, Any]:
     """Return what only this rank knows."""
     totals, settled = outcome.totals, outcome.totals.settled
     working = settled.local_samples and settled.compute_seconds
     share = totals.local_samples / totals.global_samples if totals.steps else None
-    work = parts.engine.work()
+    work = state.engine.work()
     return {
-        "facts": parts.engine.facts(),
-        "invalid_reason": _invalid_reason(parts),
+        "facts": state.engine.facts(),
+        "invalid_reason": _invalid_reason(state),
         "work": asdict(work.modelled) if work.modelled is not None else None,
-        "buckets": parts.paced.buckets if parts.paced is not None else [],
-        "phases": _phases(parts),
+        "buckets": state.paced.buckets if state.paced is not None else [],
+        "phases": _phases(state),
         "own": {
             "compute": settled.compute_seconds,
             "waited": settled.wait_seconds,
@@ -149,9 +149,9 @@ def _mine(parts: TrainState, outcome: Outcome) -> dict[str, Any]:
             - settled.wait_seconds
             - settled.data_seconds,
         },
-        "sent": parts.engine.sent_bytes(totals.steps),
-        "exchanged": parts.hook.exchange_seconds / totals.steps if parts.hook and totals.steps else None,
-        "joules": outcome.energy.joules() if outcome.energy is not None else [None] * len(driven(parts)),
+        "sent": state.engine.sent_bytes(totals.steps),
+        "exchanged": state.hook.exchange_seconds / totals.steps if state.hook and totals.steps else None,
+        "joules": outcome.energy.joules() if outcome.energy is not None else [None] * len(driven(state)),
         "device": {
             **versions(),
             "share": share if work.share is None else work.share,
@@ -159,7 +159,7 @@ def _mine(parts: TrainState, outcome: Outcome) -> dict[str, Any]:
             "micro_batch": work.microbatch,
             "samples_per_s": settled.local_samples / settled.compute_seconds if working else None,
             "idle_s": totals.wait_seconds,
-            "peak_memory": parts.backend.peak_memory_bytes(),
+            "peak_memory": state.backend.peak_memory_bytes(),
             "steps": totals.steps,
         },
     }

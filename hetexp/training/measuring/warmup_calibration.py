@@ -19,7 +19,7 @@ from hetexp.training.state import Progress, TrainState
 REHEARSED_STEPS = 6
 
 
-def rehearse(parts: TrainState, real_steps: Callable[[TrainState], None] | None = None) -> float | None:
+def rehearse(state: TrainState, real_steps: Callable[[TrainState], None] | None = None) -> float | None:
     """Find the time scale of emulated devices and start their pacing; `None` without any.
 
     All ranks do a few real steps at the same time, as they will in training, and take the smallest scale that
@@ -28,48 +28,48 @@ def rehearse(parts: TrainState, real_steps: Callable[[TrainState], None] | None 
     Args:
         real_steps: does these steps at full speed; by default those of the configured training.
     """
-    if not parts.plan.paced:
+    if not state.plan.paced:
         return None
-    scale = parts.config.hardware.time_scale
+    scale = state.config.hardware.time_scale
     if scale is None:
-        with undone(parts):
-            (real_steps or _real_steps)(parts)
-        own = parts.backend.rehearsal_scale() or 0.0
-        ratios = [link.real_ratio() for link in parts.engine.paced_links]
+        with undone(state):
+            (real_steps or _real_steps)(state)
+        own = state.backend.rehearsal_scale() or 0.0
+        ratios = [link.real_ratio() for link in state.engine.paced_links]
         links = max(ratios, default=0.0) * SCALE_MARGIN
         needed = torch.tensor([max(own, links)], dtype=torch.float64)
-        scale = float(parts.communicator.all_reduce(needed, "max"))
-    parts.communicator.barrier()
-    parts.backend.start_pacing(scale)
-    parts.engine.start_pacing(scale)
+        scale = float(state.communicator.all_reduce(needed, "max"))
+    state.communicator.barrier()
+    state.backend.start_pacing(scale)
+    state.engine.start_pacing(scale)
     return scale
 
 
 @contextmanager
-def undone(parts: TrainState) -> Iterator[None]:
+def undone(state: TrainState) -> Iterator[None]:
     """Let the block train, and put weights, optimizer, schedule and random states back afterwards."""
-    weights = copy.deepcopy(parts.model.state_dict())
-    optimizer = copy.deepcopy(parts.optimizer.state_dict())
-    cards = parts.backend.random_states()
-    parts.model.train()
+    weights = copy.deepcopy(state.model.state_dict())
+    optimizer = copy.deepcopy(state.optimizer.state_dict())
+    cards = state.backend.random_states()
+    state.model.train()
     with undrawn():
         yield
-    parts.backend.set_random_states(cards)
-    parts.backend.resume()
-    parts.optimizer.zero_grad(set_to_none=True)
-    parts.model.load_state_dict(weights)
-    parts.optimizer.state.clear()
-    parts.optimizer.load_state_dict(optimizer)
-    restart_schedule(parts.schedule, 0)
-    parts.engine.forget()
+    state.backend.set_random_states(cards)
+    state.backend.resume()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.model.load_state_dict(weights)
+    state.optimizer.state.clear()
+    state.optimizer.load_state_dict(optimizer)
+    restart_schedule(state.schedule, 0)
+    state.engine.forget()
 
 
-def _real_steps(parts: TrainState) -> None:
+def _real_steps(state: TrainState) -> None:
     """Train a little at full speed."""
-    divisor = parts.strategy.gradient_divisor(parts.communicator.world_size)
-    scale = copy.copy(parts.loss_scale)  # whatever the rehearsal finds out, the training starts fresh
-    normalizer = LossNormalizer(StepMessage(parts.communicator), divisor, loss_scale=scale)
-    meter = StepTimer(parts.backend)
-    for batch in parts.engine.batches(Progress().position, REHEARSED_STEPS):
-        parts.engine.step(-1, batch, normalizer, meter)
-    parts.engine.rehearse_exchange()
+    divisor = state.strategy.gradient_divisor(state.communicator.world_size)
+    scale = copy.copy(state.loss_scale)  # whatever the rehearsal finds out, the training starts fresh
+    normalizer = LossNormalizer(StepMessage(state.communicator), divisor, loss_scale=scale)
+    meter = StepTimer(state.backend)
+    for batch in state.engine.batches(Progress().position, REHEARSED_STEPS):
+        state.engine.step(-1, batch, normalizer, meter)
+    state.engine.rehearse_exchange()

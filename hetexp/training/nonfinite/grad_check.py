@@ -26,7 +26,7 @@ class GradCheck:
     """
 
     def __init__(
-        self, parts: TrainState, gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool
+        self, state: TrainState, gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool
     ) -> None:
         if loss_scale is not None:
             loss_scale.unscale(gradients)
@@ -36,22 +36,22 @@ class GradCheck:
         self._read: Callable[[], float] | None = None
         if largest is not None:
             self.bad = ~torch.isfinite(largest)
-            self._read = parts.backend.read_later(largest)
+            self._read = state.backend.read_later(largest)
 
     def finite(self) -> bool:
         """Return whether all are finite; waits for the device to have come so far."""
         return self._read is None or math.isfinite(self._read())
 
 
-def may_be_skipped(parts: TrainState) -> bool:
+def may_be_skipped(state: TrainState) -> bool:
     """Return whether the device can leave out an update that is queued already.
 
     Not torch's fused SGD: an update that is left out would begin its momentum with whatever memory held. Not
     on emulated devices, whose updates take their time whatever becomes of them.
     """
-    optimizer = parts.optimizer
+    optimizer = state.optimizer
     own = type(optimizer) in FUSES and all(group["fused"] for group in optimizer.param_groups)
-    return own and not parts.plan.paced
+    return own and not state.plan.paced
 
 
 @contextmanager

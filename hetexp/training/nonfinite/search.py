@@ -51,7 +51,7 @@ class KeptBuffers:
 
 
 def explain(
-    parts: TrainState,
+    state: TrainState,
     step: int,
     batch: LocalBatch,
     loss_sum: torch.Tensor,
@@ -67,25 +67,25 @@ def explain(
         losses: of it each microbatch's own; empty where they were not kept.
         factor: what they were multiplied by before backward.
     """
-    world, rank = parts.communicator.world_size, parts.rank
+    world, rank = state.communicator.world_size, state.rank
     own = torch.zeros(world, dtype=torch.float64)
     own[rank] = float(loss_sum)
-    sums = parts.communicator.all_reduce(own).tolist()
+    sums = state.communicator.all_reduce(own).tolist()
     bad_loss = [not math.isfinite(value) for value in sums]
     found = NonFiniteSamples()
-    if parts.engine.computes_loss and (bad_loss[rank] or not any(bad_loss)):
-        with parts.communicator.working():
-            found = search(parts, _suspects(parts, batch, losses, bad_loss[rank]), factor, bad_loss[rank])
-    parts.communicator.meet()  # the search may have taken one of them its time
+    if state.engine.computes_loss and (bad_loss[rank] or not any(bad_loss)):
+        with state.communicator.working():
+            found = search(state, _suspects(state, batch, losses, bad_loss[rank]), factor, bad_loss[rank])
+    state.communicator.meet()  # the search may have taken one of them its time
     rows = torch.zeros((world, WIDTH), dtype=torch.float64)
     rows[rank] = torch.tensor(found.to_row(), dtype=torch.float64)
-    everyone = [NonFiniteSamples.from_row(row) for row in parts.communicator.all_reduce(rows).tolist()]
-    names = [name for name, _ in parts.model.named_parameters()]
+    everyone = [NonFiniteSamples.from_row(row) for row in state.communicator.all_reduce(rows).tolist()]
+    names = [name for name, _ in state.model.named_parameters()]
     blamed = any(one.what == ALONE for one in everyone)
     reasons = [
-        _of_loss(parts, one, value, everyone[one], blamed)
+        _of_loss(state, one, value, everyone[one], blamed)
         if bad
-        else _of_gradient(parts, one, everyone[one], names)
+        else _of_gradient(state, one, everyone[one], names)
         for one, (value, bad) in enumerate(zip(sums, bad_loss, strict=True))
         if bad or (not any(bad_loss) and everyone[one].what != NOT_FOUND)
     ]
@@ -95,19 +95,19 @@ def explain(
         cause = f"every loss is finite, but {'; '.join(reasons)}"
     else:
         cause = "every loss is finite; computed again, each rank's own gradient is, too"
-    return f"The gradient of step {step} is not finite{_first(parts)}, and {cause}."
+    return f"The gradient of step {step} is not finite{_first(state)}, and {cause}."
 
 
-def _first(parts: TrainState) -> str:
+def _first(state: TrainState) -> str:
     """Name the first parameter whose exchanged gradient is not finite."""
-    for name, parameter in parts.model.named_parameters():
+    for name, parameter in state.model.named_parameters():
         if parameter.grad is not None and not all_finite([parameter.grad]):
             return f" (first in {name})"
     return ""
 
 
-def _of_loss(parts: TrainState, rank: int, value: float, found: NonFiniteSamples, blamed: bool) -> str:
-    where = f"{value} on rank {rank}, {parts.plan.devices[rank]}"
+def _of_loss(state: TrainState, rank: int, value: float, found: NonFiniteSamples, blamed: bool) -> str:
+    where = f"{value} on rank {rank}, {state.plan.devices[rank]}"
     if found.what == ALONE:
         return f"{where}, because of {found.words()}"
     if found.what == TOGETHER and blamed:  # statistics over the whole batch carry it from rank to rank
@@ -117,19 +117,19 @@ def _of_loss(parts: TrainState, rank: int, value: float, found: NonFiniteSamples
     return where
 
 
-def _of_gradient(parts: TrainState, rank: int, found: NonFiniteSamples, names: list[str]) -> str:
+def _of_gradient(state: TrainState, rank: int, found: NonFiniteSamples, names: list[str]) -> str:
     which = f"first in {names[found.parameter]}" if found.parameter >= 0 else "nor is its loss, this time"
     how = "because of" if found.what == ALONE else "in a pass over"
     return (
-        f"rank {rank}'s own gradient, on {parts.plan.devices[rank]}, is not ({which}), {how} {found.words()}"
+        f"rank {rank}'s own gradient, on {state.plan.devices[rank]}, is not ({which}), {how} {found.words()}"
     )
 
 
 def _suspects(
-    parts: TrainState, batch: LocalBatch, losses: list[torch.Tensor], of_loss: bool
+    state: TrainState, batch: LocalBatch, losses: list[torch.Tensor], of_loss: bool
 ) -> list[tuple[Any, list[int]]]:
     """Return the microbatches to look at, with the places of their samples; none where not known."""
-    limit = parts.microbatch_limits[parts.rank]
+    limit = state.microbatch_limits[state.rank]
     passes = split_microbatches(batch.microbatches, limit)
     indices = split_indices(batch.indices, limit)
     if len(passes) != len(indices):
@@ -142,7 +142,7 @@ def _suspects(
 
 
 def search(
-    parts: TrainState, suspects: list[tuple[Any, list[int]]], factor: float, of_loss: bool
+    state: TrainState, suspects: list[tuple[Any, list[int]]], factor: float, of_loss: bool
 ) -> NonFiniteSamples:
     """Look for the samples on this rank; whatever goes wrong on the way, the run's own error is reported.
 
@@ -151,9 +151,9 @@ def search(
         factor: what losses were multiplied by before backward.
         of_loss: whether the loss is not finite; else the gradient is looked at.
     """
-    judge = _Judge(parts, None if of_loss else factor)
+    judge = _Judge(state, None if of_loss else factor)
     try:
-        with _as_alone(parts):
+        with _as_alone(state):
             return _narrow(suspects, judge, of_loss)
     except Exception:  # memory, a model that refuses one sample: then they are not named
         return NonFiniteSamples()
@@ -199,16 +199,16 @@ class _Judge:
         factor: of the loss, where the gradient is asked for; `None`: only the loss is.
     """
 
-    def __init__(self, parts: TrainState, factor: float | None) -> None:
-        self._parts, self._factor = parts, factor
-        self._trained = [(n, p) for n, p in enumerate(parts.model.parameters()) if p.requires_grad]
+    def __init__(self, state: TrainState, factor: float | None) -> None:
+        self._state, self._factor = state, factor
+        self._trained = [(n, p) for n, p in enumerate(state.model.parameters()) if p.requires_grad]
         self.parameter = -1
         """Number of the first parameter whose gradient was found not to be finite."""
 
     def __call__(self, inputs: Any, targets: Any) -> bool:
-        parts = self._parts
-        with torch.set_grad_enabled(self._factor is not None), parts.autocast():
-            total = parts.local_loss(call_model(parts.model, parts.to_device(inputs)), targets)
+        state = self._state
+        with torch.set_grad_enabled(self._factor is not None), state.autocast():
+            total = state.local_loss(call_model(state.model, state.to_device(inputs)), targets)
         finite = math.isfinite(float(total.detach()))
         if self._factor is None or not finite:
             return finite
@@ -224,11 +224,11 @@ class _Judge:
 
 
 @contextmanager
-def _as_alone(parts: TrainState) -> Iterator[None]:
+def _as_alone(state: TrainState) -> Iterator[None]:
     """Let normalisations over the batch use their running statistics; put modes and random states back."""
-    device = parts.device
+    device = state.device
     devices = [device.index or 0] if device.type in ("cuda", "xpu") else []
-    over_batch = [m for m in parts.model.modules() if getattr(m, "running_mean", None) is not None]
+    over_batch = [m for m in state.model.modules() if getattr(m, "running_mean", None) is not None]
     modes = [module.training for module in over_batch]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:

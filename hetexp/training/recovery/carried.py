@@ -18,13 +18,13 @@ class Carried:
     """What a policy has learned of their speeds."""
 
     @classmethod
-    def of(cls, parts: TrainState) -> Carried:
+    def of(cls, state: TrainState) -> Carried:
         """Return what is known in the present group."""
-        pairs = zip(parts.plan.devices, parts.microbatch_limits, strict=True)
+        pairs = zip(state.plan.devices, state.microbatch_limits, strict=True)
         limits = {device.id: limit for device, limit in pairs if limit is not None}
-        return cls(limits, parts.balancer.to_dict())
+        return cls(limits, state.balancer.to_dict())
 
-    def put_into(self, parts: TrainState) -> None:
+    def put_into(self, state: TrainState) -> None:
         """Let the next group know it; all ranks do so alike."""
-        parts.microbatch_limits = [self.limits.get(device.id) for device in parts.plan.devices]
-        parts.balancer.inherit(self.balancer)
+        state.microbatch_limits = [self.limits.get(device.id) for device in state.plan.devices]
+        state.balancer.inherit(self.balancer)

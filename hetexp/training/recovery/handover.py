@@ -42,9 +42,9 @@ def give(training: Training, store: dist.Store, settled: bool, tensors: bool, ha
         tensors: whether a rank needs more than that.
         handled: number of the last request that was seen to.
     """
-    parts = training.parts
+    state = training.state
     progress = training.progress if settled else training.good
-    named, packed = state_of(parts) if tensors else ({}, None)
+    named, packed = state_of(state) if tensors else ({}, None)
     facts = {
         "progress": {
             "step": progress.step,
@@ -55,8 +55,8 @@ def give(training: Training, store: dist.Store, settled: bool, tensors: bool, ha
         "done": {key: getattr(training, key) for key in _DONE},
         "loss_at": list(training.loss_at),
         "handled": handled,
-        "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
-        "time_scale": parts.time_scale,
+        "loss_scale": state.loss_scale.to_dict() if state.loss_scale is not None else None,
+        "time_scale": state.time_scale,
         "limits": training.carried.limits,
         "balancer": training.carried.balancer,
         "optimizer": packed,
@@ -79,56 +79,56 @@ def take(training: Training, store: dist.Store, donor: int, behind: bool, tensor
     Raises:
         PeerLostError: a rank is gone meanwhile.
     """
-    parts, progress = training.parts, training.progress
+    state, progress = training.state, training.progress
     facts: dict[str, Any] = json.loads(store.get(_KEY))
     if tensors:
         layout = [(name, getattr(torch, kind), tuple(shape)) for name, kind, shape in facts["tensors"]]
-        if parts.rank == donor:
-            named = state_of(parts)[0]
-            send([named[name] for name, _, _ in layout], parts.communicator, donor)
+        if state.rank == donor:
+            named = state_of(state)[0]
+            send([named[name] for name, _, _ in layout], state.communicator, donor)
         else:
             blank = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in layout}
-            send(list(blank.values()), parts.communicator, donor)
+            send(list(blank.values()), state.communicator, donor)
             if behind:
-                set_state(parts, blank, facts["optimizer"])
+                set_state(state, blank, facts["optimizer"])
     stands = facts["progress"]
     now = Progress.from_dict(stands["step"], stands["position"], stands["more"])
     progress.__dict__.update(now.__dict__)
     training.good = replace(progress)
-    restart_schedule(parts.schedule, progress.step)
+    restart_schedule(state.schedule, progress.step)
     for key in _OUTCOME:
         setattr(training.outcome, key, facts["outcome"][key])
     for key in _DONE:
         setattr(training, key, facts["done"][key])
     training.loss_at = (facts["loss_at"][0], facts["loss_at"][1])
-    if "float16" in parts.plan.precisions:
-        parts.loss_scale = LossScale.from_dict(facts["loss_scale"]) if facts["loss_scale"] else LossScale()
+    if "float16" in state.plan.precisions:
+        state.loss_scale = LossScale.from_dict(facts["loss_scale"]) if facts["loss_scale"] else LossScale()
     else:
-        parts.loss_scale = None
-    if facts["time_scale"] is not None and parts.time_scale is None:
-        parts.time_scale = facts["time_scale"]
-        parts.backend.start_pacing(facts["time_scale"])
+        state.loss_scale = None
+    if facts["time_scale"] is not None and state.time_scale is None:
+        state.time_scale = facts["time_scale"]
+        state.backend.start_pacing(facts["time_scale"])
     training.carried = Carried(facts["limits"], facts["balancer"])
-    training.carried.put_into(parts)
+    training.carried.put_into(state)
     handled: int = facts["handled"]
     return handled
 
 
-def state_of(parts: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def state_of(state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return all tensors of a training by name, and what else the optimizer keeps, as JSON can hold it."""
-    names = first_names(parts.model)
+    names = first_names(state.model)
     tensors = {f"model/{name}": parameter.detach() for parameter, name in names.items()}
     # Also those buffers that a checkpoint leaves out.
-    tensors |= {f"buffer/{name}": buffer.detach() for name, buffer in parts.model.named_buffers()}
-    found, packed = pack_optimizer(parts.optimizer, names)
+    tensors |= {f"buffer/{name}": buffer.detach() for name, buffer in state.model.named_buffers()}
+    found, packed = pack_optimizer(state.optimizer, names)
     tensors |= {f"optimizer/{name}": tensor.detach() for name, tensor in found.items()}
     return tensors, packed
 
 
-def set_state(parts: TrainState, tensors: dict[str, Tensor], packed: dict[str, Any]) -> None:
+def set_state(state: TrainState, tensors: dict[str, Tensor], packed: dict[str, Any]) -> None:
     """Put what `state_of` returned on another rank into this one's model and optimizer."""
-    parameters = named_parameters(parts.model)
-    buffers = dict(parts.model.named_buffers())
+    parameters = named_parameters(state.model)
+    buffers = dict(state.model.named_buffers())
     moments: dict[str, Tensor] = {}
     with torch.no_grad():
         for full, tensor in tensors.items():
@@ -137,7 +137,7 @@ def set_state(parts: TrainState, tensors: dict[str, Tensor], packed: dict[str, A
                 moments[name] = tensor
             else:
                 (parameters[name] if kind == "model" else buffers[name]).copy_(tensor)
-    restore_optimizer(moments, packed, parts.optimizer, parameters)
+    restore_optimizer(moments, packed, state.optimizer, parameters)
 
 
 def send(tensors: Sequence[Tensor], communicator: Communicator, source: int) -> None:

@@ -46,16 +46,16 @@ class OutOfMemory:
     """At that moment; `None` where it is not known."""
 
 
-def recovering_guard(parts: TrainState, together: bool) -> EmptyShareGuard | None:
+def recovering_guard(state: TrainState, together: bool) -> EmptyShareGuard | None:
     """Let the guard keep the model's shortages, and return it; `None` if a shortage ends the run.
 
     Args:
         together: whether ranks learn of another's shortage by the step's gradient. With
             `trainer.non_finite=continue` the gradient is not checked, so that they could not.
     """
-    if together and not parts.looks and parts.communicator.world_size > 1:
+    if together and not state.looks and state.communicator.world_size > 1:
         return None
-    guard = parts.strategy.guard(parts.module) if parts.strategy.varies_passes() else None
+    guard = state.strategy.guard(state.module) if state.strategy.varies_passes() else None
     if guard is not None:
         guard.catches = True
     return guard
@@ -124,7 +124,7 @@ def part_of(value: Any, start: int, end: int) -> Any:
 
 
 def halve_together(
-    parts: TrainState, step: int, microbatches: list[Any], shortage: OutOfMemory | None
+    state: TrainState, step: int, microbatches: list[Any], shortage: OutOfMemory | None
 ) -> bool:
     """Ask all ranks whether memory ran out, and halve the microbatch where it did; all ranks must call it.
 
@@ -140,26 +140,26 @@ def halve_together(
         DeviceMemoryError: on a rank whose microbatch was a single sample.
         PeerLostError: on all others then.
     """
-    reports = torch.zeros((parts.communicator.world_size, 4), dtype=torch.float64)
+    reports = torch.zeros((state.communicator.world_size, 4), dtype=torch.float64)
     if shortage is not None:
         sizes = sizes_of(microbatches)
         free = -1 if shortage.free_bytes is None else shortage.free_bytes
-        reports[parts.rank] = torch.tensor([1, max(sizes, default=0), sum(sizes), free], dtype=torch.float64)
-    everyone = [[int(value) for value in row] for row in parts.communicator.all_reduce(reports).tolist()]
+        reports[state.rank] = torch.tensor([1, max(sizes, default=0), sum(sizes), free], dtype=torch.float64)
+    everyone = [[int(value) for value in row] for row in state.communicator.all_reduce(reports).tolist()]
     hopeless = []
     for rank, (short, size, samples, free) in enumerate(everyone):
         if not short:
             continue
-        what = _what_happened(parts, rank, step, size, samples, None if free < 0 else free)
+        what = _what_happened(state, rank, step, size, samples, None if free < 0 else free)
         if size <= 1:
             hopeless.append((rank, what))
             continue
-        parts.microbatch_limits[rank] = half = -(-size // 2)
-        if parts.rank in (0, rank):
+        state.microbatch_limits[rank] = half = -(-size // 2)
+        if state.rank in (0, rank):
             log.warning("%s From now on it is at most %d. All ranks do the step again.", what, half)
     if hopeless:
         # Each tells of itself, so that the first cause has the device's own words.
-        mine = [what for rank, what in hopeless if rank == parts.rank]
+        mine = [what for rank, what in hopeless if rank == state.rank]
         if mine and shortage is not None:
             raise DeviceMemoryError(f"{mine[0]} {shortage.said.rstrip('.')}. {FIX}")
         raise PeerLostError(" ".join(what for _, what in hopeless))
@@ -167,17 +167,17 @@ def halve_together(
 
 
 def _what_happened(
-    parts: TrainState, rank: int, step: int, size: int, samples: int, free_bytes: int | None
+    state: TrainState, rank: int, step: int, size: int, samples: int, free_bytes: int | None
 ) -> str:
     free = f"{free_bytes / 2**20:.1f} MiB were free" if free_bytes is not None else "free memory is not known"
     when = f"in step {step + 1}" if step >= 0 else "before the first step"
     return (
-        f"Rank {rank}, {parts.plan.devices[rank]}, ran out of memory {when}, with its share of {samples} "
+        f"Rank {rank}, {state.plan.devices[rank]}, ran out of memory {when}, with its share of {samples} "
         f"samples in microbatches of {size} ({free})."
     )
 
 
-def halve_alone(parts: TrainState, step: int, microbatches: list[Any], shortage: OutOfMemory) -> int:
+def halve_alone(state: TrainState, step: int, microbatches: list[Any], shortage: OutOfMemory) -> int:
     """Halve this rank's microbatch after a step of its own that memory did not suffice for.
 
     No other rank waits for it: they learn of the limit when they meet.
@@ -190,16 +190,16 @@ def halve_alone(parts: TrainState, step: int, microbatches: list[Any], shortage:
     """
     sizes = sizes_of(microbatches)
     size = max(sizes, default=0)
-    what = _what_happened(parts, parts.rank, step, size, sum(sizes), shortage.free_bytes)
+    what = _what_happened(state, state.rank, step, size, sum(sizes), shortage.free_bytes)
     if size <= 1:
         raise DeviceMemoryError(f"{what} {shortage.said.rstrip('.')}. {FIX}")
-    parts.microbatch_limits[parts.rank] = half = -(-size // 2)
+    state.microbatch_limits[state.rank] = half = -(-size // 2)
     log.warning("%s From now on it is at most %d. The rank does its step again.", what, half)
     return half
 
 
 @contextmanager
-def ends_with_shortage(parts: TrainState, step: int, sizes: list[int], why: str) -> Iterator[None]:
+def ends_with_shortage(state: TrainState, step: int, sizes: list[int], why: str) -> Iterator[None]:
     """Tell in full what memory ran out in the block: nothing there can be done again.
 
     The other ranks wait for this one until the launcher, which it tells by ending, ends them.
@@ -216,6 +216,6 @@ def ends_with_shortage(parts: TrainState, step: int, sizes: list[int], why: str)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        free = parts.backend.free_memory_bytes()
-        what = _what_happened(parts, parts.rank, step, max(sizes, default=0), sum(sizes), free)
+        free = state.backend.free_memory_bytes()
+        what = _what_happened(state, state.rank, step, max(sizes, default=0), sum(sizes), free)
         raise DeviceMemoryError(f"{what} {why} {first_line(error).rstrip('.')}. {FIX}") from error

@@ -85,7 +85,7 @@ class Requests:
             request = Request.from_json(self._store.get(Request.key(number)))
             answer = self._answer(training, request)
             self.handled = number
-            if training.parts.rank == 0:
+            if training.state.rank == 0:
                 self._store.set(answer_key(number), json.dumps(answer))
 
     def _answer(self, training: Training, request: Request) -> dict[str, Any]:
@@ -106,8 +106,8 @@ class Requests:
                 "error": f"`{request.name}` is no request that this run knows: {', '.join(known)}."
                 + did_you_mean(request.name, known)
             }
-        parts = training.parts
-        asked = Asked(request.argument, step, parts.rank, parts.plan.world_size, parts.model, parts.optimizer)
+        state = training.state
+        asked = Asked(request.argument, step, state.rank, state.plan.world_size, state.model, state.optimizer)
         try:
             return reply | {"answer": handler(asked)}
         except PeerLostError:
@@ -117,10 +117,10 @@ class Requests:
             return {"error": f"the handler of `{request.name}` failed: {type(error).__name__}: {error}"}
 
     def _known(self, training: Training) -> dict[str, str]:
-        return {**dict.fromkeys(_handlers, ""), **training.parts.config.trainer.on_request}
+        return {**dict.fromkeys(_handlers, ""), **training.state.config.trainer.on_request}
 
     def _handler(self, training: Training, name: str) -> Handler | None:
-        path = training.parts.config.trainer.on_request.get(name)
+        path = training.state.config.trainer.on_request.get(name)
         if name in _handlers or path is None:
             return _handlers.get(name)
         found: Handler = locate(path)

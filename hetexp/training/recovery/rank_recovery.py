@@ -94,17 +94,17 @@ class RankRecovery:
     # ------------------------------------------------------------ another group
 
     def form_anew(self, training: Training, error: Exception | None = None) -> None:
-        parts = training.parts
+        state = training.state
         lost = error is not None
-        if error is not None and not (parts.survives and is_peer_lost(error)):
+        if error is not None and not (state.survives and is_peer_lost(error)):
             raise error
         if error is not None:
             log.warning("A member of the group is lost (%s).", str(error).partition("\n")[0])
         began = time.monotonic()
         # Before this rank waits: the others are to learn at once that it has left.
-        parts.doing = "waiting"
-        parts.engine.leave()
-        training.carried = Carried.of(parts)
+        state.doing = "waiting"
+        state.engine.leave()
+        training.carried = Carried.of(state)
         while True:
             epoch = self._next_epoch(training, error)
             if self.member not in epoch.members:
@@ -116,14 +116,14 @@ class RankRecovery:
                     raise
                 log.warning("The group of epoch %d did not form: %s", epoch.number, failed)
                 error, lost = failed, True
-                parts.doing = "waiting"
-                parts.engine.leave()
+                state.doing = "waiting"
+                state.engine.leave()
                 continue
             return
 
     def _next_epoch(self, training: Training, error: Exception | None) -> Epoch:
         """Return the epoch that follows, or raise what broke the present one where none comes."""
-        limit = training.parts.config.comm.timeout_seconds
+        limit = training.state.config.comm.timeout_seconds
         number = self.epoch
         while True:
             epoch = self._watch.newest_after(number, limit)
@@ -134,10 +134,10 @@ class RankRecovery:
             number = self.epoch if epoch is None else epoch.number  # a newcomer's turn has not come
 
     def _join(self, training: Training, epoch: Epoch, lost: bool, began: float) -> None:
-        parts = training.parts
-        parts.doing, self._forming, self.epoch = "forming", True, epoch.number
+        state = training.state
+        state.doing, self._forming, self.epoch = "forming", True, epoch.number
         self.store = store = WatchedStore(self._launcher, epoch.topic, self._obsolete)
-        plan = Plan.from_json(self._launcher.get(plan_key(epoch.number))).placed_as(parts.plan)
+        plan = Plan.from_json(self._launcher.get(plan_key(epoch.number))).placed_as(state.plan)
         rank = epoch.members.index(self.member)
         donor = -1
 
@@ -145,8 +145,8 @@ class RankRecovery:
             nonlocal donor
             donor = self._agree(training, store)
 
-        parts.engine.join(plan, rank, store, agree_on_state)
-        parts.communicator.barrier()
+        state.engine.join(plan, rank, store, agree_on_state)
+        state.communicator.barrier()
         self._forming = False
         self._take_loggers(training)
         seconds = time.monotonic() - began
@@ -164,7 +164,7 @@ class RankRecovery:
 
     def _agree(self, training: Training, store: dist.Store) -> int:
         """Bring all ranks to the state of the newest step, and return the rank that had it."""
-        parts, limit = training.parts, training.parts.config.comm.timeout_seconds
+        state, limit = training.state, training.state.config.comm.timeout_seconds
         mine: dict[str, Any] = {
             "step": training.progress.step if training.ready else -1,
             "settled": training.settled,
@@ -173,7 +173,7 @@ class RankRecovery:
             "written": written(training),
             "runs on": versions(),
         }
-        everyone = exchange(store, "state", parts.rank, parts.plan.world_size, mine, limit)
+        everyone = exchange(store, "state", state.rank, state.plan.world_size, mine, limit)
         newest = max(one["step"] for one in everyone)
         if newest < 0:
             raise SetupError("none of the members has a state to go on from.")
@@ -183,10 +183,10 @@ class RankRecovery:
         # died when the others had handed over their part of a line.
         complete = all(everyone[rank]["written"] for rank in have)
         settled = complete and all(everyone[rank]["settled"] for rank in have)
-        if parts.rank == donor:
+        if state.rank == donor:
             give(training, store, settled, behind, self.requests.handled)
         self.requests.handled = take(training, store, donor, mine["step"] < newest, behind)
-        parts.run_on = tuple(one["runs on"] for one in everyone)
+        state.run_on = tuple(one["runs on"] for one in everyone)
         training.settled = settled
         if not complete:
             training.logged_at = -1
@@ -199,15 +199,15 @@ class RankRecovery:
 
     def _take_loggers(self, training: Training) -> None:
         """Let only the first rank write the metrics from now on."""
-        parts = training.parts
-        if parts.rank == 0:
-            training.lines = written_lines(Path(parts.plan.run_dir) / "metrics.jsonl")
-            if not parts.loggers:
-                parts.loggers = start_loggers(parts)
-        elif parts.loggers:
-            for logger in parts.loggers:
+        state = training.state
+        if state.rank == 0:
+            training.lines = written_lines(Path(state.plan.run_dir) / "metrics.jsonl")
+            if not state.loggers:
+                state.loggers = start_loggers(state)
+        elif state.loggers:
+            for logger in state.loggers:
                 logger.finish({}, 0)
-            parts.loggers = ()
+            state.loggers = ()
 
     # ------------------------------------------------------------ a newcomer
 
@@ -223,7 +223,7 @@ def written(training: Training) -> bool:
         due.add(("train", step))
     if training.evaluated_at == step and training.outcome.evaluation:
         due.add(("eval", step))
-    return not due or due <= written_lines(Path(training.parts.plan.run_dir) / "metrics.jsonl")
+    return not due or due <= written_lines(Path(training.state.plan.run_dir) / "metrics.jsonl")
 
 
 def written_lines(path: Path) -> set[tuple[str, int]]:

@@ -50,36 +50,36 @@ class Origin:
     num_cards: int
 
 
-def random_files(parts: TrainState) -> dict[str, bytes]:
+def random_files(state: TrainState) -> dict[str, bytes]:
     """Return the file of all ranks' states by its name, on the group's first rank; nothing elsewhere.
 
     All ranks call it.
     """
-    mine = _pack(*own_states(parts))
-    everyone = _gathered(parts.engine.group, mine)
-    if parts.engine.group.rank:
+    mine = _pack(*own_states(state))
+    everyone = _gathered(state.engine.group, mine)
+    if state.engine.group.rank:
         return {}
     tensors: dict[str, Tensor] = {}
     origins = []
     for place, content in enumerate(everyone):
         states, origin = _unpack(content)
-        tensors |= {f"rank_{place}/{name}": state for name, state in states.items()}
+        tensors |= {f"rank_{place}/{name}": value for name, value in states.items()}
         origins.append(origin)
     return {FILE: safetensors.torch.save(tensors, {"origins": json.dumps(origins)})}
 
 
-def own_states(parts: TrainState) -> tuple[dict[str, Tensor], Origin]:
+def own_states(state: TrainState) -> tuple[dict[str, Tensor], Origin]:
     """Return the states of this process and of the cards that it drives, and whose they are."""
     version, words, second = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
-    cards = parts.backend.random_states()
+    cards = state.backend.random_states()
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
         "torch": torch.get_rng_state(),
-        **{f"card_{place}": state for place, state in enumerate(cards)},
+        **{f"card_{place}": value for place, value in enumerate(cards)},
     }
-    spec = parts.plan.devices[parts.rank]
+    spec = state.plan.devices[state.rank]
     origin = Origin(
         device=spec.id,
         kind=_kind(spec.backend),
@@ -90,7 +90,7 @@ def own_states(parts: TrainState) -> tuple[dict[str, Tensor], Origin]:
     return states, origin
 
 
-def restore_random(parts: TrainState, folder: Path) -> None:
+def restore_random(state: TrainState, folder: Path) -> None:
     """Put random states back where there are such devices; else one warning names those that were left.
 
     A checkpoint of before they were saved has none.
@@ -101,12 +101,12 @@ def restore_random(parts: TrainState, folder: Path) -> None:
     with safe_open(path, "pt", "cpu") as file:
         origins: list[dict[str, Any]] = json.loads(file.metadata()["origins"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    group = parts.engine.group
-    devices = parts.plan.devices
+    group = state.engine.group
+    devices = state.plan.devices
     if group.world_size < len(devices):  # each rank has a file of its own
-        devices = devices[parts.rank : parts.rank + 1]
+        devices = devices[state.rank : state.rank + 1]
     host, cards = match_states([one["kind"] for one in origins], [_kind(spec.backend) for spec in devices])
-    _put_back(parts, tensors, origins, host[group.rank], cards[group.rank])
+    _put_back(state, tensors, origins, host[group.rank], cards[group.rank])
     if group.rank == 0:
         _tell(devices, origins, host, cards)
 
@@ -129,7 +129,7 @@ def match_states(
 
 
 def _put_back(
-    parts: TrainState,
+    state: TrainState,
     tensors: dict[str, Tensor],
     origins: list[dict[str, Any]],
     host: int | None,
@@ -143,9 +143,9 @@ def _put_back(
         key = tensors[f"rank_{host}/numpy"].numpy().astype(np.uint32)
         np.random.set_state(("MT19937", key, position, has_gauss, gauss))
         torch.set_rng_state(tensors[f"rank_{host}/torch"])
-    if cards is not None and _kind(parts.plan.devices[parts.rank].backend) == origins[cards]["kind"]:
+    if cards is not None and _kind(state.plan.devices[state.rank].backend) == origins[cards]["kind"]:
         states = [tensors[f"rank_{cards}/card_{place}"] for place in range(origins[cards]["num_cards"])]
-        parts.backend.set_random_states(states)
+        state.backend.set_random_states(states)
 
 
 def _tell(

@@ -20,7 +20,7 @@ from hetexp.training.state import Progress, TrainState
 log = logging.getLogger(__name__)
 
 
-def resume(parts: TrainState, configured: bool = True) -> Progress:
+def resume(state: TrainState, configured: bool = True) -> Progress:
     """Load the checkpoint that `resume` names, and return where the run stands.
 
     Args:
@@ -30,26 +30,26 @@ def resume(parts: TrainState, configured: bool = True) -> Progress:
     Raises:
         CheckpointError: it is not there, not complete or not of this model.
     """
-    if parts.config.resume is None:
+    if state.config.resume is None:
         return Progress()
-    built = [dict(group) for group in parts.optimizer.param_groups]
-    folder = parts.engine.find(Path(parts.plan.working_dir, parts.config.resume))
-    state = parts.engine.load(folder)
-    parts.resumed_from = {key: state.extra.get(key) for key in ("run_id", "group")} | {"step": state.step}
-    parts.balancer.restore(state.extra.get("balancer"))
-    if parts.loss_scale is not None and state.extra.get("loss_scale") is not None:
-        parts.loss_scale = LossScale.from_dict(state.extra["loss_scale"])
-    parts.engine.restore(folder, state.extra)
-    _settle_groups(parts, built, state.extra.get("config", {}) if configured else None)
+    built = [dict(group) for group in state.optimizer.param_groups]
+    folder = state.engine.find(Path(state.plan.working_dir, state.config.resume))
+    saved = state.engine.load(folder)
+    state.resumed_from = {key: saved.extra.get(key) for key in ("run_id", "group")} | {"step": saved.step}
+    state.balancer.restore(saved.extra.get("balancer"))
+    if state.loss_scale is not None and saved.extra.get("loss_scale") is not None:
+        state.loss_scale = LossScale.from_dict(saved.extra["loss_scale"])
+    state.engine.restore(folder, saved.extra)
+    _settle_groups(state, built, saved.extra.get("config", {}) if configured else None)
     # The rates are a function of the step: they follow from it and from this run's own configuration.
-    restart_schedule(parts.schedule, state.step)
-    restore_random(parts, folder)
-    parts.microbatch_limits = _limits_before(parts, state.extra.get("devices", []))
-    return Progress.from_dict(state.step, state.position, state.extra["progress"])
+    restart_schedule(state.schedule, saved.step)
+    restore_random(state, folder)
+    state.microbatch_limits = _limits_before(state, saved.extra.get("devices", []))
+    return Progress.from_dict(saved.step, saved.position, saved.extra["progress"])
 
 
 def _settle_groups(
-    parts: TrainState, built: Sequence[Mapping[str, Any]], saved: Mapping[str, Any] | None
+    state: TrainState, built: Sequence[Mapping[str, Any]], saved: Mapping[str, Any] | None
 ) -> None:
     """Decide which values of the optimizer's groups hold, now that all of them are the checkpoint's.
 
@@ -63,10 +63,10 @@ def _settle_groups(
     Raises:
         CheckpointError: the optimizer's state in the checkpoint lacks what the new values need.
     """
-    groups = parts.optimizer.param_groups
+    groups = state.optimizer.param_groups
     holds: set[str] = set()
     if saved is not None:
-        section, before = parts.plan.config["optimizer"], saved.get("optimizer") or {}
+        section, before = state.plan.config["optimizer"], saved.get("optimizer") or {}
         holds = {key for key in section.keys() | before.keys() if section.get(key) != before.get(key)}
         if any(key not in group for key in holds for group in groups):  # of a function that makes the groups
             holds = {key for group in built for key in group}
@@ -84,14 +84,14 @@ def _settle_groups(
                 held[name] = f"{name}={_plain(new)} (before: {_plain(now)})"
             else:
                 taken[name] = f"{name}={_plain(now)} (not {_plain(new)})"
-    if held.keys() - {"lr"} and (lacking := _lacking_state(parts)):
+    if held.keys() - {"lr"} and (lacking := _lacking_state(state)):
         raise CheckpointError(
             f"`optimizer` must be as in the checkpoint's run, but has {', '.join(sorted(held.values()))}. "
             f"The checkpoint has no '{lacking[0]}', which the optimizer then needs."
         )
-    if held and parts.rank == 0:
+    if held and state.rank == 0:
         log.info("resume: the optimizer has this run's %s.", ", ".join(sorted(held.values())))
-    if taken and parts.rank == 0:
+    if taken and state.rank == 0:
         level = logging.INFO if saved is not None else logging.WARNING  # a script alone shows only these
         values = ", ".join(sorted(taken.values()))
         log.log(level, "resume: the optimizer has the checkpoint's %s.", values)
@@ -104,22 +104,22 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _lacking_state(parts: TrainState) -> list[str]:
+def _lacking_state(state: TrainState) -> list[str]:
     """Return what the optimizer would keep of a parameter that its state in the checkpoint does not have."""
-    kept = [parameter for parameter, state in parts.optimizer.state.items() if state]
+    kept = [parameter for parameter, moments in state.optimizer.state.items() if moments]
     if not kept:
         return []
     smallest = min(kept, key=torch.Tensor.numel)
     twin = nn.Parameter(torch.zeros_like(smallest))
     twin.grad = torch.zeros_like(smallest)
     with contextlib.suppress(Exception):  # an optimizer that wants more than a gradient judges by itself
-        fresh = build_optimizer(parts.plan.config["optimizer"], nn.ParameterList([twin]))
+        fresh = build_optimizer(state.plan.config["optimizer"], nn.ParameterList([twin]))
         fresh.step()
-        return sorted(fresh.state[twin].keys() - parts.optimizer.state[smallest].keys())
+        return sorted(fresh.state[twin].keys() - state.optimizer.state[smallest].keys())
     return []
 
 
-def _limits_before(parts: TrainState, devices: list[dict[str, Any]]) -> list[int | None]:
+def _limits_before(state: TrainState, devices: list[dict[str, Any]]) -> list[int | None]:
     """Return the microbatch limits that memory set to the same devices before."""
     known = {(one["id"], one["name"]): one.get("microbatch_limit") for one in devices}
-    return [known.get((device.id, device.name)) for device in parts.plan.devices]
+    return [known.get((device.id, device.name)) for device in state.plan.devices]

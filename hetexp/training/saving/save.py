@@ -16,22 +16,22 @@ from hetexp.training.saving.random_states import random_files
 from hetexp.training.state import Progress, TrainState
 
 
-def provenance(parts: TrainState) -> list[dict[str, Any]]:
+def provenance(state: TrainState) -> list[dict[str, Any]]:
     """Return what trained the model: each rank's device, its part of the batch, and what it ran on."""
-    plan = parts.plan
+    plan = state.plan
     ranks = [rank for rank in range(plan.world_size) for _ in plan.devices_of(rank)]
     kept = ("id", "backend", "vendor", "name", "uuid", "architecture", "driver", "emulated")
     return [
         {key: getattr(device, key) for key in kept}
         | {"share": share, "precision": plan.precisions[rank] if plan.precisions else None}
-        | {"microbatch_limit": parts.microbatch_limits[rank]}
-        | (parts.run_on[rank] if parts.run_on else {})
+        | {"microbatch_limit": state.microbatch_limits[rank]}
+        | (state.run_on[rank] if state.run_on else {})
         for rank, device, share in zip(ranks, plan.all_devices, plan.card_shares or plan.shares, strict=True)
     ]
 
 
 def save(
-    parts: TrainState,
+    state: TrainState,
     progress: Progress,
     evaluation: Mapping[str, float] | None = None,
     wait: bool = False,
@@ -50,39 +50,39 @@ def save(
     Raises:
         CheckpointError: it could not be written, or, with `trainer.on_save_error=stop`, the one before it.
     """
-    engine = parts.engine
-    files = random_files(parts) | engine.state_files()
+    engine = state.engine
+    files = random_files(state) | engine.state_files()
     gathered, path = engine.gather(progress.step), None
     if engine.group.rank == 0:
-        state = _state(parts, progress)
-        state.extra.update(engine.state_extra() if gathered is None else gathered.extra)
-        with parts.communicator.working():
-            _write(parts, Content(state, files, evaluation, timed, gathered), wait)
+        described = _state(state, progress)
+        described.extra.update(engine.state_extra() if gathered is None else gathered.extra)
+        with state.communicator.working():
+            _write(state, Content(described, files, evaluation, timed, gathered), wait)
         path = engine.checkpoint_path(progress.step)
-    parts.communicator.meet()
+    state.communicator.meet()
     return path
 
 
-def add_evaluation(parts: TrainState, step: int, evaluation: Mapping[str, float]) -> None:
+def add_evaluation(state: TrainState, step: int, evaluation: Mapping[str, float]) -> None:
     """Write an evaluation into the checkpoint that was saved at this step before; all ranks call it."""
-    if not evaluation or parts.engine.group.rank:
+    if not evaluation or state.engine.group.rank:
         return
-    folder = parts.engine.checkpoint_folder / folder_name(step)
-    parts.saver.add_evaluation(folder, evaluation, _rotation(parts))
+    folder = state.engine.checkpoint_folder / folder_name(step)
+    state.saver.add_evaluation(folder, evaluation, _rotation(state))
 
 
-def finish_saving(parts: TrainState) -> None:
+def finish_saving(state: TrainState) -> None:
     """Wait until the last checkpoint is on the disk; all ranks call it.
 
     Raises:
         CheckpointError: it could not be written.
     """
-    with parts.communicator.working():
-        parts.saver.settle()
-    parts.communicator.meet()
+    with state.communicator.working():
+        state.saver.settle()
+    state.communicator.meet()
 
 
-def save_before(parts: TrainState, good: Progress, first_step: int, saved_at: int) -> str:
+def save_before(state: TrainState, good: Progress, first_step: int, saved_at: int) -> str:
     """Save the state before a step that ends the run, and return how to go on from it; all ranks call it.
 
     Args:
@@ -91,42 +91,42 @@ def save_before(parts: TrainState, good: Progress, first_step: int, saved_at: in
         saved_at: step of the last checkpoint.
     """
     fix = "with a lower `optimizer.lr`, with `trainer.clip_norm`, or with trainer.non_finite=skip"
-    if parts.config.trainer.fast_dev_run or good.step == first_step:
-        parts.communicator.barrier()  # no rank leaves while rank 0 still writes metrics
+    if state.config.trainer.fast_dev_run or good.step == first_step:
+        state.communicator.barrier()  # no rank leaves while rank 0 still writes metrics
         return f"No step before it is worth a checkpoint: start again {fix}, which leaves such steps out."
     if saved_at != good.step:
-        restart_schedule(parts.schedule, good.step)
+        restart_schedule(state.schedule, good.step)
         try:
-            save(parts, good, wait=True)
+            save(state, good, wait=True)
         except CheckpointError as error:  # on rank 0, while the others wait for it
-            parts.communicator.meet()
+            state.communicator.meet()
             return f"The state before it could not be saved: {error}"
     try:
-        parts.saver.settle()
+        state.saver.settle()
     except CheckpointError as error:
-        parts.communicator.barrier()
+        state.communicator.barrier()
         return f"The state before it could not be saved: {error}"
-    parts.communicator.barrier()
+    state.communicator.barrier()
     return (
-        f"The state before it is saved ({parts.checkpoints / folder_name(good.step)}): go on from there by "
-        f"resume={parts.plan.run_dir}, {fix}, which leaves such steps out."
+        f"The state before it is saved ({state.checkpoints / folder_name(good.step)}): go on from there by "
+        f"resume={state.plan.run_dir}, {fix}, which leaves such steps out."
     )
 
 
-def _state(parts: TrainState, progress: Progress) -> TrainingState:
+def _state(state: TrainState, progress: Progress) -> TrainingState:
     return TrainingState(
         step=progress.step,
         position=progress.position.to_dict(),
-        schedule={"step": parts.schedule.last_epoch},
+        schedule={"step": state.schedule.last_epoch},
         extra={
-            "run_id": parts.plan.run_id,
-            "group": parts.plan.group,
+            "run_id": state.plan.run_id,
+            "group": state.plan.group,
             "progress": progress.to_dict(),
-            "emulated": parts.plan.emulated,
-            "devices": provenance(parts),
-            "config": parts.plan.config,
-            "balancer": parts.balancer.to_dict(),
-            "loss_scale": parts.loss_scale.to_dict() if parts.loss_scale is not None else None,
+            "emulated": state.plan.emulated,
+            "devices": provenance(state),
+            "config": state.plan.config,
+            "balancer": state.balancer.to_dict(),
+            "loss_scale": state.loss_scale.to_dict() if state.loss_scale is not None else None,
         },
     )
 
@@ -143,29 +143,29 @@ class Content:
     """Model and optimizer of all ranks, where each has a part of them."""
 
 
-def _write(parts: TrainState, content: Content, wait: bool) -> None:
+def _write(state: TrainState, content: Content, wait: bool) -> None:
     """Write what this rank holds, or what was gathered from all of them."""
-    trainer = parts.config.trainer
+    trainer = state.config.trainer
 
     def take(memory: SnapshotMemory) -> Snapshot:
         gathered = content.gathered
         model, optimizer = (
-            packed_whole(parts.model, parts.optimizer)
+            packed_whole(state.model, state.optimizer)
             if gathered is None
             else (gathered.model, gathered.optimizer)
         )
         return memory.take(model, optimizer, content.state, content.files, content.evaluation, content.timed)
 
-    parts.saver.write(
-        parts.engine.checkpoint_folder,
+    state.saver.write(
+        state.engine.checkpoint_folder,
         take,
-        _rotation(parts),
+        _rotation(state),
         trainer.on_save_error,
         wait or not trainer.checkpoint_in_background,
     )
 
 
-def _rotation(parts: TrainState) -> Rotation:
-    trainer, spare = parts.config.trainer, parts.engine.spare_checkpoints
+def _rotation(state: TrainState) -> Rotation:
+    trainer, spare = state.config.trainer, state.engine.spare_checkpoints
     most = trainer.keep_last + spare if trainer.keep_last else None
     return Rotation(most, trainer.keep_best, trainer.early_stopping.metric, KEPT_TIMED + spare)

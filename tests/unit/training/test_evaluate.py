@@ -17,7 +17,7 @@ from hetexp.comm.fake import FakeGroup
 from hetexp.training.evaluate import evaluate
 from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 
 
 class Wrong(nn.Module):
@@ -45,14 +45,14 @@ def rows(count: int = 21, hard: tuple[int, ...] = (3, 20)) -> TensorDataset:
 
 
 def run(
-    make_parts: MakeParts, weights: list[float], **options: Any
+    make_state: MakeState, weights: list[float], **options: Any
 ) -> tuple[list[dict[str, float]], list[Wrong]]:
     """Evaluate on as many ranks as there are weights."""
     models = [Wrong() for _ in weights]
 
     def rank(comm: Communicator) -> dict[str, float]:
-        parts = make_parts(comm, weights, model=models[comm.rank], evaluation=rows(), **options)
-        return evaluate(parts)
+        state = make_state(comm, weights, model=models[comm.rank], evaluation=rows(), **options)
+        return evaluate(state)
 
     return FakeGroup(len(weights)).run(rank), models
 
@@ -63,9 +63,9 @@ def run(
 )
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 def test_every_row_once_and_the_same_accuracy(
-    make_parts: MakeParts, weights: list[float], batch_size: int
+    make_state: MakeState, weights: list[float], batch_size: int
 ) -> None:
-    results, models = run(make_parts, weights, global_batch_size=batch_size)
+    results, models = run(make_state, weights, global_batch_size=batch_size)
     expected_loss = (
         21 * math.log(1 + math.e) - 19
     ) / 21  # a right row has log(1 + e) - 1, a hard one log(1 + e)
@@ -81,21 +81,21 @@ def test_every_row_once_and_the_same_accuracy(
 @pytest.mark.parametrize("weights", [[1.0], [3.0, 1.0], [0.0, 1.0]])
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 def test_labels_in_a_column_give_the_same_accuracy(
-    make_parts: MakeParts, weights: list[float], batch_size: int
+    make_state: MakeState, weights: list[float], batch_size: int
 ) -> None:
     inputs, targets = rows().tensors
     column = TensorDataset(inputs, targets[:, None])
 
     def rank(comm: Communicator) -> dict[str, float]:
         return evaluate(
-            make_parts(comm, weights, model=Wrong(), evaluation=column, global_batch_size=batch_size)
+            make_state(comm, weights, model=Wrong(), evaluation=column, global_batch_size=batch_size)
         )
 
     assert [result["accuracy"] for result in FakeGroup(len(weights)).run(rank)] == [19 / 21] * len(weights)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [5.0, 2.0, 1.0], [0.0, 1.0]])
-def test_weighted_elements_have_the_mean_of_torch(make_parts: MakeParts, weights: list[float]) -> None:
+def test_weighted_elements_have_the_mean_of_torch(make_state: MakeState, weights: list[float]) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(21, 3, generator=generator, dtype=torch.float64)
     data = TensorDataset(inputs, torch.randint(3, (21,), generator=generator))
@@ -103,71 +103,71 @@ def test_weighted_elements_have_the_mean_of_torch(make_parts: MakeParts, weights
     model = nn.Linear(3, 3).double()
 
     def rank(comm: Communicator) -> dict[str, float]:
-        return evaluate(make_parts(comm, weights, model=model, evaluation=data, **options))
+        return evaluate(make_state(comm, weights, model=model, evaluation=data, **options))
 
     expected = nn.functional.cross_entropy(model(inputs), data.tensors[1], own_loop.CLASS_WEIGHTS).item()
     for result in FakeGroup(len(weights)).run(rank):
         assert result == {"loss": pytest.approx(expected, rel=1e-12), "samples": 21}
 
 
-def test_ranks_take_contiguous_parts_by_their_shares(make_parts: MakeParts) -> None:
-    _, models = run(make_parts, [17.0, 4.0])
+def test_ranks_take_contiguous_parts_by_their_shares(make_state: MakeState) -> None:
+    _, models = run(make_state, [17.0, 4.0])
     assert models[0].seen == list(range(17))
     assert models[1].seen == list(range(17, 21))
 
 
-def test_batches_are_no_larger_than_in_training(make_parts: MakeParts) -> None:
-    _, models = run(make_parts, [3.0, 1.0], accumulate=2)  # 6 and 2 samples a step, in two pieces each
+def test_batches_are_no_larger_than_in_training(make_state: MakeState) -> None:
+    _, models = run(make_state, [3.0, 1.0], accumulate=2)  # 6 and 2 samples a step, in two pieces each
     assert max(models[0].batches) <= 3
     assert max(models[1].batches) == 1
-    _, (model,) = run(make_parts, [1.0], microbatch_size=5)
+    _, (model,) = run(make_state, [1.0], microbatch_size=5)
     assert max(model.batches) <= 5
 
 
-def test_a_fast_run_evaluates_a_few_batches(make_parts: MakeParts) -> None:
-    results, _ = run(make_parts, [1.0, 1.0], global_batch_size=4, fast_dev_run=2)
+def test_a_fast_run_evaluates_a_few_batches(make_state: MakeState) -> None:
+    results, _ = run(make_state, [1.0, 1.0], global_batch_size=4, fast_dev_run=2)
     assert [result["samples"] for result in results] == [8, 8]
-    results, _ = run(make_parts, [1.0, 1.0], global_batch_size=64, fast_dev_run=2)
+    results, _ = run(make_state, [1.0, 1.0], global_batch_size=64, fast_dev_run=2)
     assert [result["samples"] for result in results] == [21, 21]  # more than there is
 
 
-def test_no_evaluation_data(make_parts: MakeParts) -> None:
-    assert evaluate(make_parts(SoloCommunicator())) == {}
+def test_no_evaluation_data(make_state: MakeState) -> None:
+    assert evaluate(make_state(SoloCommunicator())) == {}
 
 
-def test_a_loss_without_right_and_wrong_has_no_accuracy(make_parts: MakeParts) -> None:
+def test_a_loss_without_right_and_wrong_has_no_accuracy(make_state: MakeState) -> None:
     data = TensorDataset(torch.randn(7, 3), torch.zeros(7, 4))
 
     def rank(comm: Communicator) -> dict[str, float]:
         # Rank 1 has no sample and so never asks the loss.
-        return evaluate(make_parts(comm, [1.0, 0.0], evaluation=data, loss="mse"))
+        return evaluate(make_state(comm, [1.0, 0.0], evaluation=data, loss="mse"))
 
     results = FakeGroup(2).run(rank)
     assert [set(result) for result in results] == [{"loss", "samples"}] * 2
-    model = make_parts(SoloCommunicator()).model
+    model = make_state(SoloCommunicator()).model
     with torch.no_grad():
         assert results[0]["loss"] == pytest.approx(float(model(data.tensors[0]).square().mean()), rel=1e-6)
 
 
-def test_only_ignored_labels_have_no_mean(make_parts: MakeParts) -> None:
+def test_only_ignored_labels_have_no_mean(make_state: MakeState) -> None:
     data = TensorDataset(torch.randn(4, 3), torch.full((4,), -100))
-    result = evaluate(make_parts(SoloCommunicator(), evaluation=data))
+    result = evaluate(make_state(SoloCommunicator(), evaluation=data))
     assert result["samples"] == 4
     assert result["loss"] != result["loss"]  # NaN: there is nothing to take a mean of
     assert "accuracy" not in result
 
 
-def test_dropout_rests_and_no_gradient_is_kept(make_parts: MakeParts) -> None:
+def test_dropout_rests_and_no_gradient_is_kept(make_state: MakeState) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.9))
     data = TensorDataset(torch.randn(6, 3), torch.randint(4, (6,)))
-    parts = make_parts(SoloCommunicator(), model=model, evaluation=data)
-    assert evaluate(parts) == evaluate(parts)
+    state = make_state(SoloCommunicator(), model=model, evaluation=data)
+    assert evaluate(state) == evaluate(state)
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_inputs_arrive_in_the_runs_precision(make_parts: MakeParts) -> None:
+def test_inputs_arrive_in_the_runs_precision(make_state: MakeState) -> None:
     data = TensorDataset(torch.randn(6, 3), torch.randint(4, (6,)))
-    result = evaluate(make_parts(SoloCommunicator(), evaluation=data, precision="float64"))
-    single = evaluate(make_parts(SoloCommunicator(), evaluation=data))
+    result = evaluate(make_state(SoloCommunicator(), evaluation=data, precision="float64"))
+    single = evaluate(make_state(SoloCommunicator(), evaluation=data))
     assert result["loss"] == pytest.approx(single["loss"], rel=1e-5)
     assert result["loss"] != single["loss"]

@@ -20,7 +20,7 @@ from hetexp.strategy.single import Single
 from hetexp.training.evaluate import evaluate_alone
 from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 
 
 class Net(nn.Module):
@@ -40,11 +40,11 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def parts(make_parts: MakeParts) -> TrainState:
+def parts(make_state: MakeState) -> TrainState:
     generator = torch.Generator().manual_seed(0)
     inputs = 3.0 + 2.0 * torch.randn(24, 3, generator=generator)
     data = TensorDataset(inputs, torch.randint(4, (24,), generator=generator))
-    return make_parts(SoloCommunicator(), strategy=Single(), model=Net(), train=data, evaluation=data)
+    return make_state(SoloCommunicator(), strategy=Single(), model=Net(), train=data, evaluation=data)
 
 
 def parent(folder: Path, shift: float, samples: int = 10, seed: int = 0) -> Parent:
@@ -64,32 +64,32 @@ def parent(folder: Path, shift: float, samples: int = 10, seed: int = 0) -> Pare
     return read_parent(save_checkpoint(folder, model, optimizer, state))
 
 
-def test_statistics_are_those_of_the_training_data(parts: TrainState) -> None:
-    norm: Any = parts.model.norm
-    recalibrate(parts)
-    data: Any = parts.train_data
+def test_statistics_are_those_of_the_training_data(state: TrainState) -> None:
+    norm: Any = state.model.norm
+    recalibrate(state)
+    data: Any = state.train_data
     batches = data.tensors[0]
     # Means over batches of 8: their mean is that of all samples.
     torch.testing.assert_close(norm.running_mean, batches.mean(dim=0))
     assert int(norm.num_batches_tracked) == 3
     assert norm.momentum == 0.1
-    assert parts.model.training
+    assert state.model.training
 
 
-def test_the_merged_model_beside_its_parents(parts: TrainState, tmp_path: Path) -> None:
+def test_the_merged_model_beside_its_parents(state: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0, 30), parent(tmp_path / "b", 0.5, 10)]
-    merged = merge(parents, Wanted(), parts)
+    merged = merge(parents, Wanted(), state)
     report = merged.report
     assert report["weights"] == [0.75, 0.25]
     assert [one["device"] for one in report["parents"]] == ["a", "b"]
     assert report["batch_norm"] == "recalibrated"
     losses = [one["loss"] for one in report["parents"]]
-    assert report["merged_loss"] == merged.evaluation["loss"] == evaluate_alone(parts)["loss"]
+    assert report["merged_loss"] == merged.evaluation["loss"] == evaluate_alone(state)["loss"]
     assert report["worse_than_best_parent"] == (report["merged_loss"] > min(losses))
     mean = 0.75 * parents[0].tensors["linear.weight"] + 0.25 * parents[1].tensors["linear.weight"]
     torch.testing.assert_close(merged.tensors["linear.weight"], mean)
     assert bool((merged.tensors["norm.running_mean"] > 1).all())  # the parents' are zero
-    average = merge(parents, Wanted(batch_norm="average"), parts)
+    average = merge(parents, Wanted(batch_norm="average"), state)
     assert average.report["batch_norm"] == "averaged"
     assert not bool(average.tensors["norm.running_mean"].any())
 
@@ -109,20 +109,20 @@ def test_any_run_goes_on_from_it(parts: TrainState, tmp_path: Path) -> None:
     assert "part" not in state.extra
 
 
-def test_a_soup_takes_in_what_helps(parts: TrainState, tmp_path: Path) -> None:
+def test_a_soup_takes_in_what_helps(state: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / name, shift) for name, shift in (("a", 0.0), ("b", 50.0))]
-    soup = merge(parents, Wanted(soup="greedy"), parts)
+    soup = merge(parents, Wanted(soup="greedy"), state)
     assert soup.report["weights"] == [1.0, 0.0]
     assert soup.report["worse_than_best_parent"] is False
     assert torch.equal(soup.tensors["linear.weight"], parents[0].tensors["linear.weight"])
-    assert merge(parents, Wanted(), parts).report["worse_than_best_parent"] is True
+    assert merge(parents, Wanted(), state).report["worse_than_best_parent"] is True
 
 
-def test_other_seeds_need_force_and_are_flagged(parts: TrainState, tmp_path: Path) -> None:
+def test_other_seeds_need_force_and_are_flagged(state: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0), parent(tmp_path / "b", 0.1, seed=4)]
     with pytest.raises(CheckpointError, match=r"trainer\.seed=4.*--force"):
-        merge(parents, Wanted(), parts)
-    merged = merge(parents, Wanted(force=True), parts)
+        merge(parents, Wanted(), state)
+    merged = merge(parents, Wanted(force=True), state)
     assert "trainer.seed=4" in merged.report["other_start"]
     assert merged.report["worse_than_best_parent"] is not None
 

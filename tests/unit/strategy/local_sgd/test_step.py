@@ -29,7 +29,7 @@ from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.recovery.oom_recovery import DeviceMemoryError
 from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 IGNORED = -100
 
 
@@ -39,12 +39,12 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetexp.training.loop.save", lambda *_, **__: None)
 
 
-def flat(parts: TrainState) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in parts.model.parameters()])
+def flat(state: TrainState) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in state.model.parameters()])
 
 
 def run(
-    make_parts: MakeParts,
+    make_state: MakeState,
     weights: Sequence[float],
     strategy: Callable[[], Any],
     prepare: Callable[[TrainState], None] | None = None,
@@ -53,41 +53,41 @@ def run(
     """Train on as many threads as there are weights."""
 
     def rank(comm: Communicator) -> tuple[TrainState, Outcome]:
-        parts = make_parts(comm, weights, strategy=strategy(), **options)
+        state = make_state(comm, weights, strategy=strategy(), **options)
         if prepare is not None:
-            prepare(parts)
-        return parts, train(parts, Progress())
+            prepare(state)
+        return state, train(state, Progress())
 
     return FakeGroup(len(weights)).run(rank)
 
 
-def with_adam(parts: TrainState) -> None:
-    parts.optimizer = torch.optim.Adam(parts.model.parameters(), lr=0.05)
-    parts.schedule.optimizer = parts.optimizer
-    parts.schedule.base_lrs = [0.05]
+def with_adam(state: TrainState) -> None:
+    state.optimizer = torch.optim.Adam(state.model.parameters(), lr=0.05)
+    state.schedule.optimizer = state.optimizer
+    state.schedule.base_lrs = [0.05]
 
 
 # ---------------------------------------------------------------- what a sync makes of the weights
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_sync_after_each_step_is_the_step_of_all(make_parts: MakeParts, masked: bool) -> None:
+def test_a_sync_after_each_step_is_the_step_of_all(make_state: MakeState, masked: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(4, (24, 5), generator=generator)
     if masked:
         targets[torch.rand(24, 5, generator=generator) < 0.6] = IGNORED
     data = TensorDataset(torch.randn(24, 5, 3, generator=generator), targets)
     common: dict[str, Any] = {"precision": "float64", "max_steps": 7, "train": data}
-    one = make_parts(SoloCommunicator(), **common)
+    one = make_state(SoloCommunicator(), **common)
     reference = train(one, Progress())
-    ranks = run(make_parts, [5, 2, 1], lambda: LocalSGD(sync_every=1), **common)
+    ranks = run(make_state, [5, 2, 1], lambda: LocalSGD(sync_every=1), **common)
     for parts, outcome in ranks:
         assert float((flat(parts) - flat(one)).norm() / flat(one).norm()) < 1e-12
         assert outcome.train_loss == pytest.approx(reference.train_loss, rel=1e-12)
 
 
 def test_later_rounds_average_what_went_before(
-    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 41: rounds 2 and 3, Adam, two ranks; the iterator of the first round must not be used up."""
     before: dict[tuple[int, int], torch.Tensor] = {}
@@ -106,7 +106,7 @@ def test_later_rounds_average_what_went_before(
 
     monkeypatch.setattr(OuterStep, "step", watched)
     ranks = run(
-        make_parts, [6, 2], lambda: LocalSGD(sync_every=4), with_adam, precision="float64", max_steps=12
+        make_state, [6, 2], lambda: LocalSGD(sync_every=4), with_adam, precision="float64", max_steps=12
     )
     assert rounds == {0: 3, 1: 3}
     for number in (1, 2, 3):
@@ -121,7 +121,7 @@ def test_later_rounds_average_what_went_before(
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_outer_step_is_sgd(make_parts: MakeParts, nesterov: bool) -> None:
+def test_the_outer_step_is_sgd(make_state: MakeState, nesterov: bool) -> None:
     """DiLoCo's outer optimizer against torch's own, over three rounds."""
     settings = LocalSGD(sync_every=1, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=nesterov)
     model = nn.Linear(3, 2, dtype=torch.float64)
@@ -158,12 +158,12 @@ class _Counting(nn.Module):
         return self.linear(self.norm(inputs))  # type: ignore[no-any-return]
 
 
-def test_buffers_and_frozen_parameters(make_parts: MakeParts) -> None:
-    def prepare(parts: TrainState) -> None:
-        model: Any = parts.model
-        model.flag.fill_(parts.rank == 0)
-        model.number.fill_(7 - parts.rank)
-        model.norm.num_batches_tracked.fill_(10 * parts.rank)
+def test_buffers_and_frozen_parameters(make_state: MakeState) -> None:
+    def prepare(state: TrainState) -> None:
+        model: Any = state.model
+        model.flag.fill_(state.rank == 0)
+        model.number.fill_(7 - state.rank)
+        model.norm.num_batches_tracked.fill_(10 * state.rank)
 
     statistics: dict[int, torch.Tensor] = {}
     real = OuterStep.step
@@ -186,10 +186,10 @@ def test_buffers_and_frozen_parameters(make_parts: MakeParts) -> None:
             return fresh
 
         def rank(comm: Communicator) -> TrainState:
-            parts = make_parts(comm, [6, 2], strategy=LocalSGD(sync_every=2), model=own_model(), max_steps=2)
-            prepare(parts)
-            train(parts, Progress())
-            return parts
+            state = make_state(comm, [6, 2], strategy=LocalSGD(sync_every=2), model=own_model(), max_steps=2)
+            prepare(state)
+            train(state, Progress())
+            return state
 
         ranks = FakeGroup(2).run(rank)
     for parts in ranks:
@@ -204,9 +204,9 @@ def test_buffers_and_frozen_parameters(make_parts: MakeParts) -> None:
 
 
 @pytest.mark.parametrize("policy", ["average", "reset"])
-def test_moments_as_asked(make_parts: MakeParts, policy: Any) -> None:
+def test_moments_as_asked(make_state: MakeState, policy: Any) -> None:
     ranks = run(
-        make_parts,
+        make_state,
         [6, 2],
         lambda: LocalSGD(sync_every=3, inner_state=policy),
         with_adam,
@@ -226,35 +226,35 @@ def test_moments_as_asked(make_parts: MakeParts, policy: Any) -> None:
 
 @pytest.mark.parametrize(("local_batch_size", "steps"), [(None, [3, 1]), (1, [6, 2])])
 def test_speed_takes_as_many_steps_as_the_share_allows(
-    make_parts: MakeParts, local_batch_size: int | None, steps: list[int]
+    make_state: MakeState, local_batch_size: int | None, steps: list[int]
 ) -> None:
     strategy = LocalSGD(sync_every=2, local_steps="speed", local_batch_size=local_batch_size)
-    ranks = run(make_parts, [6, 2], lambda: strategy, with_adam, max_steps=2, accumulate=2)
+    ranks = run(make_state, [6, 2], lambda: strategy, with_adam, max_steps=2, accumulate=2)
     for (parts, _), number in zip(ranks, steps, strict=True):
         assert {int(state["step"]) for state in parts.optimizer.state.values()} == {2 * number}
     assert torch.equal(flat(ranks[0][0]), flat(ranks[1][0]))
 
 
-def test_speed_cuts_consecutive_pieces(make_parts: MakeParts) -> None:
+def test_speed_cuts_consecutive_pieces(make_state: MakeState) -> None:
     """Three steps of plain SGD on consecutive thirds of the slice, done by hand."""
-    parts = make_parts(SoloCommunicator(), strategy=LocalSGD(local_steps="speed", local_batch_size=3))
+    state = make_state(SoloCommunicator(), strategy=LocalSGD(local_steps="speed", local_batch_size=3))
     twin = nn.Linear(3, 4)
-    twin.load_state_dict(parts.model.state_dict())
+    twin.load_state_dict(state.model.state_dict())
     sgd = torch.optim.SGD(twin.parameters(), lr=0.1)
-    indices, _ = parts.sampler.batch(Position())
+    indices, _ = state.sampler.batch(Position())
     for piece in (indices[:3], indices[3:6], indices[6:]):
-        inputs, targets = parts.train_data[piece.tolist()]
+        inputs, targets = state.train_data[piece.tolist()]
         sgd.zero_grad()
         nn.functional.cross_entropy(twin(inputs), targets).backward()
         sgd.step()
-    parts.total_steps = 1
-    train(parts, Progress())
-    for one, other in zip(parts.model.parameters(), twin.parameters(), strict=True):
+    state.total_steps = 1
+    train(state, Progress())
+    for one, other in zip(state.model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.detach(), other.detach())
 
 
-def test_an_empty_share_follows(make_parts: MakeParts) -> None:
-    ranks = run(make_parts, [8, 0], lambda: LocalSGD(sync_every=2), with_adam, max_steps=4)
+def test_an_empty_share_follows(make_state: MakeState) -> None:
+    ranks = run(make_state, [8, 0], lambda: LocalSGD(sync_every=2), with_adam, max_steps=4)
     assert torch.equal(flat(ranks[0][0]), flat(ranks[1][0]))
     assert not ranks[1][0].optimizer.state
 
@@ -262,7 +262,7 @@ def test_an_empty_share_follows(make_parts: MakeParts) -> None:
 # ---------------------------------------------------------------- communication
 
 
-def test_nothing_is_exchanged_between_syncs(make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_exchanged_between_syncs(make_state: MakeState, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     real = FakeCommunicator.all_reduce_async
     step = [0]
@@ -274,11 +274,11 @@ def test_nothing_is_exchanged_between_syncs(make_parts: MakeParts, monkeypatch: 
 
     monkeypatch.setattr(FakeCommunicator, "all_reduce_async", counted)
 
-    def prepare(parts: TrainState) -> None:
-        if parts.rank == 0:
-            parts.backend.begin_step = lambda number: step.__setitem__(0, number + 1)  # type: ignore[assignment,method-assign]
+    def prepare(state: TrainState) -> None:
+        if state.rank == 0:
+            state.backend.begin_step = lambda number: step.__setitem__(0, number + 1)  # type: ignore[assignment,method-assign]
 
-    run(make_parts, [6, 2], lambda: LocalSGD(sync_every=4), prepare, max_steps=8, log_every=8)
+    run(make_state, [6, 2], lambda: LocalSGD(sync_every=4), prepare, max_steps=8, log_every=8)
     assert set(calls) == {0, 4, 8}  # the start, two syncs, the log line and the end
 
 
@@ -288,27 +288,27 @@ def test_nothing_is_exchanged_between_syncs(make_parts: MakeParts, monkeypatch: 
 def poison(step: int, rank: int, value: float = math.inf) -> Callable[[TrainState], None]:
     """Let the gradient of one step of one rank not be finite."""
 
-    def prepare(parts: TrainState) -> None:
-        if parts.rank != rank:
+    def prepare(state: TrainState) -> None:
+        if state.rank != rank:
             return
-        begin = parts.backend.begin_step
+        begin = state.backend.begin_step
         now = [0]
 
         def begun(number: int) -> None:
             begin(number)
             now[0] = number + 1
 
-        parts.backend.begin_step = begun  # type: ignore[assignment,method-assign]
-        weight = next(parts.model.parameters())
+        state.backend.begin_step = begun  # type: ignore[assignment,method-assign]
+        weight = next(state.model.parameters())
         weight.register_hook(lambda g: torch.full_like(g, value) if now[0] == step else g)
 
     return prepare
 
 
-def test_a_step_that_is_not_finite_is_left_out_on_its_device(make_parts: MakeParts) -> None:
+def test_a_step_that_is_not_finite_is_left_out_on_its_device(make_state: MakeState) -> None:
     """Case 9: an infinity on rank 1 in step 3 of 4."""
     ranks = run(
-        make_parts,
+        make_state,
         [4, 4],
         lambda: LocalSGD(sync_every=4),
         poison(3, 1),
@@ -325,19 +325,19 @@ def test_a_step_that_is_not_finite_is_left_out_on_its_device(make_parts: MakePar
         assert parts.loss_scale.value == 2.0**15  # the smallest of all, halved once
 
 
-def test_all_stop_before_harm_is_averaged(make_parts: MakeParts) -> None:
+def test_all_stop_before_harm_is_averaged(make_state: MakeState) -> None:
     messages: list[str] = []
     values: list[torch.Tensor] = []
 
     def rank(comm: Communicator) -> None:
-        parts = make_parts(comm, [4, 4], strategy=LocalSGD(sync_every=4), max_steps=8)
-        poison(3, 1)(parts)
+        state = make_state(comm, [4, 4], strategy=LocalSGD(sync_every=4), max_steps=8)
+        poison(3, 1)(state)
         progress = Progress()
         with pytest.raises(NonFiniteError) as caught:
-            train(parts, progress)
+            train(state, progress)
         assert progress.step == 3  # three steps are done, and the fourth ends in the sync
         messages.append(f"{caught.value}")
-        values.append(flat(parts))
+        values.append(flat(state))
 
     FakeGroup(2).run(rank)
     assert messages[0] == messages[1]
@@ -346,11 +346,11 @@ def test_all_stop_before_harm_is_averaged(make_parts: MakeParts) -> None:
     assert all(bool(value.isfinite().all()) for value in values)
 
 
-def test_apart_a_rank_stops_by_itself(make_parts: MakeParts) -> None:
-    parts = make_parts(SoloCommunicator(), strategy=Independent(), max_steps=4)
-    poison(2, 0)(parts)
+def test_apart_a_rank_stops_by_itself(make_state: MakeState) -> None:
+    state = make_state(SoloCommunicator(), strategy=Independent(), max_steps=4)
+    poison(2, 0)(state)
     with pytest.raises(NonFiniteError, match="step 2 on rank 0"):
-        train(parts, Progress())
+        train(state, Progress())
 
 
 class _Hungry(nn.Module):
@@ -366,40 +366,40 @@ class _Hungry(nn.Module):
         return self.linear(inputs)  # type: ignore[no-any-return]
 
 
-def test_a_rank_halves_its_own_microbatch_and_all_learn_of_it(make_parts: MakeParts) -> None:
+def test_a_rank_halves_its_own_microbatch_and_all_learn_of_it(make_state: MakeState) -> None:
     def rank(comm: Communicator) -> TrainState:
         torch.manual_seed(0)
         hungry = _Hungry(2 if comm.rank == 0 else 8)
-        parts = make_parts(comm, [6, 2], strategy=LocalSGD(sync_every=2), model=hungry, max_steps=2)
-        train(parts, Progress())
-        return parts
+        state = make_state(comm, [6, 2], strategy=LocalSGD(sync_every=2), model=hungry, max_steps=2)
+        train(state, Progress())
+        return state
 
     ranks = FakeGroup(2).run(rank)
-    assert [parts.microbatch_limits for parts in ranks] == [[2, None]] * 2
+    assert [state.microbatch_limits for state in ranks] == [[2, None]] * 2
     assert torch.equal(flat(ranks[0]), flat(ranks[1]))
 
 
-def test_where_a_single_sample_does_not_fit_the_run_ends(make_parts: MakeParts) -> None:
-    parts = make_parts(SoloCommunicator(), strategy=LocalSGD(sync_every=2), model=_Hungry(0))
+def test_where_a_single_sample_does_not_fit_the_run_ends(make_state: MakeState) -> None:
+    state = make_state(SoloCommunicator(), strategy=LocalSGD(sync_every=2), model=_Hungry(0))
     with pytest.raises(DeviceMemoryError, match="ran out of memory in step 1"):
-        train(parts, Progress())
+        train(state, Progress())
 
 
 # ---------------------------------------------------------------- shares that follow
 
 
 def test_shares_follow_at_syncs_only(
-    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ranks_of: dict[int, int] = {}
     seconds = {0: 0.3, 1: 0.1}
     monkeypatch.setattr(StepTimer, "since_last", lambda self: seconds[ranks_of[id(self.backend)]])
 
-    def prepare(parts: TrainState) -> None:
-        ranks_of[id(parts.backend)] = parts.rank
+    def prepare(state: TrainState) -> None:
+        ranks_of[id(state.backend)] = state.rank
 
     follow = SchedulerSettings()
-    ranks = run(make_parts, [4, 4], lambda: LocalSGD(sync_every=4), prepare, max_steps=12, follow=follow)
+    ranks = run(make_state, [4, 4], lambda: LocalSGD(sync_every=4), prepare, max_steps=12, follow=follow)
     changes = [json.loads(line) for line in (tmp_path / SPLITS_FILE).read_text().splitlines()]
     assert changes[0]["counts"] == [2, 6]  # by three times its speed
     ahead = read_ahead(ranks[0][0].train_data, 0)

@@ -20,7 +20,7 @@ from hetexp.strategy.pipeline import shared_gradients as module
 from hetexp.strategy.pipeline.shared_gradients import SharedGradients
 from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 HOLDERS = {"weight": (0, 1, 2), "bias": (0, 2), "own": (1,)}
 LENGTH = 600
 
@@ -37,7 +37,7 @@ class Piece(nn.Module):
 
 @pytest.fixture
 def each(
-    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Wire, Callable[[SharedGradients, TrainState], Any]], list[Any]]:
     """Return a function that lets three ranks share gradients, each set of them by a group of its own."""
 
@@ -53,13 +53,13 @@ def each(
 
         def one(communicator: Communicator) -> Any:
             with lock:
-                parts = make_parts(communicator, (1.0, 1.0, 1.0))
-            parts.model = Piece(parts.rank)
-            parts.config = parts.config.model_copy(update={"comm": CommConfig(wire=wire)})
+                state = make_state(communicator, (1.0, 1.0, 1.0))
+            state.model = Piece(state.rank)
+            state.config = state.config.model_copy(update={"comm": CommConfig(wire=wire)})
             whole = SimpleNamespace(parameters={name: name for name in HOLDERS})
             cut: Any = SimpleNamespace(holders=HOLDERS, whole=whole)
             store: Any = None
-            return function(SharedGradients.of_stages(parts, cut, store), parts)
+            return function(SharedGradients.of_stages(state, cut, store), state)
 
         return FakeGroup(3).run(one)
 
@@ -71,16 +71,16 @@ def own(rank: int, name: str) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(10 * rank + len(name)))
 
 
-def give(parts: TrainState, *without: str) -> None:
-    for name, parameter in parts.model.named_parameters():
-        parameter.grad = None if name in without else own(parts.rank, name).clone()
+def give(state: TrainState, *without: str) -> None:
+    for name, parameter in state.model.named_parameters():
+        parameter.grad = None if name in without else own(state.rank, name).clone()
 
 
 def test_each_set_of_ranks_sums_its_own(each: Any) -> None:
-    def one(shared: SharedGradients, parts: TrainState) -> tuple[dict[str, Any], int, int]:
-        give(parts, *(("weight",) if parts.rank == 1 else ()))  # takes no part on one of them
+    def one(shared: SharedGradients, state: TrainState) -> tuple[dict[str, Any], int, int]:
+        give(state, *(("weight",) if state.rank == 1 else ()))  # takes no part on one of them
         shared.sum()
-        grads = {name: p.grad for name, p in parts.model.named_parameters()}
+        grads = {name: p.grad for name, p in state.model.named_parameters()}
         return grads, shared.num_bytes, len(shared.counted)
 
     ranks = each("float32", one)
@@ -97,10 +97,10 @@ def test_each_set_of_ranks_sums_its_own(each: Any) -> None:
 
 
 def test_what_takes_part_nowhere_keeps_no_gradient(each: Any) -> None:
-    def one(shared: SharedGradients, parts: TrainState) -> list[str]:
-        give(parts, "weight")
+    def one(shared: SharedGradients, state: TrainState) -> list[str]:
+        give(state, "weight")
         shared.sum()
-        return [name for name, p in parts.model.named_parameters() if p.grad is None]
+        return [name for name, p in state.model.named_parameters() if p.grad is None]
 
     for wire in ("float32", "int8"):
         assert each(wire, one) == [["weight"]] * 3
@@ -110,12 +110,12 @@ def test_what_takes_part_nowhere_keeps_no_gradient(each: Any) -> None:
 def test_what_a_wire_loses_comes_in_a_later_step(each: Any, wire: Wire) -> None:
     rounds = 40
 
-    def one(shared: SharedGradients, parts: TrainState) -> tuple[list[torch.Tensor], int]:
+    def one(shared: SharedGradients, state: TrainState) -> tuple[list[torch.Tensor], int]:
         sums = []
         for number in range(rounds + 1):
-            give(parts)
+            give(state)
             shared.sum()
-            weight = dict(parts.model.named_parameters())["weight"]
+            weight = dict(state.model.named_parameters())["weight"]
             assert weight.grad is not None
             sums.append(weight.grad)
             if number == 0:

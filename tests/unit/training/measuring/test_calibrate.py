@@ -82,7 +82,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 @pytest.fixture
 def measure(
-    make_parts: Callable[..., TrainState], clock: Clock
+    make_state: Callable[..., TrainState], clock: Clock
 ) -> Callable[..., tuple[DeviceCalibration, Device]]:
     """Measure a device of a job alone, with so many samples a step."""
 
@@ -91,8 +91,8 @@ def measure(
     ) -> tuple[DeviceCalibration, Device]:
         device = Device(clock, forward, backward)
         data = TensorDataset(torch.zeros(total, 1), torch.zeros(total, dtype=torch.long))
-        parts = make_parts(SoloCommunicator(), model=device, train=data, global_batch_size=total, **trainer)
-        return _fitted(parts, _measure_passes(parts, 1.0)), device
+        state = make_state(SoloCommunicator(), model=device, train=data, global_batch_size=total, **trainer)
+        return _fitted(state, _measure_passes(state, 1.0)), device
 
     return run
 
@@ -121,7 +121,7 @@ def test_a_quiet_device_is_measured_up_and_down_and_no_more(measure: Any) -> Non
 
 
 def test_inputs_and_targets_of_several_parts_are_measured(
-    make_parts: Callable[..., TrainState], clock: Clock
+    make_state: Callable[..., TrainState], clock: Clock
 ) -> None:
     """A pass of some samples has all parts of these samples, and calls the model as training does."""
 
@@ -147,9 +147,9 @@ def test_inputs_and_targets_of_several_parts_are_measured(
 
     one = torch.zeros(1)
     data = [({"value": one, "more": (one,)}, (one, one))] * 32
-    parts = make_parts(SoloCommunicator(), model=Named(), train=data, global_batch_size=32)
-    parts.loss = Both()
-    found = _fitted(parts, _measure_passes(parts, 1.0))
+    state = make_state(SoloCommunicator(), model=Named(), train=data, global_batch_size=32)
+    state.loss = Both()
+    found = _fitted(state, _measure_passes(state, 1.0))
     assert found.curve.seconds_per_sample == pytest.approx(0.001, rel=1e-3)
 
 
@@ -245,7 +245,7 @@ def test_steps_of_splits_that_were_not_measured_are_predicted(measure: Any, mix:
 
 
 def test_joint_steps_are_of_full_batches_and_the_median_counts(
-    make_parts: Callable[..., TrainState], clock: Clock
+    make_state: Callable[..., TrainState], clock: Clock
 ) -> None:
     """One of 20 samples in batches of 8 leaves 4; and the first step after a rest may take long."""
     stalls = iter([0.0] * 3 + [7.0])  # three steps to warm up, the first that counts
@@ -255,13 +255,13 @@ def test_joint_steps_are_of_full_batches_and_the_median_counts(
 
     device = Device(clock, forward, lambda samples: 0.2 * samples)
     data = TensorDataset(torch.zeros(20, 1), torch.zeros(20, dtype=torch.int64))
-    parts = make_parts(SoloCommunicator(), train=data, model=device, global_batch_size=8)
-    joint = joint_steps(parts, Split((8,)))
+    state = make_state(SoloCommunicator(), train=data, model=device, global_batch_size=8)
+    joint = joint_steps(state, Split((8,)))
     assert set(device.sizes) == {8}
     assert joint.own == pytest.approx([7.0 + 2.4] + [2.4] * 7)
     assert joint.seconds == pytest.approx(2.4)
     assert joint.data_seconds == 0.0
-    few = make_parts(SoloCommunicator(), train=data, model=device, global_batch_size=32)
+    few = make_state(SoloCommunicator(), train=data, model=device, global_batch_size=32)
     assert joint_steps(few, Split((32,))).seconds == pytest.approx(6.0)  # there is no full batch
 
 

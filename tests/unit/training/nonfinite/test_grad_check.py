@@ -21,7 +21,7 @@ from hetexp.training.loop import train
 from hetexp.training.nonfinite.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
 from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 
 
 def data(bad: int | None = None) -> TensorDataset:
@@ -32,11 +32,11 @@ def data(bad: int | None = None) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(4, (24,), generator=generator))
 
 
-def fused(parts: TrainState, **options: Any) -> TrainState:
+def fused(state: TrainState, **options: Any) -> TrainState:
     """Give the parts an optimizer whose update the device can leave out."""
-    parts.optimizer = torch.optim.AdamW(parts.model.parameters(), lr=0.05, fused=True, **options)
-    parts.schedule = build_schedule(parts.optimizer, "cosine", 1, parts.total_steps)
-    return parts
+    state.optimizer = torch.optim.AdamW(state.model.parameters(), lr=0.05, fused=True, **options)
+    state.schedule = build_schedule(state.optimizer, "cosine", 1, state.total_steps)
+    return state
 
 
 def snapshot(parts: TrainState) -> list[torch.Tensor]:
@@ -74,19 +74,19 @@ def test_a_skipped_update_changes_nothing_and_another_is_as_ever(kind: Any, amsg
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
 @pytest.mark.parametrize("bad", [None, 5])
 def test_a_run_is_the_same_to_the_bit(
-    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch, bad: int | None, clip_norm: float | None
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch, bad: int | None, clip_norm: float | None
 ) -> None:
     options: dict[str, Any] = {"train": data(bad), "non_finite": "skip", "clip_norm": clip_norm}
     options |= {"max_steps": 6, "max_epochs": None, "log_every": 1}
 
     def run() -> tuple[list[torch.Tensor], list[dict[str, Any]], int]:
         def rank(comm: Communicator) -> tuple[list[torch.Tensor], list[dict[str, Any]], int]:
-            parts = fused(make_parts(comm, [3, 1], **options))
+            state = fused(make_state(comm, [3, 1], **options))
             progress = Progress()
-            train(parts, progress)
-            lines = [dict(line) for _, line in parts.loggers[0].lines] if parts.rank == 0 else []  # type: ignore[attr-defined]
+            train(state, progress)
+            lines = [dict(line) for _, line in state.loggers[0].lines] if state.rank == 0 else []  # type: ignore[attr-defined]
             kept = ("train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps")
-            return snapshot(parts), [{key: line.get(key) for key in kept} for line in lines], progress.step
+            return snapshot(state), [{key: line.get(key) for key in kept} for line in lines], progress.step
 
         first, second = FakeGroup(2).run(rank)
         assert_equal(first[0], second[0])
@@ -94,14 +94,14 @@ def test_a_run_is_the_same_to_the_bit(
 
     ahead = run()
     assert ahead[1][-2]["train/skipped_steps"] == (0 if bad is None else 2)  # once in each of two epochs
-    monkeypatch.setattr(module, "may_be_skipped", lambda parts: False)
+    monkeypatch.setattr(module, "may_be_skipped", lambda state: False)
     after = run()
     assert_equal(ahead[0], after[0])
     assert repr(ahead[1]) == repr(after[1]) and ahead[2] == after[2]  # by their digits: NaN is not NaN
 
 
 def test_the_update_is_queued_before_the_verdict_is_read(
-    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
 
@@ -110,34 +110,34 @@ def test_the_update_is_queued_before_the_verdict_is_read(
             happened.append("asked")
             return lambda: happened.append("read") or float(value)  # type: ignore[func-returns-value]
 
-    parts = fused(make_parts(SoloCommunicator(), train=data()))
-    parts.backend = Slow(parts.backend.spec)
-    parts.optimizer.register_step_pre_hook(lambda *_: happened.append("queued"))
-    train(parts, Progress())
+    state = fused(make_state(SoloCommunicator(), train=data()))
+    state.backend = Slow(state.backend.spec)
+    state.optimizer.register_step_pre_hook(lambda *_: happened.append("queued"))
+    train(state, Progress())
     assert happened == ["asked", "queued", "read"] * 3
 
 
-def test_what_may_be_skipped(make_parts: MakeParts) -> None:
-    parts = make_parts(SoloCommunicator())
-    assert not may_be_skipped(parts)  # SGD
-    assert may_be_skipped(fused(parts))
-    parts.optimizer = torch.optim.AdamW(parts.model.parameters())
-    assert not may_be_skipped(parts)  # torch's other ways would refuse
-    fused(parts)
-    emulated = replace(parts.plan.devices[0], backend="emulated")
-    parts.plan = replace(parts.plan, devices=(emulated,))
-    assert parts.plan.paced and not may_be_skipped(parts)
+def test_what_may_be_skipped(make_state: MakeState) -> None:
+    state = make_state(SoloCommunicator())
+    assert not may_be_skipped(state)  # SGD
+    assert may_be_skipped(fused(state))
+    state.optimizer = torch.optim.AdamW(state.model.parameters())
+    assert not may_be_skipped(state)  # torch's other ways would refuse
+    fused(state)
+    emulated = replace(state.plan.devices[0], backend="emulated")
+    state.plan = replace(state.plan, devices=(emulated,))
+    assert state.plan.paced and not may_be_skipped(state)
 
 
-def test_the_verdict_is_of_the_gradients_without_their_scale(make_parts: MakeParts) -> None:
-    parts = make_parts(SoloCommunicator(), precisions=("float16",))
-    assert parts.loss_scale is not None
+def test_the_verdict_is_of_the_gradients_without_their_scale(make_state: MakeState) -> None:
+    state = make_state(SoloCommunicator(), precisions=("float16",))
+    assert state.loss_scale is not None
     gradients = [torch.tensor([3e38]), torch.tensor([0.0])]
-    verdict = GradCheck(parts, gradients, parts.loss_scale, look=False)
+    verdict = GradCheck(state, gradients, state.loss_scale, look=False)
     assert verdict.finite() and float(gradients[0]) == pytest.approx(3e38 / 2**16)
     for value in (torch.nan, torch.inf):
-        verdict = GradCheck(parts, [torch.tensor([1.0, value])], None, look=True)
+        verdict = GradCheck(state, [torch.tensor([1.0, value])], None, look=True)
         assert not verdict.finite() and verdict.bad is not None and bool(verdict.bad)
-        unseen = GradCheck(parts, [torch.tensor([value])], None, look=False)
+        unseen = GradCheck(state, [torch.tensor([value])], None, look=False)
         assert unseen.finite() and unseen.bad is None
-    assert GradCheck(parts, [], None, look=True).finite()
+    assert GradCheck(state, [], None, look=True).finite()

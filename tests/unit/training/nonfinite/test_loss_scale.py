@@ -37,7 +37,7 @@ from hetexp.training.nonfinite.loss_scale import (
 from hetexp.training.saving.resuming import resume
 from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 INF, NAN = float("inf"), float("nan")
 
 
@@ -149,12 +149,12 @@ class Summing(Loss):
         return cast(torch.Tensor, output.sum())
 
 
-def test_a_persons_loss_adds_up_in_float32(make_parts: MakeParts) -> None:
-    parts = make_parts(SoloCommunicator(), precisions=("bfloat16",))
-    parts.loss = Summing()
-    with parts.autocast(), torch.no_grad():
-        output = parts.module(torch.ones(600, 3))
-        total = parts.local_loss(output, torch.zeros(600))
+def test_a_persons_loss_adds_up_in_float32(make_state: MakeState) -> None:
+    state = make_state(SoloCommunicator(), precisions=("bfloat16",))
+    state.loss = Summing()
+    with state.autocast(), torch.no_grad():
+        output = state.module(torch.ones(600, 3))
+        total = state.local_loss(output, torch.zeros(600))
     assert output.dtype is torch.bfloat16
     assert total.dtype is torch.float32
     assert float(total) == pytest.approx(float(output.double().sum()), rel=1e-5)
@@ -224,7 +224,7 @@ def batches(count: int = 24) -> TensorDataset:
 
 
 def train_on(
-    make_parts: MakeParts,
+    make_state: MakeState,
     weights: Sequence[float],
     passes: Sequence[int] = (),
     bad_rank: int = 1,
@@ -244,28 +244,28 @@ def train_on(
 
     def rank(comm: Communicator) -> tuple[TrainState, Outcome]:
         model = Bursting(passes if comm.rank == bad_rank else (), bad, loss_too)
-        parts = make_parts(comm, weights, model=model, train=batches(), log_every=1, **options)
+        state = make_state(comm, weights, model=model, train=batches(), log_every=1, **options)
         if scale is not None:
-            parts.loss_scale = LossScale(scale)
+            state.loss_scale = LossScale(scale)
         if adam:
-            parts.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            parts.schedule = build_schedule(parts.optimizer, "constant", 0, parts.total_steps)
-        return parts, train(parts, copy.copy(progress) if progress else Progress())
+            state.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            state.schedule = build_schedule(state.optimizer, "constant", 0, state.total_steps)
+        return state, train(state, copy.copy(progress) if progress else Progress())
 
     return FakeGroup(len(weights)).run(rank)
 
 
-def parameters(parts: TrainState) -> list[torch.Tensor]:
-    return [p.detach() for p in parts.model.parameters()]
+def parameters(state: TrainState) -> list[torch.Tensor]:
+    return [p.detach() for p in state.model.parameters()]
 
 
 def assert_bit_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def lines(parts: TrainState) -> list[dict[str, Any]]:
+def lines(state: TrainState) -> list[dict[str, Any]]:
     """Return what was logged of the steps."""
-    return [line for _, line in cast(Any, parts.loggers[0]).lines if "train/loss" in line]
+    return [line for _, line in cast(Any, state.loggers[0]).lines if "train/loss" in line]
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 1.0, 2.0**-9])
@@ -279,10 +279,10 @@ def lines(parts: TrainState) -> list[dict[str, Any]]:
     ],
 )
 def test_a_scaled_run_in_float32_is_the_unscaled_one_to_the_bit(
-    make_parts: MakeParts, weights: list[float], options: dict[str, Any], scale: float
+    make_state: MakeState, weights: list[float], options: dict[str, Any], scale: float
 ) -> None:
-    plain = train_on(make_parts, weights, max_steps=6, **options)
-    scaled = train_on(make_parts, weights, scale=scale, max_steps=6, **options)
+    plain = train_on(make_state, weights, max_steps=6, **options)
+    scaled = train_on(make_state, weights, scale=scale, max_steps=6, **options)
     for (one, first), (other, second) in zip(plain, scaled, strict=True):
         assert_bit_equal(parameters(one), parameters(other))
         assert first.train_loss == second.train_loss
@@ -307,13 +307,13 @@ def test_a_scaled_run_in_float32_is_the_unscaled_one_to_the_bit(
     ],
 )
 def test_all_ranks_leave_out_the_step_in_which_one_bursts(
-    make_parts: MakeParts, weights: list[float], options: dict[str, Any], bad: float
+    make_state: MakeState, weights: list[float], options: dict[str, Any], bad: float
 ) -> None:
     pieces = options.get("accumulate") or (2 if "microbatch_size" in options else 1)
     ranks = train_on(
-        make_parts, weights, [2 * pieces], bad=bad, scale=2.0**16, adam=True, max_steps=5, **options
+        make_state, weights, [2 * pieces], bad=bad, scale=2.0**16, adam=True, max_steps=5, **options
     )
-    kept = train_on(make_parts, weights, scale=2.0**16, adam=True, max_steps=5, **options)
+    kept = train_on(make_state, weights, scale=2.0**16, adam=True, max_steps=5, **options)
     for parts, outcome in ranks:
         assert_bit_equal(parameters(parts), parameters(ranks[0][0]))
         assert all(parameter.isfinite().all() for parameter in parameters(parts))
@@ -329,10 +329,10 @@ def test_all_ranks_leave_out_the_step_in_which_one_bursts(
         assert [math.isfinite(line["train/grad_norm"]) for line in told] == [True, True, False, True, True]
 
 
-def test_a_step_left_out_changes_nothing_but_the_number(make_parts: MakeParts) -> None:
+def test_a_step_left_out_changes_nothing_but_the_number(make_state: MakeState) -> None:
     """Two steps, of which the second is left out, end with the weights of one."""
-    one = train_on(make_parts, [6.0, 2.0], scale=2.0**16, max_steps=1)
-    two = train_on(make_parts, [6.0, 2.0], [1], scale=2.0**16, max_steps=2)
+    one = train_on(make_state, [6.0, 2.0], scale=2.0**16, max_steps=1)
+    two = train_on(make_state, [6.0, 2.0], [1], scale=2.0**16, max_steps=2)
     for (a, _), (b, outcome) in zip(one, two, strict=True):
         assert_bit_equal(parameters(a), parameters(b))
         assert outcome.progress.samples == 16
@@ -341,11 +341,11 @@ def test_a_step_left_out_changes_nothing_but_the_number(make_parts: MakeParts) -
 @pytest.mark.parametrize("weights", [[1.0], [6.0, 2.0], [5.0, 2.0, 1.0]])
 @pytest.mark.parametrize("passes", [(0, 1), (2,), (5,)])
 def test_the_learning_rate_follows_the_step_not_the_updates(
-    make_parts: MakeParts, weights: list[float], passes: tuple[int, ...], recwarn: pytest.WarningsRecorder
+    make_state: MakeState, weights: list[float], passes: tuple[int, ...], recwarn: pytest.WarningsRecorder
 ) -> None:
     """Case 39: one list of rates whatever is left out, down to the planned end."""
     ranks = train_on(
-        make_parts, weights, passes, bad_rank=0, scale=2.0**16, max_steps=6, schedule="cosine", warmup_steps=2
+        make_state, weights, passes, bad_rank=0, scale=2.0**16, max_steps=6, schedule="cosine", warmup_steps=2
     )
     rates = [line["train/learning_rate"] for line in lines(ranks[0][0])]
     assert rates == pytest.approx([0.1 * schedule_factor(step, "cosine", 2, 6) for step in range(6)])
@@ -353,12 +353,12 @@ def test_the_learning_rate_follows_the_step_not_the_updates(
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
 
-def test_a_burst_that_a_smaller_scale_mends(make_parts: MakeParts) -> None:
+def test_a_burst_that_a_smaller_scale_mends(make_state: MakeState) -> None:
     """float16 overflows at 65504: torch's arithmetic, not ours, makes the infinity."""
     data = TensorDataset(torch.full((24, 3), 100.0), torch.zeros(24, dtype=torch.int64))
 
     def rank(comm: Communicator) -> tuple[TrainState, Outcome]:
-        parts = make_parts(
+        state = make_state(
             comm,
             [6.0, 2.0],
             train=data,
@@ -367,9 +367,9 @@ def test_a_burst_that_a_smaller_scale_mends(make_parts: MakeParts) -> None:
             log_every=1,
             learning_rate=1e-6,
         )
-        assert parts.loss_scale == LossScale()
-        parts.loss_scale.value = 2.0**24
-        return parts, train(parts, Progress())
+        assert state.loss_scale == LossScale()
+        state.loss_scale.value = 2.0**24
+        return state, train(state, Progress())
 
     ranks = FakeGroup(2).run(rank)
     skipped = {outcome.progress.skipped_steps for _, outcome in ranks}
@@ -387,10 +387,10 @@ def test_a_burst_that_a_smaller_scale_mends(make_parts: MakeParts) -> None:
     "precisions", [("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "float16")]
 )
 def test_ranks_of_different_precision_hold_the_same_weights(
-    make_parts: MakeParts, precisions: tuple[str, str]
+    make_state: MakeState, precisions: tuple[str, str]
 ) -> None:
-    mixed = train_on(make_parts, [5.0, 3.0], precisions=precisions, max_steps=6)
-    full = train_on(make_parts, [5.0, 3.0], max_steps=6)
+    mixed = train_on(make_state, [5.0, 3.0], precisions=precisions, max_steps=6)
+    full = train_on(make_state, [5.0, 3.0], max_steps=6)
     assert_bit_equal(parameters(mixed[0][0]), parameters(mixed[1][0]))
     assert mixed[0][1].train_loss == pytest.approx(full[0][1].train_loss, rel=0.02)
     assert mixed[0][1].train_loss != full[0][1].train_loss  # somebody did compute in half precision
@@ -400,7 +400,7 @@ def test_ranks_of_different_precision_hold_the_same_weights(
         assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in parts.model.parameters())
 
 
-def test_a_small_gradient_survives_float16_by_the_scale(make_parts: MakeParts) -> None:
+def test_a_small_gradient_survives_float16_by_the_scale(make_state: MakeState) -> None:
     """Without a scale it is below the smallest number that float16 has."""
     data = TensorDataset(torch.ones(4096, 3), torch.zeros(4096, dtype=torch.int64))
     options = {"train": data, "max_steps": 1, "global_batch_size": 4096, "learning_rate": 1.0}
@@ -410,10 +410,10 @@ def test_a_small_gradient_survives_float16_by_the_scale(make_parts: MakeParts) -
         with torch.no_grad():
             model.weight.copy_(torch.zeros(4, 3))
             model.bias.copy_(torch.tensor([12.0, 0.0, 0.0, 0.0]))  # sure of the right class
-        parts = make_parts(SoloCommunicator(), model=model, precisions=(precision,), **options)
-        parts.loss_scale = scale
+        state = make_state(SoloCommunicator(), model=model, precisions=(precision,), **options)
+        state.loss_scale = scale
         before = model.weight.detach().clone()
-        train(parts, Progress())
+        train(state, Progress())
         return model.weight.detach() - before
 
     exact = moved("float32", None)
@@ -421,11 +421,11 @@ def test_a_small_gradient_survives_float16_by_the_scale(make_parts: MakeParts) -
     torch.testing.assert_close(moved("float16", LossScale()), exact, rtol=5e-3, atol=0)
 
 
-def test_evaluation_computes_in_the_ranks_precision(make_parts: MakeParts) -> None:
+def test_evaluation_computes_in_the_ranks_precision(make_state: MakeState) -> None:
     def losses(*precisions: str) -> list[dict[str, float]]:
         def rank(comm: Communicator) -> dict[str, float]:
             weights = [1.0] * len(precisions)
-            return evaluate(make_parts(comm, weights, precisions=precisions, evaluation=batches(21)))
+            return evaluate(make_state(comm, weights, precisions=precisions, evaluation=batches(21)))
 
         return FakeGroup(len(precisions)).run(rank)
 
@@ -439,11 +439,11 @@ def test_evaluation_computes_in_the_ranks_precision(make_parts: MakeParts) -> No
 # ---------------------------------------------------------------- no scale to blame
 
 
-def test_a_diverged_run_stops_before_its_weights_are_harmed(make_parts: MakeParts) -> None:
+def test_a_diverged_run_stops_before_its_weights_are_harmed(make_state: MakeState) -> None:
     seen: list[TrainState] = []
 
     def keep(comm: Communicator, weights: Sequence[float] = (1.0,), **options: Any) -> TrainState:
-        seen.append(make_parts(comm, weights, **options))
+        seen.append(make_state(comm, weights, **options))
         return seen[-1]
 
     with pytest.raises(NonFiniteError) as caught:
@@ -456,23 +456,23 @@ def test_a_diverged_run_stops_before_its_weights_are_harmed(make_parts: MakePart
     assert "`optimizer.lr`" in told and "trainer.non_finite=skip" in told
     (first,) = [parts for parts in seen if parts.rank == 0]
     assert [math.isnan(line["train/loss"]) for line in lines(first)] == [False, False, True]
-    reference = train_on(make_parts, [6.0, 2.0], max_steps=2)
+    reference = train_on(make_state, [6.0, 2.0], max_steps=2)
     for parts in seen:
         assert_bit_equal(parameters(parts), parameters(reference[0][0]))
 
 
-def test_a_gradient_may_burst_though_the_loss_does_not(make_parts: MakeParts) -> None:
+def test_a_gradient_may_burst_though_the_loss_does_not(make_state: MakeState) -> None:
     with pytest.raises(NonFiniteError, match="step 1 .* every loss is finite"):
-        train_on(make_parts, [6.0, 2.0], [0], max_steps=5)
+        train_on(make_state, [6.0, 2.0], [0], max_steps=5)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
 def test_steps_may_be_left_out_without_a_scale(
-    make_parts: MakeParts, caplog: pytest.LogCaptureFixture, precision: str
+    make_state: MakeState, caplog: pytest.LogCaptureFixture, precision: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
         ranks = train_on(
-            make_parts,
+            make_state,
             [6.0, 2.0],
             [1, 3],
             bad=NAN,
@@ -490,19 +490,19 @@ def test_steps_may_be_left_out_without_a_scale(
     assert "step 2" in warning and "nan on rank 1, cpu:1" in warning
 
 
-def test_who_does_not_want_to_know_goes_on(make_parts: MakeParts) -> None:
-    ranks = train_on(make_parts, [6.0, 2.0], [1], bad=NAN, max_steps=3, non_finite="continue")
+def test_who_does_not_want_to_know_goes_on(make_state: MakeState) -> None:
+    ranks = train_on(make_state, [6.0, 2.0], [1], bad=NAN, max_steps=3, non_finite="continue")
     assert not all_finite(parameters(ranks[0][0]))
     assert ranks[0][1].progress.skipped_steps == 0
     assert math.isnan(lines(ranks[0][0])[-1]["train/loss"])
 
 
-def test_a_float16_run_stops_when_no_scale_is_small_enough(make_parts: MakeParts) -> None:
+def test_a_float16_run_stops_when_no_scale_is_small_enough(make_state: MakeState) -> None:
     options: dict[str, Any] = {"passes": range(50), "bad": NAN, "loss_too": True, "max_steps": 50}
     with pytest.raises(NonFiniteError, match=r"step 31 .*nan on rank 1"):
-        train_on(make_parts, [6.0, 2.0], scale=2.0**16, **options)
+        train_on(make_state, [6.0, 2.0], scale=2.0**16, **options)
     for choice in ("skip", "continue"):  # float16 needs its skips whatever one chooses
-        ranks = train_on(make_parts, [6.0, 2.0], scale=2.0**16, non_finite=choice, **options)
+        ranks = train_on(make_state, [6.0, 2.0], scale=2.0**16, non_finite=choice, **options)
         assert ranks[0][1].progress.skipped_steps == 50
         assert all_finite(parameters(ranks[1][0]))
 
@@ -510,45 +510,45 @@ def test_a_float16_run_stops_when_no_scale_is_small_enough(make_parts: MakeParts
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_resumed_run_goes_on_with_its_scale(make_parts: MakeParts, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_scale(make_state: MakeState, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precisions": ("float32", "float16"), "total_steps": 6, "schedule": "linear"}
-    whole = train_on(make_parts, [6.0, 2.0], [2], max_steps=6, **options)
+    whole = train_on(make_state, [6.0, 2.0], [2], max_steps=6, **options)
     for folder in (tmp_path / "checkpoints").iterdir():
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
     half = train_on(
-        make_parts, [6.0, 2.0], [2], checkpoint_every=4, max_steps=4, **{**options, "total_steps": 4}
+        make_state, [6.0, 2.0], [2], checkpoint_every=4, max_steps=4, **{**options, "total_steps": 4}
     )
     assert half[0][0].loss_scale == LossScale(2.0**15, 1)
 
     def rank(comm: Communicator) -> tuple[TrainState, Outcome]:
-        parts = make_parts(comm, [6.0, 2.0], model=Bursting(), train=batches(), max_steps=6, **options)
-        parts.config = parts.config.model_copy(update={"resume": str(tmp_path / "checkpoints")})
-        progress = resume(parts)
-        assert parts.loss_scale == LossScale(2.0**15, 1)
+        state = make_state(comm, [6.0, 2.0], model=Bursting(), train=batches(), max_steps=6, **options)
+        state.config = state.config.model_copy(update={"resume": str(tmp_path / "checkpoints")})
+        progress = resume(state)
+        assert state.loss_scale == LossScale(2.0**15, 1)
         assert (progress.step, progress.skipped_steps) == (4, 1)
-        return parts, train(parts, progress)
+        return state, train(state, progress)
 
-    for (parts, outcome), (other, _) in zip(FakeGroup(2).run(rank), whole, strict=True):
-        assert parts.loss_scale == other.loss_scale == LossScale(2.0**15, 3)
+    for (state, outcome), (other, _) in zip(FakeGroup(2).run(rank), whole, strict=True):
+        assert state.loss_scale == other.loss_scale == LossScale(2.0**15, 3)
         assert outcome.progress.skipped_steps == 1
 
 
-def test_a_checkpoint_of_other_devices_brings_no_scale(make_parts: MakeParts, tmp_path: Path) -> None:
-    train_on(make_parts, [1.0], max_steps=2)
+def test_a_checkpoint_of_other_devices_brings_no_scale(make_state: MakeState, tmp_path: Path) -> None:
+    train_on(make_state, [1.0], max_steps=2)
 
     def resumed(**options: Any) -> TrainState:
-        parts = make_parts(SoloCommunicator(), model=Bursting(), max_steps=4, **options)
-        parts.config = parts.config.model_copy(update={"resume": str(tmp_path / "checkpoints")})
-        resume(parts)
-        return parts
+        state = make_state(SoloCommunicator(), model=Bursting(), max_steps=4, **options)
+        state.config = state.config.model_copy(update={"resume": str(tmp_path / "checkpoints")})
+        resume(state)
+        return state
 
     assert resumed(precisions=("float16",)).loss_scale == LossScale()
     assert resumed().loss_scale is None
 
 
-def test_the_fixture_gives_what_was_asked_for(make_parts: MakeParts) -> None:
-    parts = make_parts(SoloCommunicator(), precisions=("float16",))
-    assert (parts.precision, parts.dtype) == ("float16", torch.float32)
-    assert SimpleNamespace(**parts.plan.config["trainer"]).max_steps == 3
+def test_the_fixture_gives_what_was_asked_for(make_state: MakeState) -> None:
+    state = make_state(SoloCommunicator(), precisions=("float16",))
+    assert (state.precision, state.dtype) == ("float16", torch.float32)
+    assert SimpleNamespace(**state.plan.config["trainer"]).max_steps == 3

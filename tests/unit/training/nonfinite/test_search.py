@@ -23,7 +23,7 @@ from hetexp.training.nonfinite.samples import NonFiniteSamples
 from hetexp.training.nonfinite.search import explain
 from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 NAN = float("nan")
 
 
@@ -62,21 +62,21 @@ class Net(nn.Module):
 
 
 def train_on(
-    make_parts: MakeParts, weights: list[float], bad: TensorDataset, loss: Loss | None = None, **options: Any
+    make_state: MakeState, weights: list[float], bad: TensorDataset, loss: Loss | None = None, **options: Any
 ) -> list[TrainState]:
     def rank(comm: Communicator) -> TrainState:
         torch.manual_seed(0)
-        parts = make_parts(comm, weights, train=bad, model=Net(), **options)
-        parts.loss = loss or parts.loss
-        train(parts, Progress())
-        return parts
+        state = make_state(comm, weights, train=bad, model=Net(), **options)
+        state.loss = loss or state.loss
+        train(state, Progress())
+        return state
 
     return FakeGroup(len(weights)).run(rank)
 
 
-def order(make_parts: MakeParts) -> list[int]:
+def order(make_state: MakeState) -> list[int]:
     """Return the samples of the first steps in their order."""
-    sampler = make_parts(SoloCommunicator()).sampler
+    sampler = make_state(SoloCommunicator()).sampler
     return [int(index) for index in sampler._order(0)]
 
 
@@ -95,11 +95,11 @@ def test_what_a_rank_found_travels_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_samples_of_a_loss_are_named(make_parts: MakeParts, accumulate: int) -> None:
-    places = order(make_parts)
+def test_the_samples_of_a_loss_are_named(make_state: MakeState, accumulate: int) -> None:
+    places = order(make_state)
     bad = sorted([places[8 + 6], places[8 + 7]])  # of step 2, both of rank 1
     with pytest.raises(NonFiniteError) as caught:
-        train_on(make_parts, [4.0, 4.0], data(*bad), max_steps=4, accumulate=accumulate)
+        train_on(make_state, [4.0, 4.0], data(*bad), max_steps=4, accumulate=accumulate)
     told = str(caught.value)
     assert (
         "The gradient of step 2 is not finite (first in norm.weight), and the loss is nan on rank 1" in told
@@ -108,27 +108,27 @@ def test_the_samples_of_a_loss_are_named(make_parts: MakeParts, accumulate: int)
     assert "rank 0" not in told
 
 
-def test_the_samples_of_a_gradient_are_named(make_parts: MakeParts) -> None:
-    bad = order(make_parts)[2]  # of step 1, on rank 0
+def test_the_samples_of_a_gradient_are_named(make_state: MakeState) -> None:
+    bad = order(make_state)[2]  # of step 1, on rank 0
     with pytest.raises(NonFiniteError) as caught:
-        train_on(make_parts, [5.0, 3.0], data(bad, value=7), max_steps=4)
+        train_on(make_state, [5.0, 3.0], data(bad, value=7), max_steps=4)
     told = str(caught.value)
     assert "every loss is finite, but rank 0's own gradient, on cpu:0" in told
     assert f"because of training sample {bad}." in told
     assert "(first in norm.weight), because" in told
 
 
-def test_samples_are_named_where_memory_cut_the_microbatches(make_parts: MakeParts) -> None:
-    bad = order(make_parts)[8 + 5]
-    parts = make_parts(SoloCommunicator(), train=data(bad), model=Net(), max_steps=3)
-    parts.microbatch_limits = [4]
+def test_samples_are_named_where_memory_cut_the_microbatches(make_state: MakeState) -> None:
+    bad = order(make_state)[8 + 5]
+    state = make_state(SoloCommunicator(), train=data(bad), model=Net(), max_steps=3)
+    state.microbatch_limits = [4]
     with pytest.raises(NonFiniteError, match=rf"step 2 .* because of training sample {bad}\."):
-        train(parts, Progress())
+        train(state, Progress())
 
 
-def test_many_samples_are_not_all_named(make_parts: MakeParts) -> None:
+def test_many_samples_are_not_all_named(make_state: MakeState) -> None:
     with pytest.raises(NonFiniteError, match=r"training samples (\d+, ){7}\d+ and more\."):
-        train_on(make_parts, [1.0], data(*range(24)), global_batch_size=24, max_steps=1)
+        train_on(make_state, [1.0], data(*range(24)), global_batch_size=24, max_steps=1)
 
 
 class InfiniteLoss(CrossEntropy):
@@ -138,24 +138,24 @@ class InfiniteLoss(CrossEntropy):
         return super().total(output, targets) + (math.inf if len(targets) == 3 else 0.0)
 
 
-def test_an_infinite_loss_with_a_finite_gradient_is_found(make_parts: MakeParts) -> None:
+def test_an_infinite_loss_with_a_finite_gradient_is_found(make_state: MakeState) -> None:
     """Only rank 1 has it, in a pass over three samples; one alone gives none."""
     with pytest.raises(
         NonFiniteError, match=r"the loss is inf on rank 1.*in a pass over training samples"
     ) as told:
-        train_on(make_parts, [5.0, 3.0], data(), loss=InfiniteLoss(), max_steps=4)
+        train_on(make_state, [5.0, 3.0], data(), loss=InfiniteLoss(), max_steps=4)
     assert "of which none is so alone" in str(told.value)
 
 
 def test_buffers_and_random_numbers_are_as_if_nothing_had_been(
-    make_parts: MakeParts, caplog: pytest.LogCaptureFixture
+    make_state: MakeState, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The running statistics that follow are finite, and come of the other steps alone."""
-    places = order(make_parts)
+    places = order(make_state)
     with caplog.at_level(logging.WARNING):
-        (parts,) = train_on(make_parts, [1.0], data(places[10]), max_steps=3, non_finite="skip")
+        (state,) = train_on(make_state, [1.0], data(places[10]), max_steps=3, non_finite="skip")
     assert f"because of training sample {places[10]}" in caplog.text
-    norm = parts.model.norm
+    norm = state.model.norm
     assert isinstance(norm, nn.BatchNorm1d)
     assert norm.num_batches_tracked == 2
     assert norm.running_mean is not None and norm.running_mean.isfinite().all()
@@ -166,59 +166,59 @@ def test_buffers_and_random_numbers_are_as_if_nothing_had_been(
     torch.testing.assert_close(norm.running_mean, expected)
 
 
-def test_the_search_draws_no_random_numbers(make_parts: MakeParts) -> None:
-    parts = make_parts(SoloCommunicator(), train=data(0), model=Net(dropout=0.5))
+def test_the_search_draws_no_random_numbers(make_state: MakeState) -> None:
+    state = make_state(SoloCommunicator(), train=data(0), model=Net(dropout=0.5))
     from hetexp.data.loader import local_batches
 
-    (batch,) = local_batches(data(0), parts.sampler, Progress().position, 1, parts.balancer.split, 0)
+    (batch,) = local_batches(data(0), state.sampler, Progress().position, 1, state.balancer.split, 0)
     before = torch.get_rng_state()
-    told = explain(parts, 1, batch, torch.tensor(NAN), [], 1.0)
+    told = explain(state, 1, batch, torch.tensor(NAN), [], 1.0)
     assert torch.equal(before, torch.get_rng_state())
     assert ("training sample 0." in told) == (0 in batch.indices[0])
-    assert parts.model.norm.training  # type: ignore[union-attr]
+    assert state.model.norm.training  # type: ignore[union-attr]
 
 
-def test_a_model_that_refuses_one_sample_ends_with_its_own_error(make_parts: MakeParts) -> None:
+def test_a_model_that_refuses_one_sample_ends_with_its_own_error(make_state: MakeState) -> None:
     class Refuses(Net):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             if len(inputs) < 8:
                 raise ValueError("a batch of 8, please")
             return super().forward(inputs)
 
-    parts = make_parts(SoloCommunicator(), train=data(*range(24)), model=Refuses())
+    state = make_state(SoloCommunicator(), train=data(*range(24)), model=Refuses())
     with pytest.raises(NonFiniteError, match=r"the loss is nan on rank 0, cpu:0 \([^,]*\)\."):
-        train(parts, Progress())
+        train(state, Progress())
 
 
-def test_the_state_before_is_saved_and_goes_on(make_parts: MakeParts, tmp_path: Path) -> None:
-    places = order(make_parts)
+def test_the_state_before_is_saved_and_goes_on(make_state: MakeState, tmp_path: Path) -> None:
+    places = order(make_state)
     options: dict[str, Any] = {"max_steps": 3, "schedule": "linear"}
     with pytest.raises(NonFiniteError, match=r"is saved \(.*step_00000002\).*trainer.non_finite=skip"):
-        train_on(make_parts, [6.0, 2.0], data(places[20]), **options)
-    parts = make_parts(SoloCommunicator(), train=data(places[20]), model=Net(), non_finite="skip", **options)
+        train_on(make_state, [6.0, 2.0], data(places[20]), **options)
+    state = make_state(SoloCommunicator(), train=data(places[20]), model=Net(), non_finite="skip", **options)
     from hetexp.training.saving.resuming import resume
 
-    object.__setattr__(parts.config, "resume", str(find_checkpoint(tmp_path)))
-    progress = resume(parts)
+    object.__setattr__(state.config, "resume", str(find_checkpoint(tmp_path)))
+    progress = resume(state)
     assert (progress.step, progress.samples, progress.skipped_steps) == (2, 16, 0)
     assert progress.position.offset == 16
-    assert parts.schedule.last_epoch == 2
-    assert parts.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
-    outcome = train(parts, progress)
+    assert state.schedule.last_epoch == 2
+    assert state.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
+    outcome = train(state, progress)
     assert (outcome.progress.step, outcome.progress.skipped_steps) == (3, 1)
 
 
-def test_nothing_is_saved_where_no_step_was_done(make_parts: MakeParts, tmp_path: Path) -> None:
+def test_nothing_is_saved_where_no_step_was_done(make_state: MakeState, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="start again"):
-        train_on(make_parts, [6.0, 2.0], data(order(make_parts)[0]), max_steps=3)
+        train_on(make_state, [6.0, 2.0], data(order(make_state)[0]), max_steps=3)
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_an_evaluation_that_is_no_number_is_told(
-    make_parts: MakeParts, caplog: pytest.LogCaptureFixture
+    make_state: MakeState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = make_parts(SoloCommunicator(), evaluation=data(2), max_steps=1)
+    state = make_state(SoloCommunicator(), evaluation=data(2), max_steps=1)
     with caplog.at_level(logging.WARNING):
-        outcome = train(parts, Progress())
+        outcome = train(state, Progress())
     assert "The loss of the evaluation at step 1 is nan." in caplog.text
     assert outcome.evaluation is not None and math.isnan(outcome.evaluation["loss"])

@@ -19,7 +19,7 @@ from hetexp.training.recovery import handover
 from hetexp.training.recovery.handover import give, send, set_state, state_of, take
 from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 SIZES = [(), (3,), (40, 7), (0,), (1000,)]
 
 
@@ -58,24 +58,24 @@ def test_messages_of_any_size_bring_all_bits(monkeypatch: pytest.MonkeyPatch, pi
             assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
 
 
-def trained(make_parts: MakeParts, communicator: Communicator, steps: int) -> TrainState:
+def trained(make_state: MakeState, communicator: Communicator, steps: int) -> TrainState:
     """Return parts whose model and moments are those after so many steps, different for each number."""
     model = Tied()
-    parts = make_parts(communicator, (1.0,) * communicator.world_size, model=model)
-    parts.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    parts.schedule.optimizer = parts.optimizer
+    state = make_state(communicator, (1.0,) * communicator.world_size, model=model)
+    state.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state.schedule.optimizer = state.optimizer
     for step in range(steps):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.1 + step)
-        parts.optimizer.step()
+        state.optimizer.step()
         model.get_buffer("count").add_(1)
         model.get_buffer("hidden").add_(step)
-    return parts
+    return state
 
 
-def test_model_buffers_and_moments_are_those_of_the_donor(make_parts: MakeParts) -> None:
+def test_model_buffers_and_moments_are_those_of_the_donor(make_state: MakeState) -> None:
     alone = FakeGroup(1)
-    donor, other = alone.run(lambda c: (trained(make_parts, c, 3), trained(make_parts, c, 0)))[0]
+    donor, other = alone.run(lambda c: (trained(make_state, c, 3), trained(make_state, c, 0)))[0]
     tensors, packed = state_of(donor)
     assert "buffer/hidden" in tensors
     assert sum(name.startswith("model/") for name in tensors) == 3  # the tied weight once
@@ -90,15 +90,15 @@ def test_model_buffers_and_moments_are_those_of_the_donor(make_parts: MakeParts)
     assert model.second.weight is model.first.weight
 
 
-def test_those_behind_and_newcomers_stand_where_the_donor_stands(make_parts: MakeParts) -> None:
+def test_those_behind_and_newcomers_stand_where_the_donor_stands(make_state: MakeState) -> None:
     """Rank 2 has the newest step; rank 0 is a step behind, rank 1 comes new."""
     store = dist.HashStore()
 
     def rank(communicator: Communicator) -> tuple[Training, int]:
         steps = {0: 2, 1: 0, 2: 3}[communicator.rank]
-        parts = trained(make_parts, communicator, steps)
+        state = trained(make_state, communicator, steps)
         progress = Progress(step=steps, position=Position(0, 8 * steps), samples=8 * steps)
-        training = Training(parts, progress, ready=communicator.rank != 1)
+        training = Training(state, progress, ready=communicator.rank != 1)
         training.loss_at, training.logged_at = (steps, 0.5 * steps), steps - 1
         training.outcome.evaluation = {"loss": float(steps)}
         if communicator.rank == 2:
@@ -107,26 +107,26 @@ def test_those_behind_and_newcomers_stand_where_the_donor_stands(make_parts: Mak
 
     (zero, first), (one, second), (two, third) = FakeGroup(3).run(rank)
     assert (first, second, third) == (4, 4, 4)
-    wanted = state_of(two.parts)[0]
+    wanted = state_of(two.state)[0]
     for training in (zero, one):
         assert training.progress == two.progress == training.good
         assert training.progress.step == 3
         assert training.loss_at == (3, 1.5)
         assert training.logged_at == 2
         assert training.outcome.evaluation == {"loss": 3.0}
-        assert training.parts.schedule.last_epoch == 3
-        for name, tensor in state_of(training.parts)[0].items():
+        assert training.state.schedule.last_epoch == 3
+        for name, tensor in state_of(training.state)[0].items():
             assert torch.equal(tensor, wanted[name]), name
 
 
 def test_no_tensor_travels_where_all_are_at_one_step(
-    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "send", lambda *_: pytest.fail("nobody lacks anything"))
     store = dist.HashStore()
 
     def rank(communicator: Communicator) -> Training:
-        training = Training(trained(make_parts, communicator, 1), Progress(step=1))
+        training = Training(trained(make_state, communicator, 1), Progress(step=1))
         training.progress.best = 0.25  # of an evaluation that not all have ended
         if communicator.rank == 0:
             give(training, store, settled=False, tensors=False, handled=0)

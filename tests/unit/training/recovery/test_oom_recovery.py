@@ -34,7 +34,7 @@ from hetexp.training.recovery.oom_recovery import (
 )
 from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 Pair = namedtuple("Pair", ["first", "second"])
 
 
@@ -79,31 +79,31 @@ def test_whatever_a_loader_collates_is_cut() -> None:
 # ---------------------------------------------------------------- deciding
 
 
-def test_only_the_rank_in_trouble_halves_and_all_know(make_parts: MakeParts) -> None:
+def test_only_the_rank_in_trouble_halves_and_all_know(make_state: MakeState) -> None:
     def rank(comm: Communicator) -> tuple[bool, list[int | None]]:
-        parts = make_parts(comm, (1, 1, 1))
+        state = make_state(comm, (1, 1, 1))
         short = OutOfMemory("no more", 2**20) if comm.rank == 1 else None
-        again = halve_together(parts, 3, microbatches(3, 2), short)
-        return again, parts.microbatch_limits
+        again = halve_together(state, 3, microbatches(3, 2), short)
+        return again, state.microbatch_limits
 
     assert FakeGroup(3).run(rank) == [(True, [None, 2, None])] * 3
 
 
-def test_without_a_shortage_nothing_is_done_again(make_parts: MakeParts) -> None:
+def test_without_a_shortage_nothing_is_done_again(make_state: MakeState) -> None:
     def rank(comm: Communicator) -> tuple[bool, list[int | None]]:
-        parts = make_parts(comm, (1, 1))
-        return halve_together(parts, 3, microbatches(4), None), parts.microbatch_limits
+        state = make_state(comm, (1, 1))
+        return halve_together(state, 3, microbatches(4), None), state.microbatch_limits
 
     assert FakeGroup(2).run(rank) == [(False, [None, None])] * 2
 
 
-def test_a_single_sample_ends_all(make_parts: MakeParts) -> None:
+def test_a_single_sample_ends_all(make_state: MakeState) -> None:
     def rank(comm: Communicator) -> BaseException:
-        parts = make_parts(comm, (1, 1))
+        state = make_state(comm, (1, 1))
         short = OutOfMemory("CUDA out of memory.", 3 * 2**20) if comm.rank == 1 else None
         with pytest.raises((DeviceMemoryError, PeerLostError)) as caught:
-            halve_together(parts, 6, microbatches(1, 1, 1), short)
-        assert parts.microbatch_limits == [None, None]
+            halve_together(state, 6, microbatches(1, 1, 1), short)
+        assert state.microbatch_limits == [None, None]
         return caught.value
 
     other, own = FakeGroup(2).run(rank)
@@ -126,26 +126,26 @@ def test_a_single_sample_ends_all(make_parts: MakeParts) -> None:
     ],
 )
 def test_nobody_learns_of_it_where_nobody_looks(
-    make_parts: MakeParts, world: int, non_finite: str, scale: bool, recovers: bool
+    make_state: MakeState, world: int, non_finite: str, scale: bool, recovers: bool
 ) -> None:
     def rank(comm: Communicator) -> bool:
-        parts = make_parts(comm, (1,) * world, non_finite=non_finite)
-        parts.strategy = Single()
-        parts.loss_scale = LossScale() if scale else None
-        guard = recovering_guard(parts, together=True)
-        assert isinstance(parts.module, EmptyShareGuard)
-        assert parts.module.catches == recovers
+        state = make_state(comm, (1,) * world, non_finite=non_finite)
+        state.strategy = Single()
+        state.loss_scale = LossScale() if scale else None
+        guard = recovering_guard(state, together=True)
+        assert isinstance(state.module, EmptyShareGuard)
+        assert state.module.catches == recovers
         return guard is not None
 
     assert FakeGroup(world).run(rank) == [recovers] * world
 
 
-def test_other_errors_pass(make_parts: MakeParts) -> None:
-    parts = make_parts(SoloCommunicator())
-    with pytest.raises(RuntimeError, match="shapes"), ends_with_shortage(parts, 0, [4], "No."):
+def test_other_errors_pass(make_state: MakeState) -> None:
+    state = make_state(SoloCommunicator())
+    with pytest.raises(RuntimeError, match="shapes"), ends_with_shortage(state, 0, [4], "No."):
         raise RuntimeError("shapes do not match")
     told = pytest.raises(DeviceMemoryError, match="in microbatches of 4 .* No. no more. Choose")
-    with told, ends_with_shortage(parts, 0, [4, 3], "No."):
+    with told, ends_with_shortage(state, 0, [4, 3], "No."):
         raise torch.OutOfMemoryError("no more\nsee the manual")
 
 
@@ -163,40 +163,40 @@ class Hungry(nn.Linear):
         return super().forward(inputs)
 
 
-def one_step(make_parts: MakeParts, most: int, scale: LossScale | None) -> tuple[TrainState, StepTimer]:
+def one_step(make_state: MakeState, most: int, scale: LossScale | None) -> tuple[TrainState, StepTimer]:
     torch.manual_seed(0)
     model = Hungry(3, 4)
     model.most = most
-    parts = make_parts(SoloCommunicator(), precision="float64", model=model)
-    parts.strategy, parts.module, parts.loss_scale = Single(), EmptyShareGuard(model), scale
-    parts.guard = recovering_guard(parts, together=True)
+    state = make_state(SoloCommunicator(), precision="float64", model=model)
+    state.strategy, state.module, state.loss_scale = Single(), EmptyShareGuard(model), scale
+    state.guard = recovering_guard(state, together=True)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(8, 3, generator=generator, dtype=torch.float64)
     batch = LocalBatch([(inputs, torch.arange(8) % 4)], 8, 8, Position(0, 8))
-    meter = StepTimer(parts.backend)
-    parts.engine.step(0, batch, LossNormalizer(StepMessage(parts.communicator), 1, loss_scale=scale), meter)
-    return parts, meter
+    meter = StepTimer(state.backend)
+    state.engine.step(0, batch, LossNormalizer(StepMessage(state.communicator), 1, loss_scale=scale), meter)
+    return state, meter
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_that_is_done_again_is_the_same_step(make_parts: MakeParts, scaled: bool) -> None:
+def test_a_step_that_is_done_again_is_the_same_step(make_state: MakeState, scaled: bool) -> None:
     scale = LossScale(1024.0, good_steps=7) if scaled else None
-    plain, _ = one_step(make_parts, 8, LossScale(1024.0) if scaled else None)
-    parts, meter = one_step(make_parts, 2, scale)
-    for ours, theirs in zip(parts.model.parameters(), plain.model.parameters(), strict=True):
+    plain, _ = one_step(make_state, 8, LossScale(1024.0) if scaled else None)
+    state, meter = one_step(make_state, 2, scale)
+    for ours, theirs in zip(state.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
-    assert parts.microbatch_limits == [2]
-    assert parts.guard is not None and parts.guard.shortage is None
+    assert state.microbatch_limits == [2]
+    assert state.guard is not None and state.guard.shortage is None
     assert meter.samples == 8
     assert len(meter._waits) == 4  # of the passes that counted, none of those before
-    assert parts.schedule.last_epoch == 1
+    assert state.schedule.last_epoch == 1
     if scale is not None:  # no overflow
         assert (scale.value, scale.good_steps) == (1024.0, 8)
 
 
-def test_the_checkpoint_and_the_metrics_tell(make_parts: MakeParts) -> None:
+def test_the_checkpoint_and_the_metrics_tell(make_state: MakeState) -> None:
     from hetexp.training.saving.save import provenance
 
-    parts, _ = one_step(make_parts, 2, None)
-    assert provenance(parts)[0]["microbatch_limit"] == 2
-    assert parts.pass_sizes(7) == [2, 2, 2, 1]
+    state, _ = one_step(make_state, 2, None)
+    assert provenance(state)[0]["microbatch_limit"] == 2
+    assert state.pass_sizes(7) == [2, 2, 2, 1]

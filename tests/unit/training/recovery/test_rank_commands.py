@@ -17,7 +17,7 @@ from hetexp.training.recovery import rank_commands
 from hetexp.training.recovery.rank_commands import Asked, Requests, on_request
 from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def by_path(asked: Asked) -> str:
     return f"step {asked.step}: {asked.argument}"
 
 
-def ask(make_parts: MakeParts, *asked: tuple[str, str], world: int = 2) -> tuple[list[dict[str, Any]], Any]:
+def ask(make_state: MakeState, *asked: tuple[str, str], world: int = 2) -> tuple[list[dict[str, Any]], Any]:
     """Return the answers, and the first rank's training."""
     store = dist.HashStore()
     for number, (name, argument) in enumerate(asked, start=1):
@@ -37,8 +37,8 @@ def ask(make_parts: MakeParts, *asked: tuple[str, str], world: int = 2) -> tuple
 
     def rank(communicator: Communicator) -> Training:
         on = {"dotted": f"{__name__}.by_path"}
-        parts = make_parts(communicator, (1.0,) * world, on_request=on)
-        training = Training(parts, Progress(step=4))
+        state = make_state(communicator, (1.0,) * world, on_request=on)
+        training = Training(state, Progress(step=4))
         served = Requests(store)
         served.serve(training, len(asked))
         served.serve(training, len(asked))  # each once
@@ -49,20 +49,20 @@ def ask(make_parts: MakeParts, *asked: tuple[str, str], world: int = 2) -> tuple
     return [json.loads(store.get(f"answer/{n}")) for n in range(1, len(asked) + 1)], training
 
 
-def test_a_checkpoint_is_saved_and_named(make_parts: MakeParts) -> None:
-    (answer,), training = ask(make_parts, ("checkpoint", ""))
+def test_a_checkpoint_is_saved_and_named(make_state: MakeState) -> None:
+    (answer,), training = ask(make_state, ("checkpoint", ""))
     assert answer == {"done": True, "step": 4, "checkpoint": training.outcome.checkpoint}
     assert answer["checkpoint"].endswith("step_00000004")
     assert training.saved_at == 4
 
 
-def test_stop_ends_the_training(make_parts: MakeParts) -> None:
-    (answer,), training = ask(make_parts, ("stop", ""))
+def test_stop_ends_the_training(make_state: MakeState) -> None:
+    (answer,), training = ask(make_state, ("stop", ""))
     assert answer == {"done": True, "step": 4}
     assert training.stops
 
 
-def test_a_person_s_own_request(make_parts: MakeParts) -> None:
+def test_a_person_s_own_request(make_state: MakeState) -> None:
     told: list[tuple[int, str]] = []
 
     def lower(asked: Asked) -> float:
@@ -70,7 +70,7 @@ def test_a_person_s_own_request(make_parts: MakeParts) -> None:
         return 0.5
 
     on_request("lr", lower)
-    answers, _ = ask(make_parts, ("lr", "half"), ("dotted", "x"))
+    answers, _ = ask(make_state, ("lr", "half"), ("dotted", "x"))
     assert answers == [
         {"done": True, "step": 4, "answer": 0.5},
         {"done": True, "step": 4, "answer": "step 4: x"},
@@ -78,9 +78,9 @@ def test_a_person_s_own_request(make_parts: MakeParts) -> None:
     assert sorted(told) == [(0, "half"), (1, "half")]
 
 
-def test_an_unknown_name_and_a_failing_handler_end_nothing(make_parts: MakeParts) -> None:
+def test_an_unknown_name_and_a_failing_handler_end_nothing(make_state: MakeState) -> None:
     on_request("sample", lambda asked: 1 / 0)
-    (unknown, failed), training = ask(make_parts, ("sampel", ""), ("sample", ""))
+    (unknown, failed), training = ask(make_state, ("sampel", ""), ("sample", ""))
     assert unknown["error"] == (
         "`sampel` is no request that this run knows: checkpoint, stop, sample, dotted. Did you mean `sample`?"
     )

@@ -17,21 +17,21 @@ from hetexp.training.loop import Training
 from hetexp.training.recovery.rank_recovery import RankRecovery, written_lines
 from hetexp.training.state import Progress, TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 
 
-def agree(make_parts: MakeParts, *stands: dict[str, Any]) -> list[tuple[Training, int]]:
+def agree(make_state: MakeState, *stands: dict[str, Any]) -> list[tuple[Training, int]]:
     """Return each rank's training after they have agreed, and which rank's state they took."""
     store = dist.HashStore()
 
     def rank(communicator: Communicator) -> tuple[Training, int]:
-        parts = make_parts(communicator, (1.0,) * len(stands))
+        state = make_state(communicator, (1.0,) * len(stands))
         mine = dict(stands[communicator.rank])
-        training = Training(parts, Progress(step=mine.pop("step")), ready=mine.pop("ready", True))
+        training = Training(state, Progress(step=mine.pop("step")), ready=mine.pop("ready", True))
         training.good = replace(training.progress)
         for key, value in mine.items():
             setattr(training, key, value)
-        for parameter in parts.model.parameters():
+        for parameter in state.model.parameters():
             parameter.data.fill_(float(training.progress.step))
         return training, RankRecovery(store, communicator.rank)._agree(training, store)
 
@@ -39,12 +39,12 @@ def agree(make_parts: MakeParts, *stands: dict[str, Any]) -> list[tuple[Training
 
 
 def weight(training: Training) -> float:
-    return float(next(training.parts.model.parameters()).detach().flatten()[0])
+    return float(next(training.state.model.parameters()).detach().flatten()[0])
 
 
-def test_the_newest_step_counts(make_parts: MakeParts) -> None:
+def test_the_newest_step_counts(make_state: MakeState) -> None:
     """Rank 0 is behind, rank 2 comes new; of the others the lowest rank gives."""
-    found = agree(make_parts, {"step": 6}, {"step": 7}, {"step": 0, "ready": False}, {"step": 7})
+    found = agree(make_state, {"step": 6}, {"step": 7}, {"step": 0, "ready": False}, {"step": 7})
     for training, donor in found:
         assert donor == 1
         assert training.progress.step == 7
@@ -53,22 +53,22 @@ def test_the_newest_step_counts(make_parts: MakeParts) -> None:
         assert weight(training) == 7.0
 
 
-def test_what_follows_a_step_is_done_again_unless_all_have_done_it(make_parts: MakeParts) -> None:
+def test_what_follows_a_step_is_done_again_unless_all_have_done_it(make_state: MakeState) -> None:
     done = {"step": 5, "settled": True, "evaluated_at": 5, "saved_at": 5}
     missed = {"step": 5, "settled": False, "evaluated_at": 5, "saved_at": 0}
-    for training, _ in agree(make_parts, done, missed):
+    for training, _ in agree(make_state, done, missed):
         assert not training.settled
         assert training.evaluated_at == 5
         assert training.saved_at == -1
     behind = {"step": 4, "settled": False}
-    for training, _ in agree(make_parts, done, behind):
+    for training, _ in agree(make_state, done, behind):
         assert training.settled
         assert training.saved_at == 5
 
 
-def test_somebody_must_have_a_state(make_parts: MakeParts) -> None:
+def test_somebody_must_have_a_state(make_state: MakeState) -> None:
     with pytest.raises(SetupError, match="none of the members has a state"):
-        agree(make_parts, {"step": 0, "ready": False}, {"step": 0, "ready": False})
+        agree(make_state, {"step": 0, "ready": False}, {"step": 0, "ready": False})
 
 
 def test_lines_that_are_there(tmp_path: Path) -> None:

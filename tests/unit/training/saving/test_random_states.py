@@ -27,7 +27,7 @@ from hetexp.training.saving.resuming import resume
 from hetexp.training.seeding import seed_all, seeded
 from hetexp.training.state import TrainState
 
-MakeParts = Callable[..., TrainState]
+MakeState = Callable[..., TrainState]
 
 
 class WithCards(CpuBackend):
@@ -44,25 +44,25 @@ class WithCards(CpuBackend):
         self.states = list(states)
 
 
-def parts_on(make_parts: MakeParts, communicator: Communicator, devices: Sequence[str]) -> TrainState:
+def parts_on(make_state: MakeState, communicator: Communicator, devices: Sequence[str]) -> TrainState:
     """Return a rank's parts on devices of these names, such as `cuda:1`; each card's state is its number."""
-    parts = make_parts(communicator, [1.0] * len(devices))
+    state = make_state(communicator, [1.0] * len(devices))
     specs = [
         replace(spec, id=name, backend=name.partition(":")[0], index=int(name.partition(":")[2] or 0))
-        for spec, name in zip(parts.plan.devices, devices, strict=True)
+        for spec, name in zip(state.plan.devices, devices, strict=True)
     ]
-    parts.plan = replace(parts.plan, devices=tuple(specs))
-    mine = specs[parts.rank]
+    state.plan = replace(state.plan, devices=tuple(specs))
+    mine = specs[state.rank]
     states = [torch.full((16,), mine.index, dtype=torch.uint8)] if mine.backend != "cpu" else []
-    parts.backend = WithCards(mine, states)
-    return parts
+    state.backend = WithCards(mine, states)
+    return state
 
 
-def saved_by(make_parts: MakeParts, devices: Sequence[str], folder: Path) -> None:
+def saved_by(make_state: MakeState, devices: Sequence[str], folder: Path) -> None:
     """Write the file of a run on these devices."""
 
     def rank(communicator: Communicator) -> dict[str, bytes]:
-        return random_files(parts_on(make_parts, communicator, devices))
+        return random_files(parts_on(make_state, communicator, devices))
 
     told = FakeGroup(len(devices)).run(rank)
     assert all(not one for one in told[1:])
@@ -110,9 +110,9 @@ def test_a_seed_is_one_of_all_generators(seed: int) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_what_is_undone_has_drawn_nothing(make_parts: MakeParts, device: str) -> None:
+def test_what_is_undone_has_drawn_nothing(make_state: MakeState, device: str) -> None:
     """A calibration is made once and kept: the runs after it draw what the first one did."""
-    parts = parts_on(make_parts, SoloCommunicator(), [device])
+    parts = parts_on(make_state, SoloCommunicator(), [device])
     before = parts.backend.random_states()
     seed_all(3)
     expected = draw()
@@ -125,26 +125,26 @@ def test_what_is_undone_has_drawn_nothing(make_parts: MakeParts, device: str) ->
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_the_process_draws_on_as_if_nothing_had_been(make_parts: MakeParts, tmp_path: Path) -> None:
+def test_the_process_draws_on_as_if_nothing_had_been(make_state: MakeState, tmp_path: Path) -> None:
     draw()
-    saved_by(make_parts, ["cpu"], tmp_path)
+    saved_by(make_state, ["cpu"], tmp_path)
     expected = [draw() for _ in range(3)]
     with safe_open(tmp_path / FILE, "pt", "cpu") as file:  # integers and bytes, nothing else
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {"torch.int64", "torch.uint8"}  # noqa: SIM118
         json.loads(file.metadata()["origins"])
     for seed in (3, 4):
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-        restore_random(parts_on(make_parts, SoloCommunicator(), ["cpu"]), tmp_path)
+        restore_random(parts_on(make_state, SoloCommunicator(), ["cpu"]), tmp_path)
         assert [draw() for _ in range(3)] == expected
 
 
 def test_cards_of_the_same_kinds_go_on(
-    make_parts: MakeParts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_state: MakeState, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved_by(make_parts, ["cuda:3", "xpu:5", "cpu"], tmp_path)
+    saved_by(make_state, ["cuda:3", "xpu:5", "cpu"], tmp_path)
 
     def rank(communicator: Communicator) -> list[int]:
-        parts = parts_on(make_parts, communicator, ["xpu:0", "cuda:1", "cpu"])
+        parts = parts_on(make_state, communicator, ["xpu:0", "cuda:1", "cpu"])
         restore_random(parts, tmp_path)
         return [int(state[0]) for state in parts.backend.random_states()]
 
@@ -153,18 +153,18 @@ def test_cards_of_the_same_kinds_go_on(
 
 
 def test_one_warning_lists_the_states_without_a_device(
-    make_parts: MakeParts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_state: MakeState, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved_by(make_parts, ["cuda:0", "xpu:0", "cpu"], tmp_path)
+    saved_by(make_state, ["cuda:0", "xpu:0", "cpu"], tmp_path)
     with caplog.at_level(logging.WARNING):
-        restore_random(parts_on(make_parts, SoloCommunicator(), ["cpu"]), tmp_path)
+        restore_random(parts_on(make_state, SoloCommunicator(), ["cpu"]), tmp_path)
     (record,) = caplog.records
     told = record.getMessage()
     assert "those of cuda:0, xpu:0, the process of xpu:0, the process of cpu are left" in told
     caplog.clear()
 
     def rank(communicator: Communicator) -> None:
-        restore_random(parts_on(make_parts, communicator, ["cuda:0", "xpu:0", "cpu", "cuda:1"]), tmp_path)
+        restore_random(parts_on(make_state, communicator, ["cuda:0", "xpu:0", "cpu", "cuda:1"]), tmp_path)
 
     FakeGroup(4).run(rank)
     (record,) = caplog.records
@@ -172,25 +172,25 @@ def test_one_warning_lists_the_states_without_a_device(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_dropout_is_that_of_the_whole_run(make_parts: MakeParts, tmp_path: Path, num_workers: int) -> None:
+def test_dropout_is_that_of_the_whole_run(make_state: MakeState, tmp_path: Path, num_workers: int) -> None:
     """A run that was resumed in the same layout has the same losses and weights, to the bit."""
 
     def run(until: int, resumed: bool, whole: bool) -> tuple[list[float], Tensor]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 4))
         options = {"max_steps": 12, "log_every": 1, "num_workers": num_workers, "eval_every": 2}
-        parts = make_parts(SoloCommunicator(), model=model, **options)
+        state = make_state(SoloCommunicator(), model=model, **options)
         if resumed:
-            object.__setattr__(parts.config, "resume", str(find_checkpoint(tmp_path)))
+            object.__setattr__(state.config, "resume", str(find_checkpoint(tmp_path)))
             torch.manual_seed(99)
-        progress = resume(parts)
-        parts.total_steps = until
+        progress = resume(state)
+        state.total_steps = until
         if whole:
-            parts.config.trainer.__dict__["fast_dev_run"] = 1  # writes nothing
-        train(parts, progress)
-        recorded: Any = parts.loggers[0]
+            state.config.trainer.__dict__["fast_dev_run"] = 1  # writes nothing
+        train(state, progress)
+        recorded: Any = state.loggers[0]
         losses = [line["train/loss"] for _, line in recorded.lines if "train/loss" in line]
-        return losses, torch.cat([p.detach().flatten() for p in parts.model.parameters()])
+        return losses, torch.cat([p.detach().flatten() for p in state.model.parameters()])
 
     losses, weights = run(12, False, True)
     first, _ = run(5, False, False)
