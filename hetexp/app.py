@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from hetexp.core.sweep.grid import Job
     from hetexp.hardware.detection.inventory import Inventory
     from hetexp.hardware.selection.pool import Selection
-    from hetexp.launch.reserve import Checked
-    from hetexp.plan.planner import Request
+    from hetexp.plan.run_spec import CheckedRun, Request, RunSpec
 
 CONFIG_NAME = "config"
 ENGINE = "hetexp.engine.main"
@@ -90,7 +89,7 @@ def start(arguments: argparse.Namespace, started: ExternalRanks | None = None) -
     """
     import hydra
 
-    from hetexp.launch.sweep.run import concluded
+    from hetexp.launch.sweep.end import concluded
 
     problems = check_command_line(arguments, started)
     if problems:
@@ -167,6 +166,7 @@ def check_command_line(arguments: argparse.Namespace, started: ExternalRanks | N
     """Return every mistake in what the person typed, before Hydra would stop at the first one."""
     from hetexp.core.compose.overrides import compose_typed
     from hetexp.core.sweep.grid import asks_to_sweep, compose_jobs
+    from hetexp.plan.run_spec import Request
 
     if _asks(arguments) or not arguments.overrides or arguments.experimental_rerun:
         return []
@@ -179,7 +179,8 @@ def check_command_line(arguments: argparse.Namespace, started: ExternalRanks | N
         jobs, problems = compose_jobs(arguments.overrides, **where)
         return list(dict.fromkeys(problems or _check_jobs(jobs)))
     composed, problems = compose_typed(arguments.overrides, **where)
-    problems += check(composed, Path.cwd(), started=started)[3] if composed is not None else []
+    if composed is not None:
+        problems += check(composed, Request(Path.cwd(), Path.cwd()), started=started).problems
     return list(dict.fromkeys(problems))
 
 
@@ -188,9 +189,12 @@ def _check_jobs(jobs: Sequence[Job]) -> list[str]:
 
     Those that can run do, and the sweep ends with an error for the others.
     """
+    from hetexp.plan.run_spec import Request
+
     wrong: dict[str, list[str]] = {}
+    request = Request(Path.cwd(), Path.cwd())
     for job in jobs:
-        for problem in check(job.config, Path.cwd(), leases=False)[3]:  # a job waits for its cards
+        for problem in check(job.config, request, leases=False).problems:  # a job waits for its cards
             wrong.setdefault(problem, []).append(job.label)
     refused = {label for labels in wrong.values() for label in labels}
     lines = []
@@ -215,7 +219,7 @@ def _job(cfg: DictConfig, started: ExternalRanks | None) -> None:
     from hetexp.core.files import ending_when_full
     from hetexp.core.sweep.folder import of_a_run
     from hetexp.launch.sweep.run import run_job
-    from hetexp.plan.planner import Request
+    from hetexp.plan.run_spec import Request
 
     if not _typed_here:
         _end_with_parent()
@@ -275,19 +279,19 @@ class ExternalRanks(Protocol):
         """Return the devices of all ranks."""
         ...
 
-    def check(self, config: Config) -> list[str]:
-        """Return what speaks against a configuration with such ranks."""
+    def check(self, spec: RunSpec) -> list[str]:
+        """Return what speaks against a run with such ranks."""
         ...
 
     def adapted(self, config: Config, raw: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         """Return the configuration, typed and plain, without what such ranks cannot do."""
         ...
 
-    def measure(self, plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+    def measure(self, plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
         """As `hetexp.launch.launcher.measure`."""
         ...
 
-    def launch(self, plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+    def launch(self, plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
         """As `hetexp.launch.launcher.launch`."""
         ...
 
@@ -332,15 +336,14 @@ def _own_part(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
     """
     from hetexp.cluster.meeting import own_part
 
-    _, config, selection, problems = check(cfg, request.working_dir)
+    found = check(cfg, request)
     if request.sweep is not None:
         fix = "Start its jobs one by one, on all machines."
-        problems.append(f"`cluster.hosts` must be empty in a sweep (-m). {fix}")
-    if problems:
-        raise ConfigError(problems)
-    assert config is not None
-    raw = plain(cfg)[0]
-    return own_part(config, raw, selection.devices, selection.threads, request.working_dir), config
+        found.problems.append(f"`cluster.hosts` must be empty in a sweep (-m). {fix}")
+    spec = found.accepted()
+    raw, selection = plain(cfg)[0], spec.selection
+    own = own_part(spec.config, raw, selection.devices, selection.threads, request.working_dir)
+    return own, spec.config
 
 
 def _run(
@@ -352,32 +355,20 @@ def _run(
 ) -> dict[str, Any]:
     """Check, plan and launch one run on this machine, and on those that it has met."""
     from hetexp.core.files import ending_when_full
-    from hetexp.launch.reserve import Checked, reserved
-    from hetexp.launch.resume import Job, find, going_on, held
+    from hetexp.launch.reserve import reserved
+    from hetexp.launch.resume import find, going_on, held
 
-    def checked(leases: bool) -> Checked:
-        return Checked(*check(cfg, request.working_dir, leases, met, started))
+    def checked(leases: bool) -> CheckedRun:
+        return check(cfg, request, leases, met, started)
 
     with reserved(checked, request, console) as found:
-        problems = list(found.problems)
         origin = None
-        if found.config is not None:
-            job = Job(
-                config=found.config,
-                raw=found.raw,
-                run_dir=request.run_dir,
-                working_dir=request.working_dir,
-                apart=trains_apart(found.config),
-                overrides=tuple(request.overrides) if request.sweep is not None else None,
-            )
+        if found.spec is not None:
             try:
-                origin = find(job)
-            except ConfigError as error:
-                problems += [problem for problem in error.problems if problem not in problems]
+                origin = find(found.spec)
             except HetexpError as error:
-                problems += [str(error)] if str(error) not in problems else []
-        if problems:
-            raise ConfigError(problems)
+                found.problems.extend(error.problems if isinstance(error, ConfigError) else [str(error)])
+        spec = found.accepted()
         assert origin is not None
         for sentence in origin.sentences:
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
@@ -385,68 +376,88 @@ def _run(
             done: dict[str, Any] = json.loads((request.run_dir / "summary.json").read_text(encoding="utf-8"))
             return done
         with ending_when_full(request.run_dir), held(origin, request.run_dir):
-            return _go(going_on(found, origin), request, console, started)
+            return _go(going_on(spec, origin), console, started)
 
 
-def _go(found: Checked, request: Request, console: Console, started: ExternalRanks | None) -> dict[str, Any]:
+def _go(spec: RunSpec, console: Console, started: ExternalRanks | None) -> dict[str, Any]:
     """Plan and launch what has passed all checks."""
     from omegaconf import OmegaConf
 
     from hetexp.core.files import write_text
-    from hetexp.hardware.selection.pool import Selection
-    from hetexp.launch.launcher import launch
-    from hetexp.launch.prepare.choose_strategy import chosen
-    from hetexp.launch.prepare.plan import prepare
+    from hetexp.launch.launcher import launch, measure
+    from hetexp.launch.prepare.preparation import prepare
+    from hetexp.launch.prepare.select_strategy import select_strategy
     from hetexp.plan.calibrations import drop_if_wrong
     from hetexp.plan.planner import make_plan
 
-    raw, config, selection, _ = found
-    assert config is not None
-    assert isinstance(selection, Selection)
-    if not config.plan_only:
-        measure_by = started.measure if started is not None else None
-        run_of = chosen(config, raw, selection, request, console, measure_by)
-        config, raw, selection, request = run_of.config, run_of.raw, run_of.selection, run_of.request
-    request.run_dir.mkdir(parents=True, exist_ok=True)
-    plan = make_plan(config, raw, selection, request)
-    write_text(request.run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
-    if config.plan_only:
-        return _predict(plan, config, console)
-    plan = prepare(plan, config, console, started.measure if started is not None else None)
-    summary = (started.launch if started is not None else launch)(plan, config, console)
+    measured = partial(measure if started is None else started.measure, console=console)
+    if not spec.config.plan_only:
+        spec = select_strategy(spec, console, measured if started is not None else None)
+    run_dir = spec.request.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    plan = make_plan(spec)
+    write_text(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(spec.raw)))
+    if spec.config.plan_only:
+        return _predict(spec, console)
+    plan = prepare(plan, spec, measured)
+    summary = (started.launch if started is not None else launch)(plan, spec, console)
     warning = drop_if_wrong(plan, summary)
     if warning is not None:
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     return summary
 
 
-def _predict(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+def _predict(spec: RunSpec, console: Console) -> dict[str, Any]:
     """Print what each strategy and policy would make of the devices, and write it to the run folder."""
     from hetexp.core.files import write_json
     from hetexp.launch.prepare.planning import Wanted, foresee
     from hetexp.launch.terminal.prediction import show
 
-    found = foresee(plan, config, Wanted())
+    found = foresee(spec, Wanted())
     show(found, console)
-    path = Path(plan.run_dir) / "prediction.json"
+    path = spec.request.run_dir / "prediction.json"
     write_json(path, found.to_dict())
     console.print(f"Nothing was started (plan_only=true). The same as JSON: {path}", soft_wrap=True)
     return found.to_dict()
 
 
+def compose_and_check(
+    words: Sequence[str], request: Request, config_dir: str | None = None, leases: bool = True
+) -> CheckedRun:
+    """Compose and check what was typed, as `hetexp train` does, for commands that start nothing by it.
+
+    Args:
+        config_dir: a folder of the user's own options.
+        leases: as of `check`.
+    """
+    from hetexp.core.compose.overrides import compose_typed
+    from hetexp.core.compose.words import written_out
+    from hetexp.plan.run_spec import CheckedRun
+
+    register_resolvers()
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # the user's own classes
+    name_own_conf_dir(Path(config_dir) if config_dir else None)
+    composed, problems = compose_typed(written_out(list(words)), config_dir=config_dir)
+    if composed is None:
+        return CheckedRun(None, problems)
+    found = check(composed, request, leases)
+    return CheckedRun(found.spec, [*problems, *found.problems])
+
+
 def check(
     cfg: DictConfig,
-    working_dir: Path,
+    request: Request,
     leases: bool = True,
     met: JoinedCluster | None = None,
     started: ExternalRanks | None = None,
-) -> tuple[dict[str, Any], Config | None, Any, list[str]]:
-    """Return the plain configuration, the typed one, the selected devices and all problems found.
+) -> CheckedRun:
+    """Return the run of a configuration with its devices, and everything that is wrong with it.
 
-    What makes runs a sweep is in the typed one only: no run is another one for it.
+    What makes runs a sweep is in the typed configuration only: no run is another one for it.
 
     Args:
-        working_dir: folder that relative paths start from.
+        request: relative paths start from its working directory.
         leases: whether cards that other runs hold are busy.
         met: the devices of other machines; without them nothing is said of a cluster's devices together.
         started: ranks that are there already, with the devices that they have.
@@ -454,10 +465,12 @@ def check(
     from hetexp.core.config import COMPONENTS, check_config, for_devices
     from hetexp.core.instantiate import check_component
     from hetexp.hardware.selection.devices import select_devices
-    from hetexp.launch.prepare.stages import check_model
+    from hetexp.hardware.selection.pool import Selection
+    from hetexp.launch.prepare.preparation import check_model
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.fallback import fall_back
     from hetexp.plan.planner import check_plan
+    from hetexp.plan.run_spec import CheckedRun, RunSpec
 
     raw, missing, problems = plain(cfg)
     config, found = check_config(raw)
@@ -466,13 +479,14 @@ def check(
     found += [problem for one in components.values() for problem in one]
     if not components.get("optimizer", True):
         found += check_optimizer(raw["optimizer"])
-    selection = None
+    spec = None
     if config is not None:
-        found += _check_run(config, working_dir)
+        spec = RunSpec(config, raw, Selection(), request)
+        found += _check_run(spec)
         hardware = _own_hardware(config, found)
-        inventory = detect_for(hardware, working_dir, leases, _own_pythons(config))
+        inventory = detect_for(hardware, request.working_dir, leases, _own_pythons(config))
         usable = not any(components.values())
-        need = partial(need_bytes, config, inventory) if usable else None
+        need = partial(need_bytes, spec, inventory) if usable else None
         select = select_devices if started is None else started.select
         selection = select(hardware, inventory, need)
         if config.cluster.hosts:
@@ -487,22 +501,19 @@ def check(
         if each is not None:
             total = config.trainer.global_batch_size
             selection.reasons.append(f"A step takes {total} samples: {each} × {count} chosen devices.")
+        spec = spec.replaced(config=config, raw=raw, selection=selection)
         built = not (components["strategy"] or components["balancing"])
         if started is not None and built:
-            found += started.check(config)
-        elif config.fallback is not None and built:
-            config, raw, selection = fall_back(config, raw, selection)
+            found += started.check(spec)
+        elif built:
+            spec = fall_back(spec)
         alone = not config.cluster.hosts or met is not None
-        found += check_plan(config, selection, built) if alone else selection.problems
-        if (
-            alone
-            and not any(components.values())
-            and not any(problem.startswith("`strategy") for problem in found)
-        ):
-            found += check_model(config)
+        found += check_plan(spec, built) if alone else selection.problems
+        if alone and usable and not any(problem.startswith("`strategy") for problem in found):
+            found += check_model(spec)
     # What is missing was reported already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
-    return raw, config, selection, problems
+    return CheckedRun(spec, problems)
 
 
 def _own_hardware(config: Config, found: list[str]) -> HardwareConfig:
@@ -594,19 +605,21 @@ def _missing(node: Any, key: str = "") -> Iterator[str]:
             yield from _missing(child, path)
 
 
-def _check_run(config: Config, working_dir: Path) -> list[str]:
+def _check_run(spec: RunSpec) -> list[str]:
     """Check what names something outside the configuration: a loss to import, a checkpoint to read."""
     from hetexp.checkpoint.choose import ResumeRequest, choose
-    from hetexp.checkpoint.manifest import rank_folders, search_rank_checkpoints
+    from hetexp.checkpoint.manifest import search_rank_checkpoints
+    from hetexp.launch.resume import resumes_ranks
     from hetexp.training.loss import check_loss
 
+    config, working_dir = spec.config, spec.request.working_dir
     problems = check_loss(config.trainer.loss)
     named = config.resume if _has_the_runs(config) else None
     wish = ResumeRequest.read(named, working_dir) if named is not None else None
     if wish is not None and wish.path is not None:  # else the run folder must be known (`find`)
         path = working_dir / wish.path
         try:
-            if trains_apart(config) and rank_folders(path):
+            if resumes_ranks(spec, path):
                 search_rank_checkpoints(path)
             else:
                 choose(path, wish.which, config.trainer.early_stopping.metric, contents=False)
@@ -629,29 +642,18 @@ def _has_the_runs(config: Config) -> bool:
         return False
 
 
-def trains_apart(config: Config) -> bool:
-    """Return whether each device trains a model of its own, as far as that is known by now."""
-    from hetexp.core.instantiate import locate
-
-    try:
-        return bool(getattr(locate(config.strategy["_target_"]), "apart", False))
-    except Exception:  # a wrong path is reported where the strategy itself is checked
-        return False
-
-
-def need_bytes(config: Config, inventory: Inventory, count: int) -> int | None:
+def need_bytes(spec: RunSpec, inventory: Inventory, count: int) -> int | None:
     """Return what the run needs on each of so many cards that share its batch evenly, `None` if not known."""
-    from hetexp.core.instantiate import instantiate
     from hetexp.core.precision import choose_precisions
     from hetexp.training.measuring.estimate import RunMemory
 
     devices = [card.spec for card in inventory.cards][:1]
     if not devices:
         return None
-    trainer = config.trainer
+    trainer = spec.config.trainer
     local = trainer.batch_size_per_device or -(-trainer.global_batch_size // count)
     precisions = choose_precisions(trainer.precision, devices)
-    (estimate,) = RunMemory(config, devices, [local], precisions, instantiate(config.strategy)).estimates
+    (estimate,) = RunMemory(spec.config, devices, [local], precisions, spec.strategy).estimates
     return estimate.total_bytes if estimate is not None else None
 
 

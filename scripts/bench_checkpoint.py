@@ -31,8 +31,8 @@ from rich.table import Table
 from hetexp.app import check, compose_config
 from hetexp.checkpoint.folder import SnapshotMemory, TrainingState, packed_whole, write_snapshot
 from hetexp.core.config import Config
-from hetexp.core.errors import ConfigError
-from hetexp.plan.planner import Request, make_plan
+from hetexp.plan.planner import make_plan
+from hetexp.plan.run_spec import Request
 from hetexp.training.loop import train
 from hetexp.training.state import Progress, TrainState
 from hetexp.training.wiring import build_state
@@ -78,11 +78,8 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 def build(options: argparse.Namespace, place: Path) -> TrainState:
     """Return the objects of the only rank."""
-    raw, config, selection, problems = check(compose_config(words_of(options)), Path.cwd())
-    if problems or config is None or selection is None:
-        raise ConfigError(problems)
-    plan = make_plan(config, raw, selection, Request(place, Path.cwd()))
-    return build_state(plan, config, 0, dist.HashStore())
+    spec = check(compose_config(words_of(options)), Request(place, Path.cwd())).accepted()
+    return build_state(make_plan(spec), spec.config, 0, dist.HashStore())
 
 
 def timed(state: TrainState, config: Config, kind: str, every: int, steps: int) -> float:

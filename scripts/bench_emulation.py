@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from hetexp.app import compose_config, run
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 
 MODELS = {
     "mlp": ["model=mlp", "model.hidden_sizes=[256,256]", "data=digits"],

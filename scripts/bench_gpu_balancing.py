@@ -27,7 +27,7 @@ from hetexp.app import compose_config, run
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 
 MODEL = (
     "model=gpt",

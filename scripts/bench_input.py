@@ -68,7 +68,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, list[tuple[floa
     """Return seconds of data and of the whole step, of each round, by the way of loading."""
     from hetexp.app import check, compose_config
     from hetexp.hardware.backend import backend_class
-    from hetexp.plan.planner import Request, make_plan
+    from hetexp.plan.planner import make_plan
+    from hetexp.plan.run_spec import Request
 
     cfg = compose_config(
         [
@@ -83,11 +84,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, list[tuple[floa
             *([f"hardware.threads_per_rank={options.threads}"] if options.threads else []),
         ]
     )
-    raw, config, selection, problems = check(cfg, Path.cwd(), leases=False)
-    if problems or config is None:
-        sys.exit("\n".join(problems))
     with tempfile.TemporaryDirectory() as folder:
-        plan = make_plan(config, raw, selection, Request(Path(folder), Path.cwd()))
+        run = check(cfg, Request(Path(folder), Path.cwd()), leases=False).accepted()
+        plan = make_plan(run)
         spec = plan.devices[0]
         os.environ.update(backend_class(spec.backend).environment(spec))  # before torch looks for cards
 
@@ -100,7 +99,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, list[tuple[floa
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for _ in range(options.rounds):
             for way in WAYS:
-                parts = build_state(plan, config, 0, dist.HashStore())
+                parts = build_state(plan, run.config, 0, dist.HashStore())
                 with loading(parts, way):
                     totals = train(parts, Progress()).totals
                 assert totals.start is not None

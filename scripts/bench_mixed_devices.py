@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from hetexp.app import compose_config, run
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 
 MODEL = [
     "model=gpt",

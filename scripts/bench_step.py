@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetexp.app import check, compose_config
 from hetexp.comm.step_message import StepMessage
-from hetexp.core.errors import ConfigError
 from hetexp.data.sampler import Position
-from hetexp.plan.planner import Request, make_plan
+from hetexp.plan.planner import make_plan
+from hetexp.plan.run_spec import Request
 from hetexp.training.loop import MetricsWindow
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import TrainState
@@ -121,12 +121,9 @@ def plain(state: TrainState) -> Callable[[], None]:
 
 def bench(layers: int) -> dict[str, dict[str, int]]:
     """Return what both count."""
-    raw, config, selection, problems = check(compose_config(words_of(layers)), Path.cwd())
-    if config is None or selection is None or problems:
-        raise ConfigError(problems)
     with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
-        plan = make_plan(config, raw, selection, Request(Path(folder), Path.cwd()))
-        state = build_state(plan, config, 0, dist.HashStore())
+        spec = check(compose_config(words_of(layers)), Request(Path(folder), Path.cwd())).accepted()
+        state = build_state(make_plan(spec), spec.config, 0, dist.HashStore())
         return {"hetexp": counted(ours(state)), "plain loop": counted(plain(state))}
 
 

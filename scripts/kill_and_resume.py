@@ -38,7 +38,7 @@ import hetexp.training.measuring.warmup_calibration
 import hetexp.training.wiring  # noqa: F401 - imported once, for all forks
 from hetexp.app import compose_config, run
 from hetexp.core.errors import HetexpError
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 
 STEPS, SAVED_EVERY = 240, 8
 LIMIT = 1e-12

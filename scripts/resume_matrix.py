@@ -24,7 +24,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from hetexp.app import compose_config, run
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 
 STEPS, MORE = 3, 3
 LIMIT = 1e-12

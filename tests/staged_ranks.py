@@ -16,8 +16,9 @@ from hetexp.comm.step_message import StepMessage
 from hetexp.core.config import read_config
 from hetexp.core.plan import Plan
 from hetexp.data.loader import LocalBatch
-from hetexp.launch.prepare.stages import with_stages
-from hetexp.plan.planner import Request, make_plan
+from hetexp.launch.prepare.preparation import Preparation
+from hetexp.plan.planner import make_plan
+from hetexp.plan.run_spec import Request
 from hetexp.strategy.pipeline.engine import Stages
 from hetexp.strategy.pipeline.shared_gradients import parameters_by_name
 from hetexp.training.measuring.timer import StepTimer
@@ -30,10 +31,8 @@ from hetexp.training.wiring import build_state
 def planned(folder: Path, overrides: tuple[str, ...]) -> Plan:
     """Return the plan of a command line, as the launcher makes it."""
     quick = ("balancing=equal", "logger=none", "hardware.threads_per_rank=1")
-    raw, config, selection, problems = check(compose_config([*quick, *overrides]), Path.cwd())
-    assert not problems
-    assert config is not None
-    return with_stages(make_plan(config, raw, selection, Request(folder, Path.cwd())), config)
+    spec = check(compose_config([*quick, *overrides]), Request(folder, Path.cwd())).accepted()
+    return Preparation(spec).prepared(make_plan(spec))
 
 
 def trained(plans: list[Plan], steps: int) -> list[list[dict[str, torch.Tensor]]]:

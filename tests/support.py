@@ -13,12 +13,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from hetexp.app import compose_config, run
+from hetexp.app import check, compose_config, run
 from hetexp.commands.launch import make, parse
+from hetexp.core.config import read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
+from hetexp.hardware.selection.pool import Selection
 from hetexp.launch.launcher import launch
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import CheckedRun, Request, RunSpec
 
 
 @dataclass
@@ -82,6 +84,17 @@ def plan_on(devices: Sequence[DeviceSpec], config: dict[str, Any], **changes: An
         precisions=("float32",) * count,
     )
     return replace(plan, **changes)
+
+
+def spec_on(devices: Sequence[DeviceSpec], config: dict[str, Any], **request: Any) -> RunSpec:
+    """Return a run of a configuration on these devices."""
+    place = {"run_dir": Path("/tmp/run"), "working_dir": Path.cwd(), **request}
+    return RunSpec(read_config(config), config, Selection(list(devices)), Request(**place))
+
+
+def checked(*words: str, run_dir: Path = Path("/tmp/run"), **request: Any) -> CheckedRun:
+    """Return what `train.py` finds of what was typed."""
+    return check(compose_config(words), Request(run_dir, Path.cwd(), **request))
 
 
 Train = Callable[..., Run]

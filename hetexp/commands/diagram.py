@@ -115,23 +115,14 @@ def _read(given: Path) -> tuple[Plan | None, list[str], list[str]]:
 
 def _foreseen(options: argparse.Namespace) -> tuple[Plan | None, list[str], list[str]]:
     """Return the plan that a run would have, what is not known of it, and what is wrong with the words."""
-    from hetexp.app import check, register_resolvers
-    from hetexp.core.compose.conf_folders import name_own_conf_dir
-    from hetexp.core.compose.overrides import compose_typed
-    from hetexp.core.compose.words import written_out
-    from hetexp.hardware.selection.pool import Selection
-    from hetexp.launch.prepare.foreseen import foreseen
-    from hetexp.plan.planner import Request
+    from hetexp.app import compose_and_check
+    from hetexp.launch.prepare.select_strategy import foreseen
+    from hetexp.plan.run_spec import Request
 
-    register_resolvers()
     here = Path.cwd()
-    name_own_conf_dir(Path(options.config_dir) if options.config_dir else None)
-    composed, problems = compose_typed(written_out(options.config), config_dir=options.config_dir)
-    if composed is None:
-        return None, [], problems
-    raw, config, selection, wrong = check(composed, here)
-    problems += wrong
-    if problems or config is None or not isinstance(selection, Selection):
-        return None, [], problems
     request = Request(here / "plan", here, overrides=tuple(options.config))
-    return *foreseen(config, raw, selection, request), []
+    found = compose_and_check(options.config, request, options.config_dir)
+    if found.problems or found.spec is None:
+        return None, [], found.problems
+    _, plan, remarks = foreseen(found.spec)
+    return plan, remarks, []

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from hetexp.core.config import Config
     from hetexp.core.plan import Plan
-    from hetexp.hardware.selection.pool import Selection
+    from hetexp.plan.run_spec import CheckedRun, Request, RunSpec
 
 OF_THE_SCRIPT = ("model", "data", "optimizer", "trainer")
 """Sections that say what a script says itself."""
@@ -79,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> tuple[Plan, Config]:
-    """Return the plan of what was typed, and its configuration.
+def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> tuple[Plan, RunSpec]:
+    """Return the plan of what was typed, and the run.
 
     Raises:
         ConfigError: everything that is wrong with it, before any process starts.
@@ -94,8 +93,9 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     from hetexp.core.compose.words import written_out
     from hetexp.core.errors import ConfigError, HetexpError, must_be
     from hetexp.core.files import ending_when_full, write_text
-    from hetexp.launch.resume import Job, clear, find
-    from hetexp.plan.planner import Request, make_plan
+    from hetexp.launch.resume import clear, find, going_on
+    from hetexp.plan.planner import make_plan
+    from hetexp.plan.run_spec import CheckedRun, Request
 
     register_resolvers()
     here, script = Path.cwd(), Path(options.script)
@@ -112,31 +112,6 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     problems += wrong
     if composed is None:
         raise ConfigError(problems)
-    raw, config, selection, wrong = check(composed, here)
-    problems += wrong
-    origin = None
-    if config is not None and config.cluster.hosts:
-        fix = "A script of one's own has the devices of one machine."
-        problems.append(must_be("cluster.hosts", "empty (cluster=none)", config.cluster.names, fix))
-    if config is not None:
-        words = (str(script.absolute()), *script_arguments)
-        try:
-            origin = find(Job(config, raw, folder, here, apart=False, script=words))
-        except ConfigError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-        except HetexpError as error:
-            problems += [str(error)] if str(error) not in problems else []
-    if origin is not None and origin.finished:
-        problems.append(must_be("hydra.run.dir", "a folder whose run has not ended", str(folder)))
-    if problems:
-        raise ConfigError(problems)
-    assert config is not None
-    assert selection is not None
-    assert origin is not None
-    for sentence in origin.sentences:
-        print(sentence)
-    path = str(origin.path) if origin.path is not None else None
-    raw, config = {**raw, "resume": path}, config.model_copy(update={"resume": path})
     request = Request(
         run_dir=folder,
         working_dir=here,
@@ -145,18 +120,35 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
         script=script,
         script_arguments=tuple(script_arguments),
     )
+    found = check(composed, request)
+    spec, origin = found.spec, None
+    problems += found.problems
+    if spec is not None:
+        hosts = spec.config.cluster
+        if hosts.hosts:
+            fix = "A script of one's own has the devices of one machine."
+            problems.append(must_be("cluster.hosts", "empty (cluster=none)", hosts.names, fix))
+        try:
+            origin = find(spec)
+        except HetexpError as error:
+            problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+    if origin is not None and origin.finished:
+        problems.append(must_be("hydra.run.dir", "a folder whose run has not ended", str(folder)))
+    spec = CheckedRun(spec, problems).accepted()
+    assert origin is not None
+    for sentence in origin.sentences:
+        print(sentence)
+    spec = going_on(spec, origin)
     with ending_when_full(folder):
         clear(origin, folder)
-        plan = make_plan(config, raw, selection, request)
+        plan = make_plan(spec)
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(raw)))
-    return plan, config
+        write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(spec.raw)))
+    return plan, spec
 
 
-def check(
-    cfg: DictConfig, working_dir: Path
-) -> tuple[dict[str, Any], Config | None, Selection | None, list[str]]:
-    """Return the plain configuration, the typed one, the selected devices and all problems found.
+def check(cfg: DictConfig, request: Request) -> CheckedRun:
+    """Return the run of a script with its devices, and everything that is wrong with it.
 
     What belongs to the script is left out of the configuration, and nothing of it is built.
     """
@@ -168,6 +160,7 @@ def check(
     from hetexp.hardware.selection.devices import select_devices
     from hetexp.plan.fallback import fall_back
     from hetexp.plan.planner import check_plan
+    from hetexp.plan.run_spec import CheckedRun, RunSpec
 
     for section in ("model", "data", "optimizer"):
         cfg[section] = {}
@@ -175,14 +168,15 @@ def check(
     config, found = check_config(raw)
     components = {key: check_component(key, raw[key]) for key in ("strategy", "balancing", "logger")}
     found += [problem for one in components.values() for problem in one]
-    selection = None
+    spec, working_dir = None, request.working_dir
     if config is not None:
         selection = select_devices(config.hardware, detect_for(config.hardware, working_dir))
+        spec = RunSpec(config, raw, selection, request)
         usable = not (components["strategy"] or components["balancing"])
         if usable:
-            config, raw, selection = fall_back(config, raw, selection)
-            found += _unsupported(config, selection)
-        found += check_plan(config, selection, usable)
+            spec = fall_back(spec)
+            found += _unsupported(spec)
+        found += check_plan(spec, usable)
         wish = ResumeRequest.read(config.resume, working_dir) if config.resume is not None else None
         if wish is not None and wish.path is not None:  # else the run folder must be known
             try:
@@ -192,18 +186,17 @@ def check(
             except HetexpError as error:
                 found.append(str(error))
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
-    return raw, config, selection, problems
+    return CheckedRun(spec, problems)
 
 
-def _unsupported(config: Config, selection: Selection) -> list[str]:
+def _unsupported(spec: RunSpec) -> list[str]:
     """Return what hetexp's own training can do and a script cannot, one sentence a problem."""
     from hetexp.core.errors import ConfigError, must_be
-    from hetexp.core.instantiate import instantiate
     from hetexp.core.precision import choose_precisions
 
-    problems = []
+    problems, config = [], spec.config
     try:
-        strategy, policy = instantiate(config.strategy), instantiate(config.balancing)
+        strategy, policy = spec.strategy, spec.policy
     except ConfigError:  # reported by the plan's own check
         return []
     if strategy.name not in STRATEGIES:
@@ -213,7 +206,7 @@ def _unsupported(config: Config, selection: Selection) -> list[str]:
         why = "Only a model that hetexp builds is measured beforehand; auto follows a script's own steps."
         name = type(policy).__name__.lower()
         problems.append(must_be("balancing", f"one of {', '.join(POLICIES)} with hetexp launch", name, why))
-    chosen = choose_precisions(config.trainer.precision, selection.devices)
+    chosen = choose_precisions(config.trainer.precision, spec.selection.devices)
     if wrong := set(chosen) - {"float32", "bfloat16"}:
         why = (
             "A script's own optimizer cannot leave a step out when a loss scale asks for it."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from hetexp.commands.support.ending import exit_code
 
 if TYPE_CHECKING:
     from hetexp.launch.prepare.planning import OtherPlan, Wanted
+    from hetexp.plan.run_spec import RunSpec
 
 _EPILOG = """\
 examples
@@ -71,35 +71,24 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from hetexp.app import check, register_resolvers
-    from hetexp.core.compose.conf_folders import name_own_conf_dir
-    from hetexp.core.compose.overrides import compose_typed
-    from hetexp.core.compose.words import written_out
+    from hetexp.app import compose_and_check
     from hetexp.core.errors import ConfigError
-    from hetexp.hardware.selection.pool import Selection
     from hetexp.launch.prepare.planning import check_scale, foresee
-    from hetexp.plan.planner import Request, make_plan
+    from hetexp.plan.run_spec import Request
 
-    register_resolvers()
     here = Path.cwd()
-    sys.path.append(str(here))  # a person's own classes, as for `hetexp train`
-    name_own_conf_dir(Path(options.config_dir) if options.config_dir else None)
     wanted, problems = _wanted(options)
-    composed, wrong = compose_typed(written_out(options.overrides), config_dir=options.config_dir)
-    problems += wrong
-    if composed is None:
-        raise ConfigError(problems)
-    raw, config, selection, wrong = check(composed, here)
-    problems += wrong
     request = Request(here / "plan", here, overrides=tuple(options.overrides))
-    other = None
-    if config is not None and isinstance(selection, Selection) and not wrong:
-        problems += check_scale(wanted.scale, config)
-        other = _other(wanted, config, raw, selection, request, problems)
+    checked = compose_and_check(options.overrides, request, options.config_dir)
+    spec, other = checked.spec, None
+    problems += checked.problems
+    if spec is not None and not checked.problems:
+        problems += check_scale(wanted.scale, spec.config)
+        other = _other(wanted, spec, problems)
     if problems:
         raise ConfigError(problems)
-    assert config is not None
-    found = foresee(make_plan(config, raw, selection, request), config, wanted, other)
+    assert spec is not None
+    found = foresee(spec, wanted, other)
     if options.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0
@@ -132,9 +121,7 @@ def _wanted(options: argparse.Namespace) -> tuple[Wanted, list[str]]:
     return Wanted(tuple(changes), options.scale, options.objective, options.watts), problems
 
 
-def _other(
-    wanted: Wanted, config: Any, raw: dict[str, Any], selection: Any, request: Any, problems: list[str]
-) -> OtherPlan | None:
+def _other(wanted: Wanted, spec: RunSpec, problems: list[str]) -> OtherPlan | None:
     """Return the plan after the wanted changes; what is wrong with them and the scale goes to `problems`."""
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.launch.prepare.planning import what_if
@@ -143,10 +130,10 @@ def _other(
     other = None
     if wanted.changes:
         try:
-            other = what_if(wanted.changes, config, raw, selection, request)
+            other = what_if(wanted.changes, spec)
         except ConfigError as error:
             problems += error.problems
-    devices = len(other.plan.devices if other is not None else selection.devices)
+    devices = len(other.plan.devices if other is not None else spec.selection.devices)
     if wanted.scale is not None and not devices <= wanted.scale <= MOST:
         accepted = f"from {devices}, the devices given, to {MOST}"
         problems.append(must_be("--scale", accepted, wanted.scale))

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hetexp.commands.support.certificate import Certificate
-    from hetexp.core.config import Config
     from hetexp.core.plan import Plan
     from hetexp.hardware.selection.pool import Selection
-    from hetexp.plan.planner import Request
+    from hetexp.plan.run_spec import RunSpec
 
 _EPILOG = """\
 examples
@@ -153,58 +152,42 @@ def verify(
 class _Prepared:
     """What is configured, checked and planned."""
 
-    raw: dict[str, Any]
-    config: Config
-    selection: Selection
-    request: Request
+    spec: RunSpec
     plan: Plan
     console: Console
 
 
 def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, console: Console) -> _Prepared:
-    from hetexp.app import check, register_resolvers
-    from hetexp.core.compose.conf_folders import name_own_conf_dir
-    from hetexp.core.compose.overrides import compose_typed
-    from hetexp.core.compose.words import written_out
-    from hetexp.core.errors import ConfigError, must_be
-    from hetexp.core.instantiate import instantiate
-    from hetexp.hardware.selection.pool import Selection
-    from hetexp.launch.prepare.choose_strategy import chosen
-    from hetexp.launch.prepare.plan import prepare
-    from hetexp.plan.planner import Request, make_plan
+    from functools import partial
 
-    register_resolvers()
-    here = Path.cwd()
-    if str(here) not in sys.path:
-        sys.path.append(str(here))  # a person's own classes, as for `hetexp train`
-    name_own_conf_dir(Path(config_dir) if config_dir else None)
-    composed, problems = compose_typed(written_out(list(overrides)), config_dir=config_dir)
-    if composed is None:
-        raise ConfigError(problems)
-    raw, config, selection, wrong = check(composed, here)
-    problems += wrong
-    if config is not None and config.resume is not None:
-        problems.append(must_be("resume", "null for hetexp verify, which starts from scratch", config.resume))
-    if config is not None and not problems:
-        strategy = instantiate(config.strategy)
-        if not strategy.exact:
-            problems.append(
-                must_be(
-                    "strategy",
-                    "one whose every step is that of one device, such as ddp",
-                    strategy.name,
-                    "Its ranks take steps of their own: there is nothing to certify.",
-                )
+    from hetexp.app import compose_and_check
+    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.launch.launcher import measure
+    from hetexp.launch.prepare.preparation import prepare
+    from hetexp.launch.prepare.select_strategy import select_strategy
+    from hetexp.plan.planner import make_plan
+    from hetexp.plan.run_spec import Request
+
+    request = Request(folder / "runs" / "plan", Path.cwd(), overrides=tuple(overrides))
+    found = compose_and_check(overrides, request, config_dir)
+    spec, problems = found.spec, found.problems
+    if spec is not None and spec.config.resume is not None:
+        value = spec.config.resume
+        problems.append(must_be("resume", "null for hetexp verify, which starts from scratch", value))
+    if spec is not None and not problems and not spec.strategy.exact:
+        problems.append(
+            must_be(
+                "strategy",
+                "one whose every step is that of one device, such as ddp",
+                spec.strategy.name,
+                "Its ranks take steps of their own: there is nothing to certify.",
             )
-    if problems:
+        )
+    if spec is None or problems:
         raise ConfigError(problems)
-    assert config is not None
-    assert isinstance(selection, Selection)
-    request = Request(folder / "runs" / "plan", here, overrides=tuple(overrides))
     request.run_dir.mkdir(parents=True, exist_ok=True)
-    run = chosen(config, raw, selection, request, console)
-    plan = prepare(make_plan(run.config, run.raw, run.selection, run.request), run.config, console)
-    return _Prepared(run.raw, run.config, run.selection, run.request, plan, console)
+    spec = select_strategy(spec, console)
+    return _Prepared(spec, prepare(make_plan(spec), spec, partial(measure, console=console)), console)
 
 
 class _Runs:
@@ -215,7 +198,7 @@ class _Runs:
 
     def at(self, name: str) -> Path:
         """Return the folder of a run."""
-        return self._prepared.request.run_dir.parent / name
+        return self._prepared.spec.request.run_dir.parent / name
 
     def as_configured(self, name: str, normalizer: str | None = None) -> Plan:
         """Run the plan itself and return it as it was launched.
@@ -225,29 +208,33 @@ class _Runs:
         """
         from hetexp.core.precision import choose_precisions
 
-        raw = self._adjusted(self._prepared.raw)
+        raw = self._adjusted(self._prepared.spec.raw)
         raw["debug"]["normalizer"] = normalizer or raw["debug"]["normalizer"]
         plan = replace(
             self._prepared.plan,
             precisions=choose_precisions(self._precision, self._prepared.plan.devices),
             microbatch_sizes=(),
         )
-        return self._launch(name, raw, plan)
+        return self._launch(name, self._with(raw, self._prepared.spec.selection), plan)
 
     def alone(self, name: str, accumulate: int = 1) -> str:
         """Run one device on whole batches, cut into so many microbatches; return the name."""
-        from hetexp.core.config import read_config
         from hetexp.hardware.selection.pool import Selection
         from hetexp.plan.planner import make_plan
 
-        raw = self._adjusted(self._prepared.raw)
+        raw = self._adjusted(self._prepared.spec.raw)
         raw["trainer"] |= {"accumulate": accumulate, "microbatch_size": None}
         raw["strategy"] = {"_target_": "hetexp.strategy.single.Single"}
         raw["balancing"] = {"_target_": "hetexp.balancing.equal.Equal"}
-        devices = [self._prepared.plan.devices[0]]
-        plan = make_plan(read_config(raw), raw, Selection(devices), self._prepared.request)
-        self._launch(name, raw, plan)
+        spec = self._with(raw, Selection([self._prepared.plan.devices[0]]))
+        self._launch(name, spec, make_plan(spec))
         return name
+
+    def _with(self, raw: dict[str, Any], selection: Selection) -> RunSpec:
+        """Return the run of an adjusted configuration."""
+        from hetexp.core.config import read_config
+
+        return self._prepared.spec.replaced(config=read_config(raw), raw=raw, selection=selection)
 
     def _adjusted(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the configuration for a comparison: few steps, each of them logged and saved."""
@@ -274,28 +261,26 @@ class _Runs:
             "monitor": {"enabled": False},  # what it starts is no training
         }
 
-    def _launch(self, name: str, raw: dict[str, Any], plan: Plan) -> Plan:
+    def _launch(self, name: str, spec: RunSpec, plan: Plan) -> Plan:
         from rich.console import Console
 
-        from hetexp.core.config import read_config
         from hetexp.core.errors import ConfigError, RunFailedError
         from hetexp.core.precision import precision_problems
         from hetexp.launch.launcher import launch
-        from hetexp.launch.prepare.plan import memory_of, with_memory
+        from hetexp.launch.prepare.preparation import Preparation, with_memory
 
-        config = read_config(raw)
         problems = precision_problems(self._precision, plan.devices)
         if problems:
             hint = " hetexp verify --precision float32 asks for less." if self._precision == "float64" else ""
             raise ConfigError([problem + hint for problem in problems])
-        plan = replace(plan, run_dir=str(self.at(name)), config=raw)
+        plan = replace(plan, run_dir=str(self.at(name)), config=spec.raw)
         self.at(name).mkdir(parents=True)
-        plan = with_memory(plan, memory_of(plan, config))
+        plan = with_memory(plan, spec, Preparation(spec).memory(plan))
         console = self._prepared.console
         console.print(f"{name}: {self._steps} steps, {plan.strategy} on {plan.world_size} …", highlight=False)
         screen = io.StringIO()
         try:
-            launch(plan, config, Console(file=screen, width=120))
+            launch(plan, spec, Console(file=screen, width=120))
         except RunFailedError:
             console.print(screen.getvalue(), markup=False, highlight=False)
             raise
@@ -303,9 +288,7 @@ class _Runs:
 
     def averages(self, plan: Plan) -> bool:
         """Tell whether gradients are averaged over ranks that each have a part of the batch."""
-        from hetexp.core.instantiate import instantiate
-
-        strategy = instantiate(self._prepared.config.strategy)
+        strategy = self._prepared.spec.strategy
         if strategy.solo or plan.world_size < 2:
             return False
         return strategy.steps == "joint" or len(plan.replica_batch_sizes) > 1
@@ -321,7 +304,7 @@ class _Runs:
 
         import hetexp
 
-        trainer = self._prepared.raw["trainer"]
+        trainer = self._prepared.spec.raw["trainer"]
         cut = f"accumulate {trainer['accumulate']}"
         if trainer["microbatch_size"] is not None:
             cut = f"microbatches of at most {trainer['microbatch_size']}"

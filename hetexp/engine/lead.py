@@ -19,7 +19,6 @@ from hetexp.comm.connections.lost import is_peer_lost
 from hetexp.core.config import Config, HardwareConfig
 from hetexp.core.errors import HetexpError, RunFailedError, must_be
 from hetexp.core.files import write_json
-from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
 from hetexp.engine.local import gathered, own_device, threads_of
@@ -33,6 +32,7 @@ from hetexp.hardware.selection.pool import Selection
 from hetexp.launch.launcher import CALIBRATION
 from hetexp.launch.terminal.diagrams import diagrams
 from hetexp.launch.terminal.display import show_plan, show_summary
+from hetexp.plan.run_spec import RunSpec
 from hetexp.worker import keep_from_ending
 
 CAUSE_SECONDS = 1.0
@@ -85,13 +85,13 @@ class Lead:
             selection.network = link
             selection.reasons.append(in_words(link))
 
-    def check(self, config: Config) -> list[str]:
+    def check(self, spec: RunSpec) -> list[str]:
         """Return what speaks against a configuration where the ranks have been started already."""
-        problems = []
+        problems, config = [], spec.config
         if config.fallback is not None:
             accepted = f"null where {self.seat.engine} starts the ranks"
             problems.append(must_be("strategy.fallback", accepted, config.fallback))
-        strategy = instantiate(config.strategy)
+        strategy = spec.strategy
         if strategy.one_process and self.seat.world_size > 1:
             accepted = f"another than {strategy.name}, which drives all cards from one process, where "
             accepted += f"{self.seat.engine} starts one for each"
@@ -106,15 +106,15 @@ class Lead:
             {**raw, "fault": {**raw.get("fault", {}), "survive": False}},
         )
 
-    def measure(self, plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+    def measure(self, plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
         """Let all ranks measure their devices, as `hetexp.launch.launcher.measure` does."""
         plan = replace(plan, run_dir=str(Path(plan.run_dir) / "calibration"), measuring=True)
         console.print(f"Measuring {', '.join(d.id for d in plan.devices)} before the run …", highlight=False)
-        self._run(plan, config)
+        self._run(plan, spec.config)
         measured: dict[str, Any] = json.loads((Path(plan.run_dir) / CALIBRATION).read_text(encoding="utf-8"))
         return measured
 
-    def launch(self, plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+    def launch(self, plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
         """Train with all ranks, and return the summary, as `hetexp.launch.launcher.launch` does.
 
         Raises:
@@ -124,8 +124,8 @@ class Lead:
         console.print(f"Started by {self.seat.engine}: {NEEDS_LAUNCHER}.", highlight=False, soft_wrap=True)
         path = Path(plan.run_dir) / "summary.json"
         try:
-            with diagrams(plan, config, console):
-                self._run(plan, config)
+            with diagrams(plan, spec.config, console):
+                self._run(plan, spec.config)
         except (Exception, SystemExit) as error:
             keep_from_ending()  # the engine ends all ranks as soon as one has failed
             cause = self._cause(error)

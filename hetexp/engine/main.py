@@ -21,7 +21,7 @@ from hetexp.core.sweep.grid import asks_to_sweep
 from hetexp.engine.follow import follow
 from hetexp.engine.lead import Lead
 from hetexp.engine.meeting import Meeting
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 from hetexp.worker import end, keep_from_ending, terminated_on_request
 
 START_SECONDS = 120.0

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hetexp.core.config import Config, DeviceEntry
+from hetexp.core.config import DeviceEntry
 from hetexp.core.device import DeviceSpec
 from hetexp.core.epoch import Departure
 from hetexp.core.errors import ConfigError, SetupError
-from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.precision import choose_precisions
 from hetexp.hardware.detection.builds import known_builds
@@ -27,6 +26,7 @@ from hetexp.launch.elastic.group_recovery import GroupRecovery
 from hetexp.launch.elastic.respawn import Newcomer
 from hetexp.launch.processes.members import Member
 from hetexp.launch.requests import Requests
+from hetexp.plan.run_spec import RunSpec
 
 LOOK_SECONDS = 0.1
 """Pause between two looks for orders."""
@@ -56,11 +56,11 @@ class CommandRunner:
         desk: ControlServer,
         survival: GroupRecovery,
         requests: Requests,
-        config: Config,
+        spec: RunSpec,
         leases: Leases | None,
     ) -> None:
         self._desk, self._survival, self._requests = desk, survival, requests
-        self._config, self._leases = config, leases
+        self._spec, self._config, self._leases = spec, spec.config, leases
         self._looked = 0.0
         self._chosen: queue.SimpleQueue[tuple[Command, Newcomer | list[str]]] = queue.SimpleQueue()
         self._waiting: dict[str, Command] = {}
@@ -121,7 +121,7 @@ class CommandRunner:
     def _choose(self, order: Command, whole: Plan) -> None:
         """Find the device that is meant; asking the drivers may take seconds, so that a thread does it."""
         try:
-            found: Newcomer | list[str] = choose_newcomer(self._config, whole, order.argument)
+            found: Newcomer | list[str] = choose_newcomer(self._spec, whole, order.argument)
         except Exception as error:  # whatever a driver does, the training goes on
             found = [f"{type(error).__name__}: {error}"]
         self._chosen.put((order, found))
@@ -198,7 +198,7 @@ class CommandRunner:
         self._desk.answer(order, Answer(False, text))
 
 
-def choose_newcomer(config: Config, whole: Plan, name: str) -> Newcomer | list[str]:
+def choose_newcomer(spec: RunSpec, whole: Plan, name: str) -> Newcomer | list[str]:
     """Return the device that a person wants to add to a run, or what speaks against it.
 
     The checks are those of a run's start.
@@ -207,6 +207,7 @@ def choose_newcomer(config: Config, whole: Plan, name: str) -> Newcomer | list[s
         whole: all devices that the run has.
         name: as in `hardware.devices`.
     """
+    config = spec.config
     hardware = config.hardware.model_copy(
         update={"devices": [DeviceEntry(device=name)], "cards": None, "gpu_ids": None, "cuda_ids": None}
     )
@@ -222,7 +223,7 @@ def choose_newcomer(config: Config, whole: Plan, name: str) -> Newcomer | list[s
         kind = "emulated" if whole.paced else "not emulated"
         return [f"`DEVICE` must be {kind} as those of the run are, but is '{name}' instead."]
     devices = [*whole.devices, device]
-    problems: list[str] = list(instantiate(config.strategy).check(config, devices))
+    problems: list[str] = list(spec.strategy.check(config, devices))
     precisions = choose_precisions(config.trainer.precision, devices)
     scaled = "float16" in whole.precisions
     if precisions[:-1] != whole.precisions or (precisions[-1] == "float16" and not scaled):
@@ -230,7 +231,7 @@ def choose_newcomer(config: Config, whole: Plan, name: str) -> Newcomer | list[s
     if problems:
         return problems
     try:
-        share = instantiate(config.balancing).shares(devices, precisions)[-1]
+        share = spec.policy.shares(devices, precisions)[-1]
     except ConfigError:  # weights that a person gave, one for each of the others
         share = 1 / len(devices)
     threads = threads_for(devices, config.hardware.threads_per_rank)[-1]

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 
 from hetexp.checkpoint.manifest import find_checkpoint
-from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import HetexpError, RunFailedError
 from hetexp.core.files import ending_when_full, write_json
@@ -40,6 +40,7 @@ from hetexp.launch.requests import Requests
 from hetexp.launch.terminal.diagrams import diagrams
 from hetexp.launch.terminal.display import Display, show_plan, show_summary
 from hetexp.monitor.follow import Follower, followed
+from hetexp.plan.run_spec import RunSpec
 
 POLL_SECONDS = 0.05
 CALIBRATION = "calibration.json"
@@ -48,7 +49,7 @@ READY = "ready"
 """Store key under which rank 0 writes the number of steps once all ranks agree."""
 
 
-def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+def launch(plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
     """Run the plan to its end.
 
     Returns:
@@ -63,14 +64,14 @@ def launch(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     """
     show_plan(plan, console)
     with ending_when_full(Path(plan.run_dir)):
-        summary, caught, details = _run_ranks(plan, config, console)
+        summary, caught, details = _run_ranks(plan, spec, console)
     if summary["status"] == "completed":
         show_summary(summary, Path(plan.run_dir), console)
         return summary
     _raise(summary, caught, details, console)
 
 
-def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
+def measure(plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
     """Let the ranks of a plan measure their devices, in a folder of the run's own.
 
     Returns:
@@ -83,7 +84,7 @@ def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
     names = ", ".join(device.id for device in plan.devices)
     console.print(f"Measuring {names} before the run …", highlight=False)
     with ending_when_full(Path(plan.run_dir)):
-        summary, caught, details = _run_ranks(plan, config, console)
+        summary, caught, details = _run_ranks(plan, spec, console)
     path = Path(plan.run_dir) / CALIBRATION
     if caught or not path.exists():
         _raise(summary, caught, details, console)
@@ -92,13 +93,14 @@ def measure(plan: Plan, config: Config, console: Console) -> dict[str, Any]:
 
 
 def _run_ranks(
-    plan: Plan, config: Config, console: Console
+    plan: Plan, spec: RunSpec, console: Console
 ) -> tuple[dict[str, Any], list[signal.Signals], str]:
     """Start one rank a device and follow them to their end; again where devices were lost on the way.
 
     Returns:
         The summary, the signals that came, and the details of a failure's first cause.
     """
+    config = spec.config
     check_machine(plan, config, [environment_of(plan, rank) for rank in range(plan.world_size)])
     listener = bind(plan.store_host, config.launch.port)
     plan = replace(plan, store_port=listener.getsockname()[1])
@@ -109,7 +111,7 @@ def _run_ranks(
     # A shared card is not leased.
     own = [device for device in plan.all_devices if is_here(device)]  # other machines take their own
     leases = Leases([] if config.hardware.share_devices else own, plan.run_dir)
-    restarts, before = Restarts(plan, config, console), None
+    restarts, before = Restarts(plan, spec, partial(measure, console=console)), None
     with (
         leases,
         ControlServer(run_dir) as desk,
@@ -118,7 +120,7 @@ def _run_ranks(
         followed(plan, config) as follower,
     ):
         while True:
-            run = _Run(plan, config, console, host_store(listener), before)
+            run = _Run(plan, spec, console, host_store(listener), before)
             run.take_orders(desk, leases)
             run.follower = follower
             try:
@@ -131,7 +133,7 @@ def _run_ranks(
             again = run.again(restarts, caught) if not caught else None
             if again is None:
                 return run.conclude(caught), caught, run.details
-            before, plan, config = run, again.plan, again.config
+            before, plan, spec = run, again.plan, again.spec
             listener = bind(plan.store_host, 0)  # the store before still has the port that was wanted
             plan = replace(plan, store_port=listener.getsockname()[1])
             plan.write(plan_path)
@@ -151,11 +153,12 @@ class _Run:
     """The members of one run, from their start to their end."""
 
     def __init__(
-        self, plan: Plan, config: Config, console: Console, store: Any, before: _Run | None = None
+        self, plan: Plan, spec: RunSpec, console: Console, store: Any, before: _Run | None = None
     ) -> None:
-        self.plan, self.config, self.console, self.store = plan, config, console, store
+        self.plan, self.spec, self.console, self.store = plan, spec, console, store
+        self.config = config = spec.config
         self.started: list[Member] = []
-        self.survival = GroupRecovery(plan, config, console, store, self.started)
+        self.survival = GroupRecovery(plan, spec, console, store, self.started)
         self._starts_again = before is not None
         if before is not None:
             self.survival.membership.take_over(before.survival.membership)
@@ -177,7 +180,7 @@ class _Run:
         """Let people ask the run for things while it trains."""
         shared = self.config.hardware.share_devices
         self._orders = CommandRunner(
-            desk, self.survival, self._requests, self.config, None if shared else leases
+            desk, self.survival, self._requests, self.spec, None if shared else leases
         )
 
     def start(self, plan_path: Path) -> None:

@@ -12,15 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.detection.lease import Leases, choosing, held_by_others
-from hetexp.hardware.selection.pool import Selection
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import CheckedRun, Request
 
 POLL_SECONDS = 0.5
 SETTLE_SECONDS = 5.0
@@ -28,21 +27,12 @@ SETTLE_SECONDS = 5.0
 CPU_LEASE = ".cpu.lock"
 
 
-class Checked(NamedTuple):
-    """What `hetexp.app.check` returns."""
-
-    raw: dict[str, Any]
-    config: Config | None
-    selection: Any
-    problems: list[str]
-
-
-Check = Callable[[bool], Checked]
+Check = Callable[[bool], CheckedRun]
 """Checks the configuration and selects its devices; with `False`, as if no run held a card."""
 
 
 @contextmanager
-def reserved(check: Check, request: Request, console: Console) -> Iterator[Checked]:
+def reserved(check: Check, request: Request, console: Console) -> Iterator[CheckedRun]:
     """Check a run; a sweep's run also gets its devices, for as long as the context lasts.
 
     Yields:
@@ -52,13 +42,13 @@ def reserved(check: Check, request: Request, console: Console) -> Iterator[Check
         SetupError: the devices were held by others for longer than `sweep.wait_seconds`.
     """
     found = check(True)
-    if request.sweep is None or found.config is None or found.config.plan_only:
+    if request.sweep is None or found.spec is None or found.spec.config.plan_only:
         yield found
         return
     if found.problems and check(False).problems:  # nothing that waiting would mend
         yield found
         return
-    found, leases = _Reservation(check, request, console, found.config).take(found)
+    found, leases = _Reservation(check, request, console, found.spec.config).take(found)
     try:
         yield found
     finally:
@@ -73,7 +63,7 @@ class _Reservation:
         self._said: list[str] = []
         self._held_until = -math.inf
 
-    def take(self, found: Checked) -> tuple[Checked, Leases]:
+    def take(self, found: CheckedRun) -> tuple[CheckedRun, Leases]:
         """Return what was found when the devices were taken, or when it was sure that the run cannot start.
 
         Args:
@@ -82,7 +72,7 @@ class _Reservation:
         limit, started = self._config.sweep.wait_seconds, time.monotonic()
         pause = threading.Event()
         while True:
-            if found.problems or any(device.number is not None for device in found.selection.devices):
+            if found.problems or any(device.number is not None for device in _devices(found)):
                 with choosing():
                     found, leases, taken = self._try(self._check(True))
             else:
@@ -100,7 +90,7 @@ class _Reservation:
             if not blocked:
                 pause.wait(POLL_SECONDS)
 
-    def _try(self, found: Checked) -> tuple[Checked, Leases, bool]:
+    def _try(self, found: CheckedRun) -> tuple[CheckedRun, Leases, bool]:
         """Return what is found, its leases, and whether this is the end of waiting."""
         if not found.problems:
             leases = self._leases(found)
@@ -114,11 +104,10 @@ class _Reservation:
         settled = time.monotonic() - self._held_until > SETTLE_SECONDS
         return found, self._leases(found), settled
 
-    def _leases(self, found: Checked) -> Leases:
+    def _leases(self, found: CheckedRun) -> Leases:
         hardware, sweep = self._config.hardware, self._config.sweep
-        assert isinstance(found.selection, Selection)
         assert self._request.sweep is not None
-        devices = found.selection.devices
+        devices = _devices(found)
         if hardware.share_devices:  # a shared card is not leased
             devices = [device for device in devices if device.number is None]
         cpu = None if sweep.share_cpu else self._request.sweep / CPU_LEASE
@@ -135,3 +124,7 @@ class _Reservation:
                 soft_wrap=True,
             )
         self._said = devices or self._said
+
+
+def _devices(found: CheckedRun) -> list[DeviceSpec]:
+    return found.spec.selection.devices if found.spec is not None else []

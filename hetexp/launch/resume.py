@@ -22,11 +22,10 @@ from hetexp.checkpoint.manifest import (
     rank_folders,
     search_rank_checkpoints,
 )
-from hetexp.core.config import Config
 from hetexp.core.errors import CheckpointError, ConfigError, must_be
 from hetexp.core.files import lock_folder
 from hetexp.core.sweep.folder import key_of
-from hetexp.launch.reserve import Checked
+from hetexp.plan.run_spec import RunSpec
 
 PLAN, SUMMARY = "plan.json", "summary.json"
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -36,22 +35,6 @@ _TRAINER = (
     *("drop_last", "overfit_batches"),
 )
 _LIMITS = ("max_steps", "max_epochs")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is about to run."""
-
-    config: Config
-    raw: Mapping[str, Any]
-    run_dir: Path
-    working_dir: Path
-    apart: bool
-    """Whether each device trains a model of its own."""
-    script: tuple[str, ...] = ()
-    """A person's own script and its arguments."""
-    overrides: tuple[str, ...] | None = None
-    """Of a job of a sweep, whose jobs may differ in strategies alone: it goes on from the same one."""
 
 
 @dataclass(frozen=True)
@@ -68,44 +51,52 @@ class FoundRun:
     """Whether that run has done all that is asked for: its summary stands."""
 
 
-def find(job: Job) -> FoundRun:
+def find(spec: RunSpec) -> FoundRun:
     """Return what `resume` stands for.
 
     Raises:
         ConfigError, CheckpointError: there is no such checkpoint, or the run folder holds a run that does
             not go on.
     """
-    there = (job.run_dir / PLAN).exists()
-    if job.config.resume is None:
+    run_dir, working_dir, resume = spec.request.run_dir, spec.request.working_dir, spec.config.resume
+    there = (run_dir / PLAN).exists()
+    if resume is None:
         if there:
-            raise ConfigError(_holds_a_run(job.run_dir))
+            raise ConfigError(_holds_a_run(run_dir))
         return FoundRun(None)
-    wish = ResumeRequest.read(job.config.resume, job.working_dir)
+    wish = ResumeRequest.read(resume, working_dir)
     if wish.path is not None:
         if there:
-            raise ConfigError(_holds_a_run(job.run_dir))
-        return _choose(job, job.working_dir / wish.path, wish.which)
+            raise ConfigError(_holds_a_run(run_dir))
+        return _choose(spec, working_dir / wish.path, wish.which)
     if there and wish.which not in ("auto", LAST):
-        raise ConfigError(_holds_a_run(job.run_dir))
-    return _of_this_job(job, wish.which, there)
+        raise ConfigError(_holds_a_run(run_dir))
+    return _of_this_job(spec, wish.which, there)
 
 
-def going_on(checked: Checked, found: FoundRun) -> Checked:
-    """Return what was checked with the checkpoint that was found in place of what was typed."""
-    path = str(found.path) if found.path is not None else None
-    assert checked.config is not None
-    config = checked.config.model_copy(update={"resume": path})
-    return checked._replace(raw={**checked.raw, "resume": path}, config=config)
+def going_on(spec: RunSpec, found: FoundRun) -> RunSpec:
+    """Return the run with the checkpoint that was found in place of what was typed."""
+    return spec.with_values(resume=str(found.path) if found.path is not None else None)
 
 
-def _of_this_job(job: Job, which: str, there: bool) -> FoundRun:
-    runs = [job.run_dir] if there else list(_same_job(job))
+def resumes_ranks(spec: RunSpec, path: Path) -> bool:
+    """Return whether each rank of a run goes on from a checkpoint of its own in a folder."""
+    try:
+        strategy = spec.strategy
+    except Exception:  # reported with the strategy's other problems
+        return False
+    return strategy.apart and bool(rank_folders(path))
+
+
+def _of_this_job(spec: RunSpec, which: str, there: bool) -> FoundRun:
+    run_dir = spec.request.run_dir
+    runs = [run_dir] if there else list(_same_job(spec))
     passed: list[str] = []
     for run in runs:
         if not _has_checkpoints(run):
             passed.append(f"'{run}' was passed over: it has no complete checkpoint.")
             continue
-        if which == "auto" and _is_done(run, job):
+        if which == "auto" and _is_done(run, spec):
             reason = f"'{run}' is complete, and no more steps are asked for"
             if there:
                 return FoundRun(None, (f"resume=auto: {reason}. Nothing is done.",), finished=True)
@@ -114,49 +105,52 @@ def _of_this_job(job: Job, which: str, there: bool) -> FoundRun:
             if not idle:
                 fix = "Wait for it, or name another run's folder."
                 raise ConfigError(must_be("resume", "of a run that has ended", f"{which} ({run})", fix))
-        found = _choose(job, run, LAST if which == "auto" else which)
+        found = _choose(spec, run, LAST if which == "auto" else which)
         return FoundRun(found.path, (*passed, *found.sentences), in_place=there)
     if which == "auto":
         if there:
-            passed = [f"'{job.run_dir}' has no complete checkpoint."]
+            passed = [f"'{run_dir}' has no complete checkpoint."]
         elif not passed:
-            passed = [f"there is no run of the same job in {_place(job.run_dir)}."]
+            passed = [f"there is no run of the same job in {_place(run_dir)}."]
         return FoundRun(None, (f"resume=auto: {' '.join(passed)} A new training begins.",), in_place=there)
     fix = (
-        f"There is none in {_place(job.run_dir)} with the same model, data, optimizer, seed, batch and name. "
+        f"There is none in {_place(run_dir)} with the same model, data, optimizer, seed, batch and name. "
         f"Name its folder: resume=outputs/2026-01-31/12-00-00-0a1b2c/{which}"
     )
     raise ConfigError(" ".join([must_be("resume", "of a run of the same job", which, fix), *passed]))
 
 
-def _choose(job: Job, path: Path, which: str) -> FoundRun:
-    if job.apart and rank_folders(path):
+def _choose(spec: RunSpec, path: Path, which: str) -> FoundRun:
+    if resumes_ranks(spec, path):
         if which != LAST:
             fix = "Each device has checkpoints of its own, and they go on from the newest step of all."
             raise ConfigError(must_be("resume", "a run folder", f"{path}/{which}", fix))
         search_rank_checkpoints(path)
         return FoundRun(path, (f"resume: goes on from the ranks' checkpoints of '{path}'.",))
-    metric = job.config.trainer.early_stopping.metric
+    metric = spec.config.trainer.early_stopping.metric
     chosen = choose(path, which, metric)
     return FoundRun(chosen.folder.absolute(), (*chosen.skipped, f"resume: goes on from '{chosen.folder}'."))
 
 
-def _same_job(job: Job) -> Iterator[Path]:
+def _same_job(spec: RunSpec) -> Iterator[Path]:
     """Yield the runs of the same job beside the run folder, the newest first."""
-    mine = _identity(job.raw, job.script)
-    key = key_of(job.overrides) if job.overrides is not None else None
+    request = spec.request
+    script = (str(request.script.absolute()), *request.script_arguments) if request.script is not None else ()
+    mine = _identity(spec.raw, script)
+    # Jobs of a sweep may differ in strategies alone: each goes on from the same job.
+    key = key_of(request.overrides) if request.sweep is not None else None
     found = []
-    for plan in _plans(job.run_dir):
+    for plan in _plans(request.run_dir):
         try:
             raw = json.loads(plan.read_text(encoding="utf-8"))
-            script = tuple(map(str, (raw["script"], *raw["script_arguments"]) if raw.get("script") else ()))
+            ran = tuple(map(str, (raw["script"], *raw["script_arguments"]) if raw.get("script") else ()))
             same = key is None or key_of(raw["overrides"]) == key
-            if same and _identity(raw["config"], script) == mine:
+            if same and _identity(raw["config"], ran) == mine:
                 found.append((plan.stat().st_mtime, plan.parent))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # of another version, or half gone
     for _, run in sorted(found, reverse=True):
-        if run != job.run_dir:
+        if run != request.run_dir:
             yield run
 
 
@@ -196,14 +190,14 @@ def _has_checkpoints(run: Path) -> bool:
         return False
 
 
-def _is_done(run: Path, job: Job) -> bool:
+def _is_done(run: Path, spec: RunSpec) -> bool:
     """Return whether a run has done all that is asked for."""
     try:
         summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
         trainer = json.loads((run / PLAN).read_text(encoding="utf-8"))["config"]["trainer"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    asked = job.raw["trainer"]
+    asked = spec.raw["trainer"]
     same = all(trainer.get(key) == asked.get(key) for key in _LIMITS)
     return bool(summary.get("status") == "completed" and same)
 

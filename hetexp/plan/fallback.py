@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from hetexp.balancing.tflops import known_rate
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError
-from hetexp.core.instantiate import instantiate
 from hetexp.core.precision import choose_precisions
-from hetexp.hardware.selection.pool import Selection
+from hetexp.plan.run_spec import RunSpec
 from hetexp.plan.strategy import Strategy
 from hetexp.strategy.single import Single
 
@@ -20,29 +18,26 @@ SINGLE = {"_target_": "hetexp.strategy.single.Single"}
 EQUAL = {"_target_": "hetexp.balancing.equal.Equal"}
 
 
-def fall_back(
-    config: Config, raw: dict[str, Any], selection: Selection
-) -> tuple[Config, dict[str, Any], Selection]:
-    """Return all three for the fastest of the devices alone, where the strategy refuses them.
+def fall_back(spec: RunSpec) -> RunSpec:
+    """Return the run on the fastest of its devices alone, if the strategy refuses them.
 
-    Without `strategy.fallback`, and where nothing speaks against the strategy, they stay as they are. The
-    global batch is the same: one device takes all of it. Where `single` itself was asked for with several
+    Without `strategy.fallback`, and if nothing speaks against the strategy, the run stays as it is. The
+    global batch is the same: one device takes all of it. If `single` itself was asked for with several
     devices, this chooses the device and is no fallback.
 
     Args:
-        config: whose components passed their own checks.
-        raw: the same as plain types.
+        spec: with components that passed their own checks.
     """
-    devices = selection.devices
+    config, selection, devices = spec.config, spec.selection, spec.selection.devices
     if config.fallback is None or not devices or selection.problems:
-        return config, raw, selection
+        return spec
     try:
-        strategy: Strategy = instantiate(config.strategy)
+        strategy = spec.strategy
         problems = strategy.check(config, devices)
     except ConfigError:  # reported by the plan's own check
-        return config, raw, selection
+        return spec
     if not problems:
-        return config, raw, selection
+        return spec
     device, how = fastest(devices, choose_precisions(config.trainer.precision, devices))
     reason, fallback = " ".join(problems), None
     if isinstance(strategy, Single):
@@ -50,19 +45,11 @@ def fall_back(
     else:
         note = f"strategy.fallback=single: {strategy.name} cannot run. {reason} {device} trains alone, {how}."
         fallback = {"from": strategy.name, "to": "single", "reason": reason}
-    components: dict[str, Any] = {"strategy": SINGLE, "balancing": EQUAL}
-    # The policy may be of several devices' weights, and one device has nothing to share.
-    return (
-        config.model_copy(update=components),
-        raw | components | {"strategy": SINGLE | {"fallback": config.fallback}},
-        replace(
-            selection,
-            devices=[device],
-            reasons=[*selection.reasons, note],
-            network=None,
-            fallback=fallback,
-        ),
+    alone = replace(
+        selection, devices=[device], reasons=[*selection.reasons, note], network=None, fallback=fallback
     )
+    # The policy may be of several devices' weights, and one device has nothing to share.
+    return spec.with_values(strategy=SINGLE, balancing=EQUAL).replaced(selection=alone)
 
 
 def with_hint(problem: str, strategy: Strategy, config: Config) -> str:

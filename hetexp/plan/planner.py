@@ -6,61 +6,42 @@ import re
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from hetexp.balancing.base import BalancingPolicy
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.fault import LASTING
-from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.core.precision import choose_precisions, precision_problems, precision_reasons
 from hetexp.core.split import apportion
 from hetexp.core.topology import Topology
 from hetexp.hardware.selection.devices import threads_for
-from hetexp.hardware.selection.pool import Selection
 from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
 from hetexp.plan.fallback import with_hint
 from hetexp.plan.routes import routed, sums_large
+from hetexp.plan.run_spec import Request, RunSpec
 from hetexp.plan.strategy import Strategy
 
 _DEFAULT_FOLDER = re.compile(r"\d\d-\d\d-\d\d-[0-9a-f]{6}")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a plan needs to know beside the configuration: where it runs and what the person typed."""
-
-    run_dir: Path
-    working_dir: Path
-    choices: dict[str, str] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
-    group: str | None = None
-    sweep: Path | None = None
-    """Folder of the sweep that the run is one of."""
-    script: Path | None = None
-    """A person's own script that the ranks run; it decides the size of a batch."""
-    script_arguments: tuple[str, ...] = ()
-
-
-def check_plan(config: Config, selection: Selection, components: bool = True) -> list[str]:
+def check_plan(spec: RunSpec, components: bool = True) -> list[str]:
     """Return everything that speaks against this configuration on these devices.
 
     Args:
         components: whether `strategy` and `balancing` passed their own check and may be built.
     """
-    problems = list(selection.problems)
-    devices = selection.devices
+    config, selection = spec.config, spec.selection
+    problems, devices = list(selection.problems), selection.devices
     problems += precision_problems(config.trainer.precision, devices)
     problems += check_variables(config)
     problems += check_collective(config, devices)
     problems += _check_faults(config, devices)
     if components and devices:
         try:
-            strategy: Strategy = instantiate(config.strategy)
+            strategy = spec.strategy
             problems += [with_hint(one, strategy, config) for one in strategy.check(config, devices)]
             problems += _check_compile(config, strategy, devices)
             problems += check_wire(config, strategy)
@@ -69,7 +50,7 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
         except ConfigError as error:
             problems += error.problems
         try:
-            policy: BalancingPolicy = instantiate(config.balancing)
+            policy = spec.policy
             if not selection.problems:
                 policy.shares(devices, choose_precisions(config.trainer.precision, devices))
         except ConfigError as error:
@@ -77,11 +58,10 @@ def check_plan(config: Config, selection: Selection, components: bool = True) ->
     return problems
 
 
-def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request: Request) -> Plan:
-    """Return the plan of a configuration that `check_plan` has nothing against."""
-    devices = selection.devices
-    strategy: Strategy = instantiate(config.strategy)
-    policy: BalancingPolicy = instantiate(config.balancing)
+def make_plan(spec: RunSpec) -> Plan:
+    """Return the plan of a run that `check_plan` has nothing against."""
+    config, selection, request = spec.config, spec.selection, spec.request
+    strategy, policy, devices = spec.strategy, spec.policy, selection.devices
     precisions = choose_precisions(config.trainer.precision, devices)
     shares = policy.shares(devices, precisions)
     local = apportion(config.trainer.global_batch_size, shares).counts
@@ -102,7 +82,7 @@ def make_plan(config: Config, raw: dict[str, Any], selection: Selection, request
         run_dir=str(request.run_dir),
         name=config.name or run_name(request),
         group=request.group,
-        config=raw,
+        config=spec.raw,
         devices=tuple(devices),
         strategy=strategy.name,
         shares=shares,

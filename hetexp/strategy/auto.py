@@ -21,7 +21,7 @@ class Auto(Strategy):
     Between hosts on a slow network it may stand for one that is exact inside each host only.
 
     No rank ever has it: the launcher puts the one that it picked in its place before it makes the plan
-    (`hetexp.launch.prepare.choose_strategy`).
+    (`hetexp.launch.prepare.select_strategy`).
 
     Args:
         among: strategies to choose from, such as `[ddp,pipeline]`; `None`: every exact strategy.

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from hetexp.core.errors import ConfigError, HetexpError
 
 if TYPE_CHECKING:
-    from hetexp.core.config import Config
     from hetexp.core.plan import Plan
-    from hetexp.hardware.selection.pool import Selection
+    from hetexp.plan.run_spec import RunSpec
 
 Answer = dict[str, Any]
 _FIRST = ("hardware.devices=[cpu,cpu]", "hardware.cards=null")
@@ -55,40 +54,38 @@ def checked(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
 
     A card that another run holds is none of its problems: the training waits for it.
     """
-    raw, config, selection = _composed(words)
     from hetexp.core.compose.options import group_options
     from hetexp.launch.prepare.planning import option_of
 
+    spec = _composed(words)
+    config = spec.config
     return {
         "problems": [],
         "strategy": option_of(config.strategy, group_options("strategy")),
         "balancing": option_of(config.balancing, group_options("balancing")),
         "name": config.name,
-        "emulated": any(device.emulated for device in selection.devices),
+        "emulated": any(device.emulated for device in spec.selection.devices),
     }
 
 
 def estimated(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
     """Return what a step would be on the chosen devices, with the shapes that the API documents."""
-    from hetexp.launch.prepare.foreseen import foreseen
-    from hetexp.plan.planner import Request, make_plan
+    from hetexp.launch.prepare.select_strategy import foreseen
+    from hetexp.plan.planner import make_plan
 
-    raw, config, selection = _composed(words)
-    here = Path.cwd()
-    request = Request(here / "estimate", here, overrides=tuple(words))
-    whole = make_plan(config, raw, selection, request)
+    spec = _composed(words)
+    selection, run = spec.selection, spec
     problem: str | None = None
     notes: list[str] = []
     try:
-        plan, notes = foreseen(config, raw, selection, request)
+        run, plan, notes = foreseen(spec)
     except ConfigError as error:  # it does not fit
-        problem = " ".join(error.problems)
-        plan = whole
-    step, best = (None, []) if problem else _predicted(plan, whole, config)
+        problem, plan = " ".join(error.problems), make_plan(spec)
+    step, best = (None, []) if problem else _predicted(run, plan)
     chosen = {device.id: own for device, own in zip(selection.devices, gpu_ids, strict=True)}
     return {
         "problems": [],
-        "effective_batch_size": config.trainer.global_batch_size,
+        "effective_batch_size": spec.config.trainer.global_batch_size,
         "per_device": [_of_device(plan, place, chosen, problem) for place in range(len(plan.all_devices))],
         "recommended": [chosen[name] for name in best if name in chosen],
         "predicted_step_seconds": step,
@@ -97,51 +94,41 @@ def estimated(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
     }
 
 
-def _composed(words: Sequence[str]) -> tuple[dict[str, Any], Config, Selection]:
+def _composed(words: Sequence[str]) -> RunSpec:
     """Compose and check as `hetexp train` does.
 
     Raises:
         ConfigError: everything that is wrong.
     """
-    from hetexp.app import check, register_resolvers
-    from hetexp.core.compose.overrides import compose_typed
-    from hetexp.hardware.selection.pool import Selection
+    from hetexp.app import compose_and_check
+    from hetexp.plan.run_spec import Request
 
-    register_resolvers()
-    composed, problems = compose_typed(words)
-    if composed is None:
-        raise ConfigError(problems)
-    raw, config, selection, wrong = check(composed, Path.cwd(), leases=False)
-    problems += wrong
-    if problems or config is None or not isinstance(selection, Selection):
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return raw, config, selection
+    here = Path.cwd()
+    request = Request(here / "estimate", here, overrides=tuple(words))
+    return compose_and_check(words, request, leases=False).accepted()
 
 
-def _predicted(plan: Plan, whole: Plan, config: Config) -> tuple[float | None, list[str]]:
-    """Return the predicted step of a plan's own strategy and policy, and the devices that serve it best.
+def _predicted(run: RunSpec, plan: Plan) -> tuple[float | None, list[str]]:
+    """Return the predicted step of a run's own strategy and policy, and the devices that serve it best.
 
     Args:
-        whole: the plan of all chosen devices, of which that one may leave some out.
+        plan: the final one, which may leave some of the run's devices out.
     """
     from dataclasses import replace
 
-    from hetexp.launch.prepare.known import like_ddp
-    from hetexp.launch.prepare.planning import Alternatives, Wanted, alternatives, predicted
+    from hetexp.launch.prepare.planning import alternatives, predicted
+    from hetexp.plan.planner import make_plan
 
-    choices: Alternatives = alternatives(config)
-    config = like_ddp(config) if choices.picks else config
-    name = plan.strategy if plan.strategy in choices.strategies else choices.own["strategy"]
-    own = {key: one for key, one in choices.strategies.items() if key == name} or choices.strategies
-    choices = replace(choices, strategies=own, problems={})
-    found = predicted(whole, config, choices, Wanted())
+    choices = alternatives(run)
+    choices = replace(choices, strategies={choices.own["strategy"]: run.strategy}, problems={})
+    found = predicted(run, make_plan(run), choices)
     mine = [row for row in found.rows if row.predicted and row.policy in (None, choices.own["balancing"])]
     step = mine[0].step_seconds if mine else found.best.step_seconds if found.best else None
     row = found.best or (mine[0] if mine else None)
     if row is None:
         return plan.predicted_step_seconds or step, []
     taking = zip(row.ranks, row.counts or (1,) * len(row.ranks), strict=True)
-    return step, [whole.devices[rank].id for rank, count in taking if count]
+    return step, [run.selection.devices[rank].id for rank, count in taking if count]
 
 
 def _of_device(plan: Plan, place: int, chosen: dict[str, str], problem: str | None) -> Answer:

@@ -16,10 +16,10 @@ from balance_bench.runs import Run, start, start_ranks
 from balance_bench.truth import Best, Truth
 from hetexp.app import check, compose_config
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seconds
-from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of
-from hetexp.plan.planner import Request, make_plan
+from hetexp.plan.planner import make_plan
+from hetexp.plan.run_spec import Request
 
 RIVALS = {"plain DDP": "plain_ddp.py", "Accelerate": "accelerate_loop.py"}
 MEASURES, FOLLOWS = ("profiled", "auto"), ("adaptive", "auto")
@@ -113,10 +113,9 @@ def planned_split(overrides: Sequence[str]) -> tuple[int, ...]:
     Raises:
         ConfigError: there is no such policy, or the configuration is wrong.
     """
-    raw, config, selection, problems = check(compose_config([*overrides, "trainer.max_steps=1"]), Path.cwd())
-    if problems or config is None:
-        raise ConfigError(problems)
-    return make_plan(config, raw, selection, Request(Path("unused"), Path.cwd())).local_batch_sizes
+    request = Request(Path("unused"), Path.cwd())
+    found = check(compose_config([*overrides, "trainer.max_steps=1"]), request)
+    return make_plan(found.accepted()).local_batch_sizes
 
 
 def num_steps(step_seconds: float) -> tuple[int, int]:

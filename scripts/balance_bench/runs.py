@@ -19,7 +19,7 @@ from rich.console import Console
 
 from hetexp.app import compose_config, run
 from hetexp.core.plan import Plan
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 
 SCRIPTS = Path(__file__).resolve().parent.parent
 RANKS_TIMEOUT_SECONDS = 900.0

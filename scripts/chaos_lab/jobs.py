@@ -29,7 +29,7 @@ import hetexp.worker  # noqa: F401
 from chaos_lab.parts import ORDER, RECORDS, rank_by_log
 from hetexp.app import compose_config, run
 from hetexp.core.errors import HetexpError, RunFailedError
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 NO_CONFIG, CRASHED = 2, 70

@@ -18,9 +18,8 @@ from ddp_bench.task import LEARNING_RATE, Task, data_of, words_of
 from ddp_bench.watch import Watch, rows_of
 from hetexp.app import check, compose_config, run
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import ConfigError
 from hetexp.hardware.backend import environment_together
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 
 PLAIN = Path(__file__).resolve().parent.parent / "rivals" / "plain_torch.py"
 
@@ -68,10 +67,8 @@ def devices_of(words: Sequence[str]) -> list[DeviceSpec]:
     Raises:
         ConfigError: it would not start.
     """
-    _, _, selection, problems = check(compose_config(words), Path.cwd())
-    if problems or selection is None:
-        raise ConfigError(problems)
-    return list(selection.devices)
+    found = check(compose_config(words), Request(Path("unused"), Path.cwd()))
+    return list(found.accepted().selection.devices)
 
 
 def ours(folder: Path, words: Sequence[str], warm_steps: int, tokens_per_sample: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from support import Run, Train
 
 from hetexp.app import conf_dir, register_resolvers, run
 from hetexp.core.errors import ConfigError
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 
 SHORT = (*TINY, "trainer.max_steps=3")
 

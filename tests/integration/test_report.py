@@ -24,7 +24,7 @@ from bench_report import make_sweep
 from rich.console import Console
 
 from hetexp.app import compose_config, run
-from hetexp.plan.planner import Request
+from hetexp.plan.run_spec import Request
 from hetexp.report.comparison import Comparison, Variant, compare, points
 from hetexp.report.markdown import render as as_markdown
 from hetexp.report.runs import read_runs

@@ -13,20 +13,17 @@ from balance_bench.mixes import MIXES, Mix, write_catalogue
 from balance_bench.regret import regrets
 from balance_bench.truth import Truth
 from bench_balancing import arguments_of
+from support import checked
 
-from hetexp.app import check, compose_config
 from hetexp.core.plan import Plan
-from hetexp.plan.planner import Request, make_plan
+from hetexp.plan.planner import make_plan
 
 BUCKETS = [(0.5, 40_000), (1.0, 60_000)]
 
 
 def plan_of(folder: Path, mix: Mix, *overrides: str) -> Plan:
     given = [*mix.overrides(write_catalogue(folder, mix)), "trainer.max_steps=1", *overrides]
-    raw, config, selection, problems = check(compose_config(given), Path.cwd())
-    assert not problems
-    assert config is not None
-    return make_plan(config, raw, selection, Request(folder / "run", Path.cwd()))
+    return make_plan(checked(*given, run_dir=folder / "run").accepted())
 
 
 @pytest.mark.parametrize("name", MIXES)

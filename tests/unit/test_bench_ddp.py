@@ -14,8 +14,8 @@ from ddp_bench import page
 from ddp_bench.runs import measured, median_of
 from ddp_bench.task import GPT_124M, MOST_SAMPLES, TASKS, TINY, Size, data_of, num_samples, word
 from ddp_bench.watch import Watch, last_step, rows_of, utilisation
+from support import checked
 
-from hetexp.app import check, compose_config
 from hetexp.hardware.backends.nvml import Card
 from hetexp.model.gpt import GPT
 
@@ -52,8 +52,7 @@ def test_the_runs_may_start_on_every_processor(
     without_bfloat16 = ("float64", "float32")
     monkeypatch.setattr("hetexp.hardware.backends.cpu._native_precisions", lambda: without_bfloat16)
     job = job_of(arguments_of([*CPU, "--ranks", str(count)]), count, 4, model)
-    *_, problems = check(compose_config(job.words()), Path.cwd())
-    assert problems == []
+    assert checked(*job.words()).problems == []
     assert ("strategy=ddp" in job.words()) == (count > 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ from bench_exposed import arguments_of, ranks_of, size_of
 from ddp_bench import exposed
 from ddp_bench.exposed import WITHOUT, Ranks
 from ddp_bench.task import TINY
-
-from hetexp.app import check, compose_config
+from support import checked
 
 CPU = ["--part", "mix,pair,wires", "--device", "cpu", "--tiny"]
 
@@ -25,7 +23,7 @@ def test_every_run_may_start() -> None:
         exposed.timed(ranks, size_of("mix", arguments), "gloo", 4, "float32"),
         exposed.trained(ranks, size_of("wires", arguments), "gloo", "float32", 4, "float32"),
     ):
-        assert check(compose_config(words), Path.cwd())[-1] == []
+        assert checked(*words).problems == []
 
 
 def test_all_models_have_more_than_100_million_weights() -> None:

@@ -10,8 +10,8 @@ from bench_strategies import arguments_of
 from strategy_bench import page
 from strategy_bench.entrants import ENTRANTS, EVAL_EVERY, MIXES, SYNC_EVERY, Entrant, entrants_of, task_on
 from strategy_bench.measure import loss_at
+from support import checked
 
-from hetexp.app import check, compose_config
 from hetexp.core.compose.conf_folders import conf_dir
 
 CURVE = [(2.0, 4.0), (4.0, 3.0), (6.0, 2.8)]
@@ -24,8 +24,7 @@ def test_every_row_may_start(tmp_path: Path, entrant: Entrant) -> None:
     mix = MIXES[(entrant.only or tuple(MIXES))[0]]
     alone = 0 if entrant.strategy == "single" else None
     words = [*task_on(mix, tmp_path, alone), *entrant.words(), "trainer.max_steps=20"]
-    *_, problems = check(compose_config(words), Path.cwd())
-    assert problems == []
+    assert checked(*words).problems == []
 
 
 def test_every_strategy_that_can_be_emulated_has_rows() -> None:

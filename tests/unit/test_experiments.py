@@ -14,8 +14,10 @@ from hetexp.app import check, conf_dir, register_resolvers
 from hetexp.core.compose.conf_folders import name_own_conf_dir
 from hetexp.core.compose.words import written_out
 from hetexp.core.sweep.grid import asks_to_sweep, compose_jobs
+from hetexp.plan.run_spec import Request
 
 EXPERIMENTS = sorted((conf_dir() / "experiment").glob("*.yaml"))
+REQUEST = Request(Path.cwd(), Path.cwd())
 SWEEPS = ("compare_balancing", "compare_strategies", "scaling", "weights_curve", "weights_search")
 COMMAND = re.compile(r"# (?P<what>[^:]+): (?P<command>python train\.py .+)")
 
@@ -58,12 +60,13 @@ def test_every_run_of_it_could_start_and_is_fair(name: str) -> None:
     assert len(jobs) >= 6
     fixed: list[dict[str, Any]] = []
     for job in jobs:
-        raw, config, selection, problems = check(job.config, Path.cwd())
-        assert not problems, job.label
-        assert config is not None
-        assert all(device.emulated for device in selection.devices)
-        assert selection.fallback is None
-        assert config.hardware.time_scale is not None
+        found = check(job.config, REQUEST)
+        assert not found.problems, job.label
+        spec = found.accepted()
+        raw = spec.raw
+        assert all(device.emulated for device in spec.selection.devices)
+        assert spec.selection.fallback is None
+        assert spec.config.hardware.time_scale is not None
         trainer = dict(raw["trainer"])
         assert trainer["max_epochs"] is None
         trainer.pop("seed")
@@ -100,11 +103,11 @@ def test_each_key_of_it_can_be_typed(words: tuple[str, ...], count: int) -> None
     assert not problems
     assert len(jobs) == count
     for job in jobs:
-        assert not check(job.config, Path.cwd())[3], job.label
+        assert not check(job.config, REQUEST).problems, job.label
 
 
 def test_weak_scaling_grows_the_batch() -> None:
     words = ("experiment=scaling", "trainer.global_batch_size=null", "trainer.batch_size_per_device=16")
     jobs, _ = compose_jobs((*words, "trainer.seed=0"))
-    configs = [check(job.config, Path.cwd())[1] for job in jobs]
-    assert [c.trainer.global_batch_size for c in configs if c is not None] == [16, 32, 48, 64]
+    specs = [check(job.config, REQUEST).accepted() for job in jobs]
+    assert [spec.config.trainer.global_batch_size for spec in specs] == [16, 32, 48, 64]

@@ -23,13 +23,11 @@ import torch
 from hurt import fill
 from refusal import Refusals
 from rich.console import Console
-from support import Train, start_run
+from support import Train, checked, start_run
 from torch import nn
 
-from hetexp.app import check, compose_config
 from hetexp.checkpoint.folder import find_checkpoint
 from hetexp.checkpoint.manifest import write_folder
-from hetexp.core.config import Config
 from hetexp.core.errors import CheckpointError, ConfigError, RunFailedError, SetupError
 from hetexp.core.files import folder_problem
 from hetexp.core.plan import Plan
@@ -41,7 +39,8 @@ from hetexp.launch.processes.failure import NO_ROOM, RankFailure, log_path, read
 from hetexp.launch.processes.members import Member
 from hetexp.launch.processes.process import Start, SubprocessRank
 from hetexp.launch.processes.store import bind
-from hetexp.plan.planner import Request, make_plan
+from hetexp.plan.planner import make_plan
+from hetexp.plan.run_spec import RunSpec
 
 TWO = "hardware.devices=[cpu,cpu]"
 MIB = 2**20
@@ -73,16 +72,15 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def planned(run_dir: Path, *overrides: str) -> tuple[Plan, Config]:
+def planned(run_dir: Path, *overrides: str) -> tuple[Plan, RunSpec]:
     """Return what the launcher would be given."""
-    raw, config, selection, problems = check(compose_config([TWO, *overrides]), Path.cwd())
-    assert config is not None and not problems
-    return make_plan(config, raw, selection, Request(run_dir, Path.cwd())), config
+    spec = checked(TWO, *overrides, run_dir=run_dir).accepted()
+    return make_plan(spec), spec
 
 
-def refusal(plan: Plan, config: Config, **variables: str) -> str:
+def refusal(plan: Plan, spec: RunSpec, **variables: str) -> str:
     with pytest.raises(SetupError) as caught:
-        check_machine(plan, config, [variables] * plan.world_size)
+        check_machine(plan, spec.config, [variables] * plan.world_size)
     return str(caught.value)
 
 
@@ -130,17 +128,17 @@ def test_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     old = interpreter(tmp_path / "old", "echo '[[3, 8], []]'")
     empty = interpreter(tmp_path / "empty", "echo '[[3, 11], [\"torch\"]]'")
     monkeypatch.setattr(preflight, "OPEN_FILES", 10**9)
-    plan, config = planned(tmp_path / "run", "trainer.num_workers=1")
+    plan, spec = planned(tmp_path / "run", "trainer.num_workers=1")
     devices = tuple(replace(d, python=p) for d, p in zip(plan.devices, (old, empty), strict=True))
-    told = refusal(replace(plan, devices=devices), config, GLOO_SOCKET_IFNAME="^lo")
+    told = refusal(replace(plan, devices=devices), spec, GLOO_SOCKET_IFNAME="^lo")
     assert told.startswith("4 things keep this run from starting:\n  1. The interpreter of cpu:0 (")
     for part in ("  2. The interpreter of cpu:1 (", "3.8", "lacks torch", "open files", "^lo"):
         assert part in told
 
 
 def test_a_machine_that_is_ready(tmp_path: Path) -> None:
-    plan, config = planned(tmp_path / "run", "trainer.num_workers=1")
-    check_machine(plan, config, [{}, {}])
+    plan, spec = planned(tmp_path / "run", "trainer.num_workers=1")
+    check_machine(plan, spec.config, [{}, {}])
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -171,9 +169,9 @@ def test_run_folder_that_refuses_files(tmp_path: Path, monkeypatch: pytest.Monke
     def no_file(dir: Path) -> Any:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    plan, config = planned(tmp_path / "run")
+    plan, spec = planned(tmp_path / "run")
     monkeypatch.setattr("hetexp.launch.preflight.tempfile.TemporaryFile", no_file)
-    assert refusal(plan, config) == (
+    assert refusal(plan, spec) == (
         f"The run folder {tmp_path}/run must be writable, but it is not: Disk quota exceeded."
     )
 
@@ -198,12 +196,13 @@ def test_folder_that_holds_a_run(refused: Refusals, tmp_path: Path) -> None:
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 * MIB, 36 * MIB, 28 * MIB))
-    plan, config = planned(tmp_path / "run", "trainer.num_workers=2")
-    told = refusal(plan, config)
+    plan, spec = planned(tmp_path / "run", "trainer.num_workers=2")
+    told = refusal(plan, spec)
     assert told.startswith("/dev/shm must have 32 MiB free for 4 data loader processes")
     assert "with 2 microbatches ahead" in told
     assert "but has 28 MiB. Set trainer.num_workers=0, or" in told
-    check_machine(*planned(tmp_path / "run", "trainer.num_workers=1"), [{}, {}])
+    plan, spec = planned(tmp_path / "run", "trainer.num_workers=1")
+    check_machine(plan, spec.config, [{}, {}])
     more = planned(tmp_path / "run", "trainer.num_workers=1", "trainer.prefetch_factor=4")
     assert refusal(*more).startswith("/dev/shm must have 32 MiB free for 2 data loader processes")
 
@@ -398,9 +397,9 @@ def test_summary_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_temporary_files_of_an_ended_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    plan, config = planned(tmp_path / "run")
+    plan, spec = planned(tmp_path / "run")
     start = Start(tmp_path / "plan", 0, "/bin/true", dict(os.environ), str(tmp_path), tmp_path / "log")
-    run = _Run(plan, config, Console(file=io.StringIO()), store=None)
+    run = _Run(plan, spec, Console(file=io.StringIO()), store=None)
     process = SubprocessRank(start)
     run.started.append(Member(0, plan.devices[0], process, start.log_path))
     for pid in (process.pid, os.getpid()):
@@ -414,20 +413,20 @@ def test_temporary_files_of_an_ended_rank(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, config = planned(tmp_path / "run")
+    plan, spec = planned(tmp_path / "run")
     monkeypatch.setattr(resource, "getrlimit", lambda what: (64, 4096))
-    told = refusal(plan, config)
+    told = refusal(plan, spec)
     assert told.startswith("A process must be allowed at least 256 open files, but the limit is 64.")
     assert "ulimit -n 1024" in told
 
 
 @pytest.mark.parametrize("name", ["^lo", "eth99", "lo,eth99"])
 def test_network_interface(tmp_path: Path, name: str) -> None:
-    plan, config = planned(tmp_path / "run")
-    told = refusal(plan, config, GLOO_SOCKET_IFNAME=name)
+    plan, spec = planned(tmp_path / "run")
+    told = refusal(plan, spec, GLOO_SOCKET_IFNAME=name)
     assert "GLOO_SOCKET_IFNAME must name network interfaces of this machine (lo" in told
     assert f"but is '{name}'. Unset it" in told
-    check_machine(replace(plan, devices=plan.devices[:1]), config, [{"GLOO_SOCKET_IFNAME": name}])
+    check_machine(replace(plan, devices=plan.devices[:1]), spec.config, [{"GLOO_SOCKET_IFNAME": name}])
 
 
 def test_busy_port(refused: Refusals) -> None:

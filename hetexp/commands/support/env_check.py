@@ -146,7 +146,7 @@ def _losses(overrides: Sequence[str]) -> tuple[list[float], str | None]:
     from rich.console import Console
 
     from hetexp.app import compose_config, run
-    from hetexp.plan.planner import Request
+    from hetexp.plan.run_spec import Request
 
     here = Path.cwd()
     folder = Path(tempfile.mkdtemp(prefix="hetexp-check-"))

@@ -10,9 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hetexp.core.config import Config
 from hetexp.core.epoch import Departure
-from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.launch.elastic.hang_detection import HangWatch, Hung
 from hetexp.launch.elastic.health import HealthMonitor
@@ -23,7 +21,7 @@ from hetexp.launch.processes.failure import RankFailure
 from hetexp.launch.processes.hosts import is_here
 from hetexp.launch.processes.members import Member
 from hetexp.plan.replan import replan
-from hetexp.plan.strategy import Strategy
+from hetexp.plan.run_spec import RunSpec
 
 NONE_HERE = "No device of this machine, where the run's folder is, is left."
 FORMING_TRIES = 4
@@ -39,9 +37,10 @@ class GroupRecovery:
     """
 
     def __init__(
-        self, plan: Plan, config: Config, console: Console, store: Any, started: list[Member]
+        self, plan: Plan, spec: RunSpec, console: Console, store: Any, started: list[Member]
     ) -> None:
-        self._config, self._store = config, store
+        self._config, self._strategy, self._store = spec.config, spec.strategy, store
+        config = spec.config
         self._started = started
         self.membership = Membership(plan, store)
         self._watch = HealthMonitor(store, config.fault.heartbeat_seconds)
@@ -73,11 +72,6 @@ class GroupRecovery:
         if self._strategy.steps == "local":
             return f"strategy={self._strategy.name} has no step at whose end all its devices meet."
         return ""
-
-    @cached_property
-    def _strategy(self) -> Strategy:
-        strategy: Strategy = instantiate(self._config.strategy)
-        return strategy
 
     @property
     def may_start_again(self) -> bool:

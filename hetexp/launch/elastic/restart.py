@@ -8,19 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hetexp.checkpoint.manifest import find_checkpoint, step_of
-from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import ConfigError, HetexpError
+from hetexp.core.errors import HetexpError
 from hetexp.core.files import write_text
-from hetexp.core.instantiate import instantiate
 from hetexp.core.plan import Plan
 from hetexp.hardware.catalogue import Link
 from hetexp.hardware.selection.pool import Selection
+from hetexp.launch.prepare.preparation import Measure, prepare
 from hetexp.launch.processes.failure import failure_path, log_path
-from hetexp.plan.planner import Request, check_plan, make_plan
+from hetexp.plan.planner import check_plan, make_plan
+from hetexp.plan.run_spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Again:
     """How a run starts again."""
 
     plan: Plan
-    config: Config
+    spec: RunSpec
     step: int
     """Steps that are done by then: those of the checkpoint, or none."""
     pause_seconds: float
@@ -40,10 +38,11 @@ class Restarts:
 
     Args:
         first: the plan that it began with.
+        measure: lets the ranks of a plan measure their devices.
     """
 
-    def __init__(self, first: Plan, config: Config, console: Console) -> None:
-        self._first, self._config, self._console = first, config, console
+    def __init__(self, first: Plan, spec: RunSpec, measure: Measure) -> None:
+        self._first, self._spec, self._measure = first, spec, measure
         self._tries: dict[str, int] = {}
 
     def after(self, plan: Plan, lost: Sequence[DeviceSpec]) -> Again | str:
@@ -51,7 +50,7 @@ class Restarts:
 
         Without them where the strategy can do without; else with them, as often as `fault.respawn` says.
         """
-        fault, strategy = self._config.fault, instantiate(self._config.strategy)
+        fault, strategy = self._spec.config.fault, self._spec.strategy
         if strategy.apart:
             return f"strategy={strategy.name} trains a model on each device, of which one is lost."
         gone = {device.id for device in lost}
@@ -75,29 +74,19 @@ class Restarts:
 
     def _planned(self, devices: list[DeviceSpec], gone: Collection[str]) -> Plan | str:
         """Return the plan of some devices, made as the first one was, or what speaks against it."""
-        from hetexp.launch.prepare.plan import prepare
-
-        first = self._first
+        first, config = self._first, self._spec.config
         network = Link.model_validate(first.network) if first.network is not None else None
         selection = Selection(devices, [f"Without {', '.join(sorted(gone))}: lost."], network=network)
-        request = Request(
-            run_dir=Path(first.run_dir),
-            working_dir=Path(first.working_dir),
-            choices=first.choices,
-            overrides=first.overrides,
-            group=first.group,
-            script=Path(first.script) if first.script is not None else None,
-            script_arguments=first.script_arguments,
-        )
+        spec = self._spec.replaced(selection=selection)
         # Faults that are ordered for a lost device do not happen.
-        quiet = self._config.fault.model_copy(update={"events": []})
-        problems = check_plan(self._config.model_copy(update={"fault": quiet}), selection)
+        quiet = config.model_copy(update={"fault": config.fault.model_copy(update={"events": []})})
+        problems = check_plan(spec.replaced(config=quiet))
         if problems:
             return " ".join(problems)
         try:
-            made = make_plan(self._config, first.config, selection, request)
-            made = made if first.script is not None else prepare(made, self._config, self._console)
-        except (ConfigError, HetexpError) as error:
+            made = make_plan(spec)
+            made = made if first.script is not None else prepare(made, spec, self._measure)
+        except HetexpError as error:
             return str(error)
         return replace(made, run_id=first.run_id, name=first.name, import_paths=first.import_paths)
 
@@ -107,13 +96,13 @@ class Restarts:
             folder: Path | None = find_checkpoint(run_dir)
         except HetexpError:
             folder = None
-        resume = str(folder) if folder is not None else self._first.config.get("resume")
+        resume = str(folder) if folder is not None else self._spec.config.resume
         step = step_of(folder) if folder is not None else 0
         drop_lines_after(run_dir / "metrics.jsonl", step)
         for member in range(self._first.world_size):
             failure_path(log_path(run_dir, member)).unlink(missing_ok=True)
-        config = self._config.model_copy(update={"resume": resume})
-        return Again(replace(plan, config={**plan.config, "resume": resume}), config, step, pause_seconds)
+        plan = replace(plan, config={**plan.config, "resume": resume})
+        return Again(plan, self._spec.with_values(resume=resume), step, pause_seconds)
 
 
 def drop_lines_after(path: Path, step: int) -> None:

@@ -15,16 +15,17 @@ from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer
 from hetexp.hardware.catalogue import load_catalogue
 from hetexp.hardware.selection.pool import Selection
-from hetexp.launch.prepare.arrange import layers_of
-from hetexp.launch.prepare.known import known_of, like_ddp
+from hetexp.launch.prepare.known import known_of, like_ddp, memory_of
+from hetexp.launch.prepare.preparation import layers_of
 from hetexp.plan.known import MEASURED, Known
-from hetexp.plan.planner import Request, check_plan, make_plan
+from hetexp.plan.planner import check_plan, make_plan
 from hetexp.plan.predict.as_json import prediction
 from hetexp.plan.predict.inputs import Needs, PredictedRun
 from hetexp.plan.predict.pick import pick, why_picked
 from hetexp.plan.predict.runs import Objective, Prediction, predict_runs
 from hetexp.plan.predict.scale import Scaled, scaled
 from hetexp.plan.predict.what_if import Change, changed
+from hetexp.plan.run_spec import RunSpec
 from hetexp.plan.strategy import Strategy
 from hetexp.strategy.auto import Auto
 
@@ -79,27 +80,21 @@ class Alternatives:
     """Whether the run leaves its strategy to the planner, which is none of them."""
 
 
-def foresee(
-    plan: Plan,
-    config: Config,
-    wanted: Wanted,
-    other: OtherPlan | None = None,
-) -> Foreseen:
-    """Predict a plan, and what else is wanted.
+def foresee(spec: RunSpec, wanted: Wanted, other: OtherPlan | None = None) -> Foreseen:
+    """Predict a run on its devices as they are, and what else is wanted.
 
     Args:
-        plan: of the devices as they are.
-        other: what `what_if` returned, where devices are changed.
+        other: what `what_if` returned, if devices are changed.
 
     Raises:
         ConfigError: an option cannot be composed, or nothing is known of a device that a cluster is made of.
     """
-    choices = alternatives(config)
-    config = like_ddp(config) if choices.picks else config
-    first, second = predicted(plan, config, choices, wanted), None
+    choices, plan = alternatives(spec), make_plan(spec)
+    base = like_ddp(spec) if choices.picks else spec
+    first, second = predicted(base, plan, choices, wanted), None
     known = first.known
     if other is not None:
-        second = predicted(other.plan, config, choices, wanted, other.kept, known)
+        second = predicted(base, other.plan, choices, wanted, other.kept, known)
         known = second.known
     if choices.picks:
         first, second = _with_pick(first, choices), _with_pick(second, choices) if second else None
@@ -112,14 +107,15 @@ def foresee(
                 "`--scale` must repeat devices that the catalogue knows, but does not know "
                 f"{', '.join(names)}{f': {known.reason}' if known.reason else ''}."
             )
-        network = load_catalogue(config.hardware.catalogue).links[config.hardware.network]
+        hardware = spec.config.hardware
+        network = load_catalogue(hardware.catalogue).links[hardware.network]
         cluster = scaled(last.plan, last.known, wanted.scale, choices.policies, network)
     return Foreseen(first, wanted.changes, second, cluster)
 
 
 def predicted(
+    spec: RunSpec,
     plan: Plan,
-    config: Config,
     choices: Alternatives,
     wanted: Wanted = Wanted(),
     kept: Sequence[int | None] = (),
@@ -128,19 +124,21 @@ def predicted(
     """Predict some strategies with some policies on a plan's devices.
 
     Args:
+        spec: the run, whose own strategy decides what its ranks need of their memory.
         kept: of each device its place among those of `old`, `None` for a new one.
         old: what is known of the devices before a change.
     """
-    known, needs, built = _known(plan, config, kept, old)
+    memory = memory_of(plan, spec)
+    known, needs = _known(plan, spec, memory, kept, old)
     layers: tuple[Layer, ...] | str = "the strategy is not configured"
     if any(strategy.predicted_as == "stages" for strategy in choices.strategies.values()):
         try:
-            layers = layers_of(plan, config, built)
+            layers = layers_of(plan, spec, memory)
         except ConfigError as error:
             layers = " ".join(error.problems)
     # One device is chosen for a strategy that takes one.
     asked = {name: one for name, one in choices.strategies.items() if one.one_process or not one.solo}
-    refusals = {name: " ".join(one.check(config, plan.devices)) for name, one in asked.items()}
+    refusals = {name: " ".join(one.check(spec.config, plan.devices)) for name, one in asked.items()}
     found = predict_runs(
         plan,
         known,
@@ -156,39 +154,42 @@ def predicted(
     return _with_problems(found, choices)
 
 
-def what_if(
-    changes: Sequence[Change], config: Config, raw: dict[str, Any], selection: Selection, request: Request
-) -> OtherPlan:
+def what_if(changes: Sequence[Change], spec: RunSpec) -> OtherPlan:
     """Return the plan of the selected devices after some changes.
 
     Raises:
         ConfigError: everything that is wrong with the changes, or with the configuration on such devices.
     """
-    devices, kept = changed(selection.devices, changes, load_catalogue(config.hardware.catalogue))
-    other = Selection(devices, network=selection.network)
-    problems = check_plan(config, other)
+    selection, catalogue = spec.selection, load_catalogue(spec.config.hardware.catalogue)
+    devices, kept = changed(selection.devices, changes, catalogue)
+    other = spec.replaced(selection=Selection(devices, network=selection.network))
+    problems = check_plan(other)
     if problems:
         raise ConfigError(
             [f"With --what-if {','.join(map(str, changes))}: {problem}" for problem in problems]
         )
-    return OtherPlan(make_plan(config, raw, other, request), tuple(kept))
+    return OtherPlan(make_plan(other), tuple(kept))
 
 
-def alternatives(config: Config) -> Alternatives:
+def alternatives(spec: RunSpec) -> Alternatives:
     """Return every strategy and policy of the configuration folders, with the run's own settings of its own.
 
     An option that leaves a value for the person to give (`weights: ???`) is left out unless it is the run's.
     """
-    found = Alternatives()
-    for group, own, built in (
-        ("strategy", config.strategy, found.strategies),
-        ("balancing", config.balancing, found.policies),
-    ):
+    found, config = Alternatives(), spec.config
+    groups: list[tuple[str, Mapping[str, Any], Any, dict[str, Any]]] = [
+        ("strategy", config.strategy, spec.strategy, found.strategies),
+        ("balancing", config.balancing, spec.policy, found.policies),
+    ]
+    for group, own, ours, built in groups:
         nodes = group_options(group)
         name = option_of(own, nodes)
-        nodes[name] = own
+        nodes[name] = dict(own)
         found.own[group] = name
         for option, node in nodes.items():
+            if option == name:
+                built[option] = ours
+                continue
             if "???" in node.values():
                 continue
             problems = check_component(group, node)
@@ -223,34 +224,30 @@ def check_scale(scale: int | None, config: Config) -> list[str]:
 
 
 def _known(
-    plan: Plan, config: Config, kept: Sequence[int | None] = (), old: Known | None = None
-) -> tuple[Known, Needs | None, RunMemory]:
-    """Return what is known of a plan's devices within their memory, what tells a split's, and the model.
+    plan: Plan, spec: RunSpec, memory: RunMemory, kept: Sequence[int | None] = (), old: Known | None = None
+) -> tuple[Known, Needs | None]:
+    """Return what is known of a plan's devices within their memory, and what tells a split's.
 
     Args:
         kept: of each device its place among those of `old`, `None` for a new one.
         old: what is known of the devices before a change.
     """
-    from hetexp.training.measuring.estimate import RunMemory
-
-    strategy: Strategy = instantiate(config.strategy)
-    built = RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
-    known = known_of(plan, config, built)
+    known = known_of(plan, spec, memory)
     if old is not None and set(known.sources) != {MEASURED}:
         known = known.mixed(kept, old)
-    if not config.hardware.check_memory:
-        return known, None, built
+    if not spec.config.hardware.check_memory:
+        return known, None
 
     def needs(ranks: Sequence[int], counts: Sequence[int]) -> list[int | None]:
         devices = [plan.devices[rank] for rank in ranks]
         precisions = [plan.precisions[rank] for rank in ranks]
-        sizes = [size or None for size in built.of(devices, counts, precisions).largest_passes(counts)]
-        estimates = built.of(devices, counts, precisions, sizes).estimates
+        sizes = [size or None for size in memory.of(devices, counts, precisions).largest_passes(counts)]
+        estimates = memory.of(devices, counts, precisions, sizes).estimates
         return [one.total_bytes if one is not None else None for one in estimates]
 
-    whole = [config.trainer.global_batch_size] * plan.world_size
-    passes = [size or None for size in built.largest_passes(whole)]
-    return known.limited(built.caps(), passes), needs, built
+    whole = [spec.config.trainer.global_batch_size] * plan.world_size
+    passes = [size or None for size in memory.largest_passes(whole)]
+    return known.limited(memory.caps(), passes), needs
 
 
 def _with_pick(found: Prediction, choices: Alternatives) -> Prediction:

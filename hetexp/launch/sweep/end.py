@@ -4,25 +4,53 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-from rich.console import Console
-from rich.table import Table
-
 from hetexp.core.sweep.folder import SWEEPS, SweepRow, append_row, key_of, read_rows
-from hetexp.launch.sweep.run import ERROR, UnderWay, typed
+from hetexp.launch.sweep.run import ERROR, UnderWay, finished, typed
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hetexp.report.runs import RunRecord
 
 _FOLDER_WORD = re.compile(r"\+{0,2}(?:sweep\.name|hydra\.sweep\.dir)=.*", re.DOTALL)
 
 _PLAIN = re.compile(r"[\w./-]+")
 """What Hydra reads as a text without quotes."""
+
+
+@contextmanager
+def concluded() -> Iterator[None]:
+    """Tell what became of the sweep that is started inside, whatever ends it.
+
+    Ends the process with 1 where a run failed and whoever ran the jobs let that pass.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _tell_end(_exit_code(error))
+        raise
+    if _tell_end(0):
+        sys.exit(1)
+
+
+def _tell_end(exit_code: int) -> bool:
+    sweep = finished()
+    return sweep is not None and conclude(sweep, exit_code)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 1
 
 
 def conclude(sweep: UnderWay, exit_code: int, console: Console | None = None) -> bool:
@@ -34,6 +62,8 @@ def conclude(sweep: UnderWay, exit_code: int, console: Console | None = None) ->
     Returns:
         Whether a run did not complete.
     """
+    from rich.console import Console
+
     console = console or Console()
     if 0 < exit_code <= 128:
         _record_killed(sweep.folder)
@@ -74,6 +104,8 @@ def again(folder: Path, words: Sequence[str] | None = None) -> str:
 
 def _record_killed(folder: Path) -> None:
     """Add a row for each run whose process was ended before it could, as joblib's when memory is short."""
+    from omegaconf import OmegaConf
+
     rows = read_rows(folder)
     recorded = {row.overrides for row in rows}
     for path in sorted(folder.glob("*/.hydra/overrides.yaml")):
@@ -89,6 +121,8 @@ def _record_killed(folder: Path) -> None:
 
 def _show(rows: Sequence[SweepRow], new: Sequence[SweepRow], folder: Path, console: Console) -> None:
     """Print a row a run; a speed is that of the devices' own, modelled time where they are paced."""
+    from rich.table import Table
+
     from hetexp.report.comparison import throughput
     from hetexp.report.runs import read_runs
 

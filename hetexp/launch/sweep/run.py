@@ -10,8 +10,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,7 +36,7 @@ from hetexp.core.sweep.folder import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from hetexp.plan.planner import Request
+    from hetexp.plan.run_spec import Request
 
 LOCK = ".sweep.lock"
 ERROR = "error.txt"
@@ -95,44 +95,13 @@ class Start(Callback):
         _note_start(folder, [str(text) for text in overrides] if isinstance(overrides, list) else [])
 
 
-@contextmanager
-def concluded() -> Iterator[None]:
-    """Tell what became of the sweep that is started inside, whatever ends it.
-
-    Ends the process with 1 where a run failed and whoever ran the jobs let that pass.
-    """
-    try:
-        yield
-    except BaseException as error:
-        _tell_end(_exit_code(error))
-        raise
-    if _tell_end(0):
-        sys.exit(1)
-
-
-def _tell_end(exit_code: int) -> bool:
-    sweep = _finished()
-    if sweep is None:
-        return False
-    from hetexp.launch.sweep.end import conclude
-
-    return conclude(sweep, exit_code)
-
-
-def _finished() -> UnderWay | None:
+def finished() -> UnderWay | None:
+    """Return the sweep that this process runs, which ends with it; `None` if there is none."""
     global _under_way
     sweep, _under_way = _under_way, None
     if sweep is not None:
         sweep.lock.release()
     return sweep
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return 1
 
 
 def _taken(folder: Path) -> FileLock:

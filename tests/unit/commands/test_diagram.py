@@ -7,15 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-from support import plan_on, unbuilt_config
+from support import checked, plan_on, unbuilt_config
 
-from hetexp.app import check, compose_config
 from hetexp.cli import main
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.speed import SpeedCurve
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.plan import calibrations
-from hetexp.plan.planner import Request, make_plan
+from hetexp.plan.planner import make_plan
 from hetexp.report.diagram.files import NO_DOT, has_dot
 
 TINY = ("model=mlp", "data=synthetic", "logger=none")
@@ -56,13 +55,10 @@ def test_the_split_is_the_catalogues_where_a_run_would_measure(
 
 
 def test_what_was_measured_is_what_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    raw, config, selection, problems = check(compose_config(list(MIX)), Path.cwd())
-    assert config is not None
-    assert problems == []
-    plan = make_plan(config, raw, selection, Request(tmp_path, Path.cwd()))
+    spec = checked(*MIX, run_dir=tmp_path).accepted()
     curves = [DeviceCalibration(SpeedCurve(0.0, s), 0.5, 0.0, 0.0) for s in (1e-4, 3e-4)]
     told = {"devices": [one.to_dict() for one in curves], "exchange": Exchange().to_dict()}
-    calibrations.store(plan, config, told)
+    calibrations.store(make_plan(spec), spec.config, told)
     text = drawn(capsys, tmp_path, *MIX)
     assert "A run measures" not in text
     assert "75.0% · 3072 samples a step" in text

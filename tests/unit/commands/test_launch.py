@@ -10,9 +10,9 @@ import pytest
 
 from hetexp.cli import main
 from hetexp.commands.launch import make, parse
-from hetexp.core.config import Config
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
+from hetexp.plan.run_spec import RunSpec
 
 SCRIPT = own_loop.__file__
 HERE = "{name: a, address: 127.0.0.2}"
@@ -24,12 +24,12 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(tmp_path)  # puts sys.path back afterwards
 
 
-def made(*words: str) -> tuple[Plan, Config]:
+def made(*words: str) -> tuple[Plan, RunSpec]:
     return make(*parse(words))
 
 
 def test_a_plan_of_a_script(tmp_path: Path) -> None:
-    plan, config = made(
+    plan, spec = made(
         SCRIPT, "hardware=nvidia_arc", "balancing=tflops", "--", "case", "--steps", "3", "hardware=cpu"
     )
     assert plan.script == SCRIPT
@@ -37,6 +37,7 @@ def test_a_plan_of_a_script(tmp_path: Path) -> None:
     assert [device.id for device in plan.devices] == ["emulated:0", "emulated:1"]
     assert plan.shares[0] > 0.6
     assert plan.choices == {"hardware": "nvidia_arc", "strategy": "ddp", "balancing": "tflops"}
+    config = spec.config
     assert (config.model, config.data, config.optimizer) == ({}, {}, {})
     assert Path(plan.run_dir).parent.parent == tmp_path / "outputs"
     assert (Path(plan.run_dir) / "config.yaml").exists()

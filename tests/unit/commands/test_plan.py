@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support import checked
 
-from hetexp.app import check, compose_config, conf_dir, run
+from hetexp.app import compose_config, conf_dir, run
 from hetexp.app import main as train_main
 from hetexp.cli import main
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.speed import SpeedCurve
 from hetexp.plan import calibrations
 from hetexp.plan.measured import choose
-from hetexp.plan.planner import Request, make_plan
+from hetexp.plan.planner import make_plan
+from hetexp.plan.run_spec import Request
 
 TINY = ("model=mlp", "data=synthetic", "logger=none", "hardware.check_memory=false")
 MIX = ("hardware=nvidia_arc", *TINY, "model.hidden_sizes=[512,512]", "trainer.global_batch_size=4096")
@@ -265,13 +267,11 @@ def test_what_was_measured_before_is_what_is_predicted_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HETEXP_HOME", str(tmp_path))
-    raw, config, selection, problems = check(compose_config(MIX), Path.cwd())
-    assert not problems
-    assert config is not None
-    plan = make_plan(config, raw, selection, Request(tmp_path / "run", Path.cwd()))
+    spec = checked(*MIX, run_dir=tmp_path / "run").accepted()
+    plan = make_plan(spec)
     curves = [DeviceCalibration(SpeedCurve(0.0, s), 0.5, 0.0, 0.0) for s in (1e-4, 3e-4)]
     told = {"devices": [one.to_dict() for one in curves], "exchange": Exchange().to_dict()}
-    calibrations.store(plan, config, told)
+    calibrations.store(plan, spec.config, told)
     found = as_json(capsys, *MIX)
     assert [device["speed"] for device in found["devices"]] == ["measured"] * 2
     rows = {row["policy"]: row for row in found["rows"] if row["strategy"] == "ddp"}

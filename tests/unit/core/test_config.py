@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from support import unbuilt_config
+from support import checked, unbuilt_config
 
-from hetexp.app import check, compose_config, conf_dir
+from hetexp.app import conf_dir
 from hetexp.core.cluster import ClusterConfig
 from hetexp.core.config import (
     COMPONENTS,
@@ -424,9 +424,6 @@ def test_a_batch_a_device_becomes_one_global_batch() -> None:
 
 def test_a_command_line_with_a_batch_a_device() -> None:
     both = ["trainer.global_batch_size=null", "trainer.batch_size_per_device=12"]
-    cfg = compose_config(["hardware.devices=[cpu,cpu,cpu]", *both])
-    raw, config, selection, problems = check(cfg, Path.cwd())
-    assert problems == []
-    assert config is not None
-    assert config.trainer.global_batch_size == raw["trainer"]["global_batch_size"] == 36
-    assert "A step takes 36 samples: 12 × 3 chosen devices." in selection.reasons
+    spec = checked("hardware.devices=[cpu,cpu,cpu]", *both).accepted()
+    assert spec.config.trainer.global_batch_size == spec.raw["trainer"]["global_batch_size"] == 36
+    assert "A step takes 36 samples: 12 × 3 chosen devices." in spec.selection.reasons

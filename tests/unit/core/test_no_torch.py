@@ -41,7 +41,8 @@ from hetexp.core.config import HardwareConfig, read_config
 from hetexp.hardware.backend import BACKENDS, backend_class
 from hetexp.hardware.detection.inventory import detect
 from hetexp.hardware.selection.devices import select_devices
-from hetexp.plan.planner import Request, check_plan, make_plan
+from hetexp.plan.planner import check_plan, make_plan
+from hetexp.plan.run_spec import Request, RunSpec
 
 for name in BACKENDS:
     backend_class(name)
@@ -60,8 +61,9 @@ for strategy, devices in (("ddp.DDP", ["cpu", "emulated:rtx_3090"]), ("single.Si
     }
     config = read_config(raw)
     selection = select_devices(config.hardware, inventory)
-    assert check_plan(config, selection) == []
-    plan = make_plan(config, raw, selection, Request(Path("/tmp/run"), Path("/tmp")))
+    spec = RunSpec(config, raw, selection, Request(Path("/tmp/run"), Path("/tmp")))
+    assert check_plan(spec) == []
+    plan = make_plan(spec)
     assert sum(plan.local_batch_sizes) == 8
 assert "torch" not in sys.modules, "planning imports torch"
 """

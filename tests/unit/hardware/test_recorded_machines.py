@@ -27,7 +27,8 @@ from hetexp.hardware.detection.inventory import Inventory, detect
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.selection.devices import select_devices
 from hetexp.launch.processes.process import rank_environment
-from hetexp.plan.planner import Request, check_plan, make_plan
+from hetexp.plan.planner import check_plan, make_plan
+from hetexp.plan.run_spec import Request, RunSpec
 
 CUDA = TorchBuild(None, version="2.13.0+cu126", cuda="12.6")
 XPU = TorchBuild("/envs/xpu/bin/python", version="2.13.0+xpu", xpu="20250301")
@@ -302,8 +303,9 @@ def plan_of(inventory: Inventory, **hardware: Any) -> Plan:
     )
     config = read_config(raw)
     selection = select_devices(config.hardware, inventory)
-    assert check_plan(config, selection) == []
-    return make_plan(config, raw, selection, Request(Path("/tmp/run"), Path("/tmp")))
+    spec = RunSpec(config, raw, selection, Request(Path("/tmp/run"), Path("/tmp")))
+    assert check_plan(spec) == []
+    return make_plan(spec)
 
 
 def test_the_list(recorded: Recorded, inventory: Inventory) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support import spec_on, unbuilt_config
 
-from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.hardware.backends.cpu import CpuBackend
@@ -67,8 +67,7 @@ def test_a_run_that_a_lost_card_ended_says_so(
     monkeypatch.setattr(
         launcher, "detect", lambda builds: Inventory([DetectedCard(CARD, lost="GPU is lost")])
     )
-    config = Config.model_construct()
-    run = launcher._Run(plan, config, Console(width=200), store=None)
+    run = launcher._Run(plan, spec_on(plan.devices, unbuilt_config()), Console(width=200), store=None)
     text = "RuntimeError: CUDA error: unspecified launch failure"
     run.failures = [RankFailure(1, "RuntimeError", text, step=10, time=1.0)]
     summary = run.conclude([])

@@ -26,8 +26,8 @@ from hetexp.hardware.detection.lease import Leases, holder
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.selection.devices import select_devices
 from hetexp.launch import reserve
-from hetexp.launch.reserve import Check, Checked, reserved
-from hetexp.plan.planner import Request
+from hetexp.launch.reserve import Check, reserved
+from hetexp.plan.run_spec import CheckedRun, Request, RunSpec
 
 UNBUILT: dict[str, Any] = {
     **{name: {"_target_": "unused"} for name in COMPONENTS},
@@ -52,12 +52,13 @@ def check_of(hardware: dict[str, Any], specs: list[DeviceSpec], root: Path, **sw
     """Return what checks a run as `hetexp.app.check` does, on these cards."""
     config = read_config({**UNBUILT, "hardware": {"devices": ["cpu"], **hardware}, "sweep": sweep})
 
-    def check(leases: bool) -> Checked:
+    def check(leases: bool) -> CheckedRun:
         busy = who_is_busy(Machine(root=root), leases=leases)
         found = [DetectedCard(spec) for spec in specs]
         inventory = Inventory([DetectedCard(one.spec, busy=busy(one)) for one in found])
         selection = select_devices(config.hardware, inventory)
-        return Checked({}, config, selection, list(selection.problems))
+        spec = RunSpec(config, {}, selection, Request(root / "run", root))
+        return CheckedRun(spec, list(selection.problems))
 
     return check
 
@@ -125,10 +126,11 @@ def test_where_the_wish_leaves_a_choice_another_card_is_taken(
     with held(specs[:1]):
         check = check_of(hardware, specs, tmp_path)
         with reserved(check, request_of(tmp_path), Console(file=screen)) as found:
-            assert [device.id for device in found.selection.devices] == chosen
+            devices = found.accepted().selection.devices
+            assert [device.id for device in devices] == chosen
             # The launcher of this process needs no other leases for them, and finds them free.
-            with Leases(found.selection.devices, "within"):
-                assert [holder(device) for device in found.selection.devices] == [None] * len(chosen)
+            with Leases(devices, "within"):
+                assert [holder(device) for device in devices] == [None] * len(chosen)
             assert found.problems == []
         assert not screen.getvalue()
     with Leases(specs, "afterwards"):
@@ -160,7 +162,7 @@ def test_where_it_leaves_none_the_job_waits(tmp_path: Path, hardware: dict[str, 
         console = Console(file=screen, width=200)
         with reserved(check, request_of(tmp_path, "4"), console) as found:
             assert not found.problems
-            assert found.selection.devices[0].id == "cuda:0"
+            assert found.accepted().selection.devices[0].id == "cuda:0"
         other.join()
     told = screen.getvalue()
     assert told.startswith("4 waits for cuda:0 (nvidia card), held by the run outputs/another (process ")
@@ -242,7 +244,7 @@ check = check_of({"gpu_ids": "recommend:1"}, cards("nvidia", "nvidia"), root)
 print("ready", flush=True)
 sys.stdin.readline()
 with reserved(check, request_of(root, sys.argv[2]), Console(width=200)) as found:
-    print(found.selection.devices[0].id, flush=True)
+    print(found.accepted().selection.devices[0].id, flush=True)
     sys.stdin.readline()
 """
 

@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import unbuilt_config
+from support import spec_on, unbuilt_config
 
 from hetexp.checkpoint.manifest import write_folder
-from hetexp.core.config import read_config
 from hetexp.core.errors import CheckpointError, ConfigError
 from hetexp.core.files import lock_folder
-from hetexp.launch.resume import FoundRun, Job, find, held
+from hetexp.launch.resume import FoundRun, find, held
+from hetexp.plan.run_spec import RunSpec
 
 NEW = "outputs/2026-02-02/08-00-00-aaaaaa"
 
 
-def job(folder: Path, resume: str | None, run_dir: str = NEW, **trainer: Any) -> Job:
+def job(folder: Path, resume: str | None, run_dir: str = NEW, **trainer: Any) -> RunSpec:
     raw = unbuilt_config(trainer=trainer, resume=None) | {"resume": resume, "name": None}
-    return Job(read_config(raw), raw, folder / run_dir, folder, apart=False)
+    return spec_on([], raw, run_dir=folder / run_dir, working_dir=folder)
+
+
+def asked(spec: RunSpec, **changes: Any) -> RunSpec:
+    return spec.replaced(request=replace(spec.request, **changes))
 
 
 def ran(
@@ -117,13 +121,16 @@ def test_jobs_of_a_sweep_go_on_from_themselves(tmp_path: Path) -> None:
         plan = json.loads((run / "plan.json").read_text())
         overrides = ["resume=auto", f"strategy={strategy}", "sweep.name=a"]
         (run / "plan.json").write_text(json.dumps(plan | {"overrides": overrides}))
-    again = replace(
-        job(tmp_path, "auto", "sweeps/a/0-2"), overrides=("strategy=single", "resume=auto", "sweep.name=a")
+    again = asked(
+        job(tmp_path, "auto", "sweeps/a/0-2"),
+        overrides=("strategy=single", "resume=auto", "sweep.name=a"),
+        sweep=tmp_path / "sweeps/a",
     )
     assert find(again).path == tmp_path / "sweeps/a/0/checkpoints/step_00000001"
 
 
 def test_scripts_are_told_apart(tmp_path: Path) -> None:
     ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (1,), 20.0)
-    of_a_script = replace(job(tmp_path, "auto"), script=("/a/train.py", "--epochs", "3"))
+    script = {"script": Path("/a/train.py"), "script_arguments": ("--epochs", "3")}
+    of_a_script = asked(job(tmp_path, "auto"), **script)
     assert find(of_a_script).path is None

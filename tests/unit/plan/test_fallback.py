@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support import checked
 
-from hetexp.app import check, compose_config
-from hetexp.core.config import Config, check_config
+from hetexp.core.config import check_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.summary import blank_summary
-from hetexp.hardware.selection.pool import Selection
 from hetexp.plan.fallback import fastest
-from hetexp.plan.planner import Request, make_plan
+from hetexp.plan.planner import make_plan
+from hetexp.plan.run_spec import CheckedRun
 
 TINY = ("model=mlp", "data=synthetic", "hardware.check_memory=false")
 CHOOSY = "strategy._target_=choosy.Choosy"
@@ -26,65 +25,61 @@ UNEQUAL = (
 REFUSED = "`strategy` must be ddp for cpu:0, but is 'choosy' instead."
 
 
-def checked(*overrides: str) -> tuple[dict[str, Any], Config | None, Selection, list[str]]:
-    return check(compose_config([*TINY, *overrides]), Path.cwd())
+def found(*overrides: str, **request: Any) -> CheckedRun:
+    return checked(*TINY, *overrides, **request)
 
 
 def test_without_it_the_reason_and_the_way_out_are_told() -> None:
-    *_, problems = checked(CHOOSY, *UNEQUAL)
+    problems = found(CHOOSY, *UNEQUAL).problems
     assert problems == [
         f"{REFUSED} Or strategy.fallback=single goes on with the fastest of the devices alone."
     ]
-    *_, problems = checked("strategy=single", "hardware.devices=[cpu,cpu]")
+    problems = found("strategy=single", "hardware.devices=[cpu,cpu]").problems
     assert "fallback" not in problems[0]  # choosing one device is what it says already
-    *_, problems = checked("strategy.static_graph=true", "trainer.accumulate=2")
+    problems = found("strategy.static_graph=true", "trainer.accumulate=2").problems
     assert problems and "fallback" not in problems[0]  # one's own option is wrong
 
 
-def test_with_it_the_fastest_device_trains_alone(tmp_path: Path) -> None:
-    raw, config, selection, problems = checked(CHOOSY, *UNEQUAL, "strategy.fallback=single")
-    assert not problems and config is not None
-    assert [str(device) for device in selection.devices] == ["emulated:1 (RTX 3090 (emulated))"]
-    request = Request(tmp_path, tmp_path, choices={"strategy": "choosy", "hardware": "auto"})
-    plan = make_plan(config, raw, selection, request)
+def test_with_it_the_fastest_device_trains_alone() -> None:
+    choices = {"strategy": "choosy", "hardware": "auto"}
+    spec = found(CHOOSY, *UNEQUAL, "strategy.fallback=single", choices=choices).accepted()
+    assert [str(device) for device in spec.selection.devices] == ["emulated:1 (RTX 3090 (emulated))"]
+    plan = make_plan(spec)
     assert (plan.strategy, plan.local_batch_sizes, plan.choices["strategy"]) == ("single", (64,), "single")
     assert plan.fallback == {"from": "choosy", "to": "single", "reason": REFUSED}
     (told,) = [reason for reason in plan.reasons if "strategy.fallback" in reason]
     assert REFUSED in told and "emulated:1 (RTX 3090 (emulated)) trains alone" in told
     assert blank_summary(plan, "completed")["fallback"] == plan.fallback
-    again, found = check_config(plan.config)  # as a rank reads it
-    assert not found and again is not None
+    again, wrong = check_config(plan.config)  # as a rank reads it
+    assert not wrong and again is not None
     assert again.strategy == {"_target_": "hetexp.strategy.single.Single"}
     assert again.fallback == "single"
 
 
-def test_who_can_run_does_not_fall_back(tmp_path: Path) -> None:
+def test_who_can_run_does_not_fall_back() -> None:
     for overrides in (
         (CHOOSY, "hardware.devices=[emulated:t4,emulated:rtx_3090]"),
         ("strategy=ddp", "hardware.devices=[cpu,cpu]"),
     ):
-        raw, config, selection, problems = checked(*overrides, "strategy.fallback=single")
-        assert not problems and config is not None
-        plan = make_plan(config, raw, selection, Request(tmp_path, tmp_path))
+        plan = make_plan(found(*overrides, "strategy.fallback=single").accepted())
         assert plan.fallback is None
         assert len(plan.devices) == 2
         assert not any("fallback" in reason for reason in plan.reasons)
 
 
-def test_single_itself_may_choose_among_several(tmp_path: Path) -> None:
-    raw, config, selection, problems = checked(
+def test_single_itself_may_choose_among_several() -> None:
+    spec = found(
         "strategy=single", "hardware.devices=[emulated:t4,emulated:rtx_3090]", "strategy.fallback=single"
-    )
-    assert not problems and config is not None
-    assert [device.name for device in selection.devices] == ["RTX 3090 (emulated)"]
-    plan = make_plan(config, raw, selection, Request(tmp_path, tmp_path))
+    ).accepted()
+    assert [device.name for device in spec.selection.devices] == ["RTX 3090 (emulated)"]
+    plan = make_plan(spec)
     assert plan.fallback is None  # nothing else was asked for
     (told,) = [reason for reason in plan.reasons if "strategy.fallback" in reason]
     assert "of 2 devices emulated:1 (RTX 3090 (emulated)) trains alone, the fastest by" in told
 
 
 def test_other_words_are_refused_by_key() -> None:
-    *_, problems = checked("strategy.fallback=ddp", "trainer.clip_norm=-1")
+    problems = found("strategy.fallback=ddp", "trainer.clip_norm=-1").problems
     assert problems[0] == "`strategy.fallback` must be single or null, but is 'ddp' instead."
     assert len(problems) == 2
 
@@ -110,6 +105,6 @@ def test_the_fastest() -> None:
 
 @pytest.mark.parametrize("words", [(), ("strategy=single", "hardware=cpu")])
 def test_null_is_the_default(words: tuple[str, ...]) -> None:
-    raw, config, *_ = checked(*words)
-    assert raw["strategy"]["fallback"] is None
-    assert config is not None and config.fallback is None and "fallback" not in config.strategy
+    spec = found(*words).accepted()
+    assert spec.raw["strategy"]["fallback"] is None
+    assert spec.config.fallback is None and "fallback" not in spec.config.strategy

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import unbuilt_config
+from support import spec_on, unbuilt_config
 
-from hetexp.core.config import Config, read_config
+from hetexp.core.config import read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.catalogue import card
 from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.hardware.selection.pool import Selection
-from hetexp.plan.planner import Request, check_plan, make_plan, run_id, run_name
+from hetexp.plan.planner import check_plan, make_plan, run_id, run_name
+from hetexp.plan.run_spec import Request, RunSpec
 
 CPU = [CpuBackend.describe(i) for i in range(3)]
 CUDA = [
@@ -32,8 +33,9 @@ EMULATED = [
 ]
 
 
-def config(**sections: Any) -> Config:
-    return read_config(unbuilt_config(**sections))
+def problems_of(selection: Selection, components: bool = True, **sections: Any) -> list[str]:
+    spec = spec_on([], unbuilt_config(**sections)).replaced(selection=selection)
+    return check_plan(spec, components)
 
 
 def manual(*weights: float) -> dict[str, Any]:
@@ -119,8 +121,8 @@ def test_choices_that_are_not_there_are_left_out() -> None:
 
 
 def test_nothing_speaks_against_a_right_plan() -> None:
-    assert check_plan(config(), Selection(devices=CPU)) == []
-    assert check_plan(config(balancing=manual(3, 2, 0)), Selection(devices=CPU)) == []
+    assert problems_of(Selection(CPU)) == []
+    assert problems_of(Selection(CPU), balancing=manual(3, 2, 0)) == []
 
 
 @pytest.mark.parametrize(
@@ -190,42 +192,40 @@ def test_nothing_speaks_against_a_right_plan() -> None:
 def test_everything_that_speaks_against_it(
     sections: dict[str, Any], devices: list[DeviceSpec], told: list[str]
 ) -> None:
-    problems = check_plan(config(**sections), Selection(devices=devices))
+    problems = problems_of(Selection(devices), **sections)
     assert len(problems) == len(told), problems
     for problem, start in zip(problems, told, strict=True):
         assert problem.startswith(start)
 
 
 def test_nccl_is_right_where_all_are_nvidias() -> None:
-    assert check_plan(config(comm={"backend": "native"}), Selection(devices=CUDA)) == []
+    assert problems_of(Selection(CUDA), comm={"backend": "native"}) == []
 
 
 def test_problems_of_the_selection_come_first_and_hide_what_follows_from_them() -> None:
     selection = Selection(devices=CPU[:1], problems=["`hardware.devices[1]` must be something else."])
     # Two weights are right for the two devices that were asked for.
-    assert check_plan(config(balancing=manual(1, 1)), selection) == selection.problems
+    assert problems_of(selection, balancing=manual(1, 1)) == selection.problems
 
 
 def test_no_devices_no_consequences() -> None:
     selection = Selection(problems=["`hardware.devices` must select at least one device, but none is left."])
-    assert check_plan(config(comm={"backend": "native"}), selection) == selection.problems
+    assert problems_of(selection, comm={"backend": "native"}) == selection.problems
 
 
 def test_parts_that_failed_their_own_check_are_not_built() -> None:
     broken = {"_target_": "no.such.Strategy"}
-    assert (
-        check_plan(config(strategy=broken, balancing=broken), Selection(devices=CPU), components=False) == []
-    )
+    assert problems_of(Selection(CPU), components=False, strategy=broken, balancing=broken) == []
 
 
 # ---------------------------------------------------------------- the plan itself
 
 
 def test_a_plan_tells_who_does_what_and_why() -> None:
-    settings = config(balancing=manual(3, 1), hardware={"threads_per_rank": 2})
+    raw = unbuilt_config(balancing=manual(3, 1), hardware={"threads_per_rank": 2})
     selection = Selection(devices=CPU[:2], reasons=["Because."])
-    raw = settings.model_dump()
-    plan = make_plan(settings, raw, selection, request(group="sweep", choices={"model": "mlp"}))
+    asked = request(group="sweep", choices={"model": "mlp"})
+    plan = make_plan(RunSpec(read_config(raw), raw, selection, asked))
     assert plan.devices == tuple(CPU[:2])
     assert plan.shares == (0.75, 0.25)
     assert plan.local_batch_sizes == (6, 2)
@@ -242,10 +242,7 @@ def test_a_plan_tells_who_does_what_and_why() -> None:
 
 
 def test_a_name_that_was_given_wins() -> None:
-    settings = config(name="my run")
-    plan = make_plan(
-        settings, settings.model_dump(), Selection(devices=CPU[:1]), request(overrides=("model=mlp",))
-    )
+    plan = make_plan(spec_on(CPU[:1], unbuilt_config(name="my run"), overrides=("model=mlp",)))
     assert plan.name == "my run"
 
 
@@ -262,5 +259,5 @@ def test_a_name_that_was_given_wins() -> None:
 def test_gradients_that_a_wire_rounds_are_not_exact(strategy: str, wire: str, exact: bool) -> None:
     sections = {"strategy": {"_target_": f"hetexp.strategy.{strategy}"}, "comm": {"wire": wire}}
     raw = unbuilt_config(**sections, balancing=manual(1, 1, 1))
-    plan = make_plan(read_config(raw), raw, Selection(devices=CPU), request())
+    plan = make_plan(spec_on(CPU, raw))
     assert plan.exact is exact

@@ -6,15 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import unbuilt_config
+from support import spec_on, unbuilt_config
 
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.precision import SHORT_FORMS
 from hetexp.core.summary import blank_summary
-from hetexp.hardware.selection.pool import Selection
-from hetexp.plan.planner import Request, check_plan, make_plan
+from hetexp.plan.planner import check_plan, make_plan
 
 AMPERE = DeviceSpec(
     *("cuda:0", "cuda", 0, "RTX 3090", "nvidia"),
@@ -28,10 +27,7 @@ def config(precision: str) -> Config:
 
 
 def plan_of(precision: str, *devices: DeviceSpec) -> Plan:
-    settings = config(precision)
-    raw = settings.model_dump(mode="json")
-    raw["trainer"]["precision"] = precision  # as it was typed
-    return make_plan(settings, raw, Selection(devices=list(devices)), Request(Path("/runs/1"), Path("/work")))
+    return make_plan(spec_on(devices, unbuilt_config(trainer={"precision": precision, "seed": 0})))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +63,11 @@ def test_short_forms_are_the_long_ones(short: str) -> None:
 
 def test_an_unfit_device_is_a_problem_of_the_plan() -> None:
     devices = [AMPERE, TURING, replace(TURING, id="cuda:2")]
-    (problem,) = check_plan(config("bf16"), Selection(devices=devices))
+
+    def problems_of(precision: str) -> list[str]:
+        return check_plan(spec_on(devices, unbuilt_config(trainer={"precision": precision, "seed": 0})))
+
+    (problem,) = problems_of("bf16")
     assert "cuda:1" in problem and "cuda:2" in problem and "cuda:0" not in problem
-    assert check_plan(config("fp16"), Selection(devices=devices)) == []
-    assert check_plan(config("auto"), Selection(devices=devices)) == []
+    assert problems_of("fp16") == []
+    assert problems_of("auto") == []

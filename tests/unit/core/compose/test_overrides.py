@@ -18,6 +18,7 @@ from hetexp.app import CONFIG_NAME, check, check_command_line, compose_config, c
 from hetexp.core.compose.conf_folders import name_own_conf_dir
 from hetexp.core.compose.overrides import Overrides, compose_typed
 from hetexp.core.sweep.grid import compose_jobs
+from hetexp.plan.run_spec import Request
 
 Type = Callable[..., Overrides]
 
@@ -269,7 +270,7 @@ def test_another_class_keeps_what_it_takes_of_the_options_arguments(
     GlobalHydra.instance().clear()
     typed, problems = compose_typed([*SMALL, *words])
     assert typed is not None and not problems
-    assert not check(typed, Path.cwd(), leases=False)[3]
+    assert not check(typed, Request(Path.cwd(), Path.cwd()), leases=False).problems
     (job,), problems = compose_jobs([*SMALL, *words])
     assert not problems
     for composed in (typed, job.config, compose_config([*SMALL, *words])):

@@ -6,16 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import checked
 
-from hetexp.app import check, compose_config
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.speed import SpeedCurve
-from hetexp.core.instantiate import instantiate
-from hetexp.launch.prepare.known import known_of
+from hetexp.launch.prepare.known import known_of, memory_of
 from hetexp.plan import calibrations
 from hetexp.plan.known import MEASURED
-from hetexp.plan.planner import Request, make_plan
-from hetexp.training.measuring.estimate import RunMemory
+from hetexp.plan.planner import make_plan
 
 JOB = (
     *("model=mlp", "model.hidden_sizes=[64]", "data=synthetic"),
@@ -28,18 +26,15 @@ def test_what_devices_exchange_is_not_free_where_they_were_measured_in_another_n
 ) -> None:
     """Else a planner would take whatever sends most over a link that it knows to be slow."""
     monkeypatch.setenv("HETEXP_HOME", str(tmp_path))
-    raw, config, selection, problems = check(compose_config(JOB), Path.cwd())
-    assert not problems
-    assert config is not None
-    plan = make_plan(config, raw, selection, Request(tmp_path / "run", Path.cwd()))
+    spec = checked(*JOB, run_dir=tmp_path / "run").accepted()
+    plan = make_plan(spec)
     curve = DeviceCalibration(SpeedCurve(0.0, 1e-4), 0.5, 0.0, 0.0)
     exchange = Exchange(((1.0, 1),), other_seconds=0.125)
     told = {"devices": [curve.to_dict()] * 2, "exchange": exchange.to_dict()}
-    calibrations.store(plan, config, told)
-    strategy = instantiate(config.strategy)
-    built = RunMemory(config, plan.devices, plan.local_batch_sizes, plan.precisions, strategy)
-    assert known_of(plan, config, built).exchange == exchange
-    elsewhere = known_of(replace(plan, network={"gb_per_second": 0.0125}), config, built)
+    calibrations.store(plan, spec.config, told)
+    memory = memory_of(plan, spec)
+    assert known_of(plan, spec, memory).exchange == exchange
+    elsewhere = known_of(replace(plan, network={"gb_per_second": 0.0125}), spec, memory)
     assert set(elsewhere.sources) == {MEASURED}
-    weights = sum(4 * parameter.numel() for parameter in built.model.parameters())
+    weights = sum(4 * parameter.numel() for parameter in memory.model.parameters())
     assert sum(size for _, size in elsewhere.exchange.buckets) == weights

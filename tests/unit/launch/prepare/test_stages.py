@@ -5,26 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import plan_on, unbuilt_config
+from support import plan_on, spec_on, unbuilt_config
 
-from hetexp.core.config import Config, read_config
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Stage
 from hetexp.hardware.backends.cpu import CpuBackend
-from hetexp.launch.prepare.stages import check_model, with_stages
+from hetexp.launch.prepare.preparation import Preparation, check_model
+from hetexp.plan.run_spec import RunSpec
 
 GPT = {"_target_": "hetexp.model.gpt.GPT", "num_layers": 6, "num_heads": 2, "embedding_size": 8}
 TOKENS = {"_target_": "hetexp.data.synthetic.Synthetic", "kind": "tokens", "num_samples": 8}
 
 
-def made(count: int, strategy: str, model: dict[str, Any] = GPT, **arguments: Any) -> tuple[Plan, Config]:
+def made(count: int, strategy: str, model: dict[str, Any] = GPT, **arguments: Any) -> tuple[Plan, RunSpec]:
     name = {"pipeline": "Pipeline", "hybrid": "Hybrid", "ddp": "DDP"}[strategy]
     node = {"_target_": f"hetexp.strategy.{strategy}.{name}", **arguments}
     raw = unbuilt_config(strategy=node, model=model, data=TOKENS, trainer={"global_batch_size": 10})
     shares = (0.5, *[0.5 / (count - 1)] * (count - 1))
     plan = plan_on([CpuBackend.describe(index) for index in range(count)], raw, shares=shares)
-    return plan, read_config(raw)
+    return plan, spec_on(plan.devices, raw)
+
+
+def with_stages(plan: Plan, spec: RunSpec) -> Plan:
+    return Preparation(spec).stages(plan)
 
 
 def test_a_pipeline_of_given_layers() -> None:

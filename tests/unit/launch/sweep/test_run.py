@@ -16,8 +16,10 @@ from omegaconf import OmegaConf
 from hetexp.core.errors import ConfigError, RunFailedError, SetupError
 from hetexp.core.sweep.folder import SweepRow, append_row, read_rows
 from hetexp.launch.sweep import run as module
-from hetexp.launch.sweep.run import Start, as_typed, concluded, run_job
-from hetexp.plan.planner import Request, run_id
+from hetexp.launch.sweep.end import concluded
+from hetexp.launch.sweep.run import Start, as_typed, run_job
+from hetexp.plan.planner import run_id
+from hetexp.plan.run_spec import Request
 
 TYPED = ("trainer.max_steps=2", "trainer.seed=0,1")
 
@@ -104,20 +106,20 @@ def test_a_completed_run_is_skipped_when_the_sweep_starts_again(
     (first.run_dir / "summary.json").write_text(json.dumps(summary))
     assert run_job(0, first, lambda: summary) == summary
     assert run_job(1, request_of(tmp_path, "1", "trainer.seed=0"), lambda: {"twice": 1}) == {"twice": 1}
-    module._finished()
+    module.finished()
     begin(tmp_path, *TYPED)
     again = request_of(tmp_path, "0", "sweep.name=x", "trainer.seed=0")
     assert run_job(5, again, failing(AssertionError("it must not run"))) == summary
     assert "Run 5 (trainer.seed=0) completed before: skipped.\n" in capsys.readouterr().out
     assert len(read_rows(tmp_path)) == 2
-    module._finished()
+    module.finished()
 
 
 def test_the_start_is_noted_and_the_first_one_kept(tmp_path: Path, begin: Callable[..., None]) -> None:
     begin(tmp_path, *TYPED)
-    module._finished()
+    module.finished()
     begin(tmp_path, "trainer.seed=0,1,2", "resume='a=b'")
-    module._finished()
+    module.finished()
     note = json.loads((tmp_path / "sweep.json").read_text())
     assert note["command"] == ["python", "train.py", "-m", *TYPED]
     assert note["overrides"] == list(TYPED)
@@ -152,7 +154,7 @@ def test_a_sweep_that_another_process_runs_is_refused(
     told = capsys.readouterr().err
     assert f"{tmp_path} is run by process {owner.pid} since 20" in told
     begin(tmp_path)
-    module._finished()
+    module.finished()
 
 
 @pytest.mark.parametrize("ending", [None, SystemExit(1), SystemExit(143), KeyboardInterrupt()])

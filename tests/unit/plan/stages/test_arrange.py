@@ -21,7 +21,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer, Stage
 from hetexp.hardware.links import HOST_EXCHANGE
-from hetexp.launch.prepare.arrange import with_arrangement
+from hetexp.launch.prepare.preparation import with_arrangement
 from hetexp.plan.known import NOTHING, Known
 from hetexp.plan.stages.arrange import Arrangement, arrange
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support import checked
 
-from hetexp.app import check, compose_config
 from hetexp.core.errors import ConfigError
-from hetexp.launch.prepare.choose_strategy import Chosen, chosen
-from hetexp.plan.planner import Request
+from hetexp.launch.prepare.select_strategy import select_strategy
+from hetexp.plan.run_spec import RunSpec
 
 TINY = ("model=mlp", "data=synthetic", "logger=none", "hardware.check_memory=false")
 MIX = ("hardware=nvidia_arc", *TINY, "model.hidden_sizes=[512,512]")
 LARGE, SMALL = "trainer.global_batch_size=16384", "trainer.global_batch_size=64"
 
 
-def choose(*words: str, console: Console | None = None) -> Chosen:
-    raw, config, selection, problems = check(compose_config(["strategy=auto", *words]), Path.cwd())
-    assert problems == []
-    assert config is not None
-    request = Request(Path("/tmp/run"), Path.cwd(), choices={"strategy": "auto", "model": "mlp"})
-    return chosen(config, raw, selection, request, console or Console(file=io.StringIO()))
+def choose(*words: str, console: Console | None = None) -> RunSpec:
+    spec = checked("strategy=auto", *words, choices={"strategy": "auto", "model": "mlp"}).accepted()
+    return select_strategy(spec, console or Console(file=io.StringIO()))
 
 
 def test_two_devices_where_both_pay() -> None:
@@ -70,18 +66,14 @@ def test_a_model_that_no_card_holds_is_refused() -> None:
 
 
 def test_any_other_strategy_stays() -> None:
-    raw, config, selection, problems = check(compose_config(["strategy=ddp", *MIX]), Path.cwd())
-    assert config is not None
-    assert problems == []
-    run = chosen(config, raw, selection, Request(Path("/tmp/run"), Path.cwd()), Console(file=io.StringIO()))
-    assert run.config is config
-    assert run.selection is selection
+    spec = checked("strategy=ddp", *MIX).accepted()
+    assert select_strategy(spec, Console(file=io.StringIO())) is spec
 
 
 def test_wrong_names_are_told() -> None:
     with pytest.raises(ConfigError, match=r"`strategy.among` must be a list of .*Did you mean `dp`\?"):
         choose(*MIX, "strategy.among=[dpp]")
-    _, _, _, problems = check(compose_config(["strategy=auto", "strategy.among=[]", *MIX]), Path.cwd())
+    problems = checked("strategy=auto", "strategy.among=[]", *MIX).problems
     assert problems == ["`strategy.among` must name a strategy at least, but is [] instead. null means all."]
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from rich.console import Console
-from support import plan_on, unbuilt_config
+from support import plan_on, spec_on, unbuilt_config
 
-from hetexp.core.config import read_config
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.cost.step import Channel
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.summary import blank_summary
-from hetexp.launch.prepare.plan import with_measured_split, with_microbatches
+from hetexp.launch.prepare.preparation import Preparation, with_microbatches
+from hetexp.plan.run_spec import RunSpec
 
 CARDS = tuple(DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia", uuid=f"GPU-{i}") for i in range(2))
+
+
+PROFILED, ADAPTIVE = "hetexp.balancing.profiled.Profiled", "hetexp.balancing.adaptive.Adaptive"
 
 
 class Measuring:
@@ -28,8 +29,8 @@ class Measuring:
     def __init__(self) -> None:
         self.batches: list[int] = []
 
-    def __call__(self, plan: Plan, config: Any, console: Console) -> dict[str, Any]:
-        total = config.trainer.global_batch_size
+    def __call__(self, plan: Plan, spec: RunSpec) -> dict[str, Any]:
+        total = spec.config.trainer.global_batch_size
         self.batches.append(total)
         curves = SpeedCurve(0.0, 0.001), SpeedCurve(0.0, 0.003, update_seconds=0.012)
         devices = [
@@ -39,29 +40,24 @@ class Measuring:
         exchange = Exchange(((1.0, 0),), Channel(1e-4))
         return {"devices": [one.to_dict() for one in devices], "exchange": exchange.to_dict()}
 
+    def plan(
+        self, total: int = 64, model: str = "small", kind: str = PROFILED, dev: int = 0, **policy: Any
+    ) -> Plan:
+        raw = unbuilt_config(
+            trainer={"global_batch_size": total, "seed": 0, "fast_dev_run": dev},
+            model={"_target_": "unused", "name": model},
+            balancing={"_target_": kind, **policy},
+        )
+        return Preparation(spec_on(CARDS, raw), self).split(plan_on(CARDS, raw), None)
+
 
 @pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
-    stand_in = Measuring()
-    monkeypatch.setattr("hetexp.launch.prepare.plan.measure", stand_in)
-    return stand_in
-
-
-PROFILED, ADAPTIVE = "hetexp.balancing.profiled.Profiled", "hetexp.balancing.adaptive.Adaptive"
-
-
-def split(total: int = 64, model: str = "small", kind: str = PROFILED, dev: int = 0, **policy: Any) -> Plan:
-    raw = unbuilt_config(
-        trainer={"global_batch_size": total, "seed": 0, "fast_dev_run": dev},
-        model={"_target_": "unused", "name": model},
-        balancing={"_target_": kind, **policy},
-    )
-    plan = plan_on(CARDS, raw)
-    return with_measured_split(plan, read_config(raw), None, Console(file=io.StringIO()))
+def measuring() -> Measuring:
+    return Measuring()
 
 
 def test_the_second_run_does_not_measure_and_says_when_the_first_did(measuring: Measuring) -> None:
-    first, second = split(), split()
+    first, second = measuring.plan(), measuring.plan()
     assert measuring.batches == [64]
     assert second.local_batch_sizes == first.local_batch_sizes == (51, 13)
     assert not any("were measured at" in reason for reason in first.reasons)
@@ -75,48 +71,49 @@ def test_the_second_run_does_not_measure_and_says_when_the_first_did(measuring: 
 
 
 def test_a_person_may_have_them_measured_anew(measuring: Measuring) -> None:
-    split()
-    split(recalibrate=True)
+    measuring.plan()
+    measuring.plan(recalibrate=True)
     assert measuring.batches == [64, 64]
 
 
 def test_another_batch_or_model_is_another_choice(measuring: Measuring) -> None:
     """Never worse: with few samples the second card's fixed cost does not pay, whatever is known already."""
-    assert len(split(64).devices) == 2
-    assert [device.id for device in split(8).devices] == ["cuda:0"]
-    assert len(split(64).devices) == 2
+    assert len(measuring.plan(64).devices) == 2
+    assert [device.id for device in measuring.plan(8).devices] == ["cuda:0"]
+    assert len(measuring.plan(64).devices) == 2
     assert measuring.batches == [64, 8]
-    split(64, model="large")
+    measuring.plan(64, model="large")
     assert measuring.batches == [64, 8, 64]
-    assert len(split(64, drop_slower=False).devices) == 2
+    assert len(measuring.plan(64, drop_slower=False).devices) == 2
     assert measuring.batches == [64, 8, 64]
 
 
 def test_a_policy_that_follows_begins_with_what_is_known(measuring: Measuring) -> None:
-    unknown = split(kind=ADAPTIVE)
+    unknown = measuring.plan(kind=ADAPTIVE)
     assert unknown.local_batch_sizes == (32, 32)
     assert unknown.calibration is None
-    measured = split()
-    same = split(kind=ADAPTIVE)  # the same job: with its prediction and its choice of devices
+    measured = measuring.plan()
+    same = measuring.plan(kind=ADAPTIVE)  # the same job: with its prediction and its choice of devices
     assert same.local_batch_sizes == measured.local_batch_sizes
     assert same.calibration is not None and same.calibration["predicted_step_seconds"] is not None
-    other = split(128, kind=ADAPTIVE)  # another batch: what each device does alone is known all the same
+    # Another batch: what each device does alone is known all the same.
+    other = measuring.plan(128, kind=ADAPTIVE)
     assert other.local_batch_sizes == (99, 29)
     assert other.calibration is not None and other.calibration["predicted_step_seconds"] is None
     assert "measured in an earlier run; it begins with cuda:0 99, cuda:1 29 samples" in other.reasons[0]
     assert blank_summary(other, "completed")["calibration"] is None
-    assert split(64, model="large", kind=ADAPTIVE).calibration is None
-    assert split(128, kind=ADAPTIVE, recalibrate=True).calibration is None
+    assert measuring.plan(64, model="large", kind=ADAPTIVE).calibration is None
+    assert measuring.plan(128, kind=ADAPTIVE, recalibrate=True).calibration is None
     assert measuring.batches == [64]
 
 
 def test_a_policy_that_follows_may_measure_first(measuring: Measuring) -> None:
-    assert split(kind=ADAPTIVE, calibrate=True).local_batch_sizes == (51, 13)
+    assert measuring.plan(kind=ADAPTIVE, calibrate=True).local_batch_sizes == (51, 13)
     assert measuring.batches == [64]
 
 
 def test_nothing_is_measured_for_a_trial_of_a_few_batches(measuring: Measuring) -> None:
-    assert split(dev=2).calibration is None
+    assert measuring.plan(dev=2).calibration is None
     assert measuring.batches == []
 
 

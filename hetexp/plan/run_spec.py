@@ -1,0 +1,102 @@
+"""A run as it was checked: configuration, devices and request, with the strategy and policy that it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hetexp.balancing.base import BalancingPolicy
+from hetexp.core.config import Config
+from hetexp.core.errors import ConfigError
+from hetexp.core.instantiate import instantiate
+from hetexp.hardware.selection.pool import Selection
+from hetexp.plan.strategy import Strategy
+
+_BUILT = {"strategy": "strategy", "policy": "balancing"}
+"""What a run builds once, and the section of the configuration that it is built from."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan needs to know beside the configuration: where it runs and what the person typed."""
+
+    run_dir: Path
+    working_dir: Path
+    choices: dict[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    group: str | None = None
+    sweep: Path | None = None
+    """Folder of the sweep that the run is one of."""
+    script: Path | None = None
+    """A person's own script that the ranks run; it decides the size of a batch."""
+    script_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run, passed from its checks to its launch.
+
+    It builds strategy and policy once. Another section makes another `RunSpec`, so that neither can be stale.
+    """
+
+    config: Config
+    raw: dict[str, Any]
+    """The configuration as plain types, which the plan holds."""
+    selection: Selection
+    request: Request
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The strategy.
+
+        Raises:
+            ConfigError: the configuration of the strategy is wrong.
+        """
+        built: Strategy = instantiate(self.config.strategy)
+        return built
+
+    @cached_property
+    def policy(self) -> BalancingPolicy:
+        """The balancing policy.
+
+        Raises:
+            ConfigError: the configuration of the policy is wrong.
+        """
+        built: BalancingPolicy = instantiate(self.config.balancing)
+        return built
+
+    def replaced(self, **changes: Any) -> RunSpec:
+        """Return the run with other fields; strategy and policy stay while their sections do."""
+        other = replace(self, **changes)
+        for name, section in _BUILT.items():
+            if name in self.__dict__ and getattr(other.config, section) == getattr(self.config, section):
+                other.__dict__[name] = self.__dict__[name]
+        return other
+
+    def with_values(self, **values: Any) -> RunSpec:
+        """Return the run with other values of top-level keys, in both forms of the configuration."""
+        raw = {**self.raw, **values}
+        if "strategy" in values and self.config.fallback is not None:
+            raw["strategy"] = values["strategy"] | {"fallback": self.config.fallback}
+        return self.replaced(config=self.config.model_copy(update=values), raw=raw)
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """What a check has found."""
+
+    spec: RunSpec | None
+    """`None` if the configuration cannot be read."""
+    problems: list[str]
+
+    def accepted(self) -> RunSpec:
+        """Return the run.
+
+        Raises:
+            ConfigError: everything that is wrong with it.
+        """
+        if self.problems or self.spec is None:
+            raise ConfigError(list(dict.fromkeys(self.problems)))
+        return self.spec
