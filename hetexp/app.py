@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config"
 ENGINE = "hetexp.engine.main"
 """A layer above this one, hence known by name only."""
+OUTSIDE_SCRIPT = ("strategy", "balancing", "logger")
+"""Sections that are built for a user's own script, too (`hetexp launch`)."""
 PARENT_POLL_SECONDS = 0.5
 _typed_here = False
 """Whether `main` ran in this process: joblib and submitit have processes of their own for a sweep's jobs."""
@@ -466,7 +468,6 @@ def check(
     from hetexp.core.instantiate import check_component
     from hetexp.hardware.selection.devices import select_devices
     from hetexp.hardware.selection.pool import Selection
-    from hetexp.launch.prepare.preparation import check_model
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.fallback import fall_back
     from hetexp.plan.planner import check_plan
@@ -475,7 +476,8 @@ def check(
     raw, missing, problems = plain(cfg)
     config, found = check_config(raw)
     raw.pop("sweep", None)
-    components = {key: check_component(key, raw[key]) for key in COMPONENTS if key in raw}
+    built_here = COMPONENTS if request.script is None else OUTSIDE_SCRIPT
+    components = {key: check_component(key, raw[key]) for key in built_here if key in raw}
     found += [problem for one in components.values() for problem in one]
     if not components.get("optimizer", True):
         found += check_optimizer(raw["optimizer"])
@@ -485,7 +487,7 @@ def check(
         found += _check_run(spec)
         hardware = _own_hardware(config, found)
         inventory = detect_for(hardware, request.working_dir, leases, _own_pythons(config))
-        usable = not any(components.values())
+        usable = request.script is None and not any(components.values())
         need = partial(need_bytes, spec, inventory) if usable else None
         select = select_devices if started is None else started.select
         selection = select(hardware, inventory, need)
@@ -510,7 +512,7 @@ def check(
         alone = not config.cluster.hosts or met is not None
         found += check_plan(spec, built) if alone else selection.problems
         if alone and usable and not any(problem.startswith("`strategy") for problem in found):
-            found += check_model(spec)
+            found += spec.strategy.check_model(spec.config)
     # What is missing was reported already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
     return CheckedRun(spec, problems)
@@ -613,7 +615,7 @@ def _check_run(spec: RunSpec) -> list[str]:
     from hetexp.training.loss import check_loss
 
     config, working_dir = spec.config, spec.request.working_dir
-    problems = check_loss(config.trainer.loss)
+    problems = check_loss(config.trainer.loss) if spec.request.script is None else []
     named = config.resume if _has_the_runs(config) else None
     wish = ResumeRequest.read(named, working_dir) if named is not None else None
     if wish is not None and wish.path is not None:  # else the run folder must be known (`find`)

@@ -32,7 +32,7 @@ def planned(folder: Path, overrides: tuple[str, ...]) -> Plan:
     """Return the plan of a command line, as the launcher makes it."""
     quick = ("balancing=equal", "logger=none", "hardware.threads_per_rank=1")
     spec = check(compose_config([*quick, *overrides]), Request(folder, Path.cwd())).accepted()
-    return Preparation(spec).prepared(make_plan(spec))
+    return spec.strategy.prepare(make_plan(spec), Preparation(spec))
 
 
 def trained(plans: list[Plan], steps: int) -> list[list[dict[str, torch.Tensor]]]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 OF_THE_SCRIPT = ("model", "data", "optimizer", "trainer")
 """Sections that say what a script says itself."""
-STRATEGIES = ("ddp", "single")
 POLICIES = ("auto", "adaptive", "tflops", "vram", "manual", "equal")
 RUN_DIR = "hydra.run.dir="
 
@@ -152,56 +151,26 @@ def check(cfg: DictConfig, request: Request) -> CheckedRun:
 
     What belongs to the script is left out of the configuration, and nothing of it is built.
     """
-    from hetexp.app import detect_for, plain
-    from hetexp.checkpoint.choose import ResumeRequest, choose
-    from hetexp.core.config import check_config
-    from hetexp.core.errors import ConfigError, HetexpError
-    from hetexp.core.instantiate import check_component
-    from hetexp.hardware.selection.devices import select_devices
-    from hetexp.plan.fallback import fall_back
-    from hetexp.plan.planner import check_plan
-    from hetexp.plan.run_spec import CheckedRun, RunSpec
+    from hetexp import app
+    from hetexp.plan.run_spec import CheckedRun
 
     for section in ("model", "data", "optimizer"):
         cfg[section] = {}
-    raw, missing, problems = plain(cfg)
-    config, found = check_config(raw)
-    components = {key: check_component(key, raw[key]) for key in ("strategy", "balancing", "logger")}
-    found += [problem for one in components.values() for problem in one]
-    spec, working_dir = None, request.working_dir
-    if config is not None:
-        selection = select_devices(config.hardware, detect_for(config.hardware, working_dir))
-        spec = RunSpec(config, raw, selection, request)
-        usable = not (components["strategy"] or components["balancing"])
-        if usable:
-            spec = fall_back(spec)
-            found += _unsupported(spec)
-        found += check_plan(spec, usable)
-        wish = ResumeRequest.read(config.resume, working_dir) if config.resume is not None else None
-        if wish is not None and wish.path is not None:  # else the run folder must be known
-            try:
-                choose(working_dir / wish.path, wish.which, contents=False)
-            except ConfigError as error:
-                found += error.problems
-            except HetexpError as error:
-                found.append(str(error))
-    problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
-    return CheckedRun(spec, problems)
+    found = app.check(cfg, request)
+    problems = [] if found.spec is None else _unsupported(found.spec)
+    return CheckedRun(found.spec, [*found.problems, *problems])
 
 
 def _unsupported(spec: RunSpec) -> list[str]:
     """Return what hetexp's own training can do and a script cannot, one sentence a problem."""
-    from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.errors import must_be
     from hetexp.core.precision import choose_precisions
 
-    problems, config = [], spec.config
+    config = spec.config
     try:
-        strategy, policy = spec.strategy, spec.policy
-    except ConfigError:  # reported by the plan's own check
+        policy, problems = spec.policy, spec.strategy.check_script()
+    except Exception:  # reported by their own checks
         return []
-    if strategy.name not in STRATEGIES:
-        why = "The loop of a script is data parallel; hetexp train has the other strategies."
-        problems.append(must_be("strategy", "ddp or single with hetexp launch", strategy.name, why))
     if policy.measures and not policy.follows:
         why = "Only a model that hetexp builds is measured beforehand; auto follows a script's own steps."
         name = type(policy).__name__.lower()

@@ -288,10 +288,7 @@ class _Runs:
 
     def averages(self, plan: Plan) -> bool:
         """Tell whether gradients are averaged over ranks that each have a part of the batch."""
-        strategy = self._prepared.spec.strategy
-        if strategy.solo or plan.world_size < 2:
-            return False
-        return strategy.steps == "joint" or len(plan.replica_batch_sizes) > 1
+        return self._prepared.spec.strategy.averages_gradients(plan)
 
     def shares_differ(self, plan: Plan) -> bool:
         """Tell whether what is averaged has different numbers of samples."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ _TUPLES = (
     "script_arguments",
 )
 """Fields that JSON turns into lists."""
+_BY_RANK = ("devices", "threads", "precisions", "memory_bytes")
+"""Fields with a value a rank that other ranks do not change."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,20 @@ class Plan:
     def card_batch_sizes(self) -> tuple[int, ...]:
         """Samples of a full global batch that each of a single rank's devices takes."""
         return apportion(sum(self.local_batch_sizes), self.card_shares).counts if self.cards else ()
+
+    def of_ranks(self, ranks: Sequence[int], reasons: Sequence[str] = (), **changes: Any) -> Plan:
+        """Return the plan of some of its ranks' devices, in this order, with other values of some fields.
+
+        Args:
+            reasons: come first; the sentence of the policy's split goes, as the split is another one.
+        """
+
+        def kept(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[rank] for rank in ranks) if values else ()
+
+        by_rank = {name: kept(getattr(self, name)) for name in _BY_RANK}
+        old = [reason for reason in self.reasons if not reason.startswith("Policy ")]
+        return replace(self, **{**by_rank, "reasons": (*reasons, *old), **changes})
 
     def rank_of(self, place: int) -> int:
         """Return the rank that drives one of `all_devices`."""

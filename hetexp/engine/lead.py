@@ -91,12 +91,7 @@ class Lead:
         if config.fallback is not None:
             accepted = f"null where {self.seat.engine} starts the ranks"
             problems.append(must_be("strategy.fallback", accepted, config.fallback))
-        strategy = spec.strategy
-        if strategy.one_process and self.seat.world_size > 1:
-            accepted = f"another than {strategy.name}, which drives all cards from one process, where "
-            accepted += f"{self.seat.engine} starts one for each"
-            problems.append(must_be("strategy", accepted, strategy.name))
-        return problems
+        return problems + spec.strategy.check_external_ranks(self.seat.engine, self.seat.world_size)
 
     def adapted(self, config: Config, raw: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         """Return the configuration without what needs the launcher."""

@@ -85,7 +85,7 @@ def resumes_ranks(spec: RunSpec, path: Path) -> bool:
         strategy = spec.strategy
     except Exception:  # reported with the strategy's other problems
         return False
-    return strategy.apart and bool(rank_folders(path))
+    return strategy.resumes_ranks(path)
 
 
 def _of_this_job(spec: RunSpec, which: str, there: bool) -> FoundRun:

@@ -10,7 +10,6 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.hardware.backend import VISIBILITY
 from hetexp.plan.routes import choose_collective
-from hetexp.plan.strategy import Strategy
 
 OTHER_JOBS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that would make torch find another job; no rank gets them."""
@@ -32,31 +31,47 @@ def check_collective(config: Config, devices: Sequence[DeviceSpec]) -> list[str]
     return [must_be("comm.backend", f"auto, shm or gloo for these devices ({names})", "native")]
 
 
-def check_wire(config: Config, strategy: Strategy) -> list[str]:
-    """Return what speaks against the form in which gradients are to travel."""
+def check_wire(config: Config) -> list[str]:
+    """Return what speaks against the form in which gradients are to travel, if the strategy codes them."""
+    wire = config.comm.wire
+    return [float64_problem(wire)] if wire != "float32" and config.trainer.precision == "float64" else []
+
+
+def refuse_wire(config: Config, strategy: str, fix: str = "ddp and hybrid code them.") -> list[str]:
+    """Return that gradients travel as they are, if another form is wanted.
+
+    Args:
+        strategy: its name.
+        fix: what to do instead.
+    """
     wire = config.comm.wire
     if wire == "float32":
         return []
-    if strategy.predicted_as == "periodic":
-        accepted, fix = f"float32 where `strategy` is {strategy.name}", f"Write strategy.wire={wire}."
-        return [must_be("comm.wire", accepted, wire, fix)]
-    if not strategy.codes_gradients:
-        fix = "ddp and hybrid code them."
-        return [must_be("comm.wire", f"float32 where `strategy` is {strategy.name}", wire, fix)]
-    if config.trainer.precision == "float64":
-        return [float64_problem(wire)]
-    return []
+    return [must_be("comm.wire", f"float32 where `strategy` is {strategy}", wire, fix)]
 
 
-def check_boundary_wire(config: Config, strategy: Strategy) -> list[str]:
+def check_boundary_wire(config: Config) -> list[str]:
     """Return what speaks against the form in which stages are to hand on what they compute."""
-    wire, key = config.comm.boundary_wire, "comm.boundary_wire"
+    wire = config.comm.boundary_wire
+    if wire == "float32" or config.trainer.precision != "float64":
+        return []
+    return [float64_problem(wire, "comm.boundary_wire")]
+
+
+def refuse_boundary_wire(config: Config, strategy: str) -> list[str]:
+    """Return that a strategy has no stages, if a form for what they hand on is wanted."""
+    wire = config.comm.boundary_wire
     if wire == "float32":
         return []
-    if strategy.steps != "staged":
-        fix = "pipeline and hybrid have stages."
-        return [must_be(key, f"float32 where `strategy` is {strategy.name}", wire, fix)]
-    return [float64_problem(wire, key)] if config.trainer.precision == "float64" else []
+    fix = "pipeline and hybrid have stages."
+    return [must_be("comm.boundary_wire", f"float32 where `strategy` is {strategy}", wire, fix)]
+
+
+def require_exchange(config: Config, strategy: str) -> list[str]:
+    """Return that a step is not done without its exchange, which ends after the backward pass."""
+    if config.debug.exchange:
+        return []
+    return [must_be("debug.exchange", f"true where `strategy` is {strategy}", False)]
 
 
 def float64_problem(wire: str, key: str = "comm.wire") -> str:

@@ -12,7 +12,6 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.precision import choose_precisions
 from hetexp.plan.run_spec import RunSpec
 from hetexp.plan.strategy import Strategy
-from hetexp.strategy.single import Single
 
 SINGLE = {"_target_": "hetexp.strategy.single.Single"}
 EQUAL = {"_target_": "hetexp.balancing.equal.Equal"}
@@ -39,12 +38,12 @@ def fall_back(spec: RunSpec) -> RunSpec:
     if not problems:
         return spec
     device, how = fastest(devices, choose_precisions(config.trainer.precision, devices))
-    reason, fallback = " ".join(problems), None
-    if isinstance(strategy, Single):
+    reason = " ".join(problems)
+    fallback = strategy.fallback_from(reason)
+    if fallback is None:
         note = f"strategy.fallback=single: of {len(devices)} devices {device} trains alone, {how}."
     else:
         note = f"strategy.fallback=single: {strategy.name} cannot run. {reason} {device} trains alone, {how}."
-        fallback = {"from": strategy.name, "to": "single", "reason": reason}
     alone = replace(
         selection, devices=[device], reasons=[*selection.reasons, note], network=None, fallback=fallback
     )
@@ -57,9 +56,9 @@ def with_hint(problem: str, strategy: Strategy, config: Config) -> str:
 
     Where one of the strategy's own options is wrong the problem says what to write instead.
     """
-    if strategy.solo or config.fallback is not None or not problem.startswith("`strategy` "):
+    if config.fallback is not None or not problem.startswith("`strategy` "):
         return problem
-    return f"{problem} Or strategy.fallback=single goes on with the fastest of the devices alone."
+    return f"{problem} {strategy.fallback_hint()}".rstrip()
 
 
 def fastest(devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[DeviceSpec, str]:

@@ -137,22 +137,14 @@ def replanned(
             (`hetexp.plan.calibrations`).
     """
     total = plan.config["trainer"]["global_batch_size"]
-
-    def kept(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[rank] for rank in choice.ranks) if values else ()
-
-    old = [reason for reason in plan.reasons if not reason.startswith("Policy ")]
-    changed = replace(
-        plan,
-        devices=kept(plan.devices),
+    changed = plan.of_ranks(
+        choice.ranks,
+        choice.reasons,
         left_out=tuple(one for rank, one in enumerate(plan.devices) if rank not in choice.ranks),
         shares=tuple(count / total for count in choice.split.counts),
         local_batch_sizes=choice.split.counts,
-        threads=kept(plan.threads),
-        precisions=kept(plan.precisions),
         microbatch_sizes=tuple(devices[rank].curve.microbatch_size for rank in choice.ranks),
         memory_bytes=(),
-        reasons=(*choice.reasons, *old),
         calibration={
             "devices": [devices[rank].to_dict() for rank in choice.ranks],
             "exchange": exchange,
@@ -174,12 +166,11 @@ def begun_with(plan: Plan, known: Sequence[DeviceCalibration | None], caps: Sequ
         return plan
     counts = solve([device.curve for device in devices], total).counts
     split = ", ".join(f"{device.id} {count}" for device, count in zip(plan.devices, counts, strict=True))
-    old = [reason for reason in plan.reasons if not reason.startswith("Policy ")]
-    return replace(
-        plan,
+    return plan.of_ranks(
+        range(plan.world_size),
+        [f"Each device was measured in an earlier run; it begins with {split} samples."],
         shares=tuple(count / total for count in counts),
         local_batch_sizes=counts,
-        reasons=(f"Each device was measured in an earlier run; it begins with {split} samples.", *old),
         calibration={
             "devices": [device.to_dict() for device in devices],
             "exchange": None,

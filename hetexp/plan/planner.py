@@ -6,7 +6,6 @@ import re
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hetexp.core.config import Config
@@ -18,9 +17,9 @@ from hetexp.core.precision import choose_precisions, precision_problems, precisi
 from hetexp.core.split import apportion
 from hetexp.core.topology import Topology
 from hetexp.hardware.selection.devices import threads_for
-from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
+from hetexp.plan.exchange_checks import check_collective, check_variables
 from hetexp.plan.fallback import with_hint
-from hetexp.plan.routes import routed, sums_large
+from hetexp.plan.routes import routed
 from hetexp.plan.run_spec import Request, RunSpec
 from hetexp.plan.strategy import Strategy
 
@@ -44,9 +43,7 @@ def check_plan(spec: RunSpec, components: bool = True) -> list[str]:
             strategy = spec.strategy
             problems += [with_hint(one, strategy, config) for one in strategy.check(config, devices)]
             problems += _check_compile(config, strategy, devices)
-            problems += check_wire(config, strategy)
-            problems += check_boundary_wire(config, strategy)
-            problems += _check_exchange(config, strategy)
+            problems += strategy.check_exchange(config)
         except ConfigError as error:
             problems += error.problems
         try:
@@ -88,7 +85,7 @@ def make_plan(spec: RunSpec) -> Plan:
         shares=shares,
         local_batch_sizes=local,
         collective_backend="gloo",
-        route=Topology() if sums_large(strategy) else None,
+        route=Topology() if strategy.all_reduces() else None,
         threads=selection.threads
         if len(selection.threads) == len(devices)
         else threads_for(devices, config.hardware.threads_per_rank),
@@ -96,9 +93,7 @@ def make_plan(spec: RunSpec) -> Plan:
         overrides=request.overrides,
         precisions=precisions,
         reasons=tuple(reasons),
-        exact=strategy.exact
-        and config.debug.exchange
-        and not (strategy.codes_gradients and config.comm.wire != "float32"),
+        exact=strategy.exact and config.debug.exchange and config.comm.wire == "float32",
         fallback=selection.fallback,
         network=selection.network.model_dump() if selection.network is not None else None,
         script=str(request.script.absolute()) if request.script is not None else None,
@@ -109,25 +104,6 @@ def make_plan(spec: RunSpec) -> Plan:
         ),
     )
     return routed(plan)
-
-
-def in_one_process(plan: Plan, strategy: Strategy) -> Plan:
-    """Return the plan with one rank for all devices, where the strategy wants that; their shares stay."""
-    if not strategy.one_process:
-        return plan
-    return replace(
-        plan,
-        devices=plan.devices[:1],
-        cards=plan.devices,
-        shares=(1.0,),
-        card_shares=plan.shares,
-        local_batch_sizes=(sum(plan.local_batch_sizes),),
-        collective_backend="gloo",
-        route=None,
-        threads=(sum(plan.threads),),
-        precisions=plan.precisions[:1],
-        reasons=(*plan.reasons, "One process drives all of these cards."),
-    )
 
 
 def run_id(run_dir: Path) -> str:
@@ -170,10 +146,3 @@ def _check_compile(config: Config, strategy: Strategy, devices: Sequence[DeviceS
         return []
     accepted = f"false where devices are emulated, slowed or limited in memory ({', '.join(altered)})"
     return [must_be("trainer.compile", accepted, mode)]
-
-
-def _check_exchange(config: Config, strategy: Strategy) -> list[str]:
-    """Only what ends with the backward pass can be left out."""
-    if config.debug.exchange or strategy.steps == "joint":
-        return []
-    return [must_be("debug.exchange", f"true where `strategy` is {strategy.name}", False)]

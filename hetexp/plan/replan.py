@@ -33,29 +33,21 @@ def replan(whole: Plan, places: Sequence[int]) -> Plan:
     if len(places) == whole.world_size:
         return whole
 
-    def kept(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[place] for place in places) if values else ()
-
     total = sum(whole.local_batch_sizes)
     shares, calibration = _shares(whole, places)
     local = apportion(total, shares).counts
     limits = [_passes(whole, place, count) for place, count in zip(places, local, strict=True)]
-    devices = kept(whole.devices)
-    split = ", ".join(f"{device.id} {count}" for device, count in zip(devices, local, strict=True))
+    pairs = zip(places, local, strict=True)
+    split = ", ".join(f"{whole.devices[place].id} {count}" for place, count in pairs)
     absent = ", ".join(one.id for place, one in enumerate(whole.devices) if place not in places)
-    old = [reason for reason in whole.reasons if not reason.startswith("Policy ")]
     return routed(
-        replace(
-            whole,
-            devices=devices,
+        whole.of_ranks(
+            places,
+            [f"Without {absent}: {split} of the {total} samples of a step."],
             shares=shares,
             local_batch_sizes=local,
-            threads=kept(whole.threads),
-            precisions=kept(whole.precisions),
             microbatch_sizes=tuple(limits) if any(limits) else (),
-            memory_bytes=kept(whole.memory_bytes),
             calibration=calibration,
-            reasons=(f"Without {absent}: {split} of the {total} samples of a step.", *old),
         )
     )
 

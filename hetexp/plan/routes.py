@@ -9,7 +9,6 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.topology import Group, Topology
 from hetexp.hardware.backend import backend_class
-from hetexp.plan.strategy import Strategy
 
 
 def choose_collective(wanted: str, devices: Sequence[DeviceSpec]) -> str:
@@ -62,14 +61,6 @@ def choose_routes(wanted: str, devices: Sequence[DeviceSpec]) -> list[Topology]:
     if wanted == "auto" and len(devices) > 1:
         chosen += [choose_route("shm", devices), choose_route("gloo", devices)]
     return list(dict.fromkeys(chosen))
-
-
-def sums_large(strategy: Strategy) -> bool:
-    """Return whether all ranks of a strategy sum something large together: gradients, or weights.
-
-    What stages send to each other goes from one rank to the next instead.
-    """
-    return not (strategy.solo or strategy.apart or strategy.one_process or strategy.steps == "staged")
 
 
 def routed(plan: Plan) -> Plan:

@@ -1,16 +1,24 @@
-"""What a strategy is, and the two wrappers that let ranks with unequal work stay in step."""
+"""What a strategy is: what the planner and the launcher ask it, and what its ranks do."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from hetexp.balancing.base import BalancingPolicy
 from hetexp.core.config import Config
+from hetexp.core.cost.calibration import Exchange
 from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import must_be
 from hetexp.core.plan import Plan
+from hetexp.plan.exchange_checks import refuse_boundary_wire, refuse_wire
+from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
+from hetexp.plan.stages.arrange import CutsModels
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +27,28 @@ if TYPE_CHECKING:
     from hetexp.comm.communicator import Communicator
     from hetexp.comm.empty_share import EmptyShareGuard
     from hetexp.data.sampler import GlobalSampler
+
+
+class Preparation(Protocol):
+    """Makes a plan final; the strategy chooses which of the two it needs."""
+
+    def samples(self, plan: Plan) -> Plan:
+        """Return the plan with each rank's samples, and the passes and memory that they need."""
+
+    def stages(self, plan: Plan, cuts: CutsModels) -> Plan:
+        """Return the plan with each rank's stages of the model."""
+
+
+@dataclass(frozen=True)
+class ExchangeText:
+    """What ranks exchange, in words for a diagram."""
+
+    what: str
+    when: str = "each step"
+    how: str | None = None
+    """`None`: as the plan sums large tensors."""
+    direct: bool = False
+    """Whether the devices' own links carry it, if `how` is given."""
 
 
 class Strategy(ABC):
@@ -73,6 +103,117 @@ class Strategy(ABC):
         trainer = config.trainer
         sizes = num_samples, trainer.global_batch_size, trainer.seed
         return GlobalSampler(*sizes, trainer.drop_last, trainer.overfit_batches)
+
+    def check_candidate(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        """Return what speaks against this strategy on these devices, or on those of them that it needs."""
+        return self.check(config, devices)
+
+    def check_exchange(self, config: Config) -> list[str]:
+        """Return what speaks against `comm.wire`, `comm.boundary_wire` and `debug.exchange` with it."""
+        return refuse_wire(config, self.name) + refuse_boundary_wire(config, self.name)
+
+    def check_model(self, config: Config) -> list[str]:
+        """Return what speaks against the model, as far as that is known before anything starts."""
+        return []
+
+    def check_script(self) -> list[str]:
+        """Return what speaks against a user's own training loop (`hetexp launch`) with it."""
+        why = "The loop of a script is data parallel; hetexp train has the other strategies."
+        return [must_be("strategy", "ddp or single with hetexp launch", self.name, why)]
+
+    def check_external_ranks(self, engine: str, world_size: int) -> list[str]:
+        """Return what speaks against ranks that another engine has started.
+
+        Args:
+            engine: its name, for the message.
+        """
+        return []
+
+    def fallback_hint(self) -> str:
+        """Return what to write so that a run goes on if the strategy cannot run; empty if that is clear."""
+        return "Or strategy.fallback=single goes on with the fastest of the devices alone."
+
+    def fallback_from(self, reason: str) -> dict[str, str] | None:
+        """Return what the summary says if one device trains alone instead; `None` if that was asked for.
+
+        Args:
+            reason: why the strategy cannot run.
+        """
+        return {"from": self.name, "to": "single", "reason": reason}
+
+    def candidates(
+        self, offered: Callable[[], Mapping[str, Strategy]], several_hosts: bool
+    ) -> Mapping[str, Strategy]:
+        """Return the strategies of which the fastest takes its place; none if it trains itself.
+
+        Args:
+            offered: returns all that are configured, by the names of their options.
+            several_hosts: whether a network is between some of the devices.
+
+        Raises:
+            ConfigError: one that it names is none of them.
+        """
+        return {}
+
+    def prepare(self, plan: Plan, preparation: Preparation) -> Plan:
+        """Return the plan that is launched, from the one of a rank a device.
+
+        Raises:
+            ConfigError: a device has less memory than it needs, or the model does not fit the strategy.
+        """
+        return preparation.samples(plan)
+
+    def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
+        """Return what a step of it is predicted to take, usually a row a policy.
+
+        `inputs` has the models of one device alone and of an all-reduce in backward; a strategy with neither
+        computes its rows from the devices' curves and links.
+        """
+        return [PredictedRun(None, problem="the cost model does not know this strategy")]
+
+    def step_exchange(self, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]) -> Exchange:
+        """Return what a step exchanges, from what it exchanges under DDP.
+
+        Args:
+            devices: those of the plan that take part, as links see them.
+        """
+        return exchange
+
+    def may_leave_out(self, policy: BalancingPolicy) -> bool:
+        """Return whether devices that would slow the run down may be left out."""
+        return policy.drop_slower
+
+    def all_reduces(self) -> bool:
+        """Return whether all ranks together sum something large: gradients or weights."""
+        return True
+
+    def averages_gradients(self, plan: Plan) -> bool:
+        """Return whether gradients are averaged over ranks that each have a part of the batch."""
+        return plan.world_size > 1
+
+    def describe_exchange(self, plan: Plan) -> ExchangeText | None:
+        """Return what ranks exchange beside activations; `None` if nothing."""
+        return ExchangeText(f"gradients as {plan.wire}" if plan.wire != "float32" else "gradients")
+
+    def describe_pipeline(self, num_stages: int, num_ranks: int, num_samples: int) -> str:
+        """Return how a pipeline of the plan takes its samples of a step; empty if there are none.
+
+        Args:
+            num_samples: that the pipeline takes of a full global batch.
+        """
+        return ""
+
+    def ignores_commands(self) -> str:
+        """Return why ranks do not take commands while they train; empty if they do."""
+        return ""
+
+    def refuses_restart(self) -> str:
+        """Return why a run cannot start again without a device that was lost; empty if it can."""
+        return ""
+
+    def resumes_ranks(self, path: Path) -> bool:
+        """Return whether each rank goes on from a checkpoint of its own in this folder."""
+        return False
 
     def configure(self, plan: Plan) -> None:  # noqa: B027
         """Take what it needs of the plan; a rank calls it before `wrap`."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import ConfigError, did_you_mean, must_be
+from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
+from hetexp.plan.predict.pick import BETWEEN_HOSTS
 from hetexp.plan.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -39,6 +42,28 @@ class Auto(Strategy):
         if self.among is None or self.among:
             return []
         return ["`strategy.among` must name a strategy at least, but is [] instead. null means all."]
+
+    def candidates(
+        self, offered: Callable[[], Mapping[str, Strategy]], several_hosts: bool
+    ) -> Mapping[str, Strategy]:
+        strategies = offered()
+        exact = {name: one for name, one in strategies.items() if one.exact and not isinstance(one, Auto)}
+        wanted = self.among if self.among is not None else list(exact)
+        accepted = "a list of " + ", ".join(sorted(exact))
+        problems = [
+            must_be("strategy.among", accepted, name, did_you_mean(name, exact).strip())
+            for name in wanted
+            if name not in exact
+        ]
+        if problems:
+            raise ConfigError(problems)
+        found = {name: exact[name] for name in wanted}
+        if several_hosts and self.between_hosts and BETWEEN_HOSTS in strategies:
+            found[BETWEEN_HOSTS] = strategies[BETWEEN_HOSTS]
+        return found
+
+    def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
+        return []  # the candidates have rows of their own
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         _picked_before()

@@ -13,6 +13,8 @@ from pydantic import PositiveFloat
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
+from hetexp.plan.exchange_checks import check_wire, refuse_boundary_wire
+from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.plan.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -78,6 +80,15 @@ class DDP(Strategy):
                 must_be("strategy.static_graph", "false where gradients accumulate over microbatches", True)
             )
         return problems
+
+    def check_exchange(self, config: Config) -> list[str]:
+        return check_wire(config) + refuse_boundary_wire(config, self.name)
+
+    def check_script(self) -> list[str]:
+        return [] if type(self) is DDP else super().check_script()  # a subclass may want a loop of its own
+
+    def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
+        return inputs.all_reduced()
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel

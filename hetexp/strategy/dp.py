@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import NonNegativeInt
@@ -16,6 +17,7 @@ from hetexp.core.fault import LASTING
 from hetexp.core.plan import Plan
 from hetexp.core.precision import choose_precisions
 from hetexp.hardware.backend import visible_places
+from hetexp.plan.strategy import ExchangeText, Preparation
 from hetexp.strategy.unexchanged import Unexchanged
 
 if TYPE_CHECKING:
@@ -78,6 +80,24 @@ class DP(Unexchanged):
             problems.append(must_be("strategy", accepted, "dp"))
         return problems
 
+    def check_external_ranks(self, engine: str, world_size: int) -> list[str]:
+        if world_size < 2:
+            return []
+        accepted = f"another than {self.name}, which drives all cards from one process, where {engine} "
+        return [must_be("strategy", f"{accepted}starts one for each", self.name)]
+
+    def fallback_hint(self) -> str:
+        return ""
+
+    def prepare(self, plan: Plan, preparation: Preparation) -> Plan:
+        return preparation.samples(in_one_process(plan))
+
+    def all_reduces(self) -> bool:
+        return False
+
+    def describe_exchange(self, plan: Plan) -> ExchangeText | None:
+        return ExchangeText("weights out, gradients back", how="one process", direct=True)
+
     def configure(self, plan: Plan) -> None:
         self._cards, self._shares = plan.cards, plan.card_shares
 
@@ -114,6 +134,23 @@ class DP(Unexchanged):
                 len(names),
                 self._cards[0],
             )
+
+
+def in_one_process(plan: Plan) -> Plan:
+    """Return the plan with one rank for all devices; their shares stay."""
+    return replace(
+        plan,
+        devices=plan.devices[:1],
+        cards=plan.devices,
+        shares=(1.0,),
+        card_shares=plan.shares,
+        local_batch_sizes=(sum(plan.local_batch_sizes),),
+        collective_backend="gloo",
+        route=None,
+        threads=(sum(plan.threads),),
+        precisions=plan.precisions[:1],
+        reasons=(*plan.reasons, "One process drives all of these cards."),
+    )
 
 
 def _why_not_in_one_process(devices: Sequence[DeviceSpec]) -> str | None:

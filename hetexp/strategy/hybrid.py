@@ -10,6 +10,7 @@ from pydantic import PositiveInt
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
+from hetexp.plan.exchange_checks import check_boundary_wire, check_wire, require_exchange
 from hetexp.strategy.pipeline.schedules import ScheduleName
 from hetexp.strategy.pipeline.shard_plan import Ranges
 from hetexp.strategy.pipeline.staged import Staged
@@ -52,6 +53,9 @@ class Hybrid(Staged):
 
     def keys(self) -> list[str]:
         return [f"strategy.shard_plan[{position}]" for position in range(len(self._shard_plan))]
+
+    def check_exchange(self, config: Config) -> list[str]:
+        return check_wire(config) + check_boundary_wire(config) + require_exchange(config, self.name)
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         problems = super().check(config, devices)

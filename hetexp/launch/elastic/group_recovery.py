@@ -69,9 +69,7 @@ class GroupRecovery:
             return "Devices that are measured have nothing to lose."
         if self.membership.whole.script is not None:
             return "A person's own script (hetexp launch) has a loop that hetexp cannot change."
-        if self._strategy.steps == "local":
-            return f"strategy={self._strategy.name} has no step at whose end all its devices meet."
-        return ""
+        return self._strategy.ignores_commands()
 
     @property
     def may_start_again(self) -> bool:

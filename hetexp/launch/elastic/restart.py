@@ -51,8 +51,8 @@ class Restarts:
         Without them where the strategy can do without; else with them, as often as `fault.respawn` says.
         """
         fault, strategy = self._spec.config.fault, self._spec.strategy
-        if strategy.apart:
-            return f"strategy={strategy.name} trains a model on each device, of which one is lost."
+        if why := strategy.refuses_restart():
+            return why
         gone = {device.id for device in lost}
         # If one process drives several cards, which of them was lost is not known.
         groups = [plan.devices_of(rank) for rank in range(plan.world_size)]

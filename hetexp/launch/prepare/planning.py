@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hetexp.balancing.base import BalancingPolicy
@@ -12,7 +13,6 @@ from hetexp.core.config import Config
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.instantiate import check_component, instantiate
 from hetexp.core.plan import Plan
-from hetexp.core.stage import Layer
 from hetexp.hardware.catalogue import load_catalogue
 from hetexp.hardware.selection.pool import Selection
 from hetexp.launch.prepare.known import known_of, like_ddp, memory_of
@@ -20,14 +20,13 @@ from hetexp.launch.prepare.preparation import layers_of
 from hetexp.plan.known import MEASURED, Known
 from hetexp.plan.planner import check_plan, make_plan
 from hetexp.plan.predict.as_json import prediction
-from hetexp.plan.predict.inputs import Needs, PredictedRun
+from hetexp.plan.predict.inputs import Needs, Objective, PredictedRun, PredictionInputs
 from hetexp.plan.predict.pick import pick, why_picked
-from hetexp.plan.predict.runs import Objective, Prediction, predict_runs
+from hetexp.plan.predict.runs import Prediction, predict_runs
 from hetexp.plan.predict.scale import Scaled, scaled
 from hetexp.plan.predict.what_if import Change, changed
 from hetexp.plan.run_spec import RunSpec
 from hetexp.plan.strategy import Strategy
-from hetexp.strategy.auto import Auto
 
 if TYPE_CHECKING:
     from hetexp.training.measuring.estimate import RunMemory
@@ -76,8 +75,6 @@ class Alternatives:
     """Option → why it cannot be built."""
     own: dict[str, str] = field(default_factory=dict)
     """Group → option that the run itself has."""
-    picks: bool = False
-    """Whether the run leaves its strategy to the planner, which is none of them."""
 
 
 def foresee(spec: RunSpec, wanted: Wanted, other: OtherPlan | None = None) -> Foreseen:
@@ -90,14 +87,15 @@ def foresee(spec: RunSpec, wanted: Wanted, other: OtherPlan | None = None) -> Fo
         ConfigError: an option cannot be composed, or nothing is known of a device that a cluster is made of.
     """
     choices, plan = alternatives(spec), make_plan(spec)
-    base = like_ddp(spec) if choices.picks else spec
+    candidates = spec.strategy.candidates(lambda: choices.strategies, several_hosts(spec))
+    base = like_ddp(spec) if candidates else spec
     first, second = predicted(base, plan, choices, wanted), None
     known = first.known
     if other is not None:
         second = predicted(base, other.plan, choices, wanted, other.kept, known)
         known = second.known
-    if choices.picks:
-        first, second = _with_pick(first, choices), _with_pick(second, choices) if second else None
+    first = _with_pick(first, candidates, choices)
+    second = _with_pick(second, candidates, choices) if second is not None else None
     last = second or first
     cluster = None
     if wanted.scale is not None:
@@ -130,27 +128,19 @@ def predicted(
     """
     memory = memory_of(plan, spec)
     known, needs = _known(plan, spec, memory, kept, old)
-    layers: tuple[Layer, ...] | str = "the strategy is not configured"
-    if any(strategy.predicted_as == "stages" for strategy in choices.strategies.values()):
-        try:
-            layers = layers_of(plan, spec, memory)
-        except ConfigError as error:
-            layers = " ".join(error.problems)
-    # One device is chosen for a strategy that takes one.
-    asked = {name: one for name, one in choices.strategies.items() if one.one_process or not one.solo}
-    refusals = {name: " ".join(one.check(spec.config, plan.devices)) for name, one in asked.items()}
-    found = predict_runs(
+    inputs = PredictionInputs(
         plan,
         known,
-        choices.strategies,
         choices.policies,
         needs,
-        objective=wanted.objective,
-        budget_watts=wanted.budget_watts,
-        preferred=choices.own["balancing"],
-        layers=layers,
-        refusals={name: refused for name, refused in refusals.items() if refused},
+        wanted.objective,
+        wanted.budget_watts,
+        partial(layers_of, plan, spec, memory),
     )
+    asked = choices.strategies.items()
+    checked = {name: " ".join(one.check_candidate(spec.config, plan.devices)) for name, one in asked}
+    refusals = {name: refused for name, refused in checked.items() if refused}
+    found = predict_runs(inputs, choices.strategies, choices.own["balancing"], refusals)
     return _with_problems(found, choices)
 
 
@@ -200,11 +190,12 @@ def alternatives(spec: RunSpec) -> Alternatives:
                 problems = error.problems
             if problems:
                 found.problems[f"{group}={option}"] = " ".join(problems)
-    picking = [name for name, strategy in found.strategies.items() if isinstance(strategy, Auto)]
-    found.picks = found.own["strategy"] in picking
-    for name in picking:
-        del found.strategies[name]
     return found
+
+
+def several_hosts(spec: RunSpec) -> bool:
+    """Return whether a network is between some of a run's devices."""
+    return len({device.host for device in spec.selection.devices}) > 1
 
 
 def option_of(own: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> str:
@@ -250,12 +241,13 @@ def _known(
     return known.limited(memory.caps(), passes), needs
 
 
-def _with_pick(found: Prediction, choices: Alternatives) -> Prediction:
-    """Return a prediction that tells what `strategy=auto` takes."""
-    row = pick(found, choices.own["balancing"])
+def _with_pick(found: Prediction, candidates: Collection[str], choices: Alternatives) -> Prediction:
+    """Return a prediction that says which of the candidates would be taken, if there are any."""
+    of_candidates = replace(found, rows=tuple(row for row in found.rows if row.strategy in candidates))
+    row = pick(of_candidates, choices.own["balancing"])
     if row is None:
         return found
-    return replace(found, reasons=(*found.reasons, why_picked(row, found)))
+    return replace(found, reasons=(*found.reasons, why_picked(row, of_candidates)))
 
 
 def _with_problems(found: Prediction, choices: Alternatives) -> Prediction:
@@ -263,8 +255,8 @@ def _with_problems(found: Prediction, choices: Alternatives) -> Prediction:
     for option, why in choices.problems.items():
         group, _, name = option.partition("=")
         rows.append(
-            PredictedRun(name, None, problem=why)
+            PredictedRun(None, problem=why, strategy=name)
             if group == "strategy"
-            else PredictedRun("", name, problem=why)
+            else PredictedRun(name, problem=why)
         )
     return replace(found, rows=(*found.rows, *rows))

@@ -16,15 +16,11 @@ from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer
 from hetexp.launch.prepare.known import known_of, memory_of
 from hetexp.plan import calibrations
-from hetexp.plan.exchanged import exchange_under
 from hetexp.plan.known import MEASURED
 from hetexp.plan.measured import Choice, begun_with, choose, replanned
-from hetexp.plan.planner import in_one_process
 from hetexp.plan.routes import routed
 from hetexp.plan.run_spec import RunSpec
-from hetexp.plan.stages.arrange import Arrangement, arrange
-from hetexp.strategy.hierarchical_sgd import HierarchicalSGD
-from hetexp.strategy.pipeline.staged import Staged
+from hetexp.plan.stages.arrange import Arrangement, CutsModels, arrange
 
 if TYPE_CHECKING:
     from hetexp.training.measuring.estimate import RunMemory
@@ -40,7 +36,7 @@ def prepare(plan: Plan, spec: RunSpec, measure: Measure) -> Plan:
         ConfigError: a device has less memory than it needs, or the model cannot be cut so.
         SetupError, RunFailedError: measuring the devices could not be started, or failed.
     """
-    return Preparation(spec, measure).prepared(plan)
+    return spec.strategy.prepare(plan, Preparation(spec, measure))
 
 
 class Preparation:
@@ -55,14 +51,7 @@ class Preparation:
         self.remarks: list[str] = []
         """What the plan would follow beside what is known."""
 
-    def prepared(self, plan: Plan) -> Plan:
-        """Return the final plan, as the strategy wants it."""
-        strategy = self._spec.strategy
-        if isinstance(strategy, Staged):
-            return self.stages(plan)
-        return self.samples(in_one_process(plan, strategy))
-
-    def stages(self, plan: Plan) -> Plan:
+    def stages(self, plan: Plan, cuts: CutsModels) -> Plan:
         """Return the plan with each rank's stages.
 
         A rank's share is then its part of a step's work, and its samples are those of its pipeline.
@@ -71,12 +60,11 @@ class Preparation:
             ConfigError: the model may not be cut, or its stages do not fit the devices.
         """
         spec, policy = self._spec, self._spec.policy
-        assert isinstance(spec.strategy, Staged)
         memory = memory_of(plan, spec)
         layers = layers_of(plan, spec, memory)
         known = known_of(plan, spec, memory) if policy.measures or policy.follows else None
         check_memory = spec.config.hardware.check_memory
-        return with_arrangement(plan, arrange(plan, spec.strategy, policy, layers, known, check_memory))
+        return with_arrangement(plan, arrange(plan, cuts, policy, layers, known, check_memory))
 
     def samples(self, plan: Plan) -> Plan:
         """Return the plan with each rank's samples, and the passes and memory that they need.
@@ -163,11 +151,9 @@ class Preparation:
         caps, passes = self._limits(plan, memory)
         limits = zip(own, caps, passes, strict=True)
         devices = [device.capped(cap).split_microbatches(size or None) for device, cap, size in limits]
-        seen = exchange_under(strategy, exchange, plan, plan.devices)
+        seen = strategy.step_exchange(exchange, plan, plan.devices)
         try:
-            # Whose hosts take part is what the strategy is about.
-            drops = policy.drop_slower and not isinstance(strategy, HierarchicalSGD)
-            return devices, choose(plan, devices, seen, drops)
+            return devices, choose(plan, devices, seen, strategy.may_leave_out(policy))
         except ValueError as error:
             raise ConfigError(
                 must_be(
@@ -188,26 +174,6 @@ class Preparation:
         return memory.caps(), memory.largest_passes(whole)
 
 
-def check_model(spec: RunSpec) -> list[str]:
-    """Return what keeps the model from being cut as the configuration says, if it is to be cut.
-
-    To know that, the data set and the model are built. The ranks do the same, and report what a person's own
-    classes raise there.
-    """
-    strategy = spec.strategy
-    if not isinstance(strategy, Staged):
-        return []
-    from hetexp.strategy.pipeline.pieces import layer_names
-
-    try:
-        layers = layer_names(spec.config)
-    except ConfigError as error:
-        return error.problems
-    except Exception:  # a person's own code
-        return []
-    return strategy.check_layers(layers)
-
-
 def layers_of(plan: Plan, spec: RunSpec, memory: RunMemory) -> tuple[Layer, ...]:
     """Return the layers of the run's model, in the precision that most ranks compute in.
 
@@ -222,18 +188,10 @@ def layers_of(plan: Plan, spec: RunSpec, memory: RunMemory) -> tuple[Layer, ...]
 
 def with_arrangement(plan: Plan, found: Arrangement) -> Plan:
     """Return the plan of the devices that take part, in the order of their ranks, with their stages."""
-
-    def kept(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[device] for device in found.ranks) if values else ()
-
-    # The policy's own sentence tells of samples that are each device's: here they are a pipeline's.
-    old = [reason for reason in plan.reasons if not reason.startswith("Policy ")]
-    changed = replace(
-        plan,
-        devices=kept(plan.devices),
+    changed = plan.of_ranks(
+        found.ranks,
+        found.reasons,
         left_out=tuple(one for place, one in enumerate(plan.devices) if place not in found.ranks),
-        threads=kept(plan.threads),
-        precisions=kept(plan.precisions),
         microbatch_sizes=(),
         stages=found.stages,
         replica_batch_sizes=found.replica_batch_sizes,
@@ -241,7 +199,6 @@ def with_arrangement(plan: Plan, found: Arrangement) -> Plan:
         local_batch_sizes=found.local_batch_sizes,
         memory_bytes=found.memory_bytes,
         predicted_step_seconds=found.step_seconds,
-        reasons=(*found.reasons, *old),
     )
     return routed(changed)
 

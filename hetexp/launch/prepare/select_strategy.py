@@ -9,20 +9,20 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 from rich.console import Console
 
 from hetexp.core.compose.options import group_options
-from hetexp.core.errors import ConfigError, did_you_mean, must_be
+from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.launch.prepare.known import like_ddp
-from hetexp.launch.prepare.planning import Alternatives, alternatives, option_of, predicted
+from hetexp.launch.prepare.planning import Alternatives, alternatives, option_of, predicted, several_hosts
 from hetexp.launch.prepare.preparation import Measure, Preparation
 from hetexp.launch.terminal.prediction import show_forecast
 from hetexp.plan.planner import check_plan, make_plan
-from hetexp.plan.predict.pick import BETWEEN_HOSTS, pick, why_picked
+from hetexp.plan.predict.pick import pick, why_picked
 from hetexp.plan.run_spec import RunSpec
-from hetexp.strategy.auto import Auto
 
 
 def select_strategy(spec: RunSpec, console: Console, measure: Measure | None = None) -> RunSpec:
@@ -37,17 +37,21 @@ def select_strategy(spec: RunSpec, console: Console, measure: Measure | None = N
     Raises:
         ConfigError: no strategy can run on these devices.
     """
-    strategy = spec.strategy
-    if not isinstance(strategy, Auto):
+    offered = cache(partial(alternatives, spec))
+    candidates = spec.strategy.candidates(lambda: offered().strategies, several_hosts(spec))
+    if not candidates:
         return spec
-    choices = _candidates(strategy, spec)
+    choices = offered()
+    name = choices.own["balancing"]
+    policies = {name: choices.policies[name]}
+    choices = replace(choices, strategies=dict(candidates), policies=policies, problems={})
     base = like_ddp(spec)
     plan = make_plan(base)
     if measure is not None:  # the ranks are there
         preparation = Preparation(base, measure)
         preparation.split(plan, preparation.memory(plan))
     found, refused = predicted(base, plan, choices), []
-    while (row := pick(found, choices.own["balancing"])) is not None:
+    while (row := pick(found, name)) is not None:
         # A row without a policy is of one device.
         ranks = row.ranks if row.policy is None else range(len(plan.devices))
         other = _with(spec, row.strategy, why_picked(row, found), ranks)
@@ -79,7 +83,7 @@ def foreseen(spec: RunSpec) -> tuple[RunSpec, Plan, list[str]]:
     choices = {"balancing": policy, **run.request.choices}
     run = run.replaced(request=replace(run.request, choices=choices))
     preparation = Preparation(run)
-    plan = preparation.prepared(make_plan(run))
+    plan = run.strategy.prepare(make_plan(run), preparation)
     return run, plan, remarks + preparation.remarks
 
 
@@ -95,31 +99,6 @@ def _with(spec: RunSpec, name: str, reason: str, ranks: Sequence[int]) -> RunSpe
 def _say_reason(spec: RunSpec, console: Console) -> RunSpec:
     console.print(f"→ {spec.selection.reasons[-1]}", markup=False, highlight=False, soft_wrap=True)
     return spec
-
-
-def _candidates(strategy: Auto, spec: RunSpec) -> Alternatives:
-    """Return the strategies to pick from, with the run's own policy.
-
-    Raises:
-        ConfigError: a name of `strategy.among` is none of an exact strategy.
-    """
-    choices = alternatives(spec)
-    exact = {name: one for name, one in choices.strategies.items() if one.exact}
-    wanted = strategy.among if strategy.among is not None else list(exact)
-    accepted = "a list of " + ", ".join(sorted(exact))
-    problems = [
-        must_be("strategy.among", accepted, name, did_you_mean(name, exact).strip())
-        for name in wanted
-        if name not in exact
-    ]
-    if problems:
-        raise ConfigError(problems)
-    own = choices.own["balancing"]
-    candidates = {name: exact[name] for name in wanted}
-    several_hosts = len({device.host for device in spec.selection.devices}) > 1
-    if several_hosts and strategy.between_hosts and BETWEEN_HOSTS in choices.strategies:
-        candidates[BETWEEN_HOSTS] = choices.strategies[BETWEEN_HOSTS]
-    return replace(choices, strategies=candidates, policies={own: choices.policies[own]}, problems={})
 
 
 def _without_figures(spec: RunSpec, base: RunSpec, plan: Plan, choices: Alternatives) -> RunSpec:
@@ -142,7 +121,7 @@ def _without_figures(spec: RunSpec, base: RunSpec, plan: Plan, choices: Alternat
         objections = run.strategy.check(run.config, run.selection.devices)
         if not objections:
             try:
-                Preparation(run).prepared(make_plan(run))
+                run.strategy.prepare(make_plan(run), Preparation(run))
                 return run
             except ConfigError as error:
                 objections = error.problems

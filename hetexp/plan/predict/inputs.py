@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
 
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.balancing.energy import solve_for_energy, solve_within_watts
@@ -12,7 +14,7 @@ from hetexp.core.cost.calibration import DeviceCalibration
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
-from hetexp.core.stage import Stage
+from hetexp.core.stage import Layer, Stage
 from hetexp.plan.known import Known
 from hetexp.plan.measured import Choice, by_speed, choose, growing_sets, holds, step_of
 
@@ -20,6 +22,8 @@ ENERGY_TOLERANCE = 0.05
 """By what fraction the thriftiest step may be longer than the fastest."""
 LEAST_ENERGY = "least energy"
 
+Objective = Literal["time", "energy", "budget"]
+"""What the recommended row is best in."""
 Needs = Callable[[Sequence[int], Sequence[int]], list[int | None]]
 """(ranks, samples of each) → memory that each needs in bytes, `None` where it is not known."""
 
@@ -28,9 +32,8 @@ Needs = Callable[[Sequence[int], Sequence[int]], list[int | None]]
 class PredictedRun:
     """One strategy with one policy. What is not known is `None`."""
 
-    strategy: str
     policy: str | None
-    """`None` where the strategy leaves nothing to share."""
+    """`None` if the strategy leaves nothing to share."""
     ranks: tuple[int, ...] = ()
     """Devices of the plan that take part."""
     counts: tuple[int, ...] = ()
@@ -56,6 +59,8 @@ class PredictedRun:
     """Of each of the ranks its pieces of the model, where the strategy cuts it."""
     bubble: float | None = None
     """Fraction of the devices' time in which a pipeline computes nothing."""
+    strategy: str = ""
+    """Option of the strategy, which `predict_runs` fills in."""
 
     @property
     def predicted(self) -> bool:
@@ -67,11 +72,30 @@ class PredictedRun:
         return replace(self, ceiling=ceiling if self.efficiency is not None else None)
 
 
+def _no_layers() -> Sequence[Layer]:
+    raise ConfigError("the model's layers were not counted")
+
+
 class PredictionInputs:
-    """A plan's devices, asked for one row after another."""
+    """A plan's devices, and the rows of the cost models that several strategies share.
+
+    Args:
+        known: of each device of the plan.
+        policies: by name, in the order of the rows.
+        needs: memory of a split; `None` if no estimate is wanted.
+        budget_watts: most that the devices with samples may draw together; needed for `budget`.
+        layers: of the model; called if a strategy cuts it.
+    """
 
     def __init__(
-        self, plan: Plan, known: Known, needs: Needs | None, policies: Mapping[str, BalancingPolicy]
+        self,
+        plan: Plan,
+        known: Known,
+        policies: Mapping[str, BalancingPolicy],
+        needs: Needs | None = None,
+        objective: Objective = "time",
+        budget_watts: float | None = None,
+        layers: Callable[[], Sequence[Layer]] = _no_layers,
     ) -> None:
         self.plan, self.known, self.policies, self._needs = plan, known, policies, needs
         self.linked = replace(plan, devices=known.linked)
@@ -81,6 +105,9 @@ class PredictionInputs:
         self.solo = tuple(
             solo_rates([curve], self.total)[0] if curve is not None else None for curve in self.curves
         )
+        self.objective, self.budget_watts = objective, budget_watts
+        self.layers = cache(layers)
+        """Returns the model's layers; raises a `ConfigError` if the model may not be cut."""
         self._best: Choice | str | None = None
 
     @property
@@ -129,8 +156,8 @@ class PredictionInputs:
         specs = [self.linked.devices[rank] for rank in ranks]
         return step_of(self.plan, specs, chosen, self.known.exchange, counts)
 
-    def alone(self, strategy: str) -> PredictedRun:
-        """Return the fastest device that holds the whole batch."""
+    def alone(self) -> PredictedRun:
+        """Return the row of the fastest device that holds the whole batch."""
         able = [
             (curve.seconds(self.total), rank)
             for rank, curve in enumerate(self.curves)
@@ -138,108 +165,117 @@ class PredictionInputs:
         ]
         if not able:
             why = self.unknown() or f"no device alone holds {self.total} samples"
-            return PredictedRun(strategy, None, problem=why)
+            return PredictedRun(None, problem=why)
         _, rank = min(able)
-        row = self.row(strategy, None, (rank,), (self.total,))
+        row = self.row(None, (rank,), (self.total,))
         return replace(row, ceiling=row.efficiency)
 
-    def shared(self, strategy: str, name: str, policy: BalancingPolicy) -> PredictedRun:
+    def all_reduced(self) -> list[PredictedRun]:
+        """Return the rows of gradients that are summed in backward: one a policy, one of the objective."""
+        if len(self.plan.devices) == 1:
+            return [self.alone()]
+        rows = [self._shared(name, policy) for name, policy in self.policies.items()]
+        if self.objective == "energy":
+            rows.append(self._thrifty())
+        elif self.budget_watts is not None:
+            rows.append(self._within(self.budget_watts))
+        return rows
+
+    def _shared(self, name: str, policy: BalancingPolicy) -> PredictedRun:
         """Return what a policy makes of the devices."""
         if policy.measures or policy.follows:
-            return replace(self._settled(strategy, name, policy), measures=True)
+            return replace(self._settled(name, policy), measures=True)
         try:
             shares = policy.shares(self.plan.devices, self.plan.precisions)
         except ConfigError as error:
-            return PredictedRun(strategy, name, problem=" ".join(error.problems))
+            return PredictedRun(name, problem=" ".join(error.problems))
         counts = apportion(self.total, shares).counts
-        return self.row(strategy, name, tuple(range(len(counts))), counts)
+        return self.row(name, tuple(range(len(counts))), counts)
 
-    def _settled(self, strategy: str, name: str, policy: BalancingPolicy) -> PredictedRun:
+    def _settled(self, name: str, policy: BalancingPolicy) -> PredictedRun:
         """Return where a policy ends that finds the devices' speeds out."""
         why = self.unknown()
         if why is not None:
-            return PredictedRun(strategy, name, problem=f"{why}: it would be measured first")
+            return PredictedRun(name, problem=f"{why}: it would be measured first")
         choice = self.best()
         if not isinstance(choice, str) and not (policy.measures and policy.drop_slower):
             choice = choose(self.linked, self.devices, self.known.exchange, drop_slower=False)
         if isinstance(choice, str):
-            return PredictedRun(strategy, name, problem=choice)
-        row = self.row(strategy, name, choice.ranks, choice.split.counts)
+            return PredictedRun(name, problem=choice)
+        row = self.row(name, choice.ranks, choice.split.counts)
         return replace(row, reasons=choice.reasons[:-1])  # the last tells the split, as the table does
 
-    def thrifty(self, strategy: str) -> PredictedRun:
+    def _thrifty(self) -> PredictedRun:
         """Return the split that needs least energy of those hardly slower than the fastest."""
         best = self.best() if self.known.complete else f"{self.unknown()}"
         watts = [one for one in self.watts if one is not None]
         if isinstance(best, str) or len(watts) < len(self.watts):
-            return PredictedRun(
-                strategy, LEAST_ENERGY, problem=best if isinstance(best, str) else self._no_watts()
-            )
-        rows = [self.row(strategy, LEAST_ENERGY, best.ranks, best.split.counts)]
+            return PredictedRun(LEAST_ENERGY, problem=best if isinstance(best, str) else self._no_watts())
+        rows = [self.row(LEAST_ENERGY, best.ranks, best.split.counts)]
         for ranks in self._sets():
             curves = [self.devices[rank].curve for rank in ranks]
             more = [watts[r] * curve.seconds_per_sample for r, curve in zip(ranks, curves, strict=True)]
             split = solve_for_energy(curves, self.total, more, ENERGY_TOLERANCE)
-            row = self._used(strategy, LEAST_ENERGY, ranks, split.counts)
+            row = self._used(LEAST_ENERGY, ranks, split.counts)
             if row.predicted and (row.step_seconds or 0) <= best.step_seconds * (1 + ENERGY_TOLERANCE):
                 rows.append(row)
         return min(rows, key=lambda row: row.joules_per_sample or 0.0)
 
-    def within(self, strategy: str, budget: float) -> PredictedRun:
+    def _within(self, budget: float) -> PredictedRun:
         """Return the fastest split whose devices draw no more than a budget."""
         name = f"within {budget:g} W"
         watts = [one for one in self.watts if one is not None]
         why = self.unknown() or (self._no_watts() if len(watts) < len(self.watts) else None)
         if why is not None:
-            return PredictedRun(strategy, name, problem=why)
+            return PredictedRun(name, problem=why)
         try:
             split = solve_within_watts([d.curve for d in self.devices], self.total, watts, budget)
         except ValueError as error:
-            return PredictedRun(strategy, name, problem=f"{error}")
+            return PredictedRun(name, problem=f"{error}")
         used = [rank for rank, count in enumerate(split.counts) if count]
         part = replace(self.linked, devices=tuple(self.linked.devices[rank] for rank in used))
         choice = choose(part, [self.devices[rank] for rank in used], self.known.exchange)
-        rows = [self.row(strategy, name, [used[rank] for rank in choice.ranks], choice.split.counts)]
+        rows = [self.row(name, [used[rank] for rank in choice.ranks], choice.split.counts)]
         # The exchange, which the solver does not see, may make a device alone the fastest.
         alone = [
             rank
             for rank, one in enumerate(watts)
             if one <= budget and holds(self.devices, [rank], self.total)
         ]
-        rows += [self.row(strategy, name, [rank], [self.total]) for rank in alone]
+        rows += [self.row(name, [rank], [self.total]) for rank in alone]
         return min(rows, key=lambda row: (not row.predicted, row.step_seconds or 0.0))
 
-    def row(
-        self, strategy: str, policy: str | None, ranks: Sequence[int], counts: Sequence[int]
-    ) -> PredictedRun:
+    def timed(self, row: PredictedRun, seconds: float | None) -> PredictedRun:
+        """Return a row with the seconds of a step, and what follows from them."""
+        rate = self.total / seconds if seconds else None
+        efficiency = rate / self.whole if rate is not None and self.whole else None
+        return replace(row, step_seconds=seconds, samples_per_second=rate, efficiency=efficiency)
+
+    def row(self, policy: str | None, ranks: Sequence[int], counts: Sequence[int]) -> PredictedRun:
         """Return the row of a split over some of the devices."""
         seconds = self.seconds(ranks, counts)
-        rate = self.total / seconds if seconds is not None else None
         whole = self.whole
         best = self.best() if whole is not None else None
         memory = self._needs(ranks, counts) if self._needs is not None else [None] * len(ranks)
         working = [rank for rank, count in zip(ranks, counts, strict=True) if count]
         draws = [self.watts[rank] for rank in working]
         watts = sum(one or 0.0 for one in draws) if None not in draws else None
-        return PredictedRun(
-            strategy,
+        row = PredictedRun(
             policy,
             tuple(ranks),
             tuple(counts),
-            step_seconds=seconds,
-            samples_per_second=rate,
-            efficiency=rate / whole if rate is not None and whole else None,
             ceiling=self.total / best.step_seconds / whole if isinstance(best, Choice) and whole else None,
             watts=watts,
             joules_per_sample=self._joules(working, ranks, counts) if watts is not None else None,
             memory_bytes=tuple(memory),
             problem=self._too_large(ranks, counts, memory),
         )
+        return self.timed(row, seconds)
 
-    def _used(self, strategy: str, policy: str, ranks: Sequence[int], counts: Sequence[int]) -> PredictedRun:
+    def _used(self, policy: str, ranks: Sequence[int], counts: Sequence[int]) -> PredictedRun:
         """Return the row of those devices that get samples."""
         used = [(rank, count) for rank, count in zip(ranks, counts, strict=True) if count]
-        return self.row(strategy, policy, [rank for rank, _ in used], [count for _, count in used])
+        return self.row(policy, [rank for rank, _ in used], [count for _, count in used])
 
     def _sets(self) -> list[tuple[int, ...]]:
         """Return the sets of devices that hold the batch: the fastest, the two fastest, and so on."""

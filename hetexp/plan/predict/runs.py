@@ -9,19 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from types import MappingProxyType
 
-from hetexp.balancing.base import BalancingPolicy
 from hetexp.core.plan import Plan
-from hetexp.core.stage import Layer
 from hetexp.plan.known import MEASURED, Known
 from hetexp.plan.measured import LEAST_GAIN, Choice
-from hetexp.plan.predict.inputs import ENERGY_TOLERANCE, Needs, PredictedRun, PredictionInputs
-from hetexp.plan.predict.local import local
-from hetexp.plan.predict.stages import staged
+from hetexp.plan.predict.inputs import ENERGY_TOLERANCE, PredictedRun, PredictionInputs
 from hetexp.plan.strategy import Strategy
-
-Objective = Literal["time", "energy", "budget"]
 
 
 @dataclass(frozen=True)
@@ -41,61 +35,31 @@ class Prediction:
 
 
 def predict_runs(
-    plan: Plan,
-    known: Known,
+    inputs: PredictionInputs,
     strategies: Mapping[str, Strategy],
-    policies: Mapping[str, BalancingPolicy],
-    needs: Needs | None = None,
-    objective: Objective = "time",
-    budget_watts: float | None = None,
     preferred: str | None = None,
-    layers: Sequence[Layer] | str = "the model's layers were not counted",
-    refusals: Mapping[str, str] | None = None,
+    refusals: Mapping[str, str] = MappingProxyType({}),
 ) -> Prediction:
     """Predict every strategy with every policy.
 
     Args:
-        plan: of the devices; its own shares and strategy do not matter.
-        known: of each device of the plan.
+        inputs: of a plan whose own shares and strategy do not matter.
         strategies: by name.
-        policies: by name, in the order of the rows.
-        needs: memory of a split; `None` if no estimate is wanted.
-        objective: what the recommended row is best in.
-        budget_watts: most that the devices with samples may draw together; needed for `budget`.
         preferred: policy that is recommended before others that are as good.
-        layers: of the model, or why it is not cut.
         refusals: strategy → what speaks against it on these devices.
     """
-    inputs = PredictionInputs(plan, known, needs, policies)
     rows: list[PredictedRun] = []
     for name, strategy in strategies.items():
-        if name in (refusals or {}):
-            rows.append(PredictedRun(name, None, problem=(refusals or {})[name], exact=strategy.exact))
-        elif strategy.predicted_as == "stages":
-            rows += staged(inputs, name, strategy, layers)
-        elif strategy.predicted_as in ("periodic", "apart"):
-            rows += local(inputs, name, strategy)
-        elif strategy.predicted_as == "alone":
-            rows.append(inputs.alone(name))
-        elif strategy.predicted_as == "all_reduce" and len(plan.devices) > 1:
-            rows += [inputs.shared(name, label, policy) for label, policy in policies.items()]
-            if objective == "energy":
-                rows.append(inputs.thrifty(name))
-            elif budget_watts is not None:
-                rows.append(inputs.within(name, budget_watts))
-        elif strategy.predicted_as == "all_reduce":
-            rows.append(replace(inputs.alone(name), strategy=name))
-        else:
-            rows.append(PredictedRun(name, None, problem="the cost model does not know this strategy"))
-    best, reasons = recommend(rows, inputs, objective, budget_watts, preferred)
-    return Prediction(plan, known, inputs.total, inputs.solo, tuple(rows), best, tuple(reasons))
+        refused = refusals.get(name)
+        own = strategy.predict(inputs) if refused is None else [PredictedRun(None, problem=refused)]
+        rows += [replace(row, strategy=name, exact=strategy.exact) for row in own]
+    best, reasons = recommend(rows, inputs, preferred)
+    return Prediction(inputs.plan, inputs.known, inputs.total, inputs.solo, tuple(rows), best, tuple(reasons))
 
 
 def recommend(
     rows: Sequence[PredictedRun],
     inputs: PredictionInputs,
-    objective: Objective,
-    budget_watts: float | None,
     preferred: str | None = None,
 ) -> tuple[PredictedRun | None, list[str]]:
     """Return the best row and why it is the best, or why there is none.
@@ -103,6 +67,7 @@ def recommend(
     Of rows whose difference cannot be measured the simplest is taken; but where the figures are not measured,
     one that measures, since it corrects them. Strategies that are not exact are left to the person.
     """
+    objective, budget_watts = inputs.objective, inputs.budget_watts
     fit = [row for row in rows if row.predicted and row.exact]
     if objective == "budget":
         fit = [row for row in fit if row.watts is not None and row.watts <= (budget_watts or 0.0)]
@@ -132,14 +97,13 @@ def recommend(
             return row.measures == measured, row.policy is not None, other, row.step_seconds or 0.0
 
         best = min(near, key=order)
-    return best, _reasons(best, rows, inputs, objective)
+    return best, _reasons(best, rows, inputs)
 
 
-def _reasons(
-    best: PredictedRun, rows: Sequence[PredictedRun], inputs: PredictionInputs, objective: Objective
-) -> list[str]:
+def _reasons(best: PredictedRun, rows: Sequence[PredictedRun], inputs: PredictionInputs) -> list[str]:
     """Say what the best row gains over the fastest device alone and an equal split, and who is left out."""
     assert best.step_seconds is not None
+    objective = inputs.objective
     name = " + ".join(part for part in (best.strategy, best.policy) if part is not None)
     text = f"{name}: {inputs.total} samples are predicted to take {best.step_seconds:.4g} s a step"
     others = []

@@ -333,8 +333,7 @@ def _facts(plan: Plan, strategy: Any) -> list[str]:
         ranks = sum(any(s.replica == number for s in stages) for stages in plan.stages)
         text = f"{total} samples a step"
         if strategy is not None:
-            many = strategy.num_microbatches(len(own), ranks, total)
-            text += f" in {many} microbatches ({strategy.schedule.name})"
+            text += strategy.describe_pipeline(len(own), ranks, total)
         one = len(plan.replica_batch_sizes) == 1
         lines.append(f"pipeline: {text}" if one else f"pipeline {number}: {text}")
     return lines
@@ -374,28 +373,11 @@ def _exchange(plan: Plan, devices: Sequence[Device], strategy: Any) -> ExchangeB
     """Return what is exchanged beside activations, `None` if nothing is, or it is not known here."""
     if len(devices) < 2 or strategy is None:
         return None
-    members = tuple(device.key for device in devices)
-    if strategy.one_process:
-        return ExchangeBox("weights out, gradients back", "each step", "one process", True, members)
-    what, when = "gradients", "each step"
-    what += f" as {plan.wire}" if plan.wire != "float32" else ""
-    if strategy.steps == "staged":
-        if len(plan.replica_batch_sizes) < 2:
-            return None
-        what = what.replace("gradients", "gradients of the same layers")
-    elif strategy.apart:
-        if not getattr(strategy, "merge", False):
-            return None
-        what, when = "models, merged to one", "after the last step"
-    elif strategy.steps == "local":
-        every = getattr(strategy, "sync_every", None)
-        if every is None:
-            return None
-        what, when = "weights", "each step" if every == 1 else f"every {every} steps"
-        wire = getattr(strategy, "wire", "float32")
-        what += f" as {wire}" if wire != "float32" else ""
-    how, direct = ("gloo, through host memory", False) if strategy.steps == "staged" else _way(plan)
-    return ExchangeBox(what, when, how, direct, members)
+    text = strategy.describe_exchange(plan)
+    if text is None:
+        return None
+    how, direct = (text.how, text.direct) if text.how is not None else _way(plan)
+    return ExchangeBox(text.what, text.when, how, direct, tuple(device.key for device in devices))
 
 
 def _way(plan: Plan) -> tuple[str, bool]:

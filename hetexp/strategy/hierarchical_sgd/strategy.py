@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from hetexp.balancing.base import BalancingPolicy
 from hetexp.core.config import Config
+from hetexp.core.cost.calibration import Exchange
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
+from hetexp.core.plan import Plan
 from hetexp.strategy.local_sgd import LocalSGD
+from hetexp.strategy.local_sgd.prediction import sync_seconds
 
 if TYPE_CHECKING:
     from hetexp.training.engine import Engine
@@ -67,6 +72,20 @@ class HierarchicalSGD(LocalSGD):
         for rank, device in enumerate(devices):
             hosts.setdefault(device.host, []).append(rank)
         return list(hosts.values())
+
+    def step_exchange(self, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]) -> Exchange:
+        """Return what a step exchanges: the slowest host's sum of its gradients, too, which nothing hides."""
+        synced, longest = super().step_exchange(exchange, plan, devices), 0.0
+        for group in self.groups_of(devices) if len(devices) > 1 else ():
+            # They are on one host, whatever the devices themselves say if the user has named the groups.
+            members = [replace(devices[rank], host=None) for rank in group]
+            if len(members) > 1:
+                inside = replace(exchange, measured=None)
+                longest = max(longest, sync_seconds(inside, plan, members))
+        return replace(synced, other_seconds=synced.other_seconds + longest)
+
+    def may_leave_out(self, policy: BalancingPolicy) -> bool:
+        return False  # whose hosts take part is what the strategy is about
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         problems = super().check(config, devices)

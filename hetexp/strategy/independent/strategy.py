@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from hetexp.checkpoint.manifest import rank_folders
 from hetexp.core.config import Config
+from hetexp.core.cost.calibration import Exchange
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.core.plan import Plan
+from hetexp.plan.exchange_checks import require_exchange
+from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
+from hetexp.plan.strategy import ExchangeText
+from hetexp.strategy.local_sgd.prediction import rows_of, without_gradients
 from hetexp.strategy.unexchanged import Unexchanged
 
 if TYPE_CHECKING:
@@ -63,6 +70,33 @@ class Independent(Unexchanged):
         trainer = config.trainer
         sizes = num_samples, trainer.global_batch_size, trainer.seed
         return DealtSampler(*sizes, plan.shares, trainer.drop_last, trainer.overfit_batches)
+
+    def check_exchange(self, config: Config) -> list[str]:
+        return super().check_exchange(config) + require_exchange(config, self.name)
+
+    def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
+        return rows_of(inputs, self, lambda counts: [1] * len(counts))
+
+    def step_exchange(self, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]) -> Exchange:
+        return without_gradients(exchange)
+
+    def all_reduces(self) -> bool:
+        return False
+
+    def averages_gradients(self, plan: Plan) -> bool:
+        return False
+
+    def describe_exchange(self, plan: Plan) -> ExchangeText | None:
+        return ExchangeText("models, merged to one", "after the last step") if self.merge else None
+
+    def ignores_commands(self) -> str:
+        return f"strategy={self.name} has no step at whose end all its devices meet."
+
+    def refuses_restart(self) -> str:
+        return f"strategy={self.name} trains a model on each device, of which one is lost."
+
+    def resumes_ranks(self, path: Path) -> bool:
+        return bool(rank_folders(path))
 
     def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:
         return 0

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from hetexp.core.config import Config
+from hetexp.core.cost.calibration import Exchange
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
+from hetexp.core.plan import Plan
+from hetexp.plan.exchange_checks import refuse_boundary_wire, refuse_wire, require_exchange
+from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
+from hetexp.plan.strategy import ExchangeText
+from hetexp.strategy.local_sgd.prediction import rows_of, sync_seconds, without_gradients
 from hetexp.strategy.unexchanged import Unexchanged
 
 if TYPE_CHECKING:
@@ -92,3 +99,35 @@ class LocalSGD(Unexchanged):
             accepted = "null unless `strategy.local_steps` is speed"
             problems.append(must_be("strategy.local_batch_size", accepted, self.local_batch_size))
         return problems
+
+    def check_exchange(self, config: Config) -> list[str]:
+        wire = refuse_wire(config, self.name, f"Write strategy.wire={config.comm.wire}.")
+        return wire + refuse_boundary_wire(config, self.name) + require_exchange(config, self.name)
+
+    def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
+        return rows_of(inputs, self, self._steps_of)
+
+    def step_exchange(self, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]) -> Exchange:
+        """Return what a step exchanges: its part of the average of the weights, which nothing hides."""
+        quiet = without_gradients(exchange)
+        if len(devices) < 2:
+            return quiet
+        seconds = sync_seconds(exchange, plan, devices, self.wire) / self.sync_every
+        return replace(quiet, other_seconds=seconds)
+
+    def averages_gradients(self, plan: Plan) -> bool:
+        return False
+
+    def describe_exchange(self, plan: Plan) -> ExchangeText | None:
+        what = f"weights as {self.wire}" if self.wire != "float32" else "weights"
+        return ExchangeText(what, "each step" if self.sync_every == 1 else f"every {self.sync_every} steps")
+
+    def ignores_commands(self) -> str:
+        return f"strategy={self.name} has no step at whose end all its devices meet."
+
+    def _steps_of(self, counts: Sequence[int]) -> list[int]:
+        """Return the optimizer steps that each rank takes in a step of the global batch."""
+        if self.local_steps != "speed":
+            return [1] * len(counts)
+        size = self.local_batch_size or min((count for count in counts if count), default=1)
+        return [max(1, round(count / size)) for count in counts]

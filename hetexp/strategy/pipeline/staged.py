@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import must_be
-from hetexp.plan.strategy import Strategy
+from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.plan import Plan
+from hetexp.plan.exchange_checks import check_boundary_wire, refuse_wire, require_exchange
+from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
+from hetexp.plan.strategy import ExchangeText, Preparation, Strategy
+from hetexp.strategy.pipeline.prediction import rows_of
 from hetexp.strategy.pipeline.schedules import SCHEDULES, Schedule, ScheduleName
 from hetexp.strategy.pipeline.shard_plan import Ranges, check_layers, check_ranges
 
@@ -128,6 +132,48 @@ class Staged(Strategy):
                 problem = must_be("strategy.num_microbatches", wanted, self._num_microbatches)
                 problems += [problem] if problem not in problems else []
         return problems
+
+    def check_exchange(self, config: Config) -> list[str]:
+        wire = refuse_wire(config, self.name)
+        return wire + check_boundary_wire(config) + require_exchange(config, self.name)
+
+    def check_model(self, config: Config) -> list[str]:
+        """Return what keeps the model from being cut as the configuration says.
+
+        To know that, the data set and the model are built. The ranks do the same, and report what a user's
+        own classes raise there.
+        """
+        from hetexp.strategy.pipeline.pieces import layer_names
+
+        try:
+            layers = layer_names(config)
+        except ConfigError as error:
+            return error.problems
+        except Exception:  # a user's own code
+            return []
+        return self.check_layers(layers)
+
+    def prepare(self, plan: Plan, preparation: Preparation) -> Plan:
+        return preparation.stages(plan, self)  # no device has the whole model for its own samples
+
+    def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
+        return rows_of(inputs, self)
+
+    def all_reduces(self) -> bool:
+        return False  # what stages send goes from one rank to the next
+
+    def averages_gradients(self, plan: Plan) -> bool:
+        return len(plan.replica_batch_sizes) > 1
+
+    def describe_exchange(self, plan: Plan) -> ExchangeText | None:
+        if len(plan.replica_batch_sizes) < 2:
+            return None
+        coded = f" as {plan.wire}" if plan.wire != "float32" else ""
+        return ExchangeText(f"gradients of the same layers{coded}", how="gloo, through host memory")
+
+    def describe_pipeline(self, num_stages: int, num_ranks: int, num_samples: int) -> str:
+        many = self.num_microbatches(num_stages, num_ranks, num_samples)
+        return f" in {many} microbatches ({self.schedule.name})"
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         return model  # its pieces are called by the schedule

@@ -10,7 +10,7 @@ from support import unbuilt_config
 from hetexp.core.config import Config, read_config
 from hetexp.core.errors import ConfigError
 from hetexp.hardware.backends.cpu import CpuBackend
-from hetexp.plan.exchange_checks import check_boundary_wire, check_collective, check_variables, check_wire
+from hetexp.plan.exchange_checks import check_collective, check_variables
 from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.hybrid import Hybrid
@@ -61,15 +61,15 @@ def test_variables_that_are_refused(env: dict[str, Any], told: str) -> None:
     ],
 )
 def test_who_takes_a_wire(strategy: Strategy, told: str | None) -> None:
-    assert check_wire(config(), strategy) == []
-    problems = check_wire(config(wire="int8"), strategy)
+    assert strategy.check_exchange(config()) == []
+    problems = strategy.check_exchange(config(wire="int8"))
     assert len(problems) == (told is not None)
     assert told is None or told in problems[0]
 
 
 def test_float64_travels_as_it_is() -> None:
-    assert check_wire(config("float64"), DDP()) == []
-    (problem,) = check_wire(config("float64", wire="bfloat16"), DDP())
+    assert DDP().check_exchange(config("float64")) == []
+    (problem,) = DDP().check_exchange(config("float64", wire="bfloat16"))
     assert problem.startswith(
         "`comm.wire` must be float32 (numbers as they are) where training is in float64"
     )
@@ -93,7 +93,7 @@ def test_native_where_there_is_no_library() -> None:
     ],
 )
 def test_what_stages_hand_on(strategy: Strategy, precision: str, told: str | None) -> None:
-    problems = check_boundary_wire(config(precision, boundary_wire="int8"), strategy)
+    problems = strategy.check_exchange(config(precision, boundary_wire="int8"))
     assert len(problems) == (told is not None)
     assert told is None or problems[0].startswith(told)
-    assert check_boundary_wire(config(precision), strategy) == []
+    assert strategy.check_exchange(config(precision)) == []

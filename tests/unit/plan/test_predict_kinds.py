@@ -20,15 +20,19 @@ from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.cost.step import Channel
 from hetexp.core.device import GIB, DeviceSpec
+from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer
 from hetexp.plan.known import NOTHING, Known
 from hetexp.plan.predict.as_json import prediction
-from hetexp.plan.predict.inputs import PredictedRun
+from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.plan.predict.runs import Prediction, predict_runs
 from hetexp.plan.stages.arrange import arrange
 from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
+from hetexp.strategy.independent import Independent
+from hetexp.strategy.local_sgd import LocalSGD
+from hetexp.strategy.pipeline.prediction import rows_of
 
 
 class Bare(Strategy):
@@ -49,25 +53,11 @@ class Bare(Strategy):
         return 1
 
 
-class Seldom(Bare):
-    predicted_as = "periodic"
-    exact = False
-
-    def __init__(self, sync_every: int, wire: str = "float32", local_steps: str = "equal") -> None:
-        self.sync_every, self.wire, self.local_steps = sync_every, wire, local_steps
-
-
-class Never(Bare):
-    predicted_as = "apart"
-    exact = False
-
-
 class Facts:
     name, stages_a_rank, returns = "1F1B", 1, False
 
 
 class Cutting(Bare):
-    predicted_as = "stages"
     schedule = Facts()
 
     def num_microbatches(self, num_stages: int, num_ranks: int, num_samples: int) -> int:
@@ -78,6 +68,9 @@ class Cutting(Bare):
 
     def ranges_in(self, layers: Sequence[str]) -> None:
         return None
+
+    def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
+        return rows_of(inputs, self)
 
 
 POLICIES: dict[str, BalancingPolicy] = {"equal": Equal(), "profiled": Profiled()}
@@ -102,11 +95,12 @@ def ask(
     strategies: dict[str, Strategy],
     devices: Sequence[DeviceCalibration],
     exchange: Exchange,
-    policies: dict[str, BalancingPolicy] = POLICIES,
+    refusals: dict[str, str] | None = None,
     **others: Any,
 ) -> Prediction:
     plan = plan_of(len(devices))
-    return predict_runs(plan, Known.measured(plan.devices, devices, exchange), strategies, policies, **others)
+    inputs = PredictionInputs(plan, Known.measured(plan.devices, devices, exchange), POLICIES, **others)
+    return predict_runs(inputs, strategies, refusals=refusals or {})
 
 
 def row(found: Prediction, strategy: str, policy: str | None) -> PredictedRun:
@@ -120,10 +114,10 @@ SLOW = Exchange(((0.5, 1000), (1.0, 1000)), Channel(0.0, 1000.0))
 
 def test_an_exchange_now_and_then_is_paid_in_parts() -> None:
     strategies: dict[str, Strategy] = {
-        "rarely": Seldom(50),
-        "often": Seldom(1),
-        "short": Seldom(1, "bfloat16"),
-        "never": Never(),
+        "rarely": LocalSGD(50),
+        "often": LocalSGD(1),
+        "short": LocalSGD(1, wire="bfloat16"),
+        "never": Independent(),
         "ddp": DDP(),
     }
     found = ask(strategies, [device(0.01), device(0.03)], SLOW)
@@ -143,7 +137,7 @@ def test_an_exchange_now_and_then_is_paid_in_parts() -> None:
 
 
 def test_what_is_not_exact_is_not_recommended() -> None:
-    found = ask({"ddp": DDP(), "never": Never()}, [device(0.01), device(0.01)], SLOW)
+    found = ask({"ddp": DDP(), "never": Independent()}, [device(0.01), device(0.01)], SLOW)
     fastest = min((one for one in found.rows if one.predicted), key=lambda one: one.step_seconds or 0.0)
     assert fastest.strategy == "never"
     assert not fastest.exact
@@ -153,14 +147,14 @@ def test_what_is_not_exact_is_not_recommended() -> None:
 
 def test_local_steps_by_speed_pay_more_updates() -> None:
     """48 and 16 samples: three steps of 16 and one; each has its update."""
-    equal, speed = (Seldom(10**9, local_steps=kind) for kind in ("equal", "speed"))
+    equal, speed = LocalSGD(10**9), LocalSGD(10**9, local_steps="speed")
     found = ask({"equal": equal, "speed": speed}, [device(0.01, 0.1), device(0.03, 0.1)], SLOW)
     assert row(found, "equal", "profiled").step_seconds == pytest.approx(0.58)
     assert row(found, "speed", "profiled").step_seconds == pytest.approx(0.78)
 
 
 def test_stages_are_those_that_would_be_arranged() -> None:
-    found = ask({"cut": Cutting()}, [device(0.01), device(0.03)], SLOW, layers=LAYERS)
+    found = ask({"cut": Cutting()}, [device(0.01), device(0.03)], SLOW, layers=lambda: LAYERS)
     plan, known = found.plan, found.known
     strategy: Any = Cutting()
     for label, policy in POLICIES.items():
@@ -189,23 +183,33 @@ def test_stages_are_those_that_would_be_arranged() -> None:
 def test_what_does_not_fit_is_told_by_the_row() -> None:
     heavy = (replace(LAYERS[0], weight_bytes=3 * GIB, trained_bytes=3 * GIB),) * 4
     found = ask(
-        {"cut": Cutting()}, [device(0.01), device(0.03)], SLOW, layers=heavy, needs=lambda r, c: [0] * len(r)
+        {"cut": Cutting()},
+        [device(0.01), device(0.03)],
+        SLOW,
+        layers=lambda: heavy,
+        needs=lambda r, c: [0] * len(r),
     )
     problem = row(found, "cut", "profiled").problem
     assert problem is not None
     assert "no cut fits the devices' memory" in problem
     assert found.best is None
-    without = ask({"cut": Cutting()}, [device(0.01), device(0.03)], SLOW, layers=heavy)
+    without = ask({"cut": Cutting()}, [device(0.01), device(0.03)], SLOW, layers=lambda: heavy)
     assert row(without, "cut", "profiled").problem is None  # nobody wants memory estimated
-    told = ask({"cut": Cutting()}, [device(0.01), device(0.03)], SLOW, layers="it has no pieces")
+
+    def refuse() -> Sequence[Layer]:
+        raise ConfigError("it has no pieces")
+
+    told = ask({"cut": Cutting()}, [device(0.01), device(0.03)], SLOW, layers=refuse)
     assert {one.problem for one in told.rows} == {"it has no pieces"}
 
 
 def test_where_little_is_known() -> None:
     plan = plan_of(2)
     nothing = Known((None, device(0.01)), (NOTHING, NOTHING), plan.devices, Exchange())
-    strategies: dict[str, Strategy] = {"cut": Cutting(), "never": Never()}
-    found = predict_runs(plan, nothing, strategies, POLICIES | {"tflops": Tflops()}, layers=LAYERS)
+    strategies: dict[str, Strategy] = {"cut": Cutting(), "never": Independent()}
+    policies = POLICIES | {"tflops": Tflops()}
+    inputs = PredictionInputs(plan, nothing, policies, layers=lambda: LAYERS)
+    found = predict_runs(inputs, strategies)
     for strategy in strategies:
         assert "nothing is known of cuda:0" in (row(found, strategy, "profiled").problem or "")
         assert "`balancing` tflops must find" in (row(found, strategy, "tflops").problem or "")

@@ -20,9 +20,7 @@ from hetexp.hardware.backend import visible_places
 from hetexp.launch.processes.members import environment_of
 from hetexp.model.gpt import GPT
 from hetexp.model.recompute import rebind, recompute_layers, recomputes
-from hetexp.plan.planner import in_one_process
-from hetexp.strategy.ddp import DDP
-from hetexp.strategy.dp import DP
+from hetexp.strategy.dp import DP, in_one_process
 
 CARDS = [
     DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia", uuid=f"GPU-{i}", precisions=("float32",))
@@ -89,7 +87,7 @@ def plan(cards: list[DeviceSpec] = CARDS, shares: tuple[float, ...] = (0.5, 0.25
     raw = unbuilt_config(trainer={"seed": 0})
     told = ("The reason.",)
     made = plan_on(cards, raw, shares=shares, local_batch_sizes=counts, strategy="dp", reasons=told)
-    return in_one_process(made, DP())
+    return in_one_process(made)
 
 
 def test_one_rank_drives_all_cards(tmp_path: Any) -> None:
@@ -109,7 +107,6 @@ def test_one_rank_drives_all_cards(tmp_path: Any) -> None:
         ("cuda:2", 0.25, 2),
     ]
     apart = plan_on(CARDS, unbuilt_config())
-    assert in_one_process(apart, DDP()) is apart
     assert (apart.all_devices, apart.card_batch_sizes) == (tuple(CARDS), ())
 
 

@@ -11,7 +11,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Stage
 from hetexp.hardware.backends.cpu import CpuBackend
-from hetexp.launch.prepare.preparation import Preparation, check_model
+from hetexp.launch.prepare.preparation import Preparation
 from hetexp.plan.run_spec import RunSpec
 
 GPT = {"_target_": "hetexp.model.gpt.GPT", "num_layers": 6, "num_heads": 2, "embedding_size": 8}
@@ -28,7 +28,11 @@ def made(count: int, strategy: str, model: dict[str, Any] = GPT, **arguments: An
 
 
 def with_stages(plan: Plan, spec: RunSpec) -> Plan:
-    return Preparation(spec).stages(plan)
+    return spec.strategy.prepare(plan, Preparation(spec))
+
+
+def model_problems(spec: RunSpec) -> list[str]:
+    return spec.strategy.check_model(spec.config)
 
 
 def test_a_pipeline_of_given_layers() -> None:
@@ -64,7 +68,7 @@ def test_the_plan_is_read_as_it_was_written(tmp_path: Any) -> None:
 
 
 def test_other_strategies_are_left_alone() -> None:
-    assert check_model(made(2, "ddp")[1]) == []
+    assert model_problems(made(2, "ddp")[1]) == []
 
 
 def test_too_few_layers_are_told() -> None:
@@ -82,5 +86,5 @@ def test_too_few_layers_are_told() -> None:
     ],
 )
 def test_what_the_model_has_against_it(model: dict[str, Any], arguments: dict[str, Any], told: str) -> None:
-    (problem,) = check_model(made(2, "pipeline", model, **arguments)[1])
+    (problem,) = model_problems(made(2, "pipeline", model, **arguments)[1])
     assert told in problem

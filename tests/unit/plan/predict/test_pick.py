@@ -23,7 +23,7 @@ def found(*rows: PredictedRun, source: str = MEASURED) -> Prediction:
 
 
 def row(strategy: str, seconds: float | None, policy: str | None = "auto", **others: Any) -> PredictedRun:
-    return PredictedRun(strategy, policy, (0,), (8,), step_seconds=seconds, **others)
+    return PredictedRun(policy, (0,), (8,), step_seconds=seconds, strategy=strategy, **others)
 
 
 def name(predict_runs: Prediction) -> str | None:

@@ -25,7 +25,7 @@ from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.plan.known import CATALOGUE, NOTHING, Known
 from hetexp.plan.measured import choose, predicted
-from hetexp.plan.predict.inputs import LEAST_ENERGY, PredictedRun
+from hetexp.plan.predict.inputs import LEAST_ENERGY, PredictedRun, PredictionInputs
 from hetexp.plan.predict.runs import Prediction, predict_runs
 from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
@@ -57,7 +57,7 @@ def linked(seconds: float) -> Exchange:
 
 def ask(plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, **others: Any) -> Prediction:
     known = Known.measured(plan.devices, devices, exchange)
-    return predict_runs(plan, known, STRATEGIES, POLICIES, **others)
+    return predict_runs(PredictionInputs(plan, known, POLICIES, **others), STRATEGIES)
 
 
 def row(found: Prediction, policy: str | None, strategy: str = "ddp") -> PredictedRun:
@@ -143,7 +143,7 @@ def test_a_policy_that_follows_without_measuring_first_leaves_nobody_out() -> No
     plan, devices = plan_of(2), [device(0.2), device(0.01)]
     known = Known.measured(plan.devices, devices, linked(0.1))
     policies = {"adaptive": Adaptive(), "auto": Adaptive(calibrate=True)}
-    found = predict_runs(plan, known, {"ddp": DDP()}, policies)
+    found = predict_runs(PredictionInputs(plan, known, policies), {"ddp": DDP()})
     assert row(found, "adaptive").ranks == (0, 1)
     assert row(found, "adaptive").step_seconds == predicted(plan, devices, linked(0.1), (0, 1)).step_seconds
     assert row(found, "auto").ranks == (1,)
@@ -155,7 +155,7 @@ def test_of_equals_the_preferred_one() -> None:
     known = replace(Known.measured(plan.devices, devices, Exchange()), sources=(CATALOGUE, CATALOGUE))
     policies = {"a": Profiled(), "b": Adaptive(calibrate=True), "c": Profiled()}
     for preferred in policies:
-        best = predict_runs(plan, known, {"ddp": DDP()}, policies, preferred=preferred).best
+        best = predict_runs(PredictionInputs(plan, known, policies), {"ddp": DDP()}, preferred).best
         assert best is not None
         assert best.policy == preferred
 
@@ -174,11 +174,11 @@ def test_one_device_has_nothing_to_share() -> None:
 def test_of_equals_the_simplest_if_measured_and_else_one_that_measures() -> None:
     plan, devices = plan_of(2), (device(0.01), device(0.01))
     known = Known.measured(plan.devices, devices, Exchange())
-    best = predict_runs(plan, known, STRATEGIES, POLICIES).best
+    best = predict_runs(PredictionInputs(plan, known, POLICIES), STRATEGIES).best
     assert best is not None
     assert best.policy == "equal"
     promised = replace(known, sources=(CATALOGUE, CATALOGUE))
-    best = predict_runs(plan, promised, STRATEGIES, POLICIES).best
+    best = predict_runs(PredictionInputs(plan, promised, POLICIES), STRATEGIES).best
     assert best is not None
     assert best.policy == "profiled"
 
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_not_recommended() -> None:
     assert row(found, None, "single").problem == "no device alone holds 64 samples"
     weights = {"manual": Manual([3, 1])}
     known = Known.measured(plan_of(2).devices, [device(0.01), device(0.03)], Exchange())
-    (manual,) = predict_runs(plan_of(2), known, {"ddp": DDP()}, weights, needs).rows
+    (manual,) = predict_runs(PredictionInputs(plan_of(2), known, weights, needs), {"ddp": DDP()}).rows
     assert manual.problem == "does not fit: cuda:0 (Card 0) needs 12.0 of 8.0 GiB"
     assert not manual.predicted
 
@@ -205,9 +205,9 @@ def test_devices_too_small_together() -> None:
 
 
 def test_a_strategy_that_the_cost_model_does_not_know() -> None:
-    other: Strategy = type("Other", (DDP,), {"predicted_as": None})()
+    other: Strategy = type("Other", (DDP,), {"predict": Strategy.predict})()
     known = Known.measured(plan_of(2).devices, [device(0.01)] * 2, Exchange())
-    found = predict_runs(plan_of(2), known, {"other": other}, POLICIES)
+    found = predict_runs(PredictionInputs(plan_of(2), known, POLICIES), {"other": other})
     assert [one.problem for one in found.rows] == ["the cost model does not know this strategy"]
     assert found.best is None
 
@@ -215,7 +215,7 @@ def test_a_strategy_that_the_cost_model_does_not_know() -> None:
 def test_an_unknown_device_is_not_guessed() -> None:
     plan = plan_of(2)
     known = Known((device(0.01), None), (CATALOGUE, NOTHING), plan.devices, Exchange())
-    found = predict_runs(plan, known, STRATEGIES, POLICIES)
+    found = predict_runs(PredictionInputs(plan, known, POLICIES), STRATEGIES)
     equal = row(found, "equal")
     assert equal.counts == (32, 32)
     assert (equal.step_seconds, equal.efficiency, equal.joules_per_sample) == (None, None, None)

@@ -2,76 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
-
 from hetexp.core.errors import ConfigError
-from hetexp.core.stage import Layer
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.plan.stages.arrange import Arrangement, CutsModels, arrange
-from hetexp.plan.strategy import Strategy
 
 
-def staged(
-    inputs: PredictionInputs, name: str, strategy: Strategy, layers: Sequence[Layer] | str
-) -> list[PredictedRun]:
+def rows_of(inputs: PredictionInputs, cuts: CutsModels) -> list[PredictedRun]:
     """Return the row of each policy.
 
     Policies by which the devices are taken to be as fast as by another's get the same stages; they are found
     once.
-
-    Args:
-        layers: of the model, or why it is not cut.
     """
-    if isinstance(layers, str):
-        return [PredictedRun(name, label, problem=layers) for label in inputs.policies]
+    try:
+        layers = inputs.layers()
+    except ConfigError as error:
+        why = " ".join(error.problems)
+        return [PredictedRun(label, problem=why) for label in inputs.policies]
     found: dict[object, Arrangement | str] = {}
     rows = []
     for label, policy in inputs.policies.items():
         try:
             shares = policy.shares(inputs.plan.devices, inputs.plan.precisions)
         except ConfigError as error:
-            rows.append(PredictedRun(name, label, problem=" ".join(error.problems)))
+            rows.append(PredictedRun(label, problem=" ".join(error.problems)))
             continue
         settles = policy.measures or policy.follows
         if settles and not inputs.known.complete:
-            rows.append(PredictedRun(name, label, problem=f"{inputs.unknown()}: its shares would decide"))
+            rows.append(PredictedRun(label, problem=f"{inputs.unknown()}: its shares would decide"))
             continue
         key: object = (policy.measures and policy.drop_slower) if settles else shares
         if key not in found:
-            cuts = cast(CutsModels, strategy)
             try:
                 found[key] = arrange(inputs.plan, cuts, policy, layers, inputs.known, inputs.checks_memory)
             except ConfigError as error:
                 found[key] = " ".join(error.problems)
         arrangement = found[key]
         if isinstance(arrangement, str):
-            rows.append(PredictedRun(name, label, problem=arrangement))
+            rows.append(PredictedRun(label, problem=arrangement))
         else:
-            rows.append(_row(inputs, name, label, arrangement, settles))
+            rows.append(_row(inputs, label, arrangement, settles))
     ceiling = max(
         (row.efficiency for row in rows if row.efficiency is not None and row.measures), default=None
     )
     return [row.reaching(ceiling) for row in rows]
 
 
-def _row(inputs: PredictionInputs, name: str, label: str, found: Arrangement, measures: bool) -> PredictedRun:
+def _row(inputs: PredictionInputs, label: str, found: Arrangement, measures: bool) -> PredictedRun:
     seconds = found.step_seconds
-    rate = inputs.total / seconds if seconds else None
     watts = [inputs.watts[rank] for rank in found.ranks]
     known = None if None in watts else sum(one or 0.0 for one in watts)
     joules = None
     if known is not None and found.bubble is not None and seconds is not None:
         busy = [one or 0.0 for one in found.busy_seconds]
         joules = sum((w or 0.0) * s for w, s in zip(watts, busy, strict=True)) / inputs.total
-    return PredictedRun(
-        name,
+    row = PredictedRun(
         label,
         found.ranks,
         found.local_batch_sizes,
-        step_seconds=seconds,
-        samples_per_second=rate,
-        efficiency=rate / inputs.whole if rate is not None and inputs.whole else None,
         watts=known,
         joules_per_sample=joules,
         memory_bytes=found.memory_bytes if inputs.checks_memory else (None,) * len(found.ranks),
@@ -80,3 +67,4 @@ def _row(inputs: PredictionInputs, name: str, label: str, found: Arrangement, me
         stages=found.stages,
         bubble=found.bubble,
     )
+    return inputs.timed(row, seconds)
