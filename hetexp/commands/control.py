@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetexp.commands.support.ending import exit_code
+from hetexp.commands.support.command_line import command_parser, exit_code
 
 _RUN = "folder of a run, or its name below outputs"
 _ADD = """\
@@ -53,12 +53,7 @@ def main_control(arguments: Sequence[str]) -> int:
 
 
 def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"hetexp {name}",
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(name, description, epilog)
     parser.add_argument("run", metavar="RUN", help=_RUN)
     return parser
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.support.ending import add_trust, exit_code
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
 
 if TYPE_CHECKING:
     from hetexp.core.plan import Plan
@@ -36,12 +36,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hetexp diagram",
-        description="Draw machines, devices, links, shares or layers and memory of a plan, as Mermaid text "
+    parser = command_parser(
+        "diagram",
+        "Draw machines, devices, links, shares or layers and memory of a plan, as Mermaid text "
         "(mmd) and, where Graphviz is installed, as SVG, PNG or PDF. Nothing is started.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EPILOG,
     )
     parser.add_argument(
         "config",
@@ -52,8 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", metavar="FOLDER", help="where to write (default: the run folder, or the current one)"
     )
-    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of options of your own")
-    add_trust(parser)
+    add_shared(parser, "--config-dir", "--trust")
     return parser
 
 

@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from hetexp.commands.support.command_line import add_shared, command_parser
+from hetexp.commands.support.section import Section
 from hetexp.core.errors import SetupError
 
 if TYPE_CHECKING:
     from hetexp.commands.support.checks import Context
 
 
-@dataclass
-class Problem:
-    """Something that a person may want to fix."""
-
-    text: str
-    fix: str | None = None
-    """The command that fixes it, where there is one."""
-    blocks: bool = False
-    """Whether no training runs before it is fixed."""
-
-
-@dataclass
-class Section:
-    """What one check found."""
-
-    title: str
-    rows: list[tuple[str, str]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-    def row(self, label: str, value: object) -> None:
-        """Add a line; it says n/a if the value is not known."""
-        self.rows.append((label, "n/a" if value is None else str(value)))
-
-    def problem(self, text: str, fix: str | None = None, blocks: bool = False) -> None:
-        """Add something to fix."""
-        self.problems.append(Problem(text if text.endswith((".", "?")) else f"{text}.", fix, blocks))
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Run all checks, print what they found, and return 0 where training can run, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="hetexp doctor",
-        description="Check this machine and print what it has and what to fix. Nothing is changed, no "
+    """Run all checks and print their results; return 0 if training can run, else 1."""
+    parser = command_parser(
+        "doctor",
+        "Check this machine and print what it has and what to fix. Nothing is changed, no "
         "network is used, and no secret is printed: the output may go into a bug report as it is.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON; what is not known is null")
+    add_shared(parser, "--json")
     options = parser.parse_args(list(arguments))
     sections = examine()
     ready = not any(problem.blocks for section in sections for problem in section.problems)
     if options.json:
-        print(json.dumps({"ready": ready, "sections": [asdict(one) for one in sections]}, indent=2))
+        print(json.dumps({"ready": ready, "sections": [asdict(section) for section in sections]}, indent=2))
     elif not sections[0].rows:  # something is missing, perhaps what prints
         print("\n".join(problem.text for problem in sections[0].problems))
     else:
@@ -64,10 +37,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def examine(context: Context | None = None) -> list[Section]:
-    """Return what each check found; one that crashes is a section that says so.
+    """Return a section for each check, also for a check that crashes.
 
     Args:
-        context: what to look at; this machine by default.
+        context: the machine and folder to look at; by default this machine and the working folder.
     """
     from hetexp.launch.environments.interpreter import check_own_interpreter
 

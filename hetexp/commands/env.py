@@ -12,8 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.support.interpreters import Interpreter, command_line, how_to_mend, interpreters
-from hetexp.core.errors import HetexpError, SetupError
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code, print_parts, table
+from hetexp.commands.support.interpreters import (
+    NO_ENVIRONMENT,
+    Interpreter,
+    how_to_mend,
+    interpreters,
+    own_line,
+)
+from hetexp.core.errors import SetupError
 from hetexp.hardware.detection.builds import own_build
 from hetexp.hardware.detection.inventory import detect
 from hetexp.launch.environments.record import (
@@ -27,7 +34,7 @@ from hetexp.launch.environments.record import (
 from hetexp.launch.environments.wheels import KINDS, Wheel, choose_wheel
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 WIDE = 110
 """Columns from which on the table also has the interpreters' paths."""
@@ -36,24 +43,15 @@ WIDE = 110
 def main(arguments: Sequence[str]) -> int:
     """Run `hetexp env …` and return its exit code."""
     options = _parser().parse_args(list(arguments))
-    action: Callable[[argparse.Namespace], int] = options.action
-    try:
-        return action(options)
-    except HetexpError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: int(options.action(options)), drives_torch=False, failure=1)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hetexp env",
-        description="One interpreter a vendor: torch drives the cards of the vendor that it is built for.",
-    )
+    about = "One interpreter a vendor: torch drives the cards of the vendor that it is built for."
+    parser = command_parser("env", about)
     actions = parser.add_subparsers(required=True, metavar="list | create | check")
     listing = actions.add_parser("list", help="this interpreter and the recorded environments")
-    listing.add_argument("--json", action="store_true", help="print JSON; what is not known is null")
+    add_shared(listing, "--json")
     listing.set_defaults(action=_list)
     making = actions.add_parser("create", help="make an environment with a vendor's torch, and record it")
     making.add_argument("kind", choices=list(KINDS), help="whose torch it gets")
@@ -79,61 +77,60 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = interpreters()
+    from rich.console import Console
+
     if options.json:
-        print(json.dumps([as_dict(one) for one in found], indent=2))
-        return 0
-    console = _console()
-    for part in listed(found, console.width):
-        console.print(part)
+        print(json.dumps([as_dict(interpreter) for interpreter in interpreters()], indent=2))
+    else:
+        print_parts(listed(interpreters(), Console().width))
     return 0
 
 
-def as_dict(one: Interpreter) -> dict[str, Any]:
-    """Return an interpreter as plain types, for JSON; what is not known is null."""
+def as_dict(interpreter: Interpreter) -> dict[str, Any]:
+    """Return an interpreter as plain types, for JSON; an unknown value is null."""
     return {
-        "name": one.name,
-        "python": one.python,
-        "python_version": one.python_version,
-        "torch": one.build.version,
-        "built_for": one.built_for if one.build.problem is None else None,
-        "devices": one.devices,
-        "problem": one.build.problem,
+        "name": interpreter.name,
+        "python": interpreter.python,
+        "python_version": interpreter.python_version,
+        "torch": interpreter.build.version,
+        "built_for": interpreter.built_for if interpreter.build.problem is None else None,
+        "devices": interpreter.devices,
+        "problem": interpreter.build.problem,
     }
 
 
-def listed(found: Sequence[Interpreter], width: int) -> list[RenderableType]:
+def listed(all_interpreters: Sequence[Interpreter], width: int) -> list[RenderableType]:
     """Return the table of interpreters and the lines below it.
 
     Args:
-        width: of the terminal; in a narrow one the paths are below the table.
+        width: of the terminal; if it is narrow, the paths are below the table.
     """
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    for column in ("name", "Python", "torch", "built for", "cards it drives"):
-        table.add_column(column, overflow="fold")
-    if width >= WIDE:
-        table.add_column("interpreter", overflow="fold")
-    paths = []
-    for one in found:
-        good = one.build.problem is None
-        devices = (", ".join(one.devices) or "none: CPU only") if good else "cannot be used"
-        built = [str(one.build.version), one.built_for] if good else ["n/a", "n/a"]
-        cells = [one.name, one.python_version or "n/a", *built, devices]
-        table.add_row(
-            *(Text(cell, style="" if good else "red") for cell in cells), *[one.python][: width >= WIDE]
-        )
-        paths.append(Text(f"{one.name}: {one.python}", overflow="fold"))
+    columns = ["name", "Python", "torch", "built for", "cards it drives"]
+    rows = []
+    paths: list[RenderableType] = []
     notes: list[RenderableType] = []
-    for one in found:
-        if one.build.problem is not None:
-            notes.append(Text(f"{one.name} cannot be used: {one.build.problem}. To make it again:"))
-            notes.append(command_line(how_to_mend(one)))
-    if len(found) == 1:
-        notes.append(Text("No environment is recorded. To make one: hetexp env create cuda (rocm, xpu, cpu)"))
-    return [table, *(paths if width < WIDE else []), *notes]
+    for interpreter in all_interpreters:
+        name, problem = interpreter.name, interpreter.build.problem
+        cells = [name, interpreter.python_version or "n/a"]
+        if problem is None:
+            devices = ", ".join(interpreter.devices) or "none: CPU only"
+            cells += [str(interpreter.build.version), interpreter.built_for, devices]
+        else:
+            cells += ["n/a", "n/a", "cannot be used"]
+            notes.append(Text(f"{name} cannot be used: {problem}. To make it again:"))
+            notes.append(own_line(how_to_mend(interpreter)))
+        rows.append([(cell, "" if problem is None else "red") for cell in cells])
+        paths.append(Text(f"{name}: {interpreter.python}", overflow="fold"))
+    if width >= WIDE:
+        columns.append("interpreter")
+        for row, interpreter in zip(rows, all_interpreters, strict=True):
+            row.append((interpreter.python, ""))
+        paths = []
+    if len(all_interpreters) == 1:
+        notes.append(Text(NO_ENVIRONMENT))
+    return [table(columns, rows), *paths, *notes]
 
 
 def _create(options: argparse.Namespace) -> int:
@@ -223,13 +220,5 @@ def _check(options: argparse.Namespace) -> int:
     from hetexp.commands.support.env_check import check, checked, chosen
 
     results = check(chosen(interpreters(), options.names))
-    console = _console()
-    for part in checked(results):
-        console.print(part)
+    print_parts(checked(results))
     return 1 if any(result.problems for result in results) else 0
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)

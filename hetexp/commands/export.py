@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetexp.commands.support.ending import add_trust, exit_code
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code, stored_checkpoint
 
 _EPILOG = """\
 DIR gets model.safetensors, every tensor by the name that the model has for it, and config.json. Of adapters
@@ -25,45 +25,35 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 def main(arguments: Sequence[str]) -> int:
     """Export one checkpoint; return 2 for a wrong command, 1 where it cannot be read or written."""
     options = _parser().parse_args(arguments)
-    return exit_code(lambda: _run(options), drives_torch=False)
+    return exit_code(lambda: _run(options), drives_torch=False, trust=options.trust)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hetexp export",
-        description="Write a checkpoint's weights as model.safetensors and config.json.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "export", "Write a checkpoint's weights as model.safetensors and config.json.", _EPILOG
     )
-    parser.add_argument("run", metavar="RUN", help="a run or checkpoint folder, RUN/best or RUN/step:100")
+    add_shared(parser, "run")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the files")
     parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; by default as they are")
     parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
-    add_trust(parser)
+    add_shared(parser, "--trust")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     import torch
 
-    from hetexp.checkpoint.choose import ResumeRequest, choose
     from hetexp.checkpoint.export import ABOUT, CONFIG, WEIGHTS, export
     from hetexp.core.errors import ConfigError, must_be
-    from hetexp.core.instantiate import only_trusted
 
-    wish = ResumeRequest.read(options.run, Path.cwd())
-    if wish.path is None:
-        raise ConfigError(must_be("RUN", "the folder of a run or of a checkpoint", options.run))
-    sys.path.append(str(Path.cwd()))  # a person's own model, as for `hetexp train`
+    checkpoint = stored_checkpoint(options.run, contents=False)
     there = [name for name in (WEIGHTS, CONFIG, ABOUT) if (options.output / name).exists()]
     if there and not options.force:
         fix = f"It holds {' and '.join(there)}; --force replaces them."
         raise ConfigError(must_be("--output", "a new folder", str(options.output), fix))
-    chosen = choose(Path(wish.path), wish.which, contents=False)
-    for sentence in chosen.skipped:
+    for sentence in checkpoint.skipped:
         print(sentence)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    with only_trusted(options.trust):
-        about = export(chosen.folder, options.output, dtype, say=lambda text: print(text, file=sys.stderr))
-    print(f"Weights of step {about['step']} ({chosen.folder}): {options.output / about['weights']}")
+    about = export(checkpoint.folder, options.output, dtype, say=lambda text: print(text, file=sys.stderr))
+    print(f"Weights of step {about['step']} ({checkpoint.folder}): {options.output / about['weights']}")
     return 0

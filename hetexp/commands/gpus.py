@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -11,6 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hetexp.commands.support.command_line import above_zero, add_shared, command_parser, print_parts, table
 from hetexp.core.device import GIB
 from hetexp.hardware.detection.busy import who_is_busy
 from hetexp.hardware.detection.detected import DetectedCard
@@ -26,13 +26,11 @@ _STYLES = {"available": "green", "busy": "yellow", "hidden": "dim", "unusable": 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the cards as a table or as JSON, once or again and again."""
-    parser = argparse.ArgumentParser(
-        prog="hetexp gpus", description="List every card of this machine, usable or not, whatever its vendor."
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON; what is not known is null")
+    parser = command_parser("gpus", "List every card of this machine, usable or not, whatever its vendor.")
+    add_shared(parser, "--json")
     parser.add_argument(
         "--watch",
-        type=_positive,
+        type=above_zero,
         nargs="?",
         const=2.0,
         metavar="SECONDS",
@@ -62,9 +60,7 @@ def show(as_json: bool) -> None:
         return
     from rich.console import Console
 
-    console = Console()
-    for part in rendered(inventory, console.width):
-        console.print(part)
+    print_parts(rendered(inventory, Console().width))
 
 
 def inspect() -> Inventory:
@@ -113,37 +109,27 @@ def rendered(inventory: Inventory, width: int) -> list[RenderableType]:
     Args:
         width: of the terminal; a narrow one gets fewer columns.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     if not inventory.cards:
         return [
             "No accelerator in this machine: hetexp trains on the CPU, or emulates the cards that you name "
             "(python train.py hardware=nvidia_arc)."
         ]
-    table = Table()
-    wide = width >= 100
-    columns = ["id", "device", "name", "memory", "util", "temp", "power", "state"]
-    columns = [column for column in columns if wide or column not in ("temp", "power")]
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("id", "util", "temp") else "left")
-    for card in inventory.cards:
-        cells = _cells(card)
-        table.add_row(
-            *(
-                Text(cells[column], style=_STYLES[card.state] if column == "state" else "")
-                for column in columns
-            )
-        )
-    return [table, *_notes(inventory)]
+    left_out = () if width >= 100 else ("temp", "power")
+    rows = [
+        {name: cell for name, cell in _cells(card).items() if name not in left_out}
+        for card in inventory.cards
+    ]
+    cards = table(list(rows[0]), [list(row.values()) for row in rows], ("id", "util", "temp"), "ellipsis")
+    return [cards, *_notes(inventory)]
 
 
-def _cells(card: DetectedCard) -> dict[str, str]:
+def _cells(card: DetectedCard) -> dict[str, tuple[str, str]]:
+    """Return text and style of each column."""
     spec, reading = card.spec, card.reading
     vendor = "" if spec.vendor in spec.name.lower() else f"{spec.vendor}: "
     name = vendor + spec.name + (" (integrated)" if spec.integrated else "")
     name += " (unified memory)" if spec.unified_memory and not spec.integrated else ""
-    return {
+    texts = {
         "id": str(spec.number),
         "device": spec.id,
         "name": name,
@@ -151,8 +137,9 @@ def _cells(card: DetectedCard) -> dict[str, str]:
         "util": _number(reading.utilisation, ".0%"),
         "temp": _number(reading.temperature_celsius, ".0f", " °C"),
         "power": f"{_number(reading.power_watts, '.0f')}/{_number(reading.power_limit_watts, '.0f')} W",
-        "state": card.state + (" (throttled)" if reading.throttled else ""),
     }
+    state = card.state + (" (throttled)" if reading.throttled else "")
+    return {name: (text, "") for name, text in texts.items()} | {"state": (state, _STYLES[card.state])}
 
 
 def _notes(inventory: Inventory) -> list[RenderableType]:
@@ -180,13 +167,6 @@ def _watch(seconds: float) -> None:
         while True:
             live.update(Group(*rendered(inspect(), console.width)), refresh=True)
             time.sleep(seconds)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, but is {text} instead")
-    return value
 
 
 def _gib(value: int | None) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.support.ending import add_trust, exit_code
+from hetexp.commands.support.command_line import (
+    add_shared,
+    at_least_one,
+    command_parser,
+    exit_code,
+    stored_checkpoint,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -27,49 +32,39 @@ examples
 def main(arguments: Sequence[str]) -> int:
     """Harvest one layer; return 2 for what cannot be done."""
     options = _parser().parse_args(arguments)
-    return exit_code(lambda: _run(options))
+    return exit_code(lambda: _run(options), trust=options.trust)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hetexp harvest",
-        description="Run a trained model over its data, and write the output of a layer as vectors.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "harvest", "Run a trained model over its data, and write the output of a layer as vectors.", _EPILOG
     )
-    parser.add_argument("run", metavar="RUN", help="a run or checkpoint folder, RUN/best or RUN/step:100")
+    add_shared(parser, "run")
     parser.add_argument("--layer", required=True, help="dotted name of a module of the model")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
-    parser.add_argument("--limit", type=int, metavar="N", help="most vectors to train on; by default all")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples of a pass (32)")
+    parser.add_argument(
+        "--limit", type=at_least_one, metavar="N", help="most vectors to train on; by default all"
+    )
+    parser.add_argument(
+        "--batch-size", type=at_least_one, default=32, metavar="N", help="samples of a pass (32)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add_trust(parser)
+    add_shared(parser, "--trust")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     import torch
 
-    from hetexp.checkpoint.choose import ResumeRequest, choose
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.files import write_json
-    from hetexp.core.instantiate import only_trusted
     from hetexp.data.activations import SOURCE
     from hetexp.training.source import SourceModel
 
-    wish = ResumeRequest.read(options.run, Path.cwd())
-    if wish.path is None:
-        raise ConfigError(must_be("RUN", "the folder of a run or of a checkpoint", options.run))
-    for key in ("limit", "batch_size"):
-        value = getattr(options, key)
-        if value is not None and value < 1:
-            raise ConfigError(must_be(f"--{key.replace('_', '-')}", "at least 1", value))
+    folder = stored_checkpoint(options.run).folder
     if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
         raise ConfigError(must_be("--output", "a new or an empty folder", str(options.output)))
-    sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
-    chosen = choose(Path(wish.path), wish.which)
-    with only_trusted(options.trust):
-        source = SourceModel(chosen.folder, options.layer)
+    source = SourceModel(folder, options.layer)
     dtype = getattr(torch, options.dtype)
     options.output.mkdir(parents=True, exist_ok=True)
     counts = {}
@@ -78,9 +73,9 @@ def _run(options: argparse.Namespace) -> int:
         if dataset is not None:
             pieces = (piece.to(dtype) for piece in source.vectors(dataset, options.batch_size))
             counts[name] = _write(options.output, name, pieces, limit)
-    facts = {"model": source.target, "layer": options.layer, "checkpoint": str(chosen.folder.resolve())}
+    facts = {"model": source.target, "layer": options.layer, "checkpoint": str(folder.resolve())}
     write_json(options.output / SOURCE, facts | {"vectors": counts, "dtype": options.dtype})
-    print(f"Vectors of {options.layer} ({chosen.folder}): {json.dumps(counts)} in {options.output}")
+    print(f"Vectors of {options.layer} ({folder}): {json.dumps(counts)} in {options.output}")
     return 0
 
 
@@ -105,7 +100,7 @@ def _write(folder: Path, name: str, pieces: Iterator[torch.Tensor], limit: int |
             piece = piece[: limit - total]
         total += len(piece)
         held.append(piece)
-        if sum(one.nbytes for one in held) >= SHARD_BYTES:
+        if sum(vectors.nbytes for vectors in held) >= SHARD_BYTES:
             flush()
         if total == limit:
             break

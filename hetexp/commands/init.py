@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hetexp.cluster.token import default_token_file, new_token, write_token
-from hetexp.commands.support.ending import exit_code
+from hetexp.commands.support.command_line import command_parser, exit_code
 from hetexp.core.cluster import DEFAULT_PORT, ClusterConfig, HostEntry, cluster_problems
 from hetexp.core.errors import ConfigError, SetupError
 from hetexp.core.files import write_text
@@ -24,12 +24,8 @@ Then copy both files to every machine, and run the same command on each of them:
 
 def main(arguments: Sequence[str]) -> int:
     """Write both files; return 2 where something that was asked for is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="hetexp init",
-        description="Write conf/cluster/NAME.yaml, which names the machines of a cluster, and their token.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Write conf/cluster/NAME.yaml, which names the machines of a cluster, and their token."
+    parser = command_parser("init", about, _EPILOG)
     parser.add_argument("--name", default="lab", help="of the file, for cluster=NAME (lab)")
     parser.add_argument(
         "--host", action="append", default=[], metavar="NAME=ADDRESS", help="a machine; the first one leads"

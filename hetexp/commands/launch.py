@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -34,23 +36,15 @@ examples
 def main(arguments: Sequence[str]) -> int:
     """Launch the script; return 2 where something that was typed cannot be used, else how the run ended."""
     options, script_arguments = parse(arguments)
+    return exit_code(lambda: _run(options, script_arguments), failure=1)
+
+
+def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
     from rich.console import Console
 
-    from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
-    from hetexp.launch.environments.interpreter import check_own_interpreter
     from hetexp.launch.launcher import launch
 
-    try:
-        check_own_interpreter()
-        launch(*make(options, script_arguments), Console())
-    except RunFailedError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except HetexpError as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
+    launch(*make(options, script_arguments), Console())
     return 0
 
 
@@ -62,18 +56,17 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hetexp launch",
+    parser = command_parser(
+        "launch",
+        "Run your own PyTorch script on several unequal devices, one process each.",
+        _EPILOG,
         usage="hetexp launch SCRIPT [group=option ...] [key=value ...] [-- ARGUMENTS]",
-        description="Run your own PyTorch script on several unequal devices, one process each.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("script", help="a Python file that calls hetexp.setup")
     parser.add_argument(
         "overrides", nargs="*", help="hardware=…, strategy=…, balancing=…, as for hetexp train"
     )
-    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of options of your own")
+    add_shared(parser, "--config-dir")
     return parser
 
 

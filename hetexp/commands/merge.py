@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.support.ending import add_trust, exit_code
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
 
 if TYPE_CHECKING:
     from hetexp.checkpoint.merge import Parent
@@ -25,16 +24,15 @@ examples
 def main(arguments: Sequence[str]) -> int:
     """Merge, say how the result compares with its parents; return 2 where it cannot be done."""
     options = _parser().parse_args(arguments)
-    return exit_code(lambda: _run_trusting(options))
+    return exit_code(lambda: _run(options), trust=options.trust)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hetexp merge",
-        description="Merge checkpoints of one model to one: the mean of their weights, by the samples that "
+    parser = command_parser(
+        "merge",
+        "Merge checkpoints of one model to one: the mean of their weights, by the samples that "
         "each was trained on. The result is evaluated beside its parents, and any strategy resumes from it.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EPILOG,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="run or checkpoint folder")
     parser.add_argument(
@@ -63,15 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         help="factor of the adapters' products (alpha / rank), where the model's layers do not tell it",
     )
     parser.add_argument("--force", action="store_true", help="merge models that began from other weights")
-    add_trust(parser)
+    add_shared(parser, "--trust")
     return parser
-
-
-def _run_trusting(options: argparse.Namespace) -> int:
-    from hetexp.core.instantiate import only_trusted
-
-    with only_trusted(options.trust):
-        return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -144,7 +135,6 @@ def _parts(parent: Parent) -> tuple[TrainState | None, str]:
     from hetexp.hardware.backends.cpu import CpuBackend
     from hetexp.training.wiring import build_state
 
-    sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
     double = any(tensor.dtype == torch.float64 for tensor in parent.tensors.values())
     raw: dict[str, Any] = dict(parent.state["extra"]["config"])
     raw |= {

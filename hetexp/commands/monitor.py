@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.support.ending import exit_code
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
 
 if TYPE_CHECKING:
     from hetexp.core.config import MonitorConfig
@@ -32,16 +32,15 @@ examples
 
 def main(arguments: Sequence[str]) -> int:
     """Sample until Ctrl-C; return 2 where something that was typed cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="hetexp monitor",
-        description="Sample all devices of this machine into the monitor's database, as each run does while "
+    parser = command_parser(
+        "monitor",
+        "Sample all devices of this machine into the monitor's database, as each run does while "
         "it goes on; hetexp top shows it. Where another process samples already, this one waits for its end.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EPILOG,
     )
     parser.add_argument("overrides", nargs="*", help="monitor.key=value, as for hetexp train")
     parser.add_argument("--once", action="store_true", help="print one moment and end; nothing is kept")
-    parser.add_argument("--json", action="store_true", help="print JSON; what is not known is null")
+    add_shared(parser, "--json")
     options = parser.parse_intermixed_args(list(arguments))
     return exit_code(lambda: _run(options), drives_torch=False)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.support.ending import exit_code
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
 
 if TYPE_CHECKING:
     from hetexp.launch.prepare.planning import OtherPlan, Wanted
@@ -29,15 +29,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hetexp plan",
-        description="Predict step time, samples a second, efficiency, split, memory and energy of every "
+    parser = command_parser(
+        "plan",
+        "Predict step time, samples a second, efficiency, split, memory and energy of every "
         "strategy and policy on the given devices, and recommend one. Nothing is started.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EPILOG,
     )
-    parser.add_argument("overrides", nargs="*", help="group=option and key=value, as for hetexp train")
-    parser.add_argument("--json", action="store_true", help="print JSON; what is not known is null")
+    add_shared(parser, "overrides", "--json")
     parser.add_argument(
         "--what-if",
         action="append",
@@ -56,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         help="recommend the fastest, the thriftiest of those hardly slower, or the fastest within --watts",
     )
     parser.add_argument("--watts", type=float, metavar="W", help="most that the devices may draw together")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of options of your own")
+    add_shared(parser, "--config-dir")
     return parser
 
 

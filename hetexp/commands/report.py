@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetexp.commands.support.ending import add_trust, exit_code
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
 
 _EPILOG = """\
 examples
@@ -19,43 +19,42 @@ examples
 
 def main(arguments: Sequence[str]) -> int:
     """Compare, write the files and say what they say; return 2 where it cannot be done."""
-    options = parser().parse_args(arguments)
-    return exit_code(lambda: _run(options), drives_torch=False)
+    options = _parser().parse_args(arguments)
+    return exit_code(lambda: _run(options), drives_torch=False, trust=options.trust)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's own words."""
+def _parser() -> argparse.ArgumentParser:
     from hetexp.report.wandb_report.report import add_arguments
 
-    made = argparse.ArgumentParser(
-        prog="hetexp report",
-        description="Compare runs and sweeps: throughput, efficiency, losses and gains with their confidence "
+    parser = command_parser(
+        "report",
+        "Compare runs and sweeps: throughput, efficiency, losses and gains with their confidence "
         "intervals over seeds, as one page that needs no network, as text and as CSV.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EPILOG,
     )
-    made.add_argument("folders", nargs="+", metavar="FOLDER", type=Path, help="run, sweep, or one above them")
-    made.add_argument(
+    parser.add_argument(
+        "folders", nargs="+", metavar="FOLDER", type=Path, help="run, sweep, or one above them"
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         metavar="FOLDER",
         help="folder of report.html, report.md and the tables; by default FOLDER where there is one, else "
         "report",
     )
-    made.add_argument("--title", help="of the report; by default the folders' names")
-    made.add_argument("--open", action="store_true", help="show the page in the browser")
-    made.add_argument(
+    parser.add_argument("--title", help="of the report; by default the folders' names")
+    parser.add_argument("--open", action="store_true", help="show the page in the browser")
+    parser.add_argument(
         "--wandb", action="store_true", help="save a report in W&B instead of these files, and print its URL"
     )
-    add_arguments(made)
-    add_trust(made)
-    return made
+    add_arguments(parser)
+    add_shared(parser, "--trust")
+    return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.files import folder_problem
-    from hetexp.core.instantiate import only_trusted
     from hetexp.report.comparison import compare
     from hetexp.report.notes import refused
     from hetexp.report.runs import read_runs
@@ -70,8 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.wandb:
         from hetexp.report.wandb_report.report import main_wandb
 
-        with only_trusted(options.trust):
-            main_wandb(compare(runs, title), options)
+        main_wandb(compare(runs, title), options)
         return 0
     problem = folder_problem(folder)
     if problem:
@@ -79,11 +77,10 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(must_be("--output", "a folder that can be written", str(folder), reason))
     from hetexp.report.write import TABLES, TEXT, write_files
 
-    with only_trusted(options.trust):
-        comparison = compare(runs, title)
-        page = write_files(comparison, folder)
-        for problem in refused(comparison):
-            print(problem, file=sys.stderr)
+    comparison = compare(runs, title)
+    page = write_files(comparison, folder)
+    for problem in refused(comparison):
+        print(problem, file=sys.stderr)
     print(comparison.answer)
     print(f"Report: {page}")
     print(f"Beside it: {', '.join((TEXT, *TABLES))}")

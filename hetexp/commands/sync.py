@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from hetexp.commands.support.ending import exit_code
+from hetexp.commands.support.command_line import above_zero, command_parser, exit_code
 
 _EPILOG = """\
 examples
@@ -60,12 +60,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hetexp sync",
-        description="Upload the offline W&B runs in folders and below them, each once. A run that fails does "
+    parser = command_parser(
+        "sync",
+        "Upload the offline W&B runs in folders and below them, each once. A run that fails does "
         "not keep the others from being synced. Runs that are still going on are left for later.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EPILOG,
     )
     parser.add_argument("folders", nargs="*", metavar="FOLDER", type=Path, help="of runs or sweeps")
     parser.add_argument("--dry-run", action="store_true", help="say what would be synced, and send nothing")
@@ -81,18 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=_positive,
+        type=above_zero,
         default=300.0,
         help="end where nothing was sent for so long (default: %(default)g)",
     )
     return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a number above 0")
-    return value
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 import time
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hetexp.commands.monitor import check_installed, read_config
-from hetexp.commands.support.ending import exit_code
+from hetexp.commands.support.command_line import command_parser, exit_code
 
 if TYPE_CHECKING:
     from hetexp.core.config import MonitorConfig
@@ -24,9 +23,9 @@ FIRST_SECONDS = 3.0
 
 def main(arguments: Sequence[str]) -> int:
     """Show the screen until `q`; without a terminal print it once."""
-    parser = argparse.ArgumentParser(
-        prog="hetexp top",
-        description="Show what each device and run does. Keys: a all devices together or each of them, "
+    parser = command_parser(
+        "top",
+        "Show what each device and run does. Keys: a all devices together or each of them, "
         "arrows choose a run, s stop it, q quit. Without a terminal it is printed once.",
     )
     parser.add_argument("overrides", nargs="*", help="monitor.key=value, such as monitor.view=per_gpu")

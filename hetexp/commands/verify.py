@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetexp.commands.support.command_line import add_shared, at_least_one, command_parser, exit_code
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -40,39 +42,31 @@ TIME_SCALE = 1e-6
 def main(arguments: Sequence[str]) -> int:
     """Verify and print the certificate; return 0 for an exact run, 1 for any other, 2 for a wrong command."""
     options = _parser().parse_intermixed_args(list(arguments))
+    return exit_code(lambda: _run(options), failure=1)
+
+
+def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
-    from hetexp.launch.environments.interpreter import check_own_interpreter
-
+    folder = Path(options.output) if options.output else _default_folder()
     console = Console(stderr=True)
-    try:
-        check_own_interpreter()
-        folder = Path(options.output) if options.output else _default_folder()
-        certificate = verify(
-            options.overrides, folder, options.steps, options.precision, options.config_dir, console
-        )
-    except RunFailedError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except HetexpError as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    certificate = verify(
+        options.overrides, folder, options.steps, options.precision, options.config_dir, console
+    )
     print(certificate.markdown())
     print(f"The same as JSON: {folder / 'certificate.json'}")
     return 0 if certificate.verdict == "exact" else 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hetexp verify",
-        description="Train a few steps as configured and the same steps on one device, and tell how far they "
+    parser = command_parser(
+        "verify",
+        "Train a few steps as configured and the same steps on one device, and tell how far they "
         "are apart at each step: the certificate that this plan computes the gradient of one device.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EPILOG,
     )
-    parser.add_argument("overrides", nargs="*", help="group=option and key=value, as for hetexp train")
-    parser.add_argument("--steps", type=_at_least_one, default=5, metavar="N", help="optimizer steps (5)")
+    add_shared(parser, "overrides")
+    parser.add_argument("--steps", type=at_least_one, default=5, metavar="N", help="optimizer steps (5)")
     parser.add_argument(
         "--precision",
         choices=("float64", "float32"),
@@ -80,15 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         help="float64 shows every mistake; float32 allows twice what microbatches of another size change",
     )
     parser.add_argument("--output", metavar="FOLDER", help="where certificate.json and certificate.md go")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of options of your own")
+    add_shared(parser, "--config-dir")
     return parser
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {value} instead")
-    return value
 
 
 def _default_folder() -> Path:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.support.ending import exit_code
+from hetexp.commands.support.command_line import command_parser, exit_code
 
 if TYPE_CHECKING:
     from hetexp.core.config import MonitorConfig
@@ -30,12 +30,11 @@ examples
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C; return 2 where something that was typed cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="hetexp dashboard",
-        description="Show what devices and trainings of this machine do in a browser, and start, watch and "
+    parser = command_parser(
+        "dashboard",
+        "Show what devices and trainings of this machine do in a browser, and start, watch and "
         "stop trainings there. They go on when the server ends, and are found again by the next one.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EPILOG,
     )
     parser.add_argument("overrides", nargs="*", help="monitor.key=value, as for hetexp train")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others need a token")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -56,9 +57,13 @@ def imported(ended: subprocess.CompletedProcess[str]) -> set[str]:
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert main(words) == 0
     screen = capsys.readouterr().out
-    for name, one in COMMANDS.items():
-        assert one.__doc__
-        assert re.search(rf"^  {name} +{re.escape(one.__doc__.splitlines()[0])}$", screen, re.MULTILINE)
+    for name, (_, about) in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(about)} \(hetexp {name} --help\)\.$", screen, re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", [target for target, _ in COMMANDS.values()])
+def test_every_command_has_a_function(target: str) -> None:
+    assert callable(pkgutil.resolve_name(target))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import hetexp
-from hetexp.commands.doctor import Section
 from hetexp.commands.support.interpreters import OWN, Interpreter, how_to_mend, interpreters
+from hetexp.commands.support.section import Section
 from hetexp.core.device import GIB
 from hetexp.core.files import folder_problem
 from hetexp.hardware.backend import ACCELERATORS, VISIBILITY

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.doctor import Problem
-from hetexp.commands.support.interpreters import OWN, Interpreter, command_line, how_to_mend
+from hetexp.commands.support.command_line import table
+from hetexp.commands.support.interpreters import NO_ENVIRONMENT, OWN, Interpreter, how_to_mend, own_line
+from hetexp.commands.support.section import Problem
 from hetexp.core.errors import HetexpError, RunFailedError, SetupError, did_you_mean
 from hetexp.launch.environments.trial import TOLERANCE, Trial, try_interpreter
 
@@ -169,30 +170,21 @@ def _losses(overrides: Sequence[str]) -> tuple[list[float], str | None]:
 
 def checked(results: Sequence[Checked]) -> list[RenderableType]:
     """Return the table of what was tried, and below it what is wrong."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    for column in ("name", "Python", "torch", "devices", "trains with this"):
-        table.add_column(column, overflow="fold")
+    rows = []
     for result in results:
-        trial, one = result.trial, result.interpreter
-        exchange = "–" if one.name == OWN else result.exchange
-        cells = [
-            one.name,
-            trial.python_version or "n/a",
-            trial.torch_version or "n/a",
-            result.devices,
-            exchange,
-        ]
-        table.add_row(*(Text(cell, style="red" if result.problems else "") for cell in cells))
+        trial, name = result.trial, result.interpreter.name
+        versions = [trial.python_version or "n/a", trial.torch_version or "n/a"]
+        cells = [name, *versions, result.devices, "–" if name == OWN else result.exchange]
+        rows.append([(cell, "red" if result.problems else "") for cell in cells])
     lines: list[RenderableType] = []
     wrong = [(result.interpreter.name, problem) for result in results for problem in result.problems]
     for number, (name, problem) in enumerate(wrong, start=1):
         lines.append(Text(f"{number}. {name}: {problem.text}"))
-        lines.append(command_line(f"{problem.fix}"))
+        lines.append(own_line(f"{problem.fix}"))
     if not lines:
         lines.append("Nothing is wrong.")
         if len(results) == 1:
-            lines.append("No environment is recorded. To make one: hetexp env create cuda (rocm, xpu, cpu)")
-    return [table, *lines]
+            lines.append(NO_ENVIRONMENT)
+    return [table(("name", "Python", "torch", "devices", "trains with this"), rows), *lines]

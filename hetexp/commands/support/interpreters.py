@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OWN = "this"
 """Name of the interpreter that runs the command."""
+NO_ENVIRONMENT = "No environment is recorded. To make one: hetexp env create cuda (rocm, xpu, cpu)"
 
 
 @dataclass
@@ -52,15 +53,15 @@ def interpreters(inventory: Inventory | None = None) -> list[Interpreter]:
     inventory = detect(builds=builds) if inventory is None else inventory
     by_python = {build.python: build for build in builds}
     own = ".".join(map(str, sys.version_info[:3]))
-    found = [Interpreter(OWN, sys.executable, builds[0], own)]
+    result = [Interpreter(OWN, sys.executable, builds[0], own)]
     for name, python in recorded.items():
-        found.append(Interpreter(name, python, by_python[python], version_of(python)))
-    for one in found:
-        if one.build.problem is None:
-            cards = driven(inventory, one.build)
-            one.devices = [card.spec.id for card in cards]
-            one.visible = [card.spec.id for card in cards if card.hidden_by is None]
-    return found
+        result.append(Interpreter(name, python, by_python[python], version_of(python)))
+    for interpreter in result:
+        if interpreter.build.problem is None:
+            cards = driven(inventory, interpreter.build)
+            interpreter.devices = [card.spec.id for card in cards]
+            interpreter.visible = [card.spec.id for card in cards if card.hidden_by is None]
+    return result
 
 
 def driven(inventory: Inventory, build: TorchBuild) -> list[DetectedCard]:
@@ -74,18 +75,19 @@ def driven(inventory: Inventory, build: TorchBuild) -> list[DetectedCard]:
     ]
 
 
-def command_line(command: str) -> Text:
+def own_line(command: str) -> Text:
     """Return a command on a line of its own, for rich: never cut in two, so that it can be copied."""
     from rich.text import Text
 
     return Text(f"   {command}", no_wrap=True, overflow="ignore")
 
 
-def how_to_mend(one: Interpreter) -> str:
+def how_to_mend(interpreter: Interpreter) -> str:
     """Return the command that gives an interpreter a torch that works."""
-    if one.name == OWN:
-        return f"{one.python} -m pip install torch"
+    name = interpreter.name
+    if name == OWN:
+        return f"{interpreter.python} -m pip install torch"
     # Its name says what it was made for; if not, the build that it has does.
-    built = next((kind for kind, build in KINDS.items() if build == one.build.kind), "cpu")
-    kind = one.name if one.name in KINDS else built
-    return f"hetexp env create {kind}{'' if kind == one.name else f' --name {one.name}'} --force"
+    built = next((kind for kind, build in KINDS.items() if build == interpreter.build.kind), "cpu")
+    kind = name if name in KINDS else built
+    return f"hetexp env create {kind}{'' if kind == name else f' --name {name}'} --force"

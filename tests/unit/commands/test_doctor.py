@@ -16,10 +16,11 @@ import pytest
 import hetexp
 from hetexp.cli import main
 from hetexp.commands import doctor
-from hetexp.commands.doctor import Problem, Section, examine
+from hetexp.commands.doctor import examine
 from hetexp.commands.support import checks
 from hetexp.commands.support.checks import CHECKS, Context
 from hetexp.commands.support.interpreters import Interpreter
+from hetexp.commands.support.section import Problem, Section
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.detection.builds import TorchBuild

@@ -14,8 +14,8 @@ from support import unbuilt_config
 
 from hetexp.checkpoint.folder import TrainingState, save_checkpoint
 from hetexp.cli import main
-from hetexp.commands.support.ending import exit_code
-from hetexp.core.errors import ConfigError
+from hetexp.commands.support.command_line import exit_code
+from hetexp.core.errors import ConfigError, RunFailedError, SetupError
 from hetexp.core.instantiate import instantiate
 from hetexp.data.base import build_data
 from hetexp.model.base import build_model
@@ -63,6 +63,36 @@ def test_what_is_refused_is_told_and_ends_with_2(capsys: pytest.CaptureFixture[s
 
     assert exit_code(refuse) == exit_code(refuse, drives_torch=False) == 2
     assert capsys.readouterr().err.count("`--weights` must be two numbers") == 2
+
+
+def test_how_other_errors_end(capsys: pytest.CaptureFixture[str]) -> None:
+    def ended(error: BaseException) -> int:
+        def run() -> int:
+            raise error
+
+        return exit_code(run, drives_torch=False, failure=1)
+
+    assert ended(ConfigError("a")) == 2
+    assert ended(SetupError("b")) == 1
+    assert ended(RunFailedError("c", 7)) == 7
+    assert ended(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "Configuration error: a\nb\nc\n"
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "many"])
+def test_a_number_that_is_not_above_0(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    for words in (["gpus", "--watch", text], ["sync", "--timeout", text]):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert f"{words[1]}: must be a number above 0, but is {text} instead" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "many"])
+def test_a_count_below_1(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    for words in (["verify", "--steps", text], ["harvest", "run", "--limit", text]):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert f"must be a whole number of at least 1, but is {text} instead" in capsys.readouterr().err
 
 
 def test_a_command_says_itself_how_it_ended() -> None:

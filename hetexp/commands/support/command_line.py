@@ -1,0 +1,168 @@
+"""What all commands share: parsers, common options, tables and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import OverflowMethod, RenderableType
+    from rich.table import Table
+
+    from hetexp.checkpoint.choose import Chosen
+
+_PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def command_parser(
+    name: str, description: str, epilog: str | None = None, usage: str | None = None
+) -> argparse.ArgumentParser:
+    """Return the parser of `hetexp NAME`; an epilog keeps its line breaks."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        prog=f"hetexp {name}",
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.HelpFormatter if epilog is None else raw,
+    )
+
+
+def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add arguments that mean the same in several commands, such as `run` or `--json`."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
+
+
+def _package(text: str) -> str:
+    if not _PACKAGE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"must be the name of a package, but is {text!r} instead")
+    return text
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "run": {"metavar": "RUN", "help": "a run or checkpoint folder, RUN/best or RUN/step:100"},
+    "overrides": {"nargs": "*", "help": "group=option and key=value, as for hetexp train"},
+    "--config-dir": {"metavar": "FOLDER", "help": "a folder of options of your own"},
+    "--json": {"action": "store_true", "help": "print JSON; what is not known is null"},
+    "--trust": {
+        "action": "append",
+        "default": [],
+        "type": _package,
+        "metavar": "PACKAGE",
+        "help": "run this package's code if the folder's configuration names it; else only classes of hetexp "
+        "are built. May be given several times",
+    },
+}
+
+
+def above_zero(text: str) -> float:
+    """Return a number that an option was given."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, but is {text} instead")
+    return value
+
+
+def at_least_one(text: str) -> int:
+    """Return a count that an option was given."""
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but is {text} instead")
+    return int(text)
+
+
+def exit_code(
+    run: Callable[[], int],
+    *,
+    drives_torch: bool = True,
+    failure: int = 2,
+    trust: Sequence[str] | None = None,
+) -> int:
+    """Return the command's exit code; print an error's message and return the code that it stands for.
+
+    A configuration that cannot be used ends with 2, a run that failed with its own code, and Ctrl-C with 130.
+
+    Args:
+        run: the command, its words parsed.
+        drives_torch: whether it needs an interpreter in which hetexp's own torch works.
+        failure: code of all other errors.
+        trust: packages of `--trust`, for a command that builds what a folder's configuration names.
+    """
+    from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
+    from hetexp.launch.environments.interpreter import check_own_interpreter
+
+    try:
+        if drives_torch:
+            check_own_interpreter()
+        if trust is None:
+            return run()
+        from hetexp.core.instantiate import only_trusted
+
+        sys.path.append(str(Path.cwd()))  # the user's own classes, as for `hetexp train`
+        with only_trusted(trust):
+            return run()
+    except HetexpError as error:
+        print(error, file=sys.stderr)
+        if isinstance(error, RunFailedError):
+            return error.exit_code
+        return 2 if isinstance(error, ConfigError) else failure
+    except KeyboardInterrupt:
+        return 130
+
+
+def stored_checkpoint(run: str, contents: bool = True) -> Chosen:
+    """Return the checkpoint that RUN names.
+
+    Args:
+        contents: whether its files are read and their checksums compared.
+
+    Raises:
+        ConfigError: RUN names no folder with checkpoints.
+        CheckpointError: none of them is complete and undamaged.
+    """
+    from hetexp.checkpoint.choose import ResumeRequest, choose
+    from hetexp.core.errors import ConfigError, must_be
+
+    request = ResumeRequest.read(run, Path.cwd())
+    if request.path is None:
+        raise ConfigError(must_be("RUN", "the folder of a run or of a checkpoint", run))
+    return choose(Path(request.path), request.which, contents=contents)
+
+
+def print_parts(parts: Iterable[RenderableType]) -> None:
+    """Print tables and lines."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for part in parts:
+        console.print(part)
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[tuple[str, str]]],
+    right: Collection[str] = (),
+    overflow: OverflowMethod = "fold",
+) -> Table:
+    """Return a table for the terminal.
+
+    Args:
+        rows: text and style of each cell.
+        right: columns that are aligned to the right.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table()
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow=overflow)
+    for row in rows:
+        made.add_row(*(Text(text, style=style) for text, style in row))
+    return made
