@@ -71,10 +71,10 @@ def gpus(behind: Behind) -> Any:
 @router.get("/system/gpus/{device_id:path}")
 def gpu(behind: Behind, device_id: Annotated[str, Path(max_length=200)]) -> schemas.Device:
     """Show one device, by its id or, where several runs have devices of that id, by its key."""
-    found = [one for one in behind.devices() if device_id in (one["id"], one["key"])]
-    if not found:
-        raise RefusedError(404, [("device_id", must_be("device_id", "a device of this machine", device_id))])
-    return schemas.Device.model_validate(found[0])
+    for device in behind.devices():
+        if device_id in (device["id"], device["key"]):
+            return schemas.Device.model_validate(device)
+    raise RefusedError(404, [("device_id", must_be("device_id", "a device of this machine", device_id))])
 
 
 @router.get("/system/metrics", response_model=schemas.History)
@@ -88,8 +88,7 @@ def metrics(
     now = time.time()
     begin = _moment(since, now)
     facts = {row["key"]: row for row in behind.store.latest()}
-    found = behind.store.history(begin, now, view, points)
-    series = [views.series(one, facts) for one in found]
+    series = [views.series(samples, facts) for samples in behind.store.history(begin, now, view, points)]
     return _plain({"view": view, "since": begin, "series": series})
 
 
@@ -103,8 +102,8 @@ async def options(behind: Behind) -> schemas.Options:
 @router.post("/estimate")
 async def estimate(behind: Behind, asked: schemas.Question) -> schemas.Estimate:
     """Predict a step on some devices: batch, memory, time, and which of them serve it best."""
-    own = {"model": asked.model, "data": asked.data}
-    overrides = {name: value for name, value in own.items() if value is not None} | asked.overrides
+    groups = {"model": asked.model, "data": asked.data}
+    overrides = {name: value for name, value in groups.items() if value is not None} | asked.overrides
     words = await to_thread(_words, behind, overrides, asked.experiment, asked.gpu_ids)
     answer = await behind.checker.ask("estimate", words, asked.gpu_ids)
     return schemas.Estimate.model_validate(answer)

@@ -14,6 +14,7 @@ from hetexp.core.lines import last_rows
 from hetexp.monitor.history import Series
 from hetexp.monitor.sample import host_name
 from hetexp.monitor.store import ACTIVE
+from hetexp.web import schemas
 from hetexp.web.job import log_tail, read_job
 
 METRICS = "metrics.jsonl"
@@ -30,66 +31,47 @@ _SHOWN = (
     "eval/loss",
     "eval/accuracy",
 )
+_COLUMNS = {
+    "index": "number",
+    "run": "run_id",
+    "temperature_c": "temperature_celsius",
+    "power_w": "power_watts",
+    "power_limit_w": "power_limit_watts",
+    "throttle": "throttled",
+}
+"""Fields of the API's devices → columns of the database, if the names differ."""
 Row = dict[str, Any]
 
 
 def device(row: Row) -> Row:
     """Return a device and its newest sample, as `GET /system/gpus` shows them."""
-    total, used = row["memory_total_bytes"], row["memory_used_bytes"]
-    users = row["users"]
-    emulated = row["emulated"]
-    return {
+    total, used, users = row["memory_total_bytes"], row["memory_used_bytes"], row["users"]
+    shown = {name: row.get(_COLUMNS.get(name, name)) for name in schemas.Device.model_fields}
+    return shown | {
         "id": row["device"],
-        "key": row["key"],
-        "name": row["name"],
-        "vendor": row["vendor"],
-        "backend": row["backend"],
-        "index": row["number"],
         "environment": None,
-        "emulated": emulated,
-        "integrated": row["integrated"],
         "lost": row["state"] == "lost",
-        "state": row["state"],
-        "reason": row["reason"],
-        "selectable": row["state"] == "ok" and not emulated,
-        "run": row["run_id"],
-        "memory_total_bytes": total,
-        "memory_used_bytes": used,
+        "selectable": row["state"] == "ok" and not row["emulated"],
         "memory_free_bytes": total - used if total is not None and used is not None else None,
-        "utilisation": row["utilisation"],
-        "temperature_c": row["temperature_celsius"],
-        "power_w": row["power_watts"],
-        "power_limit_w": row["power_limit_watts"],
-        "clock_mhz": row["clock_mhz"],
-        "memory_clock_mhz": row["memory_clock_mhz"],
-        "throttle": row["throttled"],
-        "fan": row["fan"],
         "busy": bool(users),
         "busy_by": users[0] if users else None,
-        "time": row.get("time"),
     }
 
 
-def series(one: Series, facts: dict[str, Row]) -> Row:
+def series(samples: Series, facts: dict[str, Row]) -> Row:
     """Return samples over time, as `GET /system/metrics` shows them.
 
     Args:
         facts: of the devices, by key.
     """
-    own = facts.get(one.key or "", {})
-    return {
-        "device": one.device,
-        "key": one.key,
-        "name": own.get("name"),
-        "run": own.get("run_id"),
-        "time": one.times,
-        "utilisation": one.values["utilisation"],
-        "memory_used_bytes": one.values["memory_used_bytes"],
-        "memory_total_bytes": one.values["memory_total_bytes"],
-        "temperature_c": one.values["temperature_celsius"],
-        "power_w": one.values["power_watts"],
-        "clock_mhz": one.values["clock_mhz"],
-        "fan": one.values["fan"],
+    row = facts.get(samples.key or "", {})
+    shown = {name: samples.values.get(_COLUMNS.get(name, name)) for name in schemas.Line.model_fields}
+    return shown | {
+        "device": samples.device,
+        "key": samples.key,
+        "name": row.get("name"),
+        "run": row.get("run_id"),
+        "time": samples.times,
     }
 
 
@@ -107,24 +89,12 @@ def training(row: Row, waits_for: Sequence[str] = (), with_log: bool = False) ->
     ended = row["state"] not in ACTIVE
     summary = _read(run_dir / "summary.json") if here and ended else {}
     choices = plan.get("choices") or {}
-    shown = {name: row[name] for name in ("id", "name", "state", "gpu_ids", "distributed", "emulated")}
+    shown = {name: row.get(name) for name in schemas.Training.model_fields}
     shown |= {
-        "strategy": row["strategy"],
         "balancing": choices.get("balancing") or (job.balancing if job is not None else None),
-        "progress": row["progress"],
-        "step": row["step"],
-        "steps": row["steps"],
-        "loss": row["loss"],
-        "samples_per_second": row["samples_per_second"],
         "efficiency": _finite(summary.get("efficiency")),
         "split": _split(run_dir, plan, summary, ended) if here else [],
-        "error": row["error"],
-        "host": row["host"],
-        "run_dir": row["run_dir"],
         "report_url": f"/api/v1/trainings/{row['id']}/report" if summary else None,
-        "created": row["created"],
-        "started": row["started"],
-        "ended": row["ended"],
         "waits_for": list(waits_for),
         "stopping": not ended and job is not None and job.stop_asked is not None,
         "experiment": job.experiment if job is not None else None,
@@ -139,7 +109,7 @@ def metrics(row: Row, since_step: int, limit: int) -> list[Row]:
     """Return the lines of a run's log after a step, the last so many of them."""
     if row["host"] != host_name():
         return []
-    found = []
+    rows = []
     for line in last_rows(Path(row["run_dir"]) / METRICS, _MOST_BYTES):
         if "step" not in line or line["step"] <= since_step:
             continue
@@ -148,23 +118,21 @@ def metrics(row: Row, since_step: int, limit: int) -> list[Row]:
         }
         values = {name: _finite(value) for name, value in shown.items()}
         split = _shares(line)
-        found.append(
-            {"step": line["step"], "loss": _finite(line.get("train/loss")), **values, "split": split}
-        )
-    return found[-limit:]
+        rows.append({"step": line["step"], "loss": _finite(line.get("train/loss")), **values, "split": split})
+    return rows[-limit:]
 
 
 def _split(run_dir: Path, plan: Row, summary: Row, ended: bool) -> list[Row]:
     """Return each device's share of the work: as it was in the end, as it is, or as it is planned."""
     if ended and summary.get("devices"):
-        return [{"id": one["id"], "share": _finite(one.get("share"))} for one in summary["devices"]]
+        return [{"id": row["id"], "share": _finite(row.get("share"))} for row in summary["devices"]]
     for line in reversed(last_rows(run_dir / METRICS, _TAIL_BYTES) if not ended else []):
         shares = _shares(line)
         if shares:
             return shares
     devices = plan.get("cards") or plan.get("devices") or []
     shares = plan.get("card_shares") or plan.get("shares") or []
-    return [{"id": one["id"], "share": share} for one, share in zip(devices, shares, strict=False)]
+    return [{"id": row["id"], "share": share} for row, share in zip(devices, shares, strict=False)]
 
 
 def _shares(line: Row) -> list[Row]:
@@ -186,8 +154,8 @@ def _read(path: Path) -> Row:
 @lru_cache(maxsize=512)
 def _read_once(path: Path, mtime_ns: int, size: int) -> Row:
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
     return {}
 
 
