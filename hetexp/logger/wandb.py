@@ -165,8 +165,13 @@ class WandbLogger(Logger):
         self._temporary = temporary_folder() if self._owns_service else None
         # The path of a socket in it must not pass the kernel's limit.
         if self._temporary is not None and len(str(self._temporary).encode()) <= _LONGEST_FOLDER:
-            with _temporary_files_in(str(self._temporary)):
-                self._open_run(run, mode)
+            folder, usual = str(self._temporary), tempfile.gettempdir()
+            with changed_environment({"TMPDIR": folder}):
+                tempfile.tempdir = folder
+                try:
+                    self._open_run(run, mode)
+                finally:
+                    tempfile.tempdir = usual
         else:
             self._open_run(run, mode)
 
@@ -174,7 +179,7 @@ class WandbLogger(Logger):
         import wandb
 
         self._inherited_service = os.environ.get("WANDB_SERVICE")
-        with _environment(hide_leftovers=self._owns_service):
+        with changed_environment(self._variables(), kept="WANDB_SERVICE"):  # wandb's children need that one
             opened = wandb.init(
                 project=self.project,
                 entity=self.entity,
@@ -199,6 +204,12 @@ class WandbLogger(Logger):
         self._run = opened
         opened.define_metric(STEP_METRIC)
         opened.define_metric("*", step_metric=STEP_METRIC)
+
+    def _variables(self) -> dict[str, str | None]:
+        """Return variables that hide other runs, the questions that wandb asks, and its error reports."""
+        hidden = dict.fromkeys(_LEFTOVERS if self._owns_service else ())
+        reports = os.environ.get("WANDB_ERROR_REPORTING", "false")  # the user's own choice stays
+        return {**hidden, "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": reports}
 
     def _send(self, values: dict[str, Any]) -> None:
         if self._run is not None and not self._given_up:
@@ -265,7 +276,7 @@ class WandbLogger(Logger):
             _kill(service)
             # This may have been called already, and may wait for a lock that a hanging call holds.
             late = BackgroundCalls("hetexp-wandb-teardown", lambda error: None)
-            late.submit(_teardown)
+            late.submit(teardown)
             late.close(timeout_seconds=2.0)
         inherited = self._inherited_service
         if inherited is not None and inherited not in _own_services:
@@ -291,41 +302,26 @@ class WandbLogger(Logger):
 
 
 @contextlib.contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    """Let Python, and the service that is started meanwhile, make temporary files in a folder."""
-    variable, usual = os.environ.get("TMPDIR"), tempfile.gettempdir()
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
+def changed_environment(changes: Mapping[str, str | None], kept: str | None = None) -> Iterator[None]:
+    """Set variables of this process, and put them back afterwards; None removes a variable.
+
+    Args:
+        kept: a variable that is not put back.
+    """
+    before = {name: os.environ.get(name) for name in changes if name != kept}
+    _set_variables(changes)
     try:
         yield
     finally:
-        tempfile.tempdir = usual
-        if variable is None:
-            os.environ.pop("TMPDIR", None)
+        _set_variables(before)
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
         else:
-            os.environ["TMPDIR"] = variable
-
-
-@contextlib.contextmanager
-def _environment(hide_leftovers: bool) -> Iterator[None]:
-    """Keep wandb from reading other runs' variables, from asking for input and from sending error reports."""
-    hidden = _LEFTOVERS if hide_leftovers else ()
-    ours = {"WANDB_SILENT": "true"}
-    if "WANDB_ERROR_REPORTING" not in os.environ:  # a choice of the person's own stays
-        ours["WANDB_ERROR_REPORTING"] = "false"
-    before = {name: os.environ.get(name) for name in (*hidden, *ours)}
-    for name in hidden:
-        os.environ.pop(name, None)
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if name == "WANDB_SERVICE":  # wandb's own children find the new service by it
-                continue
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+            os.environ[name] = value
 
 
 def _short(name: str) -> str:
@@ -377,7 +373,8 @@ def _kill(service: subprocess.Popen[bytes]) -> None:
             service.wait(1.0)
 
 
-def _teardown() -> None:
+def teardown() -> None:
+    """End wandb's service."""
     import wandb
 
     wandb.teardown()

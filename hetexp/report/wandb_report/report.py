@@ -8,10 +8,8 @@ are imported inside functions: only who asks for a report needs them.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetexp.core.errors import ConfigError, HetexpError, SetupError, must_be
 from hetexp.logger.background import BackgroundCalls
+from hetexp.logger.wandb import changed_environment, teardown
 from hetexp.report.comparison import Comparison, Variant, compare
 from hetexp.report.runs import RunRecord, read_runs
 from hetexp.report.wandb_report.panels import completed, panel_grids
@@ -171,12 +170,13 @@ def save(comparison: Comparison, entity: str | None, project: str, seconds: floa
         report.save()
         urls.append(report.url)
 
-    with _quiet():
+    # wandb must not ask for a key: the terminal may be unattended.
+    with changed_environment({"WANDB_SILENT": "true"}):
         calls = BackgroundCalls("hetexp-wandb-report", problems.append)
         answered = calls.submit(call).wait(seconds)
         # A call that hangs holds up whatever comes after it on its thread.
         last = calls if answered else BackgroundCalls("hetexp-wandb-teardown", lambda error: None)
-        last.submit(_end_service)
+        last.submit(teardown)
         last.close(timeout_seconds=5.0)
     if not answered:
         raise SetupError(f"W&B must answer within {seconds:g} s, but does not. Is there a network?")
@@ -292,26 +292,6 @@ def _library() -> Any:
     except ModuleNotFoundError as error:
         raise SetupError(MISSING) from error
     return reports
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep wandb from asking for a key on a terminal that may be unattended, and from repeating us."""
-    before = os.environ.get("WANDB_SILENT")
-    os.environ["WANDB_SILENT"] = "true"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("WANDB_SILENT", None)
-        else:
-            os.environ["WANDB_SILENT"] = before
-
-
-def _end_service() -> None:
-    import wandb
-
-    wandb.teardown()
 
 
 def _sentence(error: BaseException, entity: str | None, project: str) -> str:

@@ -67,9 +67,8 @@ def test_several_at_once_without_one_of_them() -> None:
     built = instantiate(
         node_of("logger=multi", "logger.loggers.csv=null", "logger.loggers.wandb.mode=online")
     )
-    kinds = [type(guarded.tracker) for guarded in built.loggers]
-    assert kinds == [WandbLogger, TensorBoardLogger]
-    assert built.loggers[0].tracker.mode == "online"
+    assert [type(tracker) for tracker in built.trackers] == [WandbLogger, TensorBoardLogger]
+    assert built.trackers[0].mode == "online"
 
 
 def test_a_table_with_columns_that_come_later(tmp_path: Path) -> None:
