@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hetexp.report.wandb_report.report import main
+from hetexp.commands.report import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["--wandb", *sys.argv[1:]]))

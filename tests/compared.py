@@ -10,14 +10,9 @@ from typing import Any
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.summary import LOST_TO
-from hetexp.report.comparison import (
-    Comparison,
-    CurvePoint,
-    DeviceProfile,
-    WeightsCurve,
-    compare,
-    interval,
-)
+from hetexp.report.comparison import compare
+from hetexp.report.intervals import interval
+from hetexp.report.results import Comparison, CurvePoint, DeviceProfile, WeightsCurve
 from hetexp.report.runs import METRICS, RunRecord
 
 CARDS = ("RTX 3090", "Arc A770")

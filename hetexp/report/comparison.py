@@ -7,39 +7,12 @@ from dataclasses import replace
 
 from hetexp.core.sweep.folder import of_a_run
 from hetexp.report.answer import answer_of
-from hetexp.report.curves import points
-from hetexp.report.figures import joules_per_sample, throughput
-from hetexp.report.intervals import CONFIDENCE, interval
 from hetexp.report.notes import notes_of
 from hetexp.report.profiles import profiles_of
-from hetexp.report.results import (
-    Comparison,
-    CurvePoint,
-    DeviceProfile,
-    Interval,
-    Point,
-    Variant,
-    WeightsCurve,
-)
+from hetexp.report.results import Comparison, Variant
 from hetexp.report.runs import RunRecord, differing
 from hetexp.report.variants import plain, variants_of
 from hetexp.report.weights_curve import curve_of
-
-__all__ = [
-    "CONFIDENCE",
-    "Comparison",
-    "CurvePoint",
-    "DeviceProfile",
-    "Interval",
-    "Point",
-    "Variant",
-    "WeightsCurve",
-    "compare",
-    "interval",
-    "joules_per_sample",
-    "points",
-    "throughput",
-]
 
 SEED = "trainer.seed"
 NO_SETTING = (SEED, "resume", "name", "plan_only", "hardware.time_scale")

@@ -8,35 +8,42 @@ from collections.abc import Callable, Sequence
 from hetexp.report.runs import RunRecord
 
 
+def summary_number(run: RunRecord, key: str) -> float | None:
+    """Return a number of the summary as it stands there."""
+    value = run.summary.get(key)
+    return None if value is None else float(value)
+
+
 def throughput(run: RunRecord) -> float | None:
-    """Return samples a second, in modelled time where the run is paced."""
-    value = run.summary.get("samples_per_s")
-    return None if value is None else float(value) * run.scale
+    """Return samples a second, in modelled time if the run is paced."""
+    value = summary_number(run, "samples_per_s")
+    return None if value is None else value * run.scale
 
 
 def step_seconds(run: RunRecord) -> float | None:
-    """Return the mean time of a step, in modelled time where the run is paced."""
-    return _scaled(run, "measured_step_s")
+    """Return the mean time of a step, in modelled time if the run is paced."""
+    value = summary_number(run, "measured_step_s")
+    return None if value is None else value / run.scale
 
 
 def predicted_step_seconds(run: RunRecord) -> float | None:
-    """Return what a step was predicted to take, in modelled time where the run is paced."""
-    return _scaled(run, "predicted_step_s")
+    """Return the predicted time of a step, in modelled time if the run is paced."""
+    value = summary_number(run, "predicted_step_s")
+    return None if value is None else value / run.scale
 
 
 def trained_samples(run: RunRecord) -> float | None:
-    """Return the samples of the run itself, those before a resume left out."""
-    speed, seconds = run.summary.get("samples_per_s"), run.summary.get("measured_step_s")
+    """Return the samples of the run itself, without those before a resume."""
+    speed, seconds = summary_number(run, "samples_per_s"), summary_number(run, "measured_step_s")
     if run.own_steps == run.summary.get("steps") or speed is None or seconds is None or not run.own_steps:
-        samples = run.summary.get("samples")
-        return None if samples is None else float(samples)
-    return float(speed) * float(seconds) * run.own_steps
+        return summary_number(run, "samples")
+    return speed * seconds * run.own_steps
 
 
 def joules_per_sample(run: RunRecord) -> float | None:
     """Return the energy of all devices a sample, None unless every device tells its own."""
     energy = [device.get("energy_j") for device in run.summary.get("devices", ())]
-    known = [float(one) for one in energy if one is not None]
+    known = [float(joules) for joules in energy if joules is not None]
     samples = trained_samples(run)
     return sum(known) / samples if samples and known and len(known) == len(energy) else None
 
@@ -44,7 +51,7 @@ def joules_per_sample(run: RunRecord) -> float | None:
 def energy_source(run: RunRecord) -> str | None:
     """Return where the devices' energy is known from: counters of theirs, a model."""
     sources = [device.get("energy_source") for device in run.summary.get("devices", ())]
-    return ", ".join(dict.fromkeys(str(one) for one in sources if one is not None)) or None
+    return ", ".join(dict.fromkeys(str(source) for source in sources if source is not None)) or None
 
 
 def train_loss(run: RunRecord) -> float | None:
@@ -61,20 +68,9 @@ def eval_loss(run: RunRecord) -> float | None:
 
 def diverged(run: RunRecord) -> bool:
     """Return whether the last loss of training or of the evaluation is not finite."""
-    return any(one is not None and not math.isfinite(one) for one in (train_loss(run), eval_loss(run)))
+    return any(loss is not None and not math.isfinite(loss) for loss in (train_loss(run), eval_loss(run)))
 
 
 def numbers(runs: Sequence[RunRecord], of: Callable[[RunRecord], float | None]) -> list[float]:
     """Return the value of each run that has one."""
     return [value for run in runs if (value := of(run)) is not None]
-
-
-def summary_number(run: RunRecord, key: str) -> float | None:
-    """Return a number of the summary as it stands there."""
-    value = run.summary.get(key)
-    return None if value is None else float(value)
-
-
-def _scaled(run: RunRecord, key: str) -> float | None:
-    value = run.summary.get(key)
-    return None if value is None else float(value) / run.scale

@@ -268,11 +268,6 @@ def canonical(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def settings_of(run: RunRecord) -> dict[str, str]:
-    """Return what was chosen for a run: each group's option, and each other key that was typed."""
-    return run.settings
-
-
 def differing(runs: Sequence[RunRecord], without: Sequence[str] = ()) -> list[str]:
     """Return the settings in which the runs differ, in the order of the first run that has each.
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hetexp.core.files import write_text
-from hetexp.report.comparison import Comparison, compare
+from hetexp.report.comparison import compare
 from hetexp.report.markdown import render as as_markdown
 from hetexp.report.page.html import render as as_page
+from hetexp.report.results import Comparison
 from hetexp.report.runs import read_runs
 from hetexp.report.tables import curves_csv, runs_csv, variants_csv
 

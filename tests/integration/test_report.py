@@ -25,8 +25,10 @@ from rich.console import Console
 
 from hetexp.app import compose_config, run
 from hetexp.plan.run_spec import Request
-from hetexp.report.comparison import Comparison, Variant, compare, points
+from hetexp.report.comparison import compare
+from hetexp.report.curves import points
 from hetexp.report.markdown import render as as_markdown
+from hetexp.report.results import Comparison, Variant
 from hetexp.report.runs import read_runs
 from hetexp.report.write import write_files
 

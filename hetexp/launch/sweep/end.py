@@ -123,7 +123,7 @@ def _show(rows: Sequence[SweepRow], new: Sequence[SweepRow], folder: Path, conso
     """Print a row a run; a speed is that of the devices' own, modelled time where they are paced."""
     from rich.table import Table
 
-    from hetexp.report.comparison import throughput
+    from hetexp.report.figures import throughput
     from hetexp.report.runs import read_runs
 
     records = {record.folder: record for record in read_runs([folder])}

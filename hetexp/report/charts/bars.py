@@ -43,14 +43,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """A value with its interval."""
+    """A value with its interval, drawn as a bar or as a dot."""
 
     row: Row
     value: float
     low: float | None
     high: float | None
-    text: str
-    """What stands beside the bar."""
+    text: str = ""
+    """Written beside a bar."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,6 @@ class Part:
     """Of 1; below 0 it lies left of the zero line."""
     colour: str
     hatched: bool = False
-
-
-@dataclass(frozen=True)
-class Dot:
-    """A ratio with its interval."""
-
-    row: Row
-    value: float
-    low: float | None
-    high: float | None
 
 
 class Rows:
@@ -213,7 +203,7 @@ def _stack(svg: Svg, across: Scale, y: float, row: Row, parts: Sequence[Part]) -
             svg.text(x + length / 2, y + BAR / 2 + 4, text, f"inside on-{part.colour}", "middle")
 
 
-def dots(panels: Sequence[tuple[str, Sequence[Dot]]], width: float, title: str) -> str:
+def dots(panels: Sequence[tuple[str, Sequence[Bar]]], width: float, title: str) -> str:
     """Return ratios around 1 with their intervals, a panel each on one axis and one set of rows.
 
     Panels stand beside each other, or below each other where the drawing is narrow.
@@ -240,7 +230,7 @@ def dots(panels: Sequence[tuple[str, Sequence[Dot]]], width: float, title: str) 
 
 
 def _dots_below(
-    panels: Sequence[tuple[str, Sequence[Dot]]], width: float, title: str, low: float, high: float
+    panels: Sequence[tuple[str, Sequence[Bar]]], width: float, title: str, low: float, high: float
 ) -> str:
     tops, drawn = 34.0, []
     for name, found in panels:
@@ -256,7 +246,7 @@ def _dots_below(
     return str(svg)
 
 
-def _panel(svg: Svg, across: Scale, found: Sequence[Dot], marks: dict[int, float], places: Rows) -> None:
+def _panel(svg: Svg, across: Scale, found: Sequence[Bar], marks: dict[int, float], places: Rows) -> None:
     write: Callable[[float], str] = lambda value: f"{value:.4g}×"  # noqa: E731
     value_axis(svg, across, places.top, places.bottom, "", write)
     svg.line(across(1.0), places.top, across(1.0), places.bottom, "reference")

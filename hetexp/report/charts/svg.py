@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from hetexp.report.comparison import Interval
+from hetexp.report.results import Interval
 
 NARROW = 480.0
 """Below this width labels stand above their marks."""

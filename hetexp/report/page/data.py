@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
-from hetexp.report.comparison import Comparison, Point, Variant, points, throughput
+from hetexp.report.curves import points
+from hetexp.report.figures import throughput
+from hetexp.report.results import Comparison, Point, Variant
 from hetexp.report.runs import RunRecord
 
 MOST_DRAWN = 12

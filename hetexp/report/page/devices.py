@@ -10,9 +10,9 @@ from hetexp.report.charts import lines as charts_lines
 from hetexp.report.charts.bars import Bar
 from hetexp.report.charts.lines import Line, Spot
 from hetexp.report.charts.svg import number, percent, size
-from hetexp.report.comparison import Comparison, DeviceProfile
 from hetexp.report.page.data import Drawn, profile_names
 from hetexp.report.page.figures import Figure, bar, figure, row, with_interval
+from hetexp.report.results import Comparison, DeviceProfile
 
 
 def curve(comparison: Comparison, shown: Sequence[Drawn]) -> Figure | None:

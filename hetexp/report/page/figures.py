@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from hetexp.core.summary import LOST_TO
 from hetexp.report.charts import bars as charts_bars
 from hetexp.report.charts import lines as charts_lines
-from hetexp.report.charts.bars import Bar, Dot, Part, Row
+from hetexp.report.charts.bars import Bar, Part, Row
 from hetexp.report.charts.lines import Line, Spot
 from hetexp.report.charts.svg import bounds, deviation, number, seconds, tick, tick_seconds
-from hetexp.report.comparison import Comparison, Interval
 from hetexp.report.page.data import Drawn, device_names, profile_names
+from hetexp.report.results import Comparison, Interval
 
 FULL, HALF, PHONE = 1000.0, 470.0, 322.0
 """Widths in CSS pixels that figures are drawn for."""
@@ -140,13 +140,13 @@ def lost(shown: Sequence[Drawn]) -> Figure | None:
 
 def gains(shown: Sequence[Drawn]) -> Figure | None:
     """Return the gain over the equal split and over the fastest device alone."""
-    panels: list[tuple[str, list[Dot]]] = []
+    panels: list[tuple[str, list[Bar]]] = []
     for name, value in (
         ("over the equal split", "gain_over_equal"),
         ("over the fastest device", "gain_over_single"),
     ):
         dots = [
-            Dot(row(one), found.mean, found.low, found.high)
+            Bar(row(one), found.mean, found.low, found.high)
             for one in shown
             if (found := getattr(one.variant, value)) is not None
         ]

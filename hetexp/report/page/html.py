@@ -13,10 +13,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from hetexp.report.charts.svg import number, percent
-from hetexp.report.comparison import Comparison, throughput
 from hetexp.report.diagram.files import svg_of
+from hetexp.report.figures import throughput
 from hetexp.report.page import devices, figures, table
 from hetexp.report.page.data import Drawn, as_json, drawn, plain
+from hetexp.report.results import Comparison
 from hetexp.report.runs import RunRecord
 from hetexp.report.variants import label_of
 from hetexp.report.words import counted

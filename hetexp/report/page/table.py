@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hetexp.report.charts.svg import bounds, deviation, number, percent, seconds
-from hetexp.report.comparison import Comparison, Interval, Variant
+from hetexp.report.results import Comparison, Interval, Variant
 
 EMULATED = "Emulated devices: arithmetic is real, speed is modelled. No number here is hardware's."
 INVALID = "This machine could not keep the emulated cards' pace: the variant's speeds are no card's."

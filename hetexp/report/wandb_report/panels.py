@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetexp.logger.wandb import STEP_METRIC
-from hetexp.report.comparison import Comparison
+from hetexp.report.results import Comparison
 from hetexp.report.runs import RunRecord
 
 LOSS, SAMPLES = "train/loss", "train/samples"

@@ -13,14 +13,13 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.core.errors import ConfigError, HetexpError, SetupError, must_be
+from hetexp.core.errors import ConfigError, SetupError, must_be
 from hetexp.logger.background import BackgroundCalls
 from hetexp.logger.wandb import changed_environment, teardown
-from hetexp.report.comparison import Comparison, Variant, compare
-from hetexp.report.runs import RunRecord, read_runs
+from hetexp.report.results import Comparison, Variant
+from hetexp.report.runs import RunRecord
 from hetexp.report.wandb_report.panels import completed, panel_grids
 from hetexp.report.words import number
 
@@ -54,26 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dry-run", action="store_true", help="print its spec as JSON; needs no network")
     group.add_argument("--project", help="by default the one that the runs were logged to")
     group.add_argument("--entity", help="team or user; by default the runs' own, else that of your login")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Make a W&B report of runs; return 2 where it cannot be done."""
-    parser = argparse.ArgumentParser(
-        prog="wandb_report.py", description="Save the comparison of runs as a W&B report, and print its URL."
-    )
-    parser.add_argument(
-        "folders", nargs="+", metavar="FOLDER", type=Path, help="run, sweep, or one above them"
-    )
-    parser.add_argument("--title", help="of the report; by default the folders' names")
-    add_arguments(parser)
-    options = parser.parse_args(arguments)
-    try:
-        title = options.title or ", ".join(path.resolve().name for path in options.folders)
-        main_wandb(compare(read_runs(options.folders), title), options)
-    except HetexpError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
 
 
 def main_wandb(comparison: Comparison, options: argparse.Namespace) -> None:

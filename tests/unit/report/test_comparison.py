@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from run_folders import BATCH, FAST, SLOW, STEPS, write_log, write_run
 
-from hetexp.report.comparison import Comparison, compare, points
-from hetexp.report.results import Variant
+from hetexp.report.comparison import compare
+from hetexp.report.curves import points
+from hetexp.report.results import Comparison, Variant
 from hetexp.report.runs import read_runs
 
 ALONE: dict[str, Any] = {"strategy": "single", "names": [FAST]}

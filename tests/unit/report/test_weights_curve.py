@@ -14,7 +14,8 @@ from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.cost.step import Channel, Links, Work, step_seconds
 from hetexp.core.device import DeviceSpec
 from hetexp.hardware.links import build_links
-from hetexp.report.comparison import WeightsCurve, compare
+from hetexp.report.comparison import compare
+from hetexp.report.results import WeightsCurve
 from hetexp.report.runs import read_runs
 
 COUNTS = (16, 32, 44, 48, 56)

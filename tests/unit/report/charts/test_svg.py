@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hetexp.report.charts import lines as charts_lines
 from hetexp.report.charts import svg as charts
-from hetexp.report.charts.bars import Bar, Dot, Part, Row, bars, dots, stacked
+from hetexp.report.charts.bars import Bar, Part, Row, bars, dots, stacked
 from hetexp.report.charts.lines import Line, Spot
 from hetexp.report.charts.svg import Scale, scale
-from hetexp.report.comparison import Interval
+from hetexp.report.results import Interval
 
 ROWS = [Row(f"ddp, policy {place}", place, f"v{place}", emulated=place == 2) for place in (1, 2, 3)]
 
@@ -78,8 +78,8 @@ def test_parts_add_up_and_negative_ones_lie_left_of_zero() -> None:
 
 @pytest.mark.parametrize("width", [1000.0, 322.0])
 def test_dots_lie_on_their_side_of_one(width: float) -> None:
-    panels = [("over equal", [Dot(ROWS[0], 1.4, 1.3, 1.5), Dot(ROWS[1], 0.7, None, None)])]
-    svg = dots([*panels, ("over single", [Dot(ROWS[0], 2.0, None, None)])], width, "Gain")
+    panels = [("over equal", [Bar(ROWS[0], 1.4, 1.3, 1.5), Bar(ROWS[1], 0.7, None, None)])]
+    svg = dots([*panels, ("over single", [Bar(ROWS[0], 2.0, None, None)])], width, "Gain")
     first, second, third = (number(one, "cx") for one in elements(svg, "circle"))
     ones = [number(line, "x1") for line in elements(svg, "line", "reference")]
     assert second < ones[0] < first

@@ -18,11 +18,12 @@ import pytest
 from markupsafe import escape
 
 from hetexp.core.plan import Plan
-from hetexp.report.comparison import Comparison, compare
+from hetexp.report.comparison import compare
 from hetexp.report.diagram.files import has_dot
 from hetexp.report.page.data import MOST_DRAWN, MOST_POINTS
 from hetexp.report.page.html import render
 from hetexp.report.page.table import EMULATED
+from hetexp.report.results import Comparison
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CHOICES = {"strategy": "ddp", "balancing": "equal", "model": "convnet", "data": "digits"}

@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 from support import plan_on, unbuilt_config
 
-from hetexp.commands.report import main as report_main
+from hetexp.commands.report import main
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, SetupError
 from hetexp.core.files import write_json
 from hetexp.core.summary import blank_summary
-from hetexp.report.comparison import Comparison, compare
+from hetexp.report.comparison import compare
+from hetexp.report.results import Comparison
 from hetexp.report.runs import read_runs
-from hetexp.report.wandb_report.report import build, main, save, spec_of, where
+from hetexp.report.wandb_report.report import build, save, spec_of, where
 
 pytest.importorskip("wandb_workspaces")
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
@@ -269,7 +270,7 @@ class TestCommand:
         self, tmp_path: Path, no_network: None, capsys: pytest.CaptureFixture[str]
     ) -> None:
         write_run(tmp_path / "sweep" / "0", "ddp")
-        assert main([str(tmp_path / "sweep"), "--dry-run", "--entity", "team"]) == 0
+        assert main([str(tmp_path / "sweep"), "--wandb", "--dry-run", "--entity", "team"]) == 0
         spec = json.loads(capsys.readouterr().out)
         assert (spec["type"], spec["title"], spec["entity"], spec["project"]) == (
             "Report",
@@ -283,10 +284,10 @@ class TestCommand:
     ) -> None:
         write_run(tmp_path / "run", "ddp")
         words = [str(tmp_path), "--dry-run", "--entity", "team"]
-        assert report_main([*words, "--wandb", "--title", "Mine"]) == 0
+        assert main([*words, "--wandb", "--title", "Mine"]) == 0
         assert json.loads(capsys.readouterr().out)["title"] == "Mine"
         assert not list(tmp_path.glob("report.*"))
-        assert report_main(words) == 2
+        assert main(words) == 2
         told = capsys.readouterr().err
         assert "`--dry-run` must be given together with --wandb." in told
         assert "`--entity` must be" in told and "--project" not in told
@@ -304,7 +305,7 @@ class TestCommand:
         monkeypatch.setattr(reports.Report, "url", property(lambda self: f"https://there/{self.entity}"))
         write_run(tmp_path / "run", "ddp")
         (tmp_path / "run" / "wandb" / "offline-run-1").mkdir(parents=True)
-        assert main([str(tmp_path), "--title", "Mine"]) == 0
+        assert main([str(tmp_path), "--wandb", "--title", "Mine"]) == 0
         told = capsys.readouterr()
         assert told.out == "https://there/me\n"
         assert "1 of the runs were logged offline" in told.err
@@ -318,11 +319,11 @@ class TestCommand:
         monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
         write_run(tmp_path / "run", "ddp")
         for more in ([], ["--dry-run"]):
-            assert main([str(tmp_path), *more]) == 2
+            assert main([str(tmp_path), "--wandb", *more]) == 2
             assert "pip install 'hetexp[wandb-report]'" in capsys.readouterr().err
 
     def test_no_runs(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([str(tmp_path), "--dry-run"]) == 2
+        assert main([str(tmp_path), "--wandb", "--dry-run"]) == 2
         assert "`FOLDER` must be" in capsys.readouterr().err
 
 
