@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from hetexp.report.charts import bars as charts_bars
 from hetexp.report.charts import lines as charts_lines
@@ -11,115 +12,98 @@ from hetexp.report.charts.bars import Bar
 from hetexp.report.charts.lines import Line, Spot
 from hetexp.report.charts.svg import number, percent, size
 from hetexp.report.page.data import Drawn, profile_names
-from hetexp.report.page.figures import Figure, bar, figure, row, with_interval
+from hetexp.report.page.figures import Figure, bars, figure, row, with_interval
 from hetexp.report.results import Comparison, DeviceProfile
 
 
-def curve(comparison: Comparison, shown: Sequence[Drawn]) -> Figure | None:
+def weights_curve(comparison: Comparison, shown: Sequence[Drawn]) -> Figure | None:
     """Return the throughput over the share of one of two devices."""
-    found = comparison.curve
-    if found is None or not found.points:
+    curve = comparison.curve
+    if curve is None or not curve.points:
         return None
-    emulated = any(one.emulated for one in comparison.variants if one.num_devices == 2)
+    emulated = any(variant.emulated for variant in comparison.variants if variant.num_devices == 2)
     spots = []
-    for point in found.points:
+    for point in curve.points:
         speed = point.samples_per_second
-        own = next((one for one in shown if one.variant.samples_per_second is speed), None)
+        colours = (drawn.colour for drawn in shown if drawn.variant.samples_per_second is speed)
+        colour = next(colours, "plain")
         tip = f"{point.label}: {percent(point.share)} → {with_interval(speed)} samples / s"
-        colour = own.colour if own else "plain"
         spots.append(Spot(point.share, speed.mean, colour, tip, point.label, speed.low, speed.high, emulated))
-    best = found.optimum_share
-    marked = [
-        (
-            best,
-            "reference",
-            f"measured optimum {percent(best)}: {number(found.optimum_samples_per_second, 4)}/s",
-        )
-    ]
-    if found.predicted_optimum_share is not None:
-        share = found.predicted_optimum_share
+    best = curve.optimum_share
+    measured = f"measured optimum {percent(best)}: {number(curve.optimum_samples_per_second, 4)}/s"
+    marked = [(best, "reference", measured)]
+    if curve.predicted_optimum_share is not None:
+        share = curve.predicted_optimum_share
         marked.append((share, "model-line", f"predicted optimum {percent(share)}"))
     caption = "Points: measured splits, with the policies that found one of their own."
-    if found.predicted:
-        source = f" from {found.predicted_source}" if found.predicted_source else ""
+    if curve.predicted:
+        source = f" from {curve.predicted_source}" if curve.predicted_source else ""
         caption += f" Dashed: what the cost model predicts{source}."
-    id_, _, name = found.device.partition(" · ")
-    device = name if name and not found.other_device.endswith(f" · {name}") else id_
-    axes = (f"share of {device}", "samples / s")
-    title = f"Throughput over the share of {device}"
-    return figure(
-        "curve",
-        caption,
-        shown,
-        lambda w: charts_lines.weights_curve(spots, found.predicted, marked, w, title, axes),
+    id_, _, name = curve.device.partition(" · ")
+    device = name if name and not curve.other_device.endswith(f" · {name}") else id_
+    draw = partial(
+        charts_lines.weights_curve,
+        spots,
+        curve.predicted,
+        marked,
+        title=f"Throughput over the share of {device}",
+        axes=(f"share of {device}", "samples / s"),
     )
+    return figure("curve", caption, shown, draw)
 
 
 def profiles(comparison: Comparison, shown: Sequence[Drawn], colours: dict[str, str]) -> Figure | None:
     """Return what calibration measured of each device."""
-    found = [
-        (Line(name, colours[name], one.samples, one.seconds), one.fixed_seconds, one.seconds_per_sample)
-        for name, one in zip(profile_names(comparison), comparison.profiles, strict=True)
-        if one.samples
+    named = list(zip(profile_names(comparison), comparison.profiles, strict=True))
+    lines = [
+        (
+            Line(name, colours[name], profile.samples, profile.seconds),
+            profile.fixed_seconds,
+            profile.seconds_per_sample,
+        )
+        for name, profile in named
+        if profile.samples
     ]
-    if not found:
+    if not lines:
         return None
     caption = "Points: measured before the runs, in the device's own time. Dashed: the fitted line."
-    legend = [
-        (colours[name], _profile(name, one))
-        for name, one in zip(profile_names(comparison), comparison.profiles, strict=True)
-    ]
+    legend = [(colours[name], _profile(name, profile)) for name, profile in named]
     title = "Device profiles"
-
-    def draw(width: float) -> str:
-        return charts_lines.profiles(found, width, f"{title}: seconds over samples")
-
-    drawn_ = figure("profiles", caption, shown, draw, full=False, name=title, legend=legend)
-    return replace(drawn_, emulated=any(one.emulated for one in comparison.profiles))
+    draw = partial(charts_lines.profiles, lines, title=f"{title}: seconds over samples")
+    profiled = figure("profiles", caption, shown, draw, full=False, name=title, legend=legend)
+    return replace(profiled, emulated=any(profile.emulated for profile in comparison.profiles))
 
 
-def _profile(name: str, one: DeviceProfile) -> str:
-    """Return what a legend says of a device."""
-    speed = f"{number(one.samples_per_second)} samples / s alone, " if one.samples_per_second else ""
-    fault = f" (ordered: {one.fault})" if one.fault else ""
-    return f"{name}: {speed}{percent(one.relative_speed)} of the fastest{fault}"
+def _profile(name: str, profile: DeviceProfile) -> str:
+    """Return a device's entry in the legend."""
+    alone = profile.samples_per_second
+    speed = f"{number(alone)} samples / s alone, " if alone else ""
+    fault = f" (ordered: {profile.fault})" if profile.fault else ""
+    return f"{name}: {speed}{percent(profile.relative_speed)} of the fastest{fault}"
 
 
 def energy(shown: Sequence[Drawn]) -> Figure | None:
     """Return the energy a sample of each variant."""
-    found = [
-        bar(one, one.variant.joules_per_sample, f"{with_interval(one.variant.joules_per_sample, 3)} J")
-        for one in shown
-        if one.variant.joules_per_sample is not None
-    ]
-    if not found:
+    joules = bars(shown, "joules_per_sample", 3, " J")
+    if not joules:
         return None
-    sources = dict.fromkeys(one.variant.energy_source for one in shown if one.variant.energy_source)
+    sources = dict.fromkeys(drawn.variant.energy_source for drawn in shown if drawn.variant.energy_source)
     caption = "Of all devices; shorter is better." + (f" Source: {'; '.join(sources)}." if sources else "")
     title = "Energy a sample"
-    return figure(
-        "energy",
-        caption,
-        shown,
-        lambda w: charts_bars.bars(found, w, title, "joules a sample"),
-        full=False,
-        name=title,
-    )
+    draw = partial(charts_bars.bars, joules, title=title, axis="joules a sample")
+    return figure("energy", caption, shown, draw, full=False, name=title)
 
 
 def exchange(shown: Sequence[Drawn]) -> Figure | None:
     """Return the bytes a step that each variant's ranks hand to the exchange."""
-    found = [
-        Bar(row(one), one.variant.bytes_per_step / 1e6, None, None, size(one.variant.bytes_per_step))
-        for one in shown
-        if one.variant.bytes_per_step is not None
+    sent = [
+        Bar(row(drawn), drawn.variant.bytes_per_step / 1e6, None, None, size(drawn.variant.bytes_per_step))
+        for drawn in shown
+        if drawn.variant.bytes_per_step is not None
     ]
-    if len(found) < 2 or all(bar.value == 0 for bar in found):
+    if len(sent) < 2 or all(bar.value == 0 for bar in sent):
         return None
     caption = "What the rank with the most of it hands to the exchange, in the form in which it travels."
     title = "Bytes exchanged a step"
-
-    def draw(width: float) -> str:
-        return charts_bars.bars(found, width, title, "MB a step")
-
+    draw = partial(charts_bars.bars, sent, title=title, axis="MB a step")
     return figure("exchange", caption, shown, draw, full=False, name=title)

@@ -175,7 +175,7 @@ def _sections(comparison: Comparison, shown: Sequence[Drawn]) -> list[Section]:
         ("gain", "Gain", [figures.gains(shown)]),
         ("loss", "Loss", [*figures.loss(shown)]),
         ("split", "Split of the work", [figures.split_bars(shown, colours), *over_time]),
-        ("curve", "Weights curve", [devices.curve(comparison, shown)]),
+        ("curve", "Weights curve", [devices.weights_curve(comparison, shown)]),
         ("devices", "Predicted and measured", [
             figures.predicted(shown), devices.profiles(comparison, shown, colours)
         ]),
