@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hetexp.core.summary import LOST_TO
 from hetexp.report.results import Comparison, DeviceProfile, Interval, Variant, WeightsCurve
@@ -54,55 +54,39 @@ def render(comparison: Comparison) -> str:
 
 def _variants(comparison: Comparison) -> list[list[str]]:
     """Return the main table; a column without values is left out."""
-    header = [
-        "variant",
-        "devices, shares",
-        "samples/s",
-        "step",
-        "predicted",
-        "efficiency",
-        "ceiling",
-        "× single",
-        "× equal",
-        "train loss",
-        "eval loss",
-        "J/sample",
-        "runs",
-        "remarks",
-    ]
     rows = [
-        [
-            _name(one, one is comparison.best),
-            _devices(one),
-            _with_bounds(one.samples_per_second),
-            seconds(one.step_seconds.mean) if one.step_seconds is not None else UNKNOWN,
-            seconds(one.predicted_step_seconds) if one.predicted_step_seconds is not None else UNKNOWN,
-            _with_bounds(one.efficiency, 3),
-            number(one.ceiling, 3),
-            _with_bounds(one.gain_over_single, 3),
-            _with_bounds(one.gain_over_equal, 3),
-            _loss(one.train_loss, one),
-            _loss(one.eval_loss, one),
-            _with_bounds(one.joules_per_sample, 3),
-            str(len(one.runs)),
-            _remarks(one),
-        ]
-        for one in comparison.variants
+        {
+            "variant": _name(variant, variant is comparison.best),
+            "devices, shares": _devices(variant),
+            "samples/s": _with_bounds(variant.samples_per_second),
+            "step": seconds(variant.step_seconds.mean) if variant.step_seconds is not None else UNKNOWN,
+            "predicted": seconds(variant.predicted_step_seconds),
+            "efficiency": _with_bounds(variant.efficiency, 3),
+            "ceiling": number(variant.ceiling, 3),
+            "× single": _with_bounds(variant.gain_over_single, 3),
+            "× equal": _with_bounds(variant.gain_over_equal, 3),
+            "train loss": _loss(variant.train_loss, variant),
+            "eval loss": _loss(variant.eval_loss, variant),
+            "J/sample": _with_bounds(variant.joules_per_sample, 3),
+            "runs": str(len(variant.runs)),
+            "remarks": _remarks(variant),
+        }
+        for variant in comparison.variants
     ]
-    kept = [i for i in range(len(header)) if any(row[i] not in ("", UNKNOWN) for row in rows)]
-    return [[row[i] for i in kept] for row in [header, *rows]]
+    header = [name for name in rows[0] if any(row[name] not in ("", UNKNOWN) for row in rows)]
+    return [header, *([row[name] for name in header] for row in rows)]
 
 
-def _name(one: Variant, best: bool) -> str:
-    name = one.label.replace("|", "\\|")
+def _name(variant: Variant, best: bool = False) -> str:
+    name = cell(variant.label)
     return f"**{name}** ← best" if best else name
 
 
-def _devices(one: Variant) -> str:
+def _devices(variant: Variant) -> str:
     """Return each device with the share that it had, the mean over the runs of the same devices."""
-    runs = [run for run in one.runs if run.device_names == one.devices]
+    runs = [run for run in variant.runs if run.device_names == variant.devices]
     words = []
-    for place, name in enumerate(one.devices):
+    for place, name in enumerate(variant.devices):
         shares = [run.summary["devices"][place].get("share") for run in runs]
         known = [share for share in shares if share is not None]
         words.append(f"{plain(name)} {sum(known) / len(known):.3f}" if known else plain(name))
@@ -116,40 +100,39 @@ def _with_bounds(value: Interval | None, digits: int = 4) -> str:
     return f"{number(value.mean, digits)} [{bounds}]" if bounds else number(value.mean, digits)
 
 
-def _loss(value: Interval | None, one: Variant) -> str:
-    if value is None and one.num_diverged:
-        return "diverged"
-    return _with_bounds(value)
+def _loss(value: Interval | None, variant: Variant) -> str:
+    return "diverged" if value is None and variant.num_diverged else _with_bounds(value)
 
 
-def _remarks(one: Variant) -> str:
+def _remarks(variant: Variant) -> str:
+    count = len(variant.runs)
     remarks = [
-        "emulated" if one.emulated else "",
-        f"{one.num_invalid} of {len(one.runs)} invalid" if one.num_invalid else "",
-        f"fell back: {one.fallback}" if one.fallback else _picked(one),
-        f"{one.num_diverged} of {len(one.runs)} diverged" if one.num_diverged else "",
-        "" if one.exact else "not one device's steps",
+        "emulated" if variant.emulated else "",
+        f"{variant.num_invalid} of {count} invalid" if variant.num_invalid else "",
+        f"fell back: {variant.fallback}" if variant.fallback else _selected(variant),
+        f"{variant.num_diverged} of {count} diverged" if variant.num_diverged else "",
+        "" if variant.exact else "not one device's steps",
     ]
     return ", ".join(text for text in remarks if text)
 
 
-def _picked(one: Variant) -> str:
-    """Return what `strategy=auto` took."""
-    if one.runs[0].setting("strategy") != "auto":
+def _selected(variant: Variant) -> str:
+    """Return which strategies `strategy=auto` selected."""
+    if variant.runs[0].setting("strategy") != "auto":
         return ""
-    return "took " + ", ".join(dict.fromkeys(str(run.summary["strategy"]) for run in one.runs))
+    return "took " + ", ".join(dict.fromkeys(str(run.summary["strategy"]) for run in variant.runs))
 
 
 def _losses(variants: Sequence[Variant]) -> str:
     """Return the table of what was lost to what, of variants that know it."""
     rows = [
         [
-            _name(one, False),
-            number(one.efficiency.mean, 3),
-            *(f"{100 * one.lost_to[name]:.1f} %" for name in LOST_TO),
+            _name(variant),
+            number(variant.efficiency.mean, 3),
+            *(f"{100 * variant.lost_to[name]:.1f} %" for name in LOST_TO),
         ]
-        for one in variants
-        if one.efficiency is not None and one.lost_to is not None
+        for variant in variants
+        if variant.efficiency is not None and variant.lost_to is not None
     ]
     return _table([["variant", "efficiency", *LOST_TO], *rows]) if rows else ""
 
@@ -158,7 +141,7 @@ def _curve(curve: WeightsCurve | None) -> str:
     if curve is None:
         return ""
     rows = [
-        [point.label.replace("|", "\\|"), number(point.share, 3), _with_bounds(point.samples_per_second)]
+        [cell(point.label), number(point.share, 3), _with_bounds(point.samples_per_second)]
         for point in curve.points
     ]
     text = (
@@ -174,27 +157,21 @@ def _curve(curve: WeightsCurve | None) -> str:
 
 
 def _profiles(profiles: Sequence[DeviceProfile]) -> str:
+    header = ["device", "samples/s alone", "of the fastest", "fixed, a pass", "a sample more"]
     rows = [
         [
-            plain(one.device) + (" (emulated)" if one.emulated else ""),
-            number(one.samples_per_second),
-            f"{one.relative_speed:.3f}",
-            seconds(one.fixed_seconds),
-            seconds(one.seconds_per_sample),
-            one.fault or "",
+            plain(profile.device) + (" (emulated)" if profile.emulated else ""),
+            number(profile.samples_per_second),
+            f"{profile.relative_speed:.3f}",
+            seconds(profile.fixed_seconds),
+            seconds(profile.seconds_per_sample),
         ]
-        for one in profiles
+        for profile in profiles
     ]
-    header = [
-        "device",
-        "samples/s alone",
-        "of the fastest",
-        "fixed, a pass",
-        "a sample more",
-        "ordered fault",
-    ]
-    if not any(row[-1] for row in rows):
-        header, rows = header[:-1], [row[:-1] for row in rows]
+    if any(profile.fault for profile in profiles):
+        header.append("ordered fault")
+        for row, profile in zip(rows, profiles, strict=True):
+            row.append(profile.fault or "")
     return _table([header, *rows]) if rows else ""
 
 
@@ -202,14 +179,14 @@ def _device_speeds(variants: Sequence[Variant]) -> str:
     """Return what each device did while it computed, of variants with several."""
     rows = [
         [
-            _name(one, False),
-            plain(device) + (" (emulated)" if one.emulated else ""),
+            _name(variant),
+            plain(device) + (" (emulated)" if variant.emulated else ""),
             number(speed),
-            f"{speed / max(one.device_speeds.values()):.3f}",
+            f"{speed / max(variant.device_speeds.values()):.3f}",
         ]
-        for one in variants
-        if len(one.device_speeds) > 1
-        for device, speed in one.device_speeds.items()
+        for variant in variants
+        if len(variant.device_speeds) > 1
+        for device, speed in variant.device_speeds.items()
     ]
     return _table([["variant", "device", "samples/s while it computes", "÷ fastest"], *rows]) if rows else ""
 
@@ -230,15 +207,19 @@ def _common(common: dict[str, str]) -> str:
     return " ".join(f"`{key}={value}`" for key, value in common.items())
 
 
+def cell(text: str) -> str:
+    """Return a text that ends no cell of a table."""
+    return text.replace("|", "\\|")
+
+
+def table_row(cells: Sequence[str]) -> str:
+    """Return the line of a table's row."""
+    return f"| {' | '.join(cells)} |"
+
+
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Return a table whose first row is the header; columns of figures stand to the right."""
-
-    def lines() -> Iterator[str]:
-        header, *body = rows
-        yield f"| {' | '.join(header)} |"
-        right = [all(row[i][:1] in "–0123456789-" for row in body if row[i]) for i in range(len(header))]
-        yield f"|{'|'.join('---:' if figures else '---' for figures in right)}|"
-        for row in body:
-            yield f"| {' | '.join(row)} |"
-
-    return "\n".join(lines())
+    header, *body = rows
+    right = [all(row[i][:1] in "–0123456789-" for row in body if row[i]) for i in range(len(header))]
+    line = f"|{'|'.join('---:' if figures else '---' for figures in right)}|"
+    return "\n".join([table_row(header), line, *map(table_row, body)])

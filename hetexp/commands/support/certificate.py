@@ -1,13 +1,14 @@
-"""What `hetexp verify` found out: two runs compared step by step, and the words and files made of it."""
+"""The certificate of `hetexp verify`: two runs compared step by step, as text and as JSON."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from hetexp.core.lines import all_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,33 +33,21 @@ class StepDifference:
     parameter_error: float
     """‖Δθ‖₂ / ‖θ‖₂ over all tensors of the saved model, after the step."""
     worst_tensor: str
-    """The one that has most of it."""
+    """The tensor with the largest part of it."""
     grad_norm: float
-    """Of the whole batch's gradient, before clipping."""
+    """Norm of the whole batch's gradient, before clipping."""
     grad_norm_error: float
     """|Δ| / |reference|."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run beside its reference."""
+    """A run beside its reference: the largest error of all steps, and each step's own."""
 
+    loss_error: float
+    parameter_error: float
+    grad_norm_error: float
     steps: tuple[StepDifference, ...]
-
-    @property
-    def loss_error(self) -> float:
-        """The largest of all steps."""
-        return max(step.loss_error for step in self.steps)
-
-    @property
-    def parameter_error(self) -> float:
-        """The largest of all steps."""
-        return max(step.parameter_error for step in self.steps)
-
-    @property
-    def grad_norm_error(self) -> float:
-        """The largest of all steps."""
-        return max(step.grad_norm_error for step in self.steps)
 
     def within(self, tolerance: Tolerance) -> bool:
         """Tell whether loss, parameters and gradient norm are as near as they must be, at every step.
@@ -70,15 +59,6 @@ class Comparison:
             and self.parameter_error <= tolerance.parameters
             and self.grad_norm_error <= tolerance.grad_norm
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        return {
-            "loss_error": self.loss_error,
-            "parameter_error": self.parameter_error,
-            "grad_norm_error": self.grad_norm_error,
-            "steps": [asdict(step) for step in self.steps],
-        }
 
 
 @dataclass(frozen=True)
@@ -94,9 +74,9 @@ class Tolerance:
     def of_microbatches(cls, others: Sequence[Comparison]) -> Tolerance:
         """Return what runs on one device allow that differ in microbatch size only."""
         return cls(
-            FLOAT32_FACTOR * max(one.loss_error for one in others),
-            FLOAT32_FACTOR * max(one.parameter_error for one in others),
-            FLOAT32_FACTOR * max(one.grad_norm_error for one in others),
+            FLOAT32_FACTOR * max(other.loss_error for other in others),
+            FLOAT32_FACTOR * max(other.parameter_error for other in others),
+            FLOAT32_FACTOR * max(other.grad_norm_error for other in others),
             "twice what microbatches of another size change on one device",
         )
 
@@ -130,8 +110,8 @@ class Certificate:
             "verdict": self.verdict,
             "tolerance": asdict(self.tolerance),
             **self.facts,
-            "run": self.run.to_dict(),
-            "control": self.control.to_dict() if self.control is not None else None,
+            "run": asdict(self.run),
+            "control": asdict(self.control) if self.control is not None else None,
             "control_must_differ": self.control_must_differ,
         }
 
@@ -149,7 +129,7 @@ class Certificate:
             *(["**Emulated devices**: the CPU does their arithmetic.", ""] if facts["emulated"] else []),
             *_table(
                 ["device", "name", "samples a step"],
-                [[one["id"], one["name"], str(one["samples"])] for one in facts["devices"]],
+                [[device["id"], device["name"], str(device["samples"])] for device in facts["devices"]],
             ),
             "",
             f"Compared with {facts['reference']} alone: {facts['precision']}, no dropout, {facts['cut']}.",
@@ -158,14 +138,14 @@ class Certificate:
                 ["step", "loss", "loss, off by", "parameters, off by", "most in", "gradient norm, off by"],
                 [
                     [
-                        str(one.step),
-                        f"{one.loss:.6g}",
-                        f"{one.loss_error:.1e}",
-                        f"{one.parameter_error:.1e}",
-                        f"`{one.worst_tensor}`" if one.parameter_error else "–",
-                        f"{one.grad_norm_error:.1e}",
+                        str(step.step),
+                        f"{step.loss:.6g}",
+                        f"{step.loss_error:.1e}",
+                        f"{step.parameter_error:.1e}",
+                        f"`{step.worst_tensor}`" if step.parameter_error else "–",
+                        f"{step.grad_norm_error:.1e}",
                     ]
-                    for one in self.run.steps
+                    for step in self.run.steps
                 ],
             ),
             "",
@@ -179,8 +159,8 @@ class Certificate:
     def _of_control(self) -> str:
         if self.control is None:
             return "There is no control: nothing is averaged over ranks."
-        found = f"loss {self.control.loss_error:.1e}, parameters {self.control.parameter_error:.1e} off"
-        text = f"Control: averaging as plain data parallelism does (`debug.normalizer=per_rank`) is {found}"
+        off = f"loss {self.control.loss_error:.1e}, parameters {self.control.parameter_error:.1e} off"
+        text = f"Control: averaging as plain data parallelism does (`debug.normalizer=per_rank`) is {off}"
         if not self.control_must_differ:
             return f"{text}; the ranks' shares are equal, for which it is right unless targets are masked."
         if self.control.within(self.tolerance):
@@ -195,13 +175,17 @@ def compare(run: Path, reference: Path) -> Comparison:
         ValueError: their steps or the names of their tensors differ.
     """
     ours, theirs = _lines(run), _lines(reference)
-    if [one["step"] for one in ours] != [one["step"] for one in theirs]:
+    if [line["step"] for line in ours] != [line["step"] for line in theirs]:
         raise ValueError(f"{run} and {reference} have not done the same steps")
+    steps = tuple(
+        _difference(line, other, tensors_at(run, line["step"]), tensors_at(reference, line["step"]))
+        for line, other in zip(ours, theirs, strict=True)
+    )
     return Comparison(
-        tuple(
-            _difference(one, other, tensors_at(run, one["step"]), tensors_at(reference, one["step"]))
-            for one, other in zip(ours, theirs, strict=True)
-        )
+        max(step.loss_error for step in steps),
+        max(step.parameter_error for step in steps),
+        max(step.grad_norm_error for step in steps),
+        steps,
     )
 
 
@@ -223,8 +207,8 @@ def _difference(
     )
 
 
-def _relative(one: float | None, other: float | None) -> float:
-    a, b = _number(one), _number(other)
+def _relative(value: float | None, reference: float | None) -> float:
+    a, b = _number(value), _number(reference)
     return 0.0 if a == b else _worst(abs(a - b) / abs(b) if b else math.inf)
 
 
@@ -249,8 +233,7 @@ def tensors_at(run: Path, step: int) -> dict[str, Tensor]:
 
 
 def _lines(run: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if "train/loss" in row]
+    return [row for row in all_rows(run / "metrics.jsonl") if "train/loss" in row]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

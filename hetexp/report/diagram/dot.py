@@ -26,8 +26,8 @@ PAPER, PANEL, INK, MUTED, LINE, TRACK = "#ffffff", "#f6f8fa", "#1f2328", "#59636
 EXCHANGE, EXCHANGE_FILL, WARNING = "#8250df", "#f3ecff", "#9a6700"
 VENDOR_COLOURS = {
     "nvidia": ("#4d7c0f", "#f0f9e1"),
-    "intel": ("#0969da", "#e4f1ff"),
     "amd": ("#c2410c", "#fff0e5"),
+    "intel": ("#0969da", "#e4f1ff"),
     "apple": ("#7d4e9f", "#f7effc"),
     "cpu": ("#475569", "#eef1f5"),
 }
@@ -274,21 +274,22 @@ def _title(picture: Picture) -> str:
 
 def _markup(text: str) -> str:
     """Return a text for an HTML-like label, without characters that XML does not have."""
-    return html.escape(_printable(text)) or " "
+    return html.escape(printable(text)) or " "
 
 
 def _plain(text: str) -> str:
     """Return a text for a plain label, of which no part is taken for an escape or for markup."""
     from graphviz import escape
 
-    return str(escape("\n".join(_printable(line) for line in text.split("\n")))).replace("\n", "\\n")
+    return str(escape("\n".join(printable(line) for line in text.split("\n")))).replace("\n", "\\n")
 
 
 def _lines(lines: Sequence[str]) -> str:
     return _plain("\n".join(lines)) if lines else ""
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Return a text whose control characters are replaced."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 

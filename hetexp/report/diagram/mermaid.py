@@ -9,23 +9,30 @@ from __future__ import annotations
 import json
 import textwrap
 
+from hetexp.report.diagram.dot import (
+    EXCHANGE,
+    EXCHANGE_FILL,
+    INK,
+    LINE,
+    MUTED,
+    PANEL,
+    PAPER,
+    VENDOR_COLOURS,
+    printable,
+)
 from hetexp.report.diagram.picture import Device, ExchangeBox, MachineBox, Picture
 
 LONGEST_REMARK = 60
 _SETTINGS = ("config:", "  flowchart:", "    wrappingWidth: 460")
 """Pixels that a line of a label may take."""
-_MACHINE = "fill:#f6f8fa,stroke:#848d97,color:#59636e"
+_MACHINE = f"fill:{PANEL},stroke:{LINE},color:{MUTED}"
 _MEANT = '"#<>&`\\'
 """Characters that a label takes for markup, quotation, entities or Markdown."""
 CLASSES = {
-    "nvidia": "fill:#f0f9e1,stroke:#4d7c0f",
-    "amd": "fill:#fff0e5,stroke:#c2410c",
-    "intel": "fill:#e4f1ff,stroke:#0969da",
-    "apple": "fill:#f7effc,stroke:#7d4e9f",
-    "cpu": "fill:#eef1f5,stroke:#475569",
-    "exchange": "fill:#f3ecff,stroke:#8250df",
-    "memory": "fill:#ffffff,stroke:#848d97",
-    "out": "fill:#f6f8fa,stroke:#848d97",
+    **{vendor: f"fill:{ground},stroke:{line}" for vendor, (line, ground) in VENDOR_COLOURS.items()},
+    "exchange": f"fill:{EXCHANGE_FILL},stroke:{EXCHANGE}",
+    "memory": f"fill:{PAPER},stroke:{LINE}",
+    "out": f"fill:{PANEL},stroke:{LINE}",
 }
 """Class of a node → its colours, dark text on a light ground whatever the page's theme."""
 
@@ -35,7 +42,7 @@ def mermaid_of(picture: Picture) -> str:
     title = picture.title[0] + (" …" if len(picture.title) > 1 else "")
     lines = [
         "---",
-        f"title: {json.dumps(_printable(title), ensure_ascii=False)}",
+        f"title: {json.dumps(printable(title), ensure_ascii=False)}",
         *_SETTINGS,
         "---",
         "flowchart LR",
@@ -61,7 +68,7 @@ def mermaid_of(picture: Picture) -> str:
     used |= {"exchange"} if picture.exchange is not None else set()
     for name, colours in CLASSES.items():
         if name in used:
-            lines.append(f"  classDef {name} {colours},color:#1f2328")
+            lines.append(f"  classDef {name} {colours},color:{INK}")
     dashed = [device.key for device in picture.devices if device.emulated]
     for machine in picture.machines:
         dashes = ",stroke-dasharray:6 4" if machine.emulated else ""
@@ -106,8 +113,4 @@ def _label(lines: list[str]) -> str:
 
 def escaped(text: str) -> str:
     """Return a text in which nothing means anything to Mermaid."""
-    return "".join(f"#{ord(one)};" if one in _MEANT else one for one in _printable(text))
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "�" for character in text)
+    return "".join(f"#{ord(sign)};" if sign in _MEANT else sign for sign in printable(text))

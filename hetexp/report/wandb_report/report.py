@@ -12,12 +12,13 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hetexp.core.errors import ConfigError, SetupError, must_be
 from hetexp.logger.background import BackgroundCalls
 from hetexp.logger.wandb import changed_environment, teardown
+from hetexp.report.markdown import cell, table_row
 from hetexp.report.results import Comparison, Variant
 from hetexp.report.runs import RunRecord
 from hetexp.report.wandb_report.panels import completed, panel_grids
@@ -43,6 +44,11 @@ _HEAD = (
     *("variant", "runs", "samples/s", "± (95 %)", "efficiency", "vs equal split", "vs fastest alone"),
     *("train loss", "eval loss", "J/sample", ""),
 )
+_MEANS = (
+    *("efficiency", "gain_over_equal", "gain_over_single"),
+    *("train_loss", "eval_loss", "joules_per_sample"),
+)
+"""Fields of the columns from efficiency on."""
 _UNCLEAR = re.compile(r"[^\w ./:,@+-]")
 """What wandb-workspaces 0.4.13 does not carry unchanged through its filters: quotes, =, <, >."""
 
@@ -185,34 +191,28 @@ def spec_of(value: Any) -> Any:
 
 def table(comparison: Comparison) -> list[str]:
     """Return the variants as lines of a Markdown table, the best in bold."""
-    lines = [_row(_HEAD), _row(["---", *["---:"] * (len(_HEAD) - 2), "---"])]
-    for one in comparison.variants:
-        speed = one.samples_per_second
-        means = [one.efficiency, one.gain_over_equal, one.gain_over_single, one.train_loss, one.eval_loss]
-        means.append(one.joules_per_sample)
-        label = one.label.replace("|", "\\|")
+    lines = [table_row(_HEAD), table_row(["---", *["---:"] * (len(_HEAD) - 2), "---"])]
+    for variant in comparison.variants:
+        speed, label = variant.samples_per_second, cell(variant.label)
+        means = [getattr(variant, field) for field in _MEANS]
         cells = [
-            f"**{label}**" if one is comparison.best else label,
-            str(len(one.runs)),
+            f"**{label}**" if variant is comparison.best else label,
+            str(len(variant.runs)),
             number(speed.mean if speed is not None else None),
             number(speed.high - speed.mean if speed is not None and speed.high is not None else None, 2),
             *(number(value.mean if value is not None else None, 3) for value in means),
-            _remarks(one).replace("|", "\\|"),
+            cell(_remarks(variant)),
         ]
-        lines.append(_row(cells))
+        lines.append(table_row(cells))
     return lines
 
 
-def _remarks(one: Variant) -> str:
-    """Return what keeps a variant's figures from being what they look like; why is in the notes."""
-    remarks = ["emulated"] if one.emulated else []
-    remarks += ["not valid"] if not one.valid else []
-    remarks += [f"fell back: {one.fallback}"] if one.fallback else []
+def _remarks(variant: Variant) -> str:
+    """Return why a variant's figures are not what they look like; the notes say more."""
+    remarks = ["emulated"] if variant.emulated else []
+    remarks += ["not valid"] if not variant.valid else []
+    remarks += [f"fell back: {variant.fallback}"] if variant.fallback else []
     return ", ".join(remarks)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _failures(comparison: Comparison) -> list[str]:
