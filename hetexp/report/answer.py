@@ -10,44 +10,40 @@ from hetexp.report.variants import plain
 from hetexp.report.words import counted, interval_text, number
 
 
-def answer_of(found: Comparison, candidates: Sequence[Variant]) -> str:
-    """Return what a person who reads one sentence should read; labels stand in backticks.
+def answer_of(comparison: Comparison, candidates: Sequence[Variant]) -> str:
+    """Return the result for readers of a single sentence; labels stand in backticks.
 
     Args:
         candidates: for the best, the fastest first.
     """
-    if not found.variants:
-        return f"No run completed, {len(found.failed)} did not: there is nothing to compare."
-    best = found.best
+    if not comparison.variants:
+        return f"No run completed, {len(comparison.failed)} did not: there is nothing to compare."
+    best = comparison.best
     if best is None:
         return (
-            f"None of {counted(len(found.variants), 'variant')} can be called the best: "
-            f"{_why_none(found.variants)}."
+            f"None of {counted(len(comparison.variants), 'variant')} can be called the best: "
+            f"{_why_none(comparison.variants)}."
         )
-    rivals = [one for one in candidates if one is not best and _same_work(one, best)]
-    equals = [one for one in rivals if one.exact is best.exact]
-    sentences = [_lead(best, len(found.variants) - (len(rivals) - len(equals)))]
+    rivals = [variant for variant in candidates if variant is not best and _same_work(variant, best)]
+    equals = [variant for variant in rivals if variant.exact is best.exact]
+    sentences = [_lead(best, len(comparison.variants) - (len(rivals) - len(equals)))]
     if equals:
         sentences += _against(best, equals[0])
     if not best.exact:
         sentences.append("Its steps are not those of one device, so that its loss has to be looked at, too.")
-    elif rivals and not rivals[0].exact and _mean(rivals[0]) > _mean(best):
+    elif rivals and not rivals[0].exact and rivals[0].speed > best.speed:
         sentences.append(_other_steps(rivals[0], best))
     return " ".join(sentences)
 
 
-def _mean(one: Variant) -> float:
-    return one.samples_per_second.mean if one.samples_per_second is not None else 0.0
-
-
-def _other_steps(one: Variant, best: Variant) -> str:
+def _other_steps(variant: Variant, best: Variant) -> str:
     """Return what a faster variant is worth whose steps are not those of one device."""
-    ratio = _mean(one) / _mean(best)
-    text = f"`{one.label}` takes {ratio:.2f}× as many samples a second, but its steps are not "
+    ratio = variant.speed / best.speed
+    text = f"`{variant.label}` takes {ratio:.2f}× as many samples a second, but its steps are not "
     text += "those of one device"
-    if one.eval_loss is not None and best.eval_loss is not None:
+    if variant.eval_loss is not None and best.eval_loss is not None:
         text += (
-            f": its evaluation loss ends at {number(one.eval_loss.mean, 3)} instead of "
+            f": its evaluation loss ends at {number(variant.eval_loss.mean, 3)} instead of "
             f"{number(best.eval_loss.mean, 3)}"
         )
     return f"{text}."
@@ -88,26 +84,26 @@ def _seeds(value: Interval, digits: int = 4) -> str:
 
 def _against(best: Variant, rival: Variant) -> list[str]:
     """Return what the seeds say of the first two."""
-    one, other = best.samples_per_second, rival.samples_per_second
-    if one is None or other is None:
+    speed, rival_speed = best.samples_per_second, rival.samples_per_second
+    if speed is None or rival_speed is None:
         return []
-    next_one = f"`{rival.label}` ({1 - other.mean / one.mean:.1%} slower)"
-    shared = overlap(one, other)
+    runner_up = f"`{rival.label}` ({1 - rival_speed.mean / speed.mean:.1%} slower)"
+    shared = overlap(speed, rival_speed)
     if shared is None:
-        return [f"One seed does not show whether {next_one} differs by more than chance."]
-    return [f"From these seeds it cannot be distinguished from {next_one}."] if shared else []
+        return [f"One seed does not show whether {runner_up} differs by more than chance."]
+    return [f"From these seeds it cannot be distinguished from {runner_up}."] if shared else []
 
 
-def _same_work(one: Variant, other: Variant) -> bool:
+def _same_work(variant: Variant, other: Variant) -> bool:
     """Whether two variants are compared with the same device alone, or neither is."""
-    return one.single_samples_per_second == other.single_samples_per_second
+    return variant.single_samples_per_second == other.single_samples_per_second
 
 
 def _why_none(variants: Sequence[Variant]) -> str:
     counts = {
-        "{} invalid": sum(not one.valid for one in variants),
-        "{} fell back to another strategy": sum(one.fallback is not None for one in variants),
-        "{} diverged": sum(one.num_diverged > 0 for one in variants),
-        "{} did not tell a throughput": sum(one.samples_per_second is None for one in variants),
+        "{} invalid": sum(not variant.valid for variant in variants),
+        "{} fell back to another strategy": sum(variant.fallback is not None for variant in variants),
+        "{} diverged": sum(variant.num_diverged > 0 for variant in variants),
+        "{} did not tell a throughput": sum(variant.samples_per_second is None for variant in variants),
     }
     return ", ".join(text.format(count) for text, count in counts.items() if count)

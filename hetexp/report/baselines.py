@@ -64,17 +64,17 @@ def fastest_alone(runs: Sequence[RunRecord]) -> Baseline | None:
                 solo.setdefault((device["name"], source), []).append(
                     float(device["solo_samples_per_s"]) * run.scale
                 )
-    found: dict[str, Baseline] = {}
+    baselines: dict[str, Baseline] = {}
     for name, seeds in alone.items():
         by_seed = {seed: statistics.fmean(values) for seed, values in seeds.items()}
         every = [value for values in seeds.values() for value in values]
         source = f"{len(every)} run{'s' if len(every) > 1 else ''} of it alone"
-        found[name] = Baseline(name, statistics.fmean(every), source, by_seed)
+        baselines[name] = Baseline(name, statistics.fmean(every), source, by_seed)
     for source in (CALIBRATED, OWN):
-        for (name, own), values in solo.items():
-            if own == source:
-                found.setdefault(name, Baseline(name, statistics.fmean(values), source))
-    return max(found.values(), key=lambda one: one.samples_per_second, default=None)
+        for (name, kind), values in solo.items():
+            if kind == source:
+                baselines.setdefault(name, Baseline(name, statistics.fmean(values), source))
+    return max(baselines.values(), key=lambda baseline: baseline.samples_per_second, default=None)
 
 
 def ratios_to_single(runs: Sequence[RunRecord], single: Baseline) -> list[float]:
@@ -93,13 +93,13 @@ EqualSplits = dict[tuple[Work, tuple[str | None, ...], int | None], float]
 
 def equal_splits(runs: Sequence[RunRecord], keys: Sequence[str]) -> EqualSplits:
     """Return the throughput of equal splits over several devices; means where a seed was run again."""
-    found: dict[tuple[Work, tuple[str | None, ...], int | None], list[float]] = {}
+    speeds: dict[tuple[Work, tuple[str | None, ...], int | None], list[float]] = {}
     for run in runs:
         speed = throughput(run)
         usable = run.valid and run.fallback is None and len(run.device_names) > 1
         if usable and run.setting("balancing") == "equal" and speed is not None:
-            found.setdefault(_key(run, keys), []).append(speed)
-    return {key: statistics.fmean(values) for key, values in found.items()}
+            speeds.setdefault(_key(run, keys), []).append(speed)
+    return {key: statistics.fmean(values) for key, values in speeds.items()}
 
 
 def ratios_to_equal(runs: Sequence[RunRecord], keys: Sequence[str], equal: EqualSplits) -> list[float]:

@@ -29,9 +29,9 @@ def compare(runs: Sequence[RunRecord], title: str) -> Comparison:
     keys = differing(runs, without=NO_SETTING)
     variants = variants_of(done, keys)
     able = candidates(variants)
-    best = next((one for one in able if one.exact), next(iter(able), None))
+    best = next((variant for variant in able if variant.exact), next(iter(able), None))
     compared = best if best is not None else next(iter(variants), None)
-    found = Comparison(
+    comparison = Comparison(
         title=title,
         keys=tuple(keys),
         variants=tuple(variants),
@@ -42,31 +42,25 @@ def compare(runs: Sequence[RunRecord], title: str) -> Comparison:
         emulated=any(run.emulated for run in runs),
         common=_common(runs),
         curve=curve_of(variants, keys),
-        profiles=profiles_of([run for one in candidates(variants) or variants for run in one.runs] or done),
+        profiles=profiles_of([run for variant in able or variants for run in variant.runs] or done),
     )
-    found = replace(found, notes=tuple(notes_of(found)))
-    return replace(found, answer=answer_of(found, candidates(variants)))
+    comparison = replace(comparison, notes=tuple(notes_of(comparison)))
+    return replace(comparison, answer=answer_of(comparison, able))
 
 
-def _source(one: Variant | None) -> str | None:
-    if one is None or one.single_device is None:
+def _source(variant: Variant | None) -> str | None:
+    if variant is None or variant.single_device is None:
         return None
-    return f"{plain(one.single_device)}, {one.single_source}"
+    return f"{plain(variant.single_device)}, {variant.single_source}"
 
 
 def candidates(variants: Sequence[Variant]) -> list[Variant]:
-    """Return the variants of which one is the best, the fastest first.
+    """Return the variants that can be the best, the fastest first.
 
-    They are valid, ran as asked for, and none of their losses diverged. Real runs and emulated ones are
-    never compared: where there are real ones, it is one of them.
+    Real and emulated runs are never compared: if there are real ones, only these are returned.
     """
-    able = [
-        one
-        for one in variants
-        if one.valid and one.fallback is None and not one.num_diverged and one.samples_per_second is not None
-    ]
-    real = [one for one in able if not one.emulated]
-    return real or able
+    able = [variant for variant in variants if variant.can_be_best]
+    return [variant for variant in able if not variant.emulated] or able
 
 
 def _common(runs: Sequence[RunRecord]) -> dict[str, str]:

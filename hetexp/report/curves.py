@@ -20,7 +20,7 @@ def points(run: RunRecord) -> list[Point]:
     at 0 where it was resumed. An evaluation between two log lines lies between them on clock and samples,
     too.
     """
-    found: list[Point] = []
+    result: list[Point] = []
     marks = _marks(run)
     steps = [step for step, _, _ in marks]
     for line in run.metrics:
@@ -29,7 +29,7 @@ def points(run: RunRecord) -> list[Point]:
         if "step_seconds" not in line and eval_loss is None:
             continue
         values = _by_device(line)
-        found.append(
+        result.append(
             Point(
                 step=line["step"],
                 samples=samples,
@@ -37,12 +37,14 @@ def points(run: RunRecord) -> list[Point]:
                 train_loss=line.get("train/loss"),
                 eval_loss=eval_loss,
                 shares=values["share"],
-                device_speeds={own: speed * run.scale for own, speed in values["samples_per_second"].items()},
+                device_speeds={
+                    device: speed * run.scale for device, speed in values["samples_per_second"].items()
+                },
                 device_train_losses=values["train_loss"],
                 device_eval_losses=values["eval_loss"],
             )
         )
-    return found
+    return result
 
 
 def _marks(run: RunRecord) -> list[tuple[int, float, float]]:
@@ -76,12 +78,12 @@ def _at(marks: Sequence[tuple[int, float, float]], steps: Sequence[int], step: i
 
 def _by_device(line: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return what a line tells of the devices: by what it is, and by their ids."""
-    found: dict[str, dict[str, float]] = {what: {} for what in _OF_DEVICES}
+    by_kind: dict[str, dict[str, float]] = {what: {} for what in _OF_DEVICES}
     for key, value in line.items():
         what, device = _of_device(key)
         if what is not None and value is not None:
-            found[what][device] = value
-    return found
+            by_kind[what][device] = value
+    return by_kind
 
 
 @cache

@@ -37,12 +37,12 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
     Args:
         ratios: above 0, one a pair of runs.
     """
-    found = interval([math.log(one) for one in ratios])
-    if found is None:
+    logarithms = interval([math.log(ratio) for ratio in ratios])
+    if logarithms is None:
         return None
-    low = math.exp(found.low) if found.low is not None else None
-    high = math.exp(found.high) if found.high is not None else None
-    return replace(found, mean=math.exp(found.mean), low=low, high=high)
+    low = math.exp(logarithms.low) if logarithms.low is not None else None
+    high = math.exp(logarithms.high) if logarithms.high is not None else None
+    return replace(logarithms, mean=math.exp(logarithms.mean), low=low, high=high)
 
 
 def overlap(one: Interval, other: Interval) -> bool | None:

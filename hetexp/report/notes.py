@@ -18,23 +18,23 @@ FEW = 4
 """Names that a note gives."""
 
 
-def notes_of(found: Comparison) -> Iterator[str]:
+def notes_of(comparison: Comparison) -> Iterator[str]:
     """Yield one note a matter, the gravest first."""
-    runs = [run for one in found.variants for run in one.runs]
-    yield from _unfinished(found.failed)
-    yield from _seeds(found)
-    yield from _reliability(found.variants)
+    runs = comparison.runs
+    yield from _unfinished(comparison.failed)
+    yield from _seeds(comparison)
+    yield from _reliability(comparison.variants)
     if runs:
         yield from _emulation(runs)
-        yield from _comparability(found.variants, runs)
-        yield from _baselines(found)
+        yield from _comparability(comparison.variants, runs)
+        yield from _baselines(comparison)
         yield from _provenance(runs)
-    yield from refused(found)
+    yield from refused(comparison)
 
 
-def refused(found: Comparison) -> list[str]:
+def refused(comparison: Comparison) -> list[str]:
     """Return why the drawing of the best plan lacks its strategy's part, if it does."""
-    plan = found.best.runs[0].plan if found.best is not None else None
+    plan = comparison.best.runs[0].plan if comparison.best is not None else None
     return strategy_problems(plan) if plan is not None else []
 
 
@@ -45,55 +45,56 @@ def _unfinished(failed: Sequence[RunRecord]) -> Iterator[str]:
         yield f"{counted(len(failed), 'run')} did not complete ({counts}): no figure is of these."
 
 
-def _seeds(found: Comparison) -> Iterator[str]:
+def _seeds(comparison: Comparison) -> Iterator[str]:
     """Say where seeds are missing that other variants have, and where there is one alone."""
-    everyone = [*found.failed, *(run for one in found.variants for run in one.runs)]
-    wanted = {run.seed for run in everyone if run.seed is not None}
-    missing = [
-        f"`{one.label}` ({', '.join(map(str, sorted(lacks)))})"
-        for one in found.variants
-        if (lacks := wanted - {run.seed for run in one.runs}) and any(r.seed is not None for r in one.runs)
-    ]
-    lost = {label_of(run, found.keys) for run in found.failed} - {one.label for one in found.variants}
+    variants = comparison.variants
+    wanted = {run.seed for run in (*comparison.failed, *comparison.runs) if run.seed is not None}
+    missing = []
+    for variant in variants:
+        seeds = {run.seed for run in variant.runs}
+        if seeds != {None} and wanted - seeds:
+            missing.append(f"`{variant.label}` ({', '.join(map(str, sorted(wanted - seeds)))})")
+    labels = {variant.label for variant in variants}
+    lost = {label_of(run, comparison.keys) for run in comparison.failed} - labels
     if missing:
-        seeds = f"{counted(len(wanted), 'seed')} of this comparison"
-        yield f"{counted(len(missing), 'variant')} without all {seeds}: {_few(missing)}."
-    if lost and found.variants:
+        all_seeds = f"{counted(len(wanted), 'seed')} of this comparison"
+        yield f"{counted(len(missing), 'variant')} without all {all_seeds}: {_few(missing)}."
+    if lost and variants:
         yield f"No run completed of {_few(f'`{label}`' for label in sorted(lost))}."
-    counts = {len(one.runs) for one in found.variants}
+    counts = {len(variant.runs) for variant in variants}
     if counts == {1}:
         yield "Each variant ran once: no interval is known, and small differences may be chance."
     elif 1 in counts:
-        once = [f"`{one.label}`" for one in found.variants if len(one.runs) == 1]
-        yield f"{counted(len(once), 'variant')} ran once and have no interval: {_few(once)}."
-    twice = [one for one in found.variants if len({run.seed for run in one.runs}) < len(one.runs)]
-    if twice and all(run.seed is not None for one in twice for run in one.runs):
-        yield f"A seed was run more than once in {_few(f'`{one.label}`' for one in twice)}: all runs count."
+        once = [variant for variant in variants if len(variant.runs) == 1]
+        yield f"{counted(len(once), 'variant')} ran once and have no interval: {_labels(once)}."
+    twice = [variant for variant in variants if len({r.seed for r in variant.runs}) < len(variant.runs)]
+    if twice and all(run.seed is not None for variant in twice for run in variant.runs):
+        yield f"A seed was run more than once in {_labels(twice)}: all runs count."
 
 
 def _reliability(variants: Sequence[Variant]) -> Iterator[str]:
-    invalid = [one for one in variants if one.num_invalid]
+    invalid = [variant for variant in variants if variant.num_invalid]
     if invalid:
-        runs = counted(sum(one.num_invalid for one in invalid), "run")
-        partly = [f"`{one.label}`" for one in invalid if one.valid]
-        left = f" Where a variant has valid ones, its speeds are of these: {_few(partly)}." if partly else ""
+        runs = counted(sum(variant.num_invalid for variant in invalid), "run")
+        partly = [variant for variant in invalid if variant.valid]
+        left = (
+            f" Where a variant has valid ones, its speeds are of these: {_labels(partly)}." if partly else ""
+        )
         yield (
             f"Invalid: {runs}. This machine was too slow for the emulated devices at that moment: times are "
             f"not theirs. They are never the best, and nothing is compared with them.{left}"
         )
-    fell = [f"`{one.label}` ({one.fallback})" for one in variants if one.fallback]
+    fell = [f"`{variant.label}` ({variant.fallback})" for variant in variants if variant.fallback]
     if fell:
         yield f"Not run as asked for, but by `strategy.fallback`: {_few(fell)}. They are never the best."
-    diverged = [
-        f"`{one.label}` ({one.num_diverged} of {len(one.runs)})" for one in variants if one.num_diverged
-    ]
+    diverged = [f"`{v.label}` ({v.num_diverged} of {len(v.runs)})" for v in variants if v.num_diverged]
     if diverged:
         yield f"Diverged, the last loss is not finite: {_few(diverged)}. They are never the best."
-    other = [f"`{one.label}`" for one in variants if not one.exact]
-    if other:
+    inexact = [variant for variant in variants if not variant.exact]
+    if inexact:
         yield (
-            f"The steps of {_few(other)} are not those of one device with the global batch: throughput alone "
-            "does not compare them with the others, the loss against time does."
+            f"The steps of {_labels(inexact)} are not those of one device with the global batch: throughput "
+            "alone does not compare them with the others, the loss against time does."
         )
 
 
@@ -149,7 +150,7 @@ def _comparability(variants: Sequence[Variant], runs: Sequence[RunRecord]) -> It
     if blind:
         yield f"Without evaluation: {len(blind)} of {counted(len(runs), 'run')}."
     yield from _left_out(variants)
-    if any(one.efficiency is None and one.num_devices > 1 for one in variants):
+    if any(variant.efficiency is None and variant.num_devices > 1 for variant in variants):
         yield (
             "Of some variants no efficiency is known: of a model that is cut, or of devices that share one "
             "process, what each would do alone has not been measured."
@@ -159,32 +160,33 @@ def _comparability(variants: Sequence[Variant], runs: Sequence[RunRecord]) -> It
 def _left_out(variants: Sequence[Variant]) -> Iterator[str]:
     """Say where a policy left devices out: the efficiency does not count what these could have done."""
     every: dict[str | None, set[str]] = {}
-    for one in variants:
-        every.setdefault(one.runs[0].setting("hardware"), set()).update(one.devices)
-    names = [
-        f"`{one.label}` ({', '.join(plain(name) for name in sorted(lacks))})"
-        for one in variants
-        if one.efficiency is not None and (lacks := every[one.runs[0].setting("hardware")] - set(one.devices))
-    ]
+    for variant in variants:
+        every.setdefault(variant.runs[0].setting("hardware"), set()).update(variant.devices)
+    names = []
+    for variant in variants:
+        lacks = every[variant.runs[0].setting("hardware")] - set(variant.devices)
+        if variant.efficiency is not None and lacks:
+            names.append(f"`{variant.label}` ({', '.join(plain(name) for name in sorted(lacks))})")
     if names:
         yield f"Devices were left out in {_few(names)}: the efficiency there is of those that took part."
 
 
-def _baselines(found: Comparison) -> Iterator[str]:
-    single = [one for one in found.variants if one.single_device is not None]
-    figures = [one for one in single if one.single_source in (CALIBRATED, OWN)]
+def _baselines(comparison: Comparison) -> Iterator[str]:
+    single = [variant for variant in comparison.variants if variant.single_device is not None]
+    figures = [variant for variant in single if variant.single_source in (CALIBRATED, OWN)]
     if figures:
-        base = _few(dict.fromkeys(f"{plain(str(one.single_device))}, {one.single_source}" for one in figures))
+        sources = [f"{plain(str(variant.single_device))}, {variant.single_source}" for variant in figures]
+        base = _few(dict.fromkeys(sources))
         low = (
             " Its own work beside others makes a device look slower than alone."
-            if any(one.single_source == OWN for one in figures)
+            if any(variant.single_source == OWN for variant in figures)
             else ""
         )
         yield (
             f"No run is of the fastest device alone: gains over it are ÷ one figure of it ({base}), which "
             f"has no interval of its own.{low}"
         )
-    if len({one.single_samples_per_second for one in single}) > 1:
+    if len({variant.single_samples_per_second for variant in single}) > 1:
         yield "Each variant's gain is over the fastest device alone with the same work, not over one for all."
 
 
@@ -213,6 +215,10 @@ def _different(values: Iterable[object]) -> list[str]:
     """Return the values that are known, as text, where there are several."""
     known = list(dict.fromkeys(f"{value}" for value in values if value is not None))
     return known if len(known) > 1 else []
+
+
+def _labels(variants: Iterable[Variant]) -> str:
+    return _few(f"`{variant.label}`" for variant in variants)
 
 
 def _few(names: Iterable[str]) -> str:

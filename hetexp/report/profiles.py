@@ -22,26 +22,26 @@ def profiles_of(runs: Sequence[RunRecord]) -> tuple[DeviceProfile, ...]:
     Args:
         runs: the ones that matter most first.
     """
-    found = [(plan, devices, run) for run in runs for plan, devices in _calibrations(run)]
-    if not found:
+    measurements = [(plan, devices, run) for run in runs for plan, devices in _calibrations(run)]
+    if not measurements:
         return ()
-    plan, measured, run = max(found, key=lambda one: len(one[1]))
-    devices = [(spec, DeviceCalibration.from_dict(one)) for spec, one in measured]
+    plan, measured, run = max(measurements, key=lambda calibration: len(calibration[1]))
+    devices = [(spec, DeviceCalibration.from_dict(calibration)) for spec, calibration in measured]
     total = int(plan.config["trainer"]["global_batch_size"])
-    speeds = [total / one.curve.seconds(total) for _, one in devices]
+    speeds = [total / calibration.curve.seconds(total) for _, calibration in devices]
     return tuple(
         DeviceProfile(
             device=f"{spec.id} · {spec.name}",
             emulated=spec.emulated,
-            samples=tuple(samples for samples, _ in sorted(one.points)),
-            seconds=tuple(seconds for _, seconds in sorted(one.points)),
-            fixed_seconds=one.curve.fixed_seconds,
-            seconds_per_sample=one.curve.seconds_per_sample,
+            samples=tuple(samples for samples, _ in sorted(calibration.points)),
+            seconds=tuple(seconds for _, seconds in sorted(calibration.points)),
+            fixed_seconds=calibration.curve.fixed_seconds,
+            seconds_per_sample=calibration.curve.seconds_per_sample,
             relative_speed=speed / max(speeds),
             samples_per_second=speed,
             fault=fault_of(run, spec.id),
         )
-        for (spec, one), speed in zip(devices, speeds, strict=True)
+        for (spec, calibration), speed in zip(devices, speeds, strict=True)
     )
 
 
@@ -65,10 +65,10 @@ Measured = tuple[Plan, list[tuple[DeviceSpec, dict[str, Any]]]]
 
 def _calibrations(run: RunRecord) -> Iterator[Measured]:
     """Yield what a run's own folder and its plan tell of its devices."""
-    own = run.folder / CALIBRATION
+    folder = run.folder / CALIBRATION
     try:
-        measured = json.loads((own / f"{CALIBRATION}.json").read_text(encoding="utf-8"))
-        plan = Plan.read(own / PLAN)
+        measured = json.loads((folder / f"{CALIBRATION}.json").read_text(encoding="utf-8"))
+        plan = Plan.read(folder / PLAN)
         yield plan, list(zip(plan.devices, measured["devices"], strict=True))
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or it broke off
         pass

@@ -95,6 +95,17 @@ class Variant:
     total_samples: float | None = None
     """That a run trained on, the mean."""
 
+    @property
+    def speed(self) -> float:
+        """Mean samples a second; 0 if they are not known."""
+        return self.samples_per_second.mean if self.samples_per_second is not None else 0.0
+
+    @property
+    def can_be_best(self) -> bool:
+        """Whether it is valid, ran as asked for, and none of its losses diverged."""
+        as_asked = self.valid and self.fallback is None and not self.num_diverged
+        return as_asked and self.samples_per_second is not None
+
 
 @dataclass(frozen=True)
 class CurvePoint:
@@ -175,3 +186,8 @@ class Comparison:
     """What a reader must know: missing seeds, several versions, paced runs of several scales …"""
     answer: str = ""
     """The comparison in a sentence or two."""
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """Completed runs of all variants."""
+        return [run for variant in self.variants for run in variant.runs]

@@ -78,8 +78,8 @@ class RunRecord:
     @property
     def fallback(self) -> dict[str, str] | None:
         """What ran instead of what was asked for; a device alone is what `strategy=single` asks for."""
-        found = self.summary.get("fallback") or (self.plan.fallback if self.plan is not None else None)
-        return found if found is not None and found["from"] != found["to"] else None
+        swap = self.summary.get("fallback") or (self.plan.fallback if self.plan is not None else None)
+        return swap if swap is not None and swap["from"] != swap["to"] else None
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -95,10 +95,10 @@ class RunRecord:
     @property
     def first_step(self) -> int:
         """Steps that were done before the first line of the metrics: 0 unless the run is a resumed one."""
-        steps, own = self.summary.get("steps"), self.own_steps
-        if steps is None or own is None or own >= steps:
+        steps, done = self.summary.get("steps"), self.own_steps
+        if steps is None or done is None or done >= steps:
             return 0
-        begun = steps - own
+        begun = steps - done
         logged = next((int(line["step"]) for line in self.metrics if "step_seconds" in line), steps)
         return int(begun) if logged > begun else 0  # else the folder has the lines before the resume, too
 
@@ -148,13 +148,13 @@ def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
     problems = [must_be("FOLDER", "a run folder or one above it", str(p)) for p in paths if not p.is_dir()]
     if problems:
         raise ConfigError(problems)
-    found: dict[Path, RunRecord] = {}
+    runs: dict[Path, RunRecord] = {}
     for path in paths:
         for run in _below(path.resolve()):
-            found.setdefault(run.folder, run)
-    if not found:
+            runs.setdefault(run.folder, run)
+    if not runs:
         raise ConfigError(must_be("FOLDER", NO_RUNS, ", ".join(map(str, paths))))
-    return list(found.values())
+    return list(runs.values())
 
 
 def _below(path: Path) -> Iterator[RunRecord]:
@@ -238,7 +238,7 @@ def _metrics(text: str) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError):  # half a line of a killed run
             continue
         if step < last:  # a resumed run repeats steps
-            kept = {key: one for key, one in kept.items() if key[0] < step}
+            kept = {key: row_ for key, row_ in kept.items() if key[0] < step}
         last = step
         trains = "step_seconds" in line
         # Evaluations of one step, of each device's model and of the merged one, tell different things.
@@ -250,10 +250,10 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
     """Return a nested configuration with dotted keys; lists are values."""
     if not isinstance(node, dict):
         return {prefix: node}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, child in node.items():
-        found |= flat(child, f"{prefix}.{name}" if prefix else str(name))
-    return found
+        result |= flat(child, f"{prefix}.{name}" if prefix else str(name))
+    return result
 
 
 def canonical(value: object) -> str:

@@ -21,21 +21,21 @@ Row = dict[str, Any]
 
 def runs_csv(comparison: Comparison) -> str:
     """Return one row a run, failed ones included."""
-    done = [_run(one.label, run) for one in comparison.variants for run in one.runs]
+    done = [_run(variant.label, run) for variant in comparison.variants for run in variant.runs]
     return _csv(done + [_run(None, run) for run in comparison.failed])
 
 
 def variants_csv(comparison: Comparison) -> str:
     """Return one row a variant, the fastest first."""
-    return _csv(_variant(one, one is comparison.best) for one in comparison.variants)
+    return _csv(_variant(variant, variant is comparison.best) for variant in comparison.variants)
 
 
 def curves_csv(comparison: Comparison) -> str:
     """Return one row a logged step or evaluation of each completed run."""
     rows = []
-    for one in comparison.variants:
-        for run in one.runs:
-            begin = {"folder": str(run.folder), "variant": one.label, "seed": run.seed}
+    for variant in comparison.variants:
+        for run in variant.runs:
+            begin = {"folder": str(run.folder), "variant": variant.label, "seed": run.seed}
             for point in points(run):
                 row: Row = {
                     **begin,
@@ -99,50 +99,50 @@ def _results(run: RunRecord) -> Row:
         **{f"version_{name}": value for name, value in summary.get("versions", {}).items()},
     }
     for device in summary["devices"]:
-        own = device["id"]
+        id_ = device["id"]
         speed, solo = device.get("samples_per_s"), device.get("solo_samples_per_s")
         row |= {
-            f"device[{own}]": device["name"],
-            f"share[{own}]": device.get("share"),
-            f"samples_per_second[{own}]": None if speed is None else speed * run.scale,
-            f"solo_samples_per_second[{own}]": None if solo is None else solo * run.scale,
-            f"peak_memory_bytes[{own}]": device.get("peak_memory"),
-            f"energy_joules[{own}]": device.get("energy_j"),
+            f"device[{id_}]": device["name"],
+            f"share[{id_}]": device.get("share"),
+            f"samples_per_second[{id_}]": None if speed is None else speed * run.scale,
+            f"solo_samples_per_second[{id_}]": None if solo is None else solo * run.scale,
+            f"peak_memory_bytes[{id_}]": device.get("peak_memory"),
+            f"energy_joules[{id_}]": device.get("energy_j"),
         }
     return row
 
 
-def _variant(one: Variant, best: bool) -> Row:
+def _variant(variant: Variant, best: bool) -> Row:
     return {
-        "variant": one.label,
-        **one.settings,
+        "variant": variant.label,
+        **variant.settings,
         "best": best,
-        "runs": len(one.runs),
-        "seeds": " ".join(str(run.seed) for run in one.runs),
-        "emulated": one.emulated,
-        "valid": one.valid,
-        "invalid_runs": one.num_invalid,
-        "diverged_runs": one.num_diverged,
-        "exact": one.exact,
-        "fallback": one.fallback,
-        "num_devices": one.num_devices,
-        "devices": " + ".join(one.devices),
-        **_interval("samples_per_second", one.samples_per_second),
-        **_interval("step_seconds", one.step_seconds),
-        "predicted_step_seconds": one.predicted_step_seconds,
-        **_interval("efficiency", one.efficiency),
-        "ceiling": one.ceiling,
-        **{f"lost_to_{name}": (one.lost_to or {}).get(name) for name in LOST_TO},
-        **_interval("gain_over_single", one.gain_over_single),
-        "single_device": one.single_device,
-        "single_samples_per_second": one.single_samples_per_second,
-        "single_source": one.single_source,
-        **_interval("gain_over_equal", one.gain_over_equal),
-        **_interval("train_loss", one.train_loss),
-        **_interval("eval_loss", one.eval_loss),
-        **_interval("joules_per_sample", one.joules_per_sample),
-        "energy_source": one.energy_source,
-        "exchanged_bytes_per_step": one.bytes_per_step,
+        "runs": len(variant.runs),
+        "seeds": " ".join(str(run.seed) for run in variant.runs),
+        "emulated": variant.emulated,
+        "valid": variant.valid,
+        "invalid_runs": variant.num_invalid,
+        "diverged_runs": variant.num_diverged,
+        "exact": variant.exact,
+        "fallback": variant.fallback,
+        "num_devices": variant.num_devices,
+        "devices": " + ".join(variant.devices),
+        **_interval("samples_per_second", variant.samples_per_second),
+        **_interval("step_seconds", variant.step_seconds),
+        "predicted_step_seconds": variant.predicted_step_seconds,
+        **_interval("efficiency", variant.efficiency),
+        "ceiling": variant.ceiling,
+        **{f"lost_to_{name}": (variant.lost_to or {}).get(name) for name in LOST_TO},
+        **_interval("gain_over_single", variant.gain_over_single),
+        "single_device": variant.single_device,
+        "single_samples_per_second": variant.single_samples_per_second,
+        "single_source": variant.single_source,
+        **_interval("gain_over_equal", variant.gain_over_equal),
+        **_interval("train_loss", variant.train_loss),
+        **_interval("eval_loss", variant.eval_loss),
+        **_interval("joules_per_sample", variant.joules_per_sample),
+        "energy_source": variant.energy_source,
+        "exchanged_bytes_per_step": variant.bytes_per_step,
     }
 
 

@@ -36,26 +36,22 @@ def variants_of(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Variant]
     works: dict[Work, list[RunRecord]] = {}
     for run in runs:
         works.setdefault(work_of(run, keys), []).append(run)
-    singles = {work: fastest_alone(own) for work, own in works.items()}
+    singles = {work: fastest_alone(group) for work, group in works.items()}
     equal = equal_splits(runs, keys)
     groups = _groups(runs, keys)
     labels = _labels(groups, keys)
     made = [
-        _variant(label, keys, own, equal, singles[work_of(own[0], keys)])
-        for label, own in zip(labels, groups, strict=True)
+        _variant(label, keys, group, equal, singles[work_of(group[0], keys)])
+        for label, group in zip(labels, groups, strict=True)
     ]
-    return sorted(made, key=_order)
-
-
-def _order(one: Variant) -> tuple[bool, float]:
-    return not one.valid, -(one.samples_per_second.mean if one.samples_per_second is not None else 0.0)
+    return sorted(made, key=lambda variant: (not variant.valid, -variant.speed))
 
 
 def _groups(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[list[RunRecord]]:
-    found: dict[tuple[bool, tuple[str | None, ...]], list[RunRecord]] = {}
+    groups: dict[tuple[bool, tuple[str | None, ...]], list[RunRecord]] = {}
     for run in runs:
-        found.setdefault((run.emulated, tuple(run.setting(key) for key in keys)), []).append(run)
-    return [part for own in found.values() for part in by_devices(own)]
+        groups.setdefault((run.emulated, tuple(run.setting(key) for key in keys)), []).append(run)
+    return [part for group in groups.values() for part in by_devices(group)]
 
 
 def by_devices(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -67,22 +63,22 @@ def by_devices(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     parts: list[tuple[frozenset[str], list[RunRecord]]] = []
     for run in sorted(runs, key=lambda run: -len(set(run.device_names))):
         names = frozenset(run.device_names)
-        own = next((part for having, part in parts if names <= having), None)
-        if own is None:
+        part = next((part for having, part in parts if names <= having), None)
+        if part is None:
             parts.append((names, [run]))
         else:
-            own.append(run)
+            part.append(run)
     return [part for _, part in parts]
 
 
 def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[str]:
     """Return a short name of each group that no other has."""
-    labels = [label_of(own[0], keys) for own in groups]
+    labels = [label_of(group[0], keys) for group in groups]
     for tell in (_kind, _cards):
-        words = [tell(own) for own in groups]
+        words = [tell(group) for group in groups]
         pairs = list(zip(labels, words, strict=True))
         labels = [
-            f"{label} {word}" if len({own for one, own in pairs if one == label}) > 1 else label
+            f"{label} {word}" if len({group for other, group in pairs if other == label}) > 1 else label
             for label, word in pairs
         ]
     return labels
@@ -101,12 +97,12 @@ def label_of(run: RunRecord, keys: Sequence[str]) -> str:
     return ", ".join(words) or "all runs"
 
 
-def _kind(own: Sequence[RunRecord]) -> str:
-    return "(emulated)" if own[0].emulated else "(real)"
+def _kind(group: Sequence[RunRecord]) -> str:
+    return "(emulated)" if group[0].emulated else "(real)"
 
 
-def _cards(own: Sequence[RunRecord]) -> str:
-    return "on " + " + ".join(plain(name) for name in own[0].device_names)
+def _cards(group: Sequence[RunRecord]) -> str:
+    return "on " + " + ".join(plain(name) for name in group[0].device_names)
 
 
 def plain(name: str) -> str:
@@ -117,28 +113,28 @@ def plain(name: str) -> str:
 def _variant(
     label: str,
     keys: Sequence[str],
-    own: Sequence[RunRecord],
+    runs: Sequence[RunRecord],
     equal: EqualSplits,
     single: Baseline | None,
 ) -> Variant:
-    own = sorted(own, key=lambda run: run.seed or 0)
-    invalid = [run for run in own if not run.valid]
-    timed = [run for run in own if run.valid] or own
-    valid = len(invalid) < len(own)
+    runs = sorted(runs, key=lambda run: run.seed or 0)
+    invalid = [run for run in runs if not run.valid]
+    timed = [run for run in runs if run.valid] or runs
+    valid = len(invalid) < len(runs)
     reasons = [str(run.summary.get("invalid_reason")) for run in invalid]
-    fallbacks = [f"{swap['from']} → {swap['to']}" for run in own if (swap := run.fallback) is not None]
+    fallbacks = [f"{swap['from']} → {swap['to']}" for run in runs if (swap := run.fallback) is not None]
     predicted = figures.numbers(timed, figures.predicted_step_seconds)
     ceilings = figures.numbers(timed, lambda run: figures.summary_number(run, "ceiling"))
-    sent = figures.numbers(own, lambda run: run.summary["comm"]["bytes_per_step"])
-    samples = figures.numbers(own, figures.trained_samples)
-    sources = [one for run in timed if (one := figures.energy_source(run)) is not None]
-    largest = max(own, key=lambda run: len(run.device_names))
+    sent = figures.numbers(runs, lambda run: run.summary["comm"]["bytes_per_step"])
+    samples = figures.numbers(runs, figures.trained_samples)
+    sources = [source for run in timed if (source := figures.energy_source(run)) is not None]
+    largest = max(runs, key=lambda run: len(run.device_names))
     single = single if valid else None
     return Variant(
         label=label,
-        settings={key: NOT_SET if (value := own[0].setting(key)) is None else value for key in keys},
-        runs=tuple(own),
-        emulated=own[0].emulated,
+        settings={key: NOT_SET if (value := runs[0].setting(key)) is None else value for key in keys},
+        runs=tuple(runs),
+        emulated=runs[0].emulated,
         valid=valid,
         invalid_reason="; ".join(dict.fromkeys(reasons)) or None,
         fallback=", ".join(dict.fromkeys(fallbacks)) or None,
@@ -149,15 +145,15 @@ def _variant(
         efficiency=interval(figures.numbers(timed, lambda run: figures.summary_number(run, "efficiency"))),
         ceiling=statistics.fmean(ceilings) if ceilings else None,
         lost_to=_lost_to(timed),
-        train_loss=interval(_finite(figures.numbers(own, figures.train_loss))),
-        eval_loss=interval(_finite(figures.numbers(own, figures.eval_loss))),
+        train_loss=interval(_finite(figures.numbers(runs, figures.train_loss))),
+        eval_loss=interval(_finite(figures.numbers(runs, figures.eval_loss))),
         gain_over_equal=ratio_interval(ratios_to_equal(timed, keys, equal)) if valid else None,
         gain_over_single=ratio_interval(ratios_to_single(timed, single)) if single else None,
         joules_per_sample=interval(figures.numbers(timed, figures.joules_per_sample)),
         energy_source=", ".join(dict.fromkeys(sources)) or None,
         bytes_per_step=_mean(sent),
-        exact=all(run.exact for run in own),
-        num_diverged=sum(map(figures.diverged, own)),
+        exact=all(run.exact for run in runs),
+        num_diverged=sum(map(figures.diverged, runs)),
         num_invalid=len(invalid),
         single_device=single.device if single is not None else None,
         single_samples_per_second=single.samples_per_second if single is not None else None,
@@ -171,19 +167,21 @@ def _variant(
 def _lost_to(runs: Sequence[RunRecord]) -> dict[str, float] | None:
     """Return the means of what was lost to each, of the runs that have an efficiency."""
     losses = [run.summary["lost_to"] for run in runs if run.summary.get("efficiency") is not None]
-    return {name: statistics.fmean(one[name] for one in losses) for name in LOST_TO} if losses else None
+    if not losses:
+        return None
+    return {name: statistics.fmean(lost_to[name] for lost_to in losses) for name in LOST_TO}
 
 
 def _device_speeds(runs: Sequence[RunRecord]) -> dict[str, float]:
     """Return each device's own speed during the runs, where every device of a run tells it."""
-    found: dict[str, list[float]] = {}
+    speeds_of: dict[str, list[float]] = {}
     for run in runs:
         devices = run.summary["devices"]
         if all(device.get("samples_per_s") is not None for device in devices):
             for device in devices:
                 name = f"{device['id']} · {device['name']}"
-                found.setdefault(name, []).append(float(device["samples_per_s"]) * run.scale)
-    return {name: statistics.fmean(speeds) for name, speeds in found.items()}
+                speeds_of.setdefault(name, []).append(float(device["samples_per_s"]) * run.scale)
+    return {name: statistics.fmean(speeds) for name, speeds in speeds_of.items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -33,27 +33,27 @@ def curve_of(variants: Sequence[Variant], keys: Sequence[str]) -> WeightsCurve |
     one of its work. Runs that are not valid have no place on it.
     """
     families: dict[tuple[object, ...], list[Variant]] = {}
-    for one in variants:
-        if one.valid and one.samples_per_second is not None and all(map(_splits, one.runs)):
-            others = tuple(value for key, value in one.settings.items() if not _balances(key))
-            names = tuple(sorted(one.devices))
-            families.setdefault((one.emulated, names, others), []).append(one)
-    curves = [(len(_shares(own)), own) for own in families.values()]
-    most, own = max(curves, key=lambda one: one[0], default=(0, []))
-    return _curve(own, [key for key in keys if _balances(key)]) if most >= LEAST_POINTS else None
+    for variant in variants:
+        if variant.valid and variant.samples_per_second is not None and all(map(_splits, variant.runs)):
+            others = tuple(value for key, value in variant.settings.items() if not _balances(key))
+            names = tuple(sorted(variant.devices))
+            families.setdefault((variant.emulated, names, others), []).append(variant)
+    curves = [(len(_shares(family)), family) for family in families.values()]
+    most, family = max(curves, key=lambda variant: variant[0], default=(0, []))
+    return _curve(family, [key for key in keys if _balances(key)]) if most >= LEAST_POINTS else None
 
 
 def _curve(variants: Sequence[Variant], keys: Sequence[str]) -> WeightsCurve:
     points = sorted(
         (
-            CurvePoint(_share(one), one.samples_per_second, label_of(one.runs[0], keys))
-            for one in variants
-            if one.samples_per_second is not None
+            CurvePoint(_share(variant), variant.samples_per_second, label_of(variant.runs[0], keys))
+            for variant in variants
+            if variant.samples_per_second is not None
         ),
         key=lambda point: point.share,
     )
     best = max(points, key=lambda point: point.samples_per_second.mean)
-    runs = [run for one in variants for run in one.runs]
+    runs = [run for variant in variants for run in variant.runs]
     first = runs[0].summary["devices"]
     predicted, source = _predicted(runs)
     return WeightsCurve(
@@ -80,13 +80,13 @@ def _balances(key: str) -> bool:
     return key.partition(".")[0] == "balancing"
 
 
-def _share(one: Variant) -> float:
+def _share(variant: Variant) -> float:
     """Return what the first device took of all samples, the mean over seeds."""
-    return statistics.fmean(run.summary["devices"][0]["share"] for run in one.runs)
+    return statistics.fmean(run.summary["devices"][0]["share"] for run in variant.runs)
 
 
 def _shares(variants: Sequence[Variant]) -> set[int]:
-    return {round(_share(one) / SAME_SHARE) for one in variants}
+    return {round(_share(variant) / SAME_SHARE) for variant in variants}
 
 
 def _predicted(runs: Sequence[RunRecord]) -> tuple[tuple[tuple[float, float], ...], str | None]:
@@ -109,7 +109,7 @@ def _calibrated(runs: Sequence[RunRecord], total: int) -> Seconds | None:
         known = (plan.calibration or {}) if plan is not None else {}
         if plan is None or known.get("exchange") is None or len(known["devices"]) != 2:
             continue
-        devices = [DeviceCalibration.from_dict(one) for one in known["devices"]]
+        devices = [DeviceCalibration.from_dict(device) for device in known["devices"]]
         exchange, chosen = Exchange.from_dict(known["exchange"]), plan
         return lambda n: step_of(chosen, chosen.devices, devices, exchange, (n, total - n))
     return None
@@ -120,22 +120,22 @@ def _modelled(runs: Sequence[RunRecord], total: int) -> Seconds | None:
 
     A card's pass is a straight line over its samples: two runs of different splits tell it.
     """
-    emulations = [(run, found) for run in runs if (found := _emulation(run)) is not None]
+    emulations = [(run, emulation) for run in runs if (emulation := _emulation(run)) is not None]
     if not emulations:
         return None
     lines = []
     for place in range(2):
         passes = {}
-        for run, found in emulations:
-            work = found["devices"][place]["work"]
+        for run, emulation in emulations:
+            work = emulation["devices"][place]["work"]
             if work is not None and len(work["forward"]) == 1:
                 passes[int(run.summary["devices"][place]["local_batch"])] = work
         if len(passes) < 2:
             return None
         lines.append(_lines(passes))
-    (run, found) = emulations[0]
+    (run, emulation) = emulations[0]
     assert run.plan is not None
-    links, buckets = links_of(run.plan), found["buckets"]
+    links, buckets = links_of(run.plan), emulation["buckets"]
 
     def seconds(count: int) -> float:
         work = [line(samples) for line, samples in zip(lines, (count, total - count), strict=True)]
@@ -164,7 +164,7 @@ def _lines(passes: dict[int, dict[str, Any]]) -> Callable[[int], Work]:
 def _emulation(run: RunRecord) -> dict[str, Any] | None:
     """Return what paced a run of emulated devices that exchanges gradients."""
     try:
-        found: dict[str, Any] = json.loads((run.folder / EMULATION).read_text(encoding="utf-8"))
+        emulation: dict[str, Any] = json.loads((run.folder / EMULATION).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if len(found.get("devices", ())) == 2 and found.get("buckets") else None
+    return emulation if len(emulation.get("devices", ())) == 2 and emulation.get("buckets") else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetexp.report.charts.svg import (
@@ -220,11 +220,11 @@ def dots(panels: Sequence[tuple[str, Sequence[Bar]]], width: float, title: str) 
     places = Rows(rows, width, 34.0)
     svg = Svg(width, places.bottom + 44, title)
     each = (width - places.left - 14) / len(panels)
-    for at, (name, found) in enumerate(panels):
+    for at, (name, panel_dots) in enumerate(panels):
         start = places.left + at * each + (24 if at else 0)
         across = scale([low, high], start, places.left + (at + 1) * each - 64, count=4)
         svg.text(start, 16.0, name, "panel")
-        _panel(svg, across, found, {row.number: places.mark(i) for i, row in enumerate(rows)}, places)
+        _panel(svg, across, panel_dots, places)
     places.draw(svg)
     return str(svg)
 
@@ -232,25 +232,23 @@ def dots(panels: Sequence[tuple[str, Sequence[Bar]]], width: float, title: str) 
 def _dots_below(
     panels: Sequence[tuple[str, Sequence[Bar]]], width: float, title: str, low: float, high: float
 ) -> str:
-    tops, drawn = 34.0, []
-    for name, found in panels:
-        places = Rows([dot.row for dot in found], width, tops)
-        drawn.append((name, found, places))
-        tops = places.bottom + 90
-    svg = Svg(width, tops - 46, title)
-    for name, found, places in drawn:
+    svg, top = Svg(width, 0.0, title), 34.0
+    for name, panel_dots in panels:
+        places = Rows([dot.row for dot in panel_dots], width, top)
+        top = places.bottom + 90
         svg.text(2.0, places.top - 18, name, "panel")
         across = scale([low, high], 12.0, width - 64, count=4)
-        _panel(svg, across, found, {dot.row.number: places.mark(i) for i, dot in enumerate(found)}, places)
+        _panel(svg, across, panel_dots, places)
         places.draw(svg)
+    svg.height = top - 46
     return str(svg)
 
 
-def _panel(svg: Svg, across: Scale, found: Sequence[Bar], marks: dict[int, float], places: Rows) -> None:
-    write: Callable[[float], str] = lambda value: f"{value:.4g}×"  # noqa: E731
-    value_axis(svg, across, places.top, places.bottom, "", write)
+def _panel(svg: Svg, across: Scale, panel_dots: Sequence[Bar], places: Rows) -> None:
+    marks = {row.number: places.mark(i) for i, row in enumerate(places.rows)}
+    value_axis(svg, across, places.top, places.bottom, "", lambda value: f"{value:.4g}×")
     svg.line(across(1.0), places.top, across(1.0), places.bottom, "reference")
-    for dot in found:
+    for dot in panel_dots:
         y = marks[dot.row.number] + BAR / 2
         end = across(dot.value)
         if dot.low is not None and dot.high is not None:

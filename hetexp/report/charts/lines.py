@@ -56,7 +56,7 @@ class Spot:
 
 
 def lines(
-    found: Sequence[Line],
+    curves: Sequence[Line],
     width: float,
     title: str,
     axes: tuple[str, str],
@@ -73,22 +73,22 @@ def lines(
         as_text: how the axes write their numbers.
     """
     svg = Svg(width, height, title)
-    heights = [v for one in found for v in (*one.y, *one.low, *one.high) if not log or v > 0]
+    heights = [v for curve in curves for v in (*curve.y, *curve.low, *curve.high) if not log or v > 0]
     up = scale(heights, height - 46, 34.0, log=log)
-    across, left = _across([v for one in found for v in one.x], up, width, as_text[1])
+    across, left = _across([v for curve in curves for v in curve.x], up, width, as_text[1])
     height_axis(svg, up, left, width - 16, axes[1], as_text[1])
     value_axis(svg, across, 34.0, height - 46, axes[0], as_text[0])
-    for one in found:
-        band = [*zip(one.x, one.high, strict=False), *reversed([*zip(one.x, one.low, strict=False)])]
-        svg.path([(across(x), up(y)) for x, y in band], f"band {one.colour}")
-    for one in found:
-        dashed = " dashed" if one.dashed else ""
-        points = [(across(x), up(y)) for x, y in zip(one.x, one.y, strict=True) if not log or y > 0]
-        svg.path(points, f"curve {one.colour}{dashed}")
-        if one.marked or len(points) == 1:
-            for (x, y), value in zip(points, one.y, strict=False):
-                tip = f"{one.label}: {number(value)}"
-                svg.add("circle", tip=tip, cx=x, cy=y, r=3.5, class_=f"dot {one.colour}")
+    for curve in curves:
+        band = [*zip(curve.x, curve.high, strict=False), *reversed([*zip(curve.x, curve.low, strict=False)])]
+        svg.path([(across(x), up(y)) for x, y in band], f"band {curve.colour}")
+    for curve in curves:
+        dashed = " dashed" if curve.dashed else ""
+        points = [(across(x), up(y)) for x, y in zip(curve.x, curve.y, strict=True) if not log or y > 0]
+        svg.path(points, f"curve {curve.colour}{dashed}")
+        if curve.marked or len(points) == 1:
+            for (x, y), value in zip(points, curve.y, strict=False):
+                tip = f"{curve.label}: {number(value)}"
+                svg.add("circle", tip=tip, cx=x, cy=y, r=3.5, class_=f"dot {curve.colour}")
     return str(svg)
 
 
@@ -127,10 +127,10 @@ def areas(
         low, max(high, low + 1), left, width - 14, ticks=tuple(t for t in wide.ticks if low <= t <= high)
     )
     below = [0.0] * len(steps)
-    for name, colour, own in shares:
-        above = [b + value for b, value in zip(below, own, strict=True)]
+    for name, colour, share in shares:
+        above = [b + value for b, value in zip(below, share, strict=True)]
         outline = [*zip(steps, above, strict=True), *reversed([*zip(steps, below, strict=True)])]
-        tip = f"{name}: {own[0]:.1%} at first, {own[-1]:.1%} at the end"
+        tip = f"{name}: {share[0]:.1%} at first, {share[-1]:.1%} at the end"
         d = "M" + "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in outline) + "Z"
         svg.add("path", tip=tip, d=d, class_=f"area {colour}")
         below = above
@@ -140,10 +140,10 @@ def areas(
 
 
 def scatter(
-    found: Sequence[Spot], width: float, title: str, axes: tuple[str, str], height: float = 330.0
+    spots: Sequence[Spot], width: float, title: str, axes: tuple[str, str], height: float = 330.0
 ) -> str:
     """Return points around the diagonal, where both values are equal; both axes are one scale."""
-    values = [v for spot in found for v in (spot.x, spot.y)]
+    values = [v for spot in spots for v in (spot.x, spot.y)]
     log = max(values) / min(values) > WIDE_RANGE
     svg = Svg(width, height, title)
     pad = 0.0 if log else 0.06 * (max(values) - min(values))
@@ -154,9 +154,9 @@ def scatter(
     height_axis(svg, up, left, width - 24, axes[1], tick_seconds)
     value_axis(svg, across, 34.0, height - 46, axes[0], tick_seconds)
     svg.line(across(across.low), up(up.low), across(across.high), up(up.high), "reference")
-    for spot in found:
+    for spot in spots:
         _spot(svg, across, up, spot)
-    names(svg, [(across(s.x), up(s.y), s.name) for s in found], width - 2)
+    names(svg, [(across(s.x), up(s.y), s.name) for s in spots], width - 2)
     return str(svg)
 
 
@@ -178,13 +178,13 @@ ABOVE = ((0, -15, "middle"), (0, 25, "middle"), (11, 4, "start"), (-11, 4, "end"
 
 def names(
     svg: Svg,
-    found: Sequence[tuple[float, float, str]],
+    named: Sequence[tuple[float, float, str]],
     right: float,
     places: Sequence[tuple[int, int, str]] = BESIDE,
 ) -> None:
     """Write names beside their points, where none covers another or another's point; the rest stay tips."""
-    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y, _ in found]
-    for x, y, name in found:
+    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y, _ in named]
+    for x, y, name in named:
         wide = text_width(name, SMALL)
         for dx, dy, anchor in places:
             start = x + dx - {"start": 0.0, "end": wide, "middle": wide / 2}[anchor]
@@ -201,7 +201,7 @@ def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
 
 
 def weights_curve(
-    found: Sequence[Spot],
+    spots: Sequence[Spot],
     predicted: Sequence[tuple[float, float]],
     marked: Sequence[tuple[float, str, str]],
     width: float,
@@ -217,7 +217,7 @@ def weights_curve(
     """
     svg = Svg(width, height, title)
     top = 36.0 + 17 * len(marked)
-    heights = [v for s in found for v in (s.y, s.low, s.high) if v is not None] + [y for _, y in predicted]
+    heights = [v for s in spots for v in (s.y, s.low, s.high) if v is not None] + [y for _, y in predicted]
     up = scale([0.0, *heights], height - 46, top, zero=True)
     left = max(text_width(tick(value), SMALL) for value in up.ticks) + 12
     ticks = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -231,7 +231,7 @@ def weights_curve(
         half = text_width(text, SMALL) / 2
         svg.text(min(max(x, left + half), width - half - 2), y + 1, text, "reference-name", "middle")
     svg.path([(across(x), up(y)) for x, y in predicted], "curve model dashed")
-    ordered = sorted(found, key=lambda spot: spot.x)
+    ordered = sorted(spots, key=lambda spot: spot.x)
     svg.path([(across(s.x), up(s.y)) for s in ordered], "curve through")
     for spot in ordered:
         _spot(svg, across, up, spot)
@@ -240,7 +240,7 @@ def weights_curve(
 
 
 def profiles(
-    found: Sequence[tuple[Line, float, float]], width: float, title: str, height: float = 320.0
+    devices: Sequence[tuple[Line, float, float]], width: float, title: str, height: float = 320.0
 ) -> str:
     """Return the devices' measured seconds over samples, each with its fitted line.
 
@@ -248,14 +248,17 @@ def profiles(
         found: measured points, and the line's seconds at 0 samples and a sample's.
     """
     svg = Svg(width, height, title)
-    most = max(x for line, _, _ in found for x in line.x)
-    tops = [*(y for line, _, _ in found for y in line.y), *(fixed + each * most for _, fixed, each in found)]
+    most = max(x for line, _, _ in devices for x in line.x)
+    tops = [
+        *(y for line, _, _ in devices for y in line.y),
+        *(fixed + each * most for _, fixed, each in devices),
+    ]
     up = scale([0.0, *tops], height - 46, 34.0, zero=True)
     left = max(text_width(tick_seconds(value), SMALL) for value in up.ticks) + 12
     across = scale([0.0, float(most)], left, width - 24, zero=True, count=4 if width < NARROW else 8)
     height_axis(svg, up, left, width - 24, "seconds of forward and backward", tick_seconds)
     value_axis(svg, across, 34.0, height - 46, "samples in the pass")
-    for line, fixed, each in found:
+    for line, fixed, each in devices:
         ends = [(across(x), up(fixed + each * x)) for x in (0.0, float(most))]
         svg.path(ends, f"curve {line.colour} dashed")
         for x, y in zip(line.x, line.y, strict=True):

@@ -198,14 +198,14 @@ def percent(part: float) -> str:
     return f"{100 * part:.1f} %".replace("-", "−")
 
 
-def bounds(found: Interval, write: Callable[[float], str]) -> str:
+def bounds(value: Interval, write: Callable[[float], str]) -> str:
     """Return the interval around a mean: ± 1.2 where it is as wide on both sides, else 1.3–1.6."""
-    if found.low is None or found.high is None:
+    if value.low is None or value.high is None:
         return ""
-    below, above = found.mean - found.low, found.high - found.mean
+    below, above = value.mean - value.low, value.high - value.mean
     if abs(above - below) <= 0.02 * max(above, below):
         return f"± {write(above)}"
-    return f"{write(found.low)}–{write(found.high)}"
+    return f"{write(value.low)}–{write(value.high)}"
 
 
 def deviation(measured: float, model: float) -> str:
@@ -240,14 +240,14 @@ def fitted(text: str, width: float, height: float = TEXT) -> str:
 
 def wrapped(text: str, width: float, height: float = TEXT, lines: int = 2) -> list[str]:
     """Return the text in at most so many lines, broken after commas where that does."""
-    found = [""]
+    rows = [""]
     for word in text.replace(", ", ",\n").split("\n"):
-        longer = f"{found[-1]} {word}".strip()
-        if text_width(longer, height) <= width or not found[-1] or len(found) == lines:
-            found[-1] = longer
+        longer = f"{rows[-1]} {word}".strip()
+        if text_width(longer, height) <= width or not rows[-1] or len(rows) == lines:
+            rows[-1] = longer
         else:
-            found.append(word)
-    return [fitted(line, width, height) for line in found]
+            rows.append(word)
+    return [fitted(line, width, height) for line in rows]
 
 
 def _plain(value: object) -> str:

@@ -6,12 +6,12 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from hetexp.report.curves import points
 from hetexp.report.figures import throughput
-from hetexp.report.results import Comparison, Point, Variant
+from hetexp.report.results import Comparison, Interval, Point, Variant
 from hetexp.report.runs import RunRecord
 
 MOST_DRAWN = 12
@@ -46,7 +46,7 @@ class Shares:
     @property
     def changes(self) -> bool:
         """Whether a share moved by more than rounding does."""
-        return any(max(own) - min(own) > CHANGED for own in self.by_device.values())
+        return any(max(shares) - min(shares) > CHANGED for shares in self.by_device.values())
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,13 @@ class Drawn:
 
 def drawn(comparison: Comparison) -> list[Drawn]:
     """Return the variants that charts show: the fastest, and always the best."""
-    numbered = [
-        (n, one) for n, one in enumerate(comparison.variants, 1) if one.samples_per_second is not None
-    ]
-    found = numbered[:MOST_DRAWN]
-    best = next(((n, one) for n, one in numbered if one is comparison.best), None)
-    if best is not None and best not in found:
-        found[-1:] = [best]
-    return [_drawn(variant, number, place) for place, (number, variant) in enumerate(found, 1)]
+    known = enumerate(comparison.variants, 1)
+    numbered = [(n, variant) for n, variant in known if variant.samples_per_second is not None]
+    shown = numbered[:MOST_DRAWN]
+    best = next(((n, variant) for n, variant in numbered if variant is comparison.best), None)
+    if best is not None and best not in shown:
+        shown[-1:] = [best]
+    return [_drawn(variant, number, place) for place, (number, variant) in enumerate(shown, 1)]
 
 
 def _drawn(variant: Variant, number: int, place: int) -> Drawn:
@@ -86,8 +85,8 @@ def _drawn(variant: Variant, number: int, place: int) -> Drawn:
         variant,
         number,
         f"v{place}",
-        _loss_curve([[(one, one.train_loss) for one in own] for own in logged]),
-        _loss_curve([[(one, one.eval_loss) for one in own] for own in logged]),
+        _loss_curve([[(point, point.train_loss) for point in run] for run in logged]),
+        _loss_curve([[(point, point.eval_loss) for point in run] for run in logged]),
         _shares(variant.runs[0], logged[0]) if logged else None,
     )
 
@@ -98,25 +97,25 @@ def _loss_curve(logged: Sequence[Sequence[tuple[Point, float | None]]]) -> Curve
     A loss that is not finite is no point of it: a curve that diverged ends.
     """
     by_run = [
-        {point.step: (point, loss) for point, loss in own if loss is not None and math.isfinite(loss)}
-        for own in logged
+        {point.step: (point, loss) for point, loss in run if loss is not None and math.isfinite(loss)}
+        for run in logged
     ]
-    by_run = [one for one in by_run if one]
+    by_run = [losses_of for losses_of in by_run if losses_of]
     if not by_run:
         return None
-    steps = thinned([step for step in by_run[0] if all(step in one for one in by_run)])
+    steps = thinned([step for step in by_run[0] if all(step in losses_of for losses_of in by_run)])
     if not steps:
         return None
-    at = [[one[step] for one in by_run] for step in steps]
-    losses = [[loss for _, loss in found] for found in at]
+    at = [[losses_of[step] for losses_of in by_run] for step in steps]
+    losses = [[loss for _, loss in points_at] for points_at in at]
     several = len(by_run) > 1
     return Curve(
         tuple(steps),
-        tuple(statistics.fmean(point.samples for point, _ in found) for found in at),
-        tuple(statistics.fmean(point.seconds for point, _ in found) for found in at),
-        tuple(statistics.fmean(own) for own in losses),
-        tuple(min(own) for own in losses) if several else (),
-        tuple(max(own) for own in losses) if several else (),
+        tuple(statistics.fmean(point.samples for point, _ in points_at) for points_at in at),
+        tuple(statistics.fmean(point.seconds for point, _ in points_at) for points_at in at),
+        tuple(statistics.fmean(run) for run in losses),
+        tuple(min(run) for run in losses) if several else (),
+        tuple(max(run) for run in losses) if several else (),
     )
 
 
@@ -165,11 +164,11 @@ def thinned(values: Sequence[Any]) -> list[Any]:
 
 def plain(comparison: Comparison, shown: Sequence[Drawn]) -> dict[str, Any]:
     """Return the comparison as JSON holds it: all figures of all variants, and the curves that are drawn."""
-    by_number = {one.number: one for one in shown}
+    by_number = {shown_variant.number: shown_variant for shown_variant in shown}
     variants = []
     for number, variant in enumerate(comparison.variants, 1):
-        own = by_number.get(number)
-        curves = None if own is None else _plain_curves(own)
+        shown_variant = by_number.get(number)
+        curves = None if shown_variant is None else _plain_curves(shown_variant)
         variants.append(_plain_variant(variant) | {"number": number, "drawn": curves})
     best = comparison.best
     return {
@@ -189,21 +188,17 @@ def plain(comparison: Comparison, shown: Sequence[Drawn]) -> dict[str, Any]:
     }
 
 
-def _plain_curves(one: Drawn) -> dict[str, Any]:
-    curves = {name: getattr(one, name) for name in ("train", "eval", "shares")}
-    found = {name: None if curve is None else asdict(curve) for name, curve in curves.items()}
-    return found | {"colour": one.colour}
+def _plain_curves(drawn: Drawn) -> dict[str, Any]:
+    curves = {name: getattr(drawn, name) for name in ("train", "eval", "shares")}
+    plain_curves = {name: None if curve is None else asdict(curve) for name, curve in curves.items()}
+    return plain_curves | {"colour": drawn.colour}
 
 
 def _plain_variant(variant: Variant) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for field in fields(variant):
-        value = getattr(variant, field.name)
-        if field.name != "runs":
-            found[field.name] = (
-                asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-            )
-    return found | {"runs": [_plain_run(run) for run in variant.runs]}
+    names = [field.name for field in fields(variant) if field.name != "runs"]
+    values = {name: getattr(variant, name) for name in names}
+    plain = {name: asdict(v) if isinstance(v, Interval) else v for name, v in values.items()}
+    return plain | {"runs": [_plain_run(run) for run in variant.runs]}
 
 
 def _plain_run(run: RunRecord) -> dict[str, Any]:
@@ -227,9 +222,9 @@ def as_json(values: dict[str, Any]) -> str:
 def _finite(value: Any) -> Any:
     """Return the value with null for what JSON has no number for."""
     if isinstance(value, dict):
-        return {str(key): _finite(one) for key, one in value.items()}
+        return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value

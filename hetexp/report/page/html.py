@@ -43,15 +43,15 @@ class Section:
 
 @cache
 def _templates() -> Environment:
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader("hetexp.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["code"] = _code
-    return found
+    environment.filters["code"] = _code
+    return environment
 
 
 def _code(text: str) -> Markup:
@@ -87,10 +87,10 @@ def render(comparison: Comparison) -> str:
             most_failed=MOST_FAILED,
             columns=columns,
             variants=[
-                (n, one, table.marks(comparison, one), [column.of(one) for column in columns])
-                for n, one in enumerate(comparison.variants, 1)
+                (n, variant, table.marks(comparison, variant), [column.of(variant) for column in columns])
+                for n, variant in enumerate(comparison.variants, 1)
             ],
-            colours={one.number: one.colour for one in shown},
+            colours={variant.number: variant.colour for variant in shown},
             explained=table.explained(comparison),
             invalid=table.invalid(comparison),
             shown=shown,
@@ -114,42 +114,42 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
     speed = best.samples_per_second
     if speed.high is not None:
         of = " · ".join(text for text in (f"± {number(speed.high - speed.mean, 2)}", of) if text)
-    found = [(number(speed.mean, 4), "samples / s", of)]
+    tiles = [(number(speed.mean, 4), "samples / s", of)]
     for gain, name, of in (
         (best.gain_over_equal, "the equal split", "same settings and seed"),
         (best.gain_over_single, "the fastest device", "working alone"),
     ):
         if gain is not None and len(comparison.variants) > 1 and abs(gain.mean - 1) > 1e-9:
-            found.append((f"{gain.mean:.2f}×", f"over {name}", of))
+            tiles.append((f"{gain.mean:.2f}×", f"over {name}", of))
     if best.efficiency is not None:
         of = "" if best.ceiling is None else f"{percent(best.ceiling)} can be reached"
-        found.append((percent(best.efficiency.mean), "of the devices' own speeds", of))
+        tiles.append((percent(best.efficiency.mean), "of the devices' own speeds", of))
     if best.eval_loss is not None:
-        found.append((number(best.eval_loss.mean), "evaluation loss", "at the end"))
-    return found[:4]
+        tiles.append((number(best.eval_loss.mean), "evaluation loss", "at the end"))
+    return tiles[:4]
 
 
 def _badges(comparison: Comparison) -> list[tuple[str, str]]:
     """Return short facts of all runs, with the class of each."""
-    runs = [run for one in comparison.variants for run in one.runs]
+    runs = comparison.runs
     seeds = {run.seed for run in runs if run.seed is not None}
     count = len(runs) + len(comparison.failed)
-    found = [(counted(count, "run"), ""), (counted(len(comparison.variants), "variant"), "")]
+    badges = [(counted(count, "run"), ""), (counted(len(comparison.variants), "variant"), "")]
     if seeds:
-        found.append((counted(len(seeds), "seed"), ""))
+        badges.append((counted(len(seeds), "seed"), ""))
     if comparison.failed:
-        found.append((f"{len(comparison.failed)} not completed", "bad"))
+        badges.append((f"{len(comparison.failed)} not completed", "bad"))
     names = dict.fromkeys(
         device["name"].replace(" (emulated)", "") for run in runs for device in run.summary.get("devices", ())
     )
     if names:
-        found.append(
+        badges.append(
             (" + ".join(list(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""), "")
         )
     for key in ("model", "data"):
         if key in comparison.common:
-            found.append((f"{key} {comparison.common[key]}", ""))
-    return found
+            badges.append((f"{key} {comparison.common[key]}", ""))
+    return badges
 
 
 def _failure(run: RunRecord, keys: Sequence[str]) -> dict[str, str]:
@@ -169,7 +169,7 @@ def _sections(comparison: Comparison, shown: Sequence[Drawn]) -> list[Section]:
     """Return the sections that have something to show."""
     colours = figures.device_colours(comparison, shown)
     over_time = figures.split_over_time(shown, colours)
-    found: list[tuple[str, str, list[figures.Figure | None]]] = [
+    sections_of: list[tuple[str, str, list[figures.Figure | None]]] = [
         ("throughput", "Throughput", [figures.throughput(comparison, shown)]),
         ("lost", "Where the devices' speed went", [figures.lost(shown)]),
         ("gain", "Gain", [figures.gains(shown)]),
@@ -182,12 +182,12 @@ def _sections(comparison: Comparison, shown: Sequence[Drawn]) -> list[Section]:
         ("cost", "Energy and exchange", [devices.energy(shown), devices.exchange(shown)]),
     ]  # fmt: skip
     sections = []
-    for id_, name, ones in found:
-        known = tuple(one for one in ones if one is not None)
-        if sum(not one.full for one in known) % 2:  # the last one is alone in its row
+    for id_, name, drawings in sections_of:
+        known = tuple(figure for figure in drawings if figure is not None)
+        if sum(not figure.full for figure in known) % 2:  # the last one is alone in its row
             known = (*known[:-1], replace(known[-1], full=True))
         if known:
-            live = any(one.live for one in known)
+            live = any(figure.live for figure in known)
             sections.append(Section(id_, name, known, live))
     return sections
 
@@ -202,11 +202,11 @@ def _plan(comparison: Comparison) -> Markup | None:
 
 def _runs(comparison: Comparison) -> list[dict[str, str]]:
     """Return a row of each run, the failed ones last."""
-    found = []
-    completed = [(str(n), run) for n, one in enumerate(comparison.variants, 1) for run in one.runs]
+    rows = []
+    completed = [(str(n), run) for n, variant in enumerate(comparison.variants, 1) for run in variant.runs]
     for variant, run in [*completed, *(("", run) for run in comparison.failed)]:
         speed = throughput(run)
-        found.append(
+        rows.append(
             {
                 "variant": variant,
                 "seed": "" if run.seed is None else str(run.seed),
@@ -216,4 +216,4 @@ def _runs(comparison: Comparison) -> list[dict[str, str]]:
                 "folder": str(run.folder),
             }
         )
-    return found
+    return rows

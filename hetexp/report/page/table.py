@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hetexp.report.charts.svg import bounds, deviation, number, percent, seconds
 from hetexp.report.results import Comparison, Interval, Variant
@@ -44,34 +45,35 @@ BEST = (
 
 def marks(comparison: Comparison, variant: Variant) -> list[tuple[str, str, str]]:
     """Return the marks of a variant: text, class, and what it means."""
-    found = []
+    result = []
     if variant is comparison.best and len(comparison.variants) > 1:
-        found.append(("best", "good", BEST))
+        result.append(("best", "good", BEST))
     if not variant.valid:
-        found.append(("! invalid", "bad", variant.invalid_reason or INVALID))
+        result.append(("! invalid", "bad", variant.invalid_reason or INVALID))
     elif variant.num_invalid:
         text = f"! {variant.num_invalid} of {len(variant.runs)} invalid"
-        found.append((text, "warn", "Its speeds are those of the valid runs alone."))
+        result.append((text, "warn", "Its speeds are those of the valid runs alone."))
     if variant.num_diverged:
         text = f"! {variant.num_diverged} of {len(variant.runs)} diverged"
-        found.append((text, "bad", "The last loss is not finite; means of losses leave these runs out."))
+        result.append((text, "bad", "The last loss is not finite; means of losses leave these runs out."))
     if variant.fallback is not None:
-        found.append((f"fallback {variant.fallback}", "warn", "Another strategy ran than the one asked for."))
+        about = "Another strategy ran than the one asked for."
+        result.append((f"fallback {variant.fallback}", "warn", about))
     if not variant.exact:
-        found.append(("not exact", "plain", "Its steps are not those of one device on the whole batch."))
+        result.append(("not exact", "plain", "Its steps are not those of one device on the whole batch."))
     if variant.emulated:
-        found.append(("emulated", "plain", EMULATED))
-    return found
+        result.append(("emulated", "plain", EMULATED))
+    return result
 
 
 def explained(comparison: Comparison) -> list[tuple[str, str, str]]:
     """Return each kind of mark that the table has, once."""
-    found: dict[str, tuple[str, str, str]] = {}
+    kinds: dict[str, tuple[str, str, str]] = {}
     for variant in comparison.variants:
         for text, kind, about in marks(comparison, variant):
             about = INVALID if text == "! invalid" else about
-            found.setdefault(_short(text), (_short(text), kind, about))
-    return list(found.values())
+            kinds.setdefault(_short(text), (_short(text), kind, about))
+    return list(kinds.values())
 
 
 def _short(mark: str) -> str:
@@ -85,23 +87,22 @@ def _short(mark: str) -> str:
 def invalid(comparison: Comparison) -> list[tuple[str, str]]:
     """Return number and label, and the reason, of each invalid variant."""
     return [
-        (f"{place} {one.label}", one.invalid_reason or INVALID)
-        for place, one in enumerate(comparison.variants, 1)
-        if one.num_invalid or not one.valid
+        (f"{place} {variant.label}", variant.invalid_reason or INVALID)
+        for place, variant in enumerate(comparison.variants, 1)
+        if variant.num_invalid or not variant.valid
     ]
 
 
-def _measured(found: Interval | None, write: Callable[[float], str]) -> Cell:
-    if found is None:
+def _measured(
+    value: Interval | None, write: Callable[[float], str], write_bounds: Callable[[float], str] | None = None
+) -> Cell:
+    if value is None:
         return NOTHING
-    return Cell(write(found.mean), found.mean, bounds(found, write))
+    return Cell(write(value.mean), value.mean, bounds(value, write_bounds or write))
 
 
 def _speed(variant: Variant) -> Cell:
-    found = variant.samples_per_second
-    if found is None:
-        return NOTHING
-    return Cell(number(found.mean, 4), found.mean, bounds(found, lambda value: number(value, 2)))
+    return _measured(variant.samples_per_second, partial(number, digits=4), partial(number, digits=2))
 
 
 def _efficiency(variant: Variant) -> Cell:
@@ -121,7 +122,7 @@ def _predicted(variant: Variant) -> Cell:
 
 def columns(variants: Sequence[Variant]) -> list[Column]:
     """Return the columns of which at least one variant knows a value."""
-    every = [
+    all_columns = [
         Column("samples\u00a0/\u00a0s", "Mean over seeds and its 95 % confidence interval", _speed),
         Column("vs equal split", "Gain over the equal split", lambda v: _measured(v.gain_over_equal, _times)),
         Column(
@@ -139,10 +140,10 @@ def columns(variants: Sequence[Variant]) -> list[Column]:
         ),
         Column("seeds", "Runs", lambda v: Cell(str(len(v.runs)), len(v.runs))),
     ]
-    known = {column.name for column in every if any(column.of(one).text for one in variants)}
-    if all(one.eval_loss is not None for one in variants):
+    known = {column.name for column in all_columns if any(column.of(variant).text for variant in variants)}
+    if all(variant.eval_loss is not None for variant in variants):
         known.discard("train loss")
-    return [column for column in every if column.name in known]
+    return [column for column in all_columns if column.name in known]
 
 
 def _times(value: float) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from hetexp.logger.wandb import STEP_METRIC
 from hetexp.report.results import Comparison
-from hetexp.report.runs import RunRecord
 
 LOSS, SAMPLES = "train/loss", "train/samples"
 SPEED, EFFICIENCY, FINAL_LOSS, SCALE = "samples_per_s", "efficiency", "final.train_loss", "time_scale"
@@ -20,11 +19,6 @@ WIDTH, HEIGHT = 24, 10
 """Of a row of panels in W&B's grid, and its height."""
 MOST_RUNS = 100
 """W&B shows 10 where nothing is said."""
-
-
-def completed(comparison: Comparison) -> list[RunRecord]:
-    """Return the runs of all variants."""
-    return [run for one in comparison.variants for run in one.runs]
 
 
 def panel_grids(wr: Any, comparison: Comparison) -> list[tuple[str, list[Any]]]:
@@ -38,7 +32,7 @@ def panel_grids(wr: Any, comparison: Comparison) -> list[tuple[str, list[Any]]]:
 
 class _Panels:
     def __init__(self, wr: Any, comparison: Comparison) -> None:
-        runs = completed(comparison)
+        runs = comparison.runs
         self.wr = wr
         self.count = min(len(runs), MOST_RUNS)
         self.marked = ", emulated" if comparison.emulated else ""
@@ -49,7 +43,7 @@ class _Panels:
     def grids(self) -> list[tuple[str, list[Any]]]:
         columns = self._columns()
         sections = [
-            ("Throughput and efficiency", self._row(self._speed(), self._efficiency()) + self._scalars()),
+            ("Throughput and efficiency", self._bars() + self._scalars()),
             ("Loss", self._row(*self._losses())),
             ("Split", self._row(*self._splits())),
             ("Settings against results", self._row(columns)),
@@ -72,37 +66,27 @@ class _Panels:
     def _title(self, text: str) -> str:
         return f"{text}{self.marked}"
 
-    def _speed(self) -> Any:
-        time = "modelled time" if self.paced else "wall-clock"
-        return self.wr.BarPlot(
-            title=self._title("Samples a second"),
-            metrics=[SPEED],
-            custom_expressions=self._speed_expressions,
-            title_x=f"samples / s, {time}",
-            max_runs_to_show=self.count,
-            max_bars_to_show=self.count,
-        )
-
-    def _efficiency(self) -> Any:
-        return self.wr.BarPlot(
-            title=self._title("Efficiency"),
-            metrics=[EFFICIENCY],
-            title_x="throughput ÷ sum of what the devices do alone",
-            range_x=(0, None),
-            max_runs_to_show=self.count,
-            max_bars_to_show=self.count,
+    def _bars(self) -> list[Any]:
+        unit = f"samples / s, {'modelled time' if self.paced else 'wall-clock'}"
+        share = "throughput ÷ sum of what the devices do alone"
+        shown = {"max_runs_to_show": self.count, "max_bars_to_show": self.count}
+        speed = {"title_x": unit, "custom_expressions": self._speed_expressions, **shown}
+        efficiency = {"title_x": share, "range_x": (0, None), **shown}
+        return self._row(
+            self.wr.BarPlot(title=self._title("Samples a second"), metrics=[SPEED], **speed),
+            self.wr.BarPlot(title=self._title("Efficiency"), metrics=[EFFICIENCY], **efficiency),
         )
 
     def _scalars(self) -> list[Any]:
-        wr = self.wr
-        fastest = wr.ScalarChart(
-            title=self._title("Most samples a second"),
-            metric=SPEED,
-            groupby_aggfunc="max",
-            custom_expressions=self._speed_expressions,
+        fastest, best, least = (
+            self.wr.ScalarChart(title=self._title(title), metric=metric, groupby_aggfunc=aggregate)
+            for title, metric, aggregate in (
+                ("Most samples a second", SPEED, "max"),
+                ("Best efficiency", EFFICIENCY, "max"),
+                ("Least loss", FINAL_LOSS, "min"),
+            )
         )
-        best = wr.ScalarChart(title=self._title("Best efficiency"), metric=EFFICIENCY, groupby_aggfunc="max")
-        least = wr.ScalarChart(title=self._title("Least loss"), metric=FINAL_LOSS, groupby_aggfunc="min")
+        fastest.custom_expressions = self._speed_expressions
         return self._row(fastest, best, least, top=HEIGHT, height=HEIGHT // 2)
 
     def _losses(self) -> list[Any]:

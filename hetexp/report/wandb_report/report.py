@@ -21,7 +21,7 @@ from hetexp.logger.wandb import changed_environment, teardown
 from hetexp.report.markdown import cell, table_row
 from hetexp.report.results import Comparison, Variant
 from hetexp.report.runs import RunRecord
-from hetexp.report.wandb_report.panels import completed, panel_grids
+from hetexp.report.wandb_report.panels import panel_grids
 from hetexp.report.words import number
 
 if TYPE_CHECKING:
@@ -91,12 +91,12 @@ def where(comparison: Comparison, entity: str | None, project: str | None) -> tu
     Raises:
         ConfigError: the runs were logged to no project of W&B, or to several.
     """
-    found = [one for run in _runs(comparison) for one in _wandb_loggers(run)]
-    projects = dict.fromkeys(str(one.get("project") or "hetexp") for one in found)
+    loggers = [logger for run in _runs(comparison) for logger in _wandb_loggers(run)]
+    projects = dict.fromkeys(str(logger.get("project") or "hetexp") for logger in loggers)
     if project is None and len(projects) != 1:
         listed = ", ".join(projects) or "none: no run has logger=wandb"
         raise ConfigError(must_be("--project", "given where the runs are not all in one of W&B", listed))
-    entities = dict.fromkeys(str(one["entity"]) for one in found if one.get("entity"))
+    entities = dict.fromkeys(str(logger["entity"]) for logger in loggers if logger.get("entity"))
     if entity is None and len(entities) > 1:
         raise ConfigError(must_be("--entity", "given where the runs have several", ", ".join(entities)))
     return entity or next(iter(entities), None), project or next(iter(projects))
@@ -178,9 +178,9 @@ def spec_of(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         spec: dict[str, Any] = {"type": type(value).__name__}
         for field in dataclasses.fields(value):
-            one = getattr(value, field.name)
-            if not field.name.startswith("_") and one not in (None, "", [], {}, (None, None)):
-                spec[field.name] = spec_of(one)
+            content = getattr(value, field.name)
+            if not field.name.startswith("_") and content not in (None, "", [], {}, (None, None)):
+                spec[field.name] = spec_of(content)
         return spec
     if isinstance(value, (list, tuple)):
         return [spec_of(item) for item in value]
@@ -228,14 +228,14 @@ def _failures(comparison: Comparison) -> list[str]:
 
 
 def _runs(comparison: Comparison) -> list[RunRecord]:
-    return [*completed(comparison), *comparison.failed]
+    return [*comparison.runs, *comparison.failed]
 
 
 def _filters(comparison: Comparison) -> Any:
     """Return what selects the completed runs: by their sweep's group, by their ids where there is none."""
     from wandb_workspaces import expr
 
-    plans = [run.plan for run in completed(comparison) if run.plan is not None]
+    plans = [run.plan for run in comparison.runs if run.plan is not None]
     groups = list(dict.fromkeys(plan.group for plan in plans))
     finished = expr.Metric("State") == "finished"
     named = [group for group in groups if group is not None]
