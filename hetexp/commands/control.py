@@ -25,7 +25,7 @@ names
 
 
 def main_add(arguments: Sequence[str]) -> int:
-    """Let a device take part in a run; return 1 where the run refuses it, 2 where it cannot be asked."""
+    """Let a device take part in a run; return 1 if the run refuses it, 2 if it cannot be asked."""
     parser = _parser("add", "Let one more device take part in a training under way.", _ADD)
     parser.add_argument("device", metavar="DEVICE", help="cuda:1, cpu, emulated:rtx_3090, …")
     options = parser.parse_args(arguments)
@@ -33,7 +33,7 @@ def main_add(arguments: Sequence[str]) -> int:
 
 
 def main_drop(arguments: Sequence[str]) -> int:
-    """Take a device out of a run; return 1 where the run refuses it, 2 where it cannot be asked."""
+    """Take a device out of a run; return 1 if the run refuses it, 2 if it cannot be asked."""
     parser = _parser("drop", "Take a device out of a training under way, which goes on without it.", _DROP)
     parser.add_argument("device", metavar="DEVICE", help="its id in the run: cuda:1, emulated:0, …")
     options = parser.parse_args(arguments)
@@ -41,7 +41,7 @@ def main_drop(arguments: Sequence[str]) -> int:
 
 
 def main_control(arguments: Sequence[str]) -> int:
-    """Ask a run for something; return 1 where it was not done, 2 where the run cannot be asked."""
+    """Ask a run for something; return 1 if it was not done, 2 if the run cannot be asked."""
     parser = _parser("control", "Ask a training under way to do something at the end of its step.", _CONTROL)
     parser.add_argument("name", metavar="NAME", help="checkpoint, stop, or a name of your own")
     parser.add_argument("argument", nargs="?", default="", metavar="ARGUMENT", help="for your own handler")

@@ -193,8 +193,8 @@ def _installer(wanted: str | None) -> tuple[str | None, str]:
 def _announce(recipe: Recipe, why: str) -> None:
     """Say what is going to be done, so that the output as a whole is a shell script."""
     wheel = recipe.wheel
-    where = f"from {wheel.index}" if wheel.index else "from the installer's own sources"
-    print(f"# torch {wheel.version} {where} ({wheel.reason})")
+    source = f"from {wheel.index}" if wheel.index else "from the installer's own sources"
+    print(f"# torch {wheel.version} {source} ({wheel.reason})")
     print(f"# environment '{recipe.name}' in {recipe.folder}, with {why}", flush=True)
 
 

@@ -23,7 +23,7 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Export one checkpoint; return 2 for a wrong command, 1 where it cannot be read or written."""
+    """Export one checkpoint; return 2 if it cannot be read or written."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _run(options), drives_torch=False, trust=options.trust)
 

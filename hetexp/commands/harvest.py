@@ -30,7 +30,7 @@ examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Harvest one layer; return 2 for what cannot be done."""
+    """Harvest a layer; return 2 if that is impossible."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _run(options), trust=options.trust)
 

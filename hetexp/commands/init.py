@@ -23,7 +23,7 @@ Then copy both files to every machine, and run the same command on each of them:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write both files; return 2 where something that was asked for is wrong."""
+    """Write both files; return 2 if an argument is wrong."""
     about = "Write conf/cluster/NAME.yaml, which names the machines of a cluster, and their token."
     parser = command_parser("init", about, _EPILOG)
     parser.add_argument("--name", default="lab", help="of the file, for cluster=NAME (lab)")
@@ -80,7 +80,7 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def ask(read: Callable[[str], str]) -> list[tuple[str, str]]:
-    """Return the machines that a person names, the leader first.
+    """Return the machines that the user names, the leader first.
 
     Args:
         read: shows a question and returns the answer's line.

@@ -1,4 +1,4 @@
-"""`hetexp merge`: one model of several runs, or of the devices of a run that trained apart."""
+"""`hetexp merge`: one model of several runs, or of the independently trained devices of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Merge, say how the result compares with its parents; return 2 where it cannot be done."""
+    """Merge, say how the result compares with its parents; return 2 if that is impossible."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _run(options), trust=options.trust)
 
@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parents(runs: Sequence[Path]) -> list[Parent]:
-    """Return the newest checkpoint of each run, and that of every device where they trained apart."""
+    """Return the newest checkpoint of each run, and of every device if its devices trained independently."""
     from hetexp.checkpoint.manifest import MANIFEST, find_checkpoint, rank_folders, search_rank_checkpoints
     from hetexp.checkpoint.merge import read_parent
 
@@ -124,7 +124,7 @@ def _output(wanted: Path | None, runs: Sequence[Path]) -> Path:
 
 
 def _parts(parent: Parent) -> tuple[TrainState | None, str]:
-    """Return one CPU's objects of a parent's configuration; without them, why they could not be built."""
+    """Return one CPU's objects of a parent's configuration; if they cannot be built, None and the reason."""
     import torch
     import torch.distributed as dist
 
@@ -168,6 +168,6 @@ def _parts(parent: Parent) -> tuple[TrainState | None, str]:
         return build_state(plan, config, 0, dist.HashStore()), ""
     except ConfigError as error:
         return None, " ".join(error.problems)
-    except Exception as error:  # a person's own classes run any code
+    except Exception as error:  # the user's own classes run any code
         cause = error.__cause__ or error
         return None, f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"

@@ -31,7 +31,7 @@ examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Sample until Ctrl-C; return 2 where something that was typed cannot be used."""
+    """Sample until Ctrl-C; return 2 if an argument cannot be used."""
     parser = command_parser(
         "monitor",
         "Sample all devices of this machine into the monitor's database, as each run does while "
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_config(overrides: Sequence[str]) -> MonitorConfig:
-    """Return the section `monitor` of what a person typed, a configuration folder of their own included.
+    """Return the section `monitor` of the typed overrides, the user's own configuration folder included.
 
     Raises:
         ConfigError: a value is wrong, or a word is about something else.
@@ -129,7 +129,7 @@ def sampled_once(config: MonitorConfig) -> list[Sample]:
 
 
 def _noted(config: MonitorConfig) -> list[Path]:
-    """Return the folders of runs that the database knows to go on here, where there is a database."""
+    """Return the folders of the running trainings of this machine, if there is a database."""
     from hetexp.monitor.follow import can_follow
 
     if not can_follow(config):
@@ -146,7 +146,7 @@ def _noted(config: MonitorConfig) -> list[Path]:
     try:
         store = Store(config.url)
         try:
-            return [Path(one["run_dir"]) for one in store.trainings(ACTIVE, host_name())]
+            return [Path(training["run_dir"]) for training in store.trainings(ACTIVE, host_name())]
         finally:
             store.close()
     except (SQLAlchemyError, SetupError):  # the devices are shown all the same

@@ -18,7 +18,7 @@ examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare, write the files and say what they say; return 2 where it cannot be done."""
+    """Compare runs, write the files and print the result; return 2 if that is impossible."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _run(options), drives_torch=False, trust=options.trust)
 

@@ -49,12 +49,12 @@ class OfflineRun:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will be written: a run of hetexp has its summary then, a failed one, too."""
+        """Whether nothing more will be written: each run of hetexp that ended has a summary."""
         return not (self.run_dir / "plan.json").exists() or (self.run_dir / "summary.json").exists()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Sync and list what could not be; return 1 where there is any, 2 for a wrong command."""
+    """Sync, and list the runs that failed; return 1 if any failed, 2 for a wrong command."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _run(options), drives_torch=False)
 
@@ -89,12 +89,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     folders = options.folders or [newest_sweep(Path("outputs"))]
-    found = offline_runs(folders)
-    waiting = [run for run in found if not run.synced]
+    runs = offline_runs(folders)
+    waiting = [run for run in runs if not run.synced]
     going_on = [run for run in waiting if not run.ended and not options.unfinished]
     to_sync = [run for run in waiting if run not in going_on]
-    where = ", ".join(map(str, folders))
-    print(f"{where}: {len(found)} offline W&B runs, {len(found) - len(waiting)} of them synced before.")
+    names = ", ".join(map(str, folders))
+    print(f"{names}: {len(runs)} offline W&B runs, {len(runs) - len(waiting)} of them synced before.")
     for run in going_on:
         print(f"left for later  {run.run_dir}: it has no summary, so it goes on or was killed (--unfinished)")
     if options.dry_run:
@@ -142,8 +142,8 @@ def offline_runs(folders: Sequence[Path]) -> list[OfflineRun]:
     problems = [must_be("FOLDER", "a folder with runs", str(path)) for path in folders if not path.is_dir()]
     if problems:
         raise ConfigError(problems)
-    found = {file.resolve() for folder in folders for file in _files_below(folder)}
-    return [OfflineRun(file) for file in sorted(found)]
+    files = {file.resolve() for folder in folders for file in _files_below(folder)}
+    return [OfflineRun(file) for file in sorted(files)]
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -155,7 +155,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def server_address() -> str:
-    """Return where W&B's runs go: `WANDB_BASE_URL`, or the address given to `wandb login`."""
+    """Return the address of W&B's server: `WANDB_BASE_URL`, or the address given to `wandb login`."""
     try:
         from wandb.sdk import wandb_setup
 
@@ -165,7 +165,7 @@ def server_address() -> str:
 
 
 def unreachable(server: str, limit: float = _REACH_SECONDS) -> str | None:
-    """Return why a server does not answer at all, None where it does: `wandb sync` would retry for hours."""
+    """Return why a server does not answer at all, None if it does: `wandb sync` would retry for hours."""
     import ssl
     import urllib.error
     import urllib.request
@@ -181,7 +181,7 @@ def unreachable(server: str, limit: float = _REACH_SECONDS) -> str | None:
 
 
 def sync_runs(runs: Sequence[OfflineRun], project: str | None, entity: str | None, limit: float) -> str:
-    """Sync all runs by one command, what is left by one each; return what the commands printed.
+    """Sync all runs by one command, then each remaining run by its own; return the commands' output.
 
     One command for all is quicker by seconds a run, but what ends it (its service crashed, say) ends it for
     all. Nothing is tried again if it hung or the user is not logged in.

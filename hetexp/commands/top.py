@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hetexp.monitor.top import Top
 
 FIRST_SECONDS = 3.0
-"""Longest wait for a first sample where the screen is printed once."""
+"""Longest wait for a first sample if the screen is printed once."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -77,8 +77,8 @@ LARGEST_FILE = 8 * 2**20
 
 def run_files(run_dir: Path) -> list[Path]:
     """Return the `RUN_FILES` of a run folder that are small."""
-    found = [path for name in RUN_FILES for path in sorted(run_dir.glob(name))]
-    return [path for path in found if path.is_file() and path.stat().st_size <= LARGEST_FILE]
+    paths = [path for name in RUN_FILES for path in sorted(run_dir.glob(name))]
+    return [path for path in paths if path.is_file() and path.stat().st_size <= LARGEST_FILE]
 
 
 def plain_value(value: object) -> bool | int | float | str | None:

@@ -14,8 +14,8 @@ _LOG = logging.getLogger(__name__)
 class GuardedLogger(Logger):
     """Hands everything to its trackers. A tracker that raises gets nothing more, after one warning.
 
-    A tracker that hangs is not guarded against: one that talks to a network has limits of its own, as
-    `WandbLogger` has.
+    A tracker that hangs is not guarded against: trackers that use a network limit their calls, as
+    `WandbLogger` does.
 
     Args:
         trackers: such as the object that `logger._target_` has built.

@@ -17,7 +17,7 @@ class MetricsFile(Logger):
 
     NaN and infinities are written as `NaN` and `Infinity`, which Python's `json` reads back: a diverged
     loss stays visible. A file that exists is continued, after half a line that a kill left is cut off.
-    Where a resumed run repeats steps, the later line of a step is the valid one.
+    If a resumed run repeats steps, the later line of a step is the valid one.
 
     Args:
         path: the file; its folder must exist.

@@ -51,7 +51,7 @@ class TensorBoardLogger(Logger):
         self._writer.add_text("config", _as_code(run.config))
 
     def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
-        """Add a scalar a metric, a text where it is no number; None is left out."""
+        """Add a scalar a metric, a text if it is no number; None is left out."""
         if self._writer is None:
             return
         for name, value in metrics.items():

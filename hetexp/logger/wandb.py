@@ -1,9 +1,9 @@
 """Weights & Biases, offline unless asked otherwise, and never able to stop or hold up the training.
 
 All calls into wandb run on one background thread, with a limit on how long anybody waits for it. The first
-thing that goes wrong is reported in one warning and ends the tracking of this run; the metrics are in
+error is reported in one warning and ends the tracking of this run; the metrics are in
 `metrics.jsonl` all the same. `finish` leaves no process behind: wandb's service is shut down by
-`wandb.teardown()`, and killed where that does not answer.
+`wandb.teardown()`, and killed if that does not answer.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def _plain(value: Any) -> Any:
 
 
 def _service_process() -> subprocess.Popen[bytes] | None:
-    """Return the wandb-core process that this process has started, None where wandb shows none."""
+    """Return the wandb-core process that this process has started, None if wandb shows none."""
     try:
         from wandb.sdk import wandb_setup
 

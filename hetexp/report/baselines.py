@@ -23,7 +23,7 @@ class Baseline:
     source: str
     """Where that is known from: runs of it alone, a calibration, or its own work during runs."""
     by_seed: dict[int | None, float] = field(default_factory=dict)
-    """Of runs of it alone; empty where there are none."""
+    """Of runs of it alone; empty if there are none."""
 
 
 Work = tuple[bool, tuple[str | None, ...]]
@@ -40,7 +40,7 @@ def fastest_alone(runs: Sequence[RunRecord]) -> Baseline | None:
     """Return the fastest single device of runs of equal work.
 
     What is known of a device by runs of it alone counts more than what a calibration says, and that more
-    than its own work beside others. Of runs alone those of `single` count where there are any: another
+    than its own work beside others. Of runs alone those of `single` count if there are any: another
     strategy whose policy left all other devices out may cost more. Runs that are not valid tell nothing.
     """
     alone: dict[str, dict[int | None, list[float]]] = {}
@@ -80,7 +80,7 @@ def fastest_alone(runs: Sequence[RunRecord]) -> Baseline | None:
 def ratios_to_single(runs: Sequence[RunRecord], single: Baseline) -> list[float]:
     """Return each run's throughput ÷ the device's with the same seed.
 
-    Where no seed is in both, and where the device has no runs of its own, it is ÷ the device's mean.
+    If no seed is in both, or the device has no runs of its own, it is ÷ the device's mean.
     """
     speeds = [(run.seed, speed) for run in runs if (speed := throughput(run)) is not None]
     paired = [speed / single.by_seed[seed] for seed, speed in speeds if seed in single.by_seed]
@@ -92,7 +92,7 @@ EqualSplits = dict[tuple[Work, tuple[str | None, ...], int | None], float]
 
 
 def equal_splits(runs: Sequence[RunRecord], keys: Sequence[str]) -> EqualSplits:
-    """Return the throughput of equal splits over several devices; means where a seed was run again."""
+    """Return the throughput of equal splits over several devices; means if a seed was run again."""
     speeds: dict[tuple[Work, tuple[str | None, ...], int | None], list[float]] = {}
     for run in runs:
         speed = throughput(run)
@@ -103,7 +103,7 @@ def equal_splits(runs: Sequence[RunRecord], keys: Sequence[str]) -> EqualSplits:
 
 
 def ratios_to_equal(runs: Sequence[RunRecord], keys: Sequence[str], equal: EqualSplits) -> list[float]:
-    """Return each run's throughput ÷ that of the equal split with the same seed, where there is one."""
+    """Return each run's throughput ÷ that of the equal split with the same seed, if there is one."""
     pairs = [(throughput(run), equal.get(_key(run, keys))) for run in runs]
     return [speed / base for speed, base in pairs if speed is not None and base is not None]
 

@@ -17,7 +17,7 @@ def points(run: RunRecord) -> list[Point]:
     """Return the logged steps of a run, its clock rebuilt from the windows' own durations.
 
     A log line tells the mean seconds of the steps since the line before. The clock of a resumed run begins
-    at 0 where it was resumed. An evaluation between two log lines lies between them on clock and samples,
+    at 0 at its resume. An evaluation between two log lines lies between them on clock and samples,
     too.
     """
     result: list[Point] = []
@@ -88,7 +88,7 @@ def _by_device(line: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 @cache
 def _of_device(key: str) -> tuple[str | None, str]:
-    """Return what of which device a key of the log is; None where it is of none, or of no interest."""
+    """Return quantity and device of a key of the log; None if it has no device, or is of no interest."""
     if not key.startswith("device/"):
         return None, ""
     device, _, what = key.removeprefix("device/").rpartition("/")

@@ -1,4 +1,4 @@
-"""The figures of one run, in modelled time where it is paced."""
+"""The figures of one run, in modelled time if it is paced."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def joules_per_sample(run: RunRecord) -> float | None:
 
 
 def energy_source(run: RunRecord) -> str | None:
-    """Return where the devices' energy is known from: counters of theirs, a model."""
+    """Return the source of the devices' energy: their counters, or a model."""
     sources = [device.get("energy_source") for device in run.summary.get("devices", ())]
     return ", ".join(dict.fromkeys(str(source) for source in sources if source is not None)) or None
 
@@ -61,7 +61,7 @@ def train_loss(run: RunRecord) -> float | None:
 
 
 def eval_loss(run: RunRecord) -> float | None:
-    """Return the loss of the last evaluation, of the merged model where there is one."""
+    """Return the loss of the last evaluation, of the merged model if there is one."""
     value = (run.summary["final"]["eval"] or {}).get("loss")
     return None if value is None else float(value)
 

@@ -46,7 +46,7 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
 
 
 def overlap(one: Interval, other: Interval) -> bool | None:
-    """Return whether two intervals share a value; None where one of them has no bounds."""
+    """Return whether two intervals share a value; None if one of them has no bounds."""
     if one.low is None or one.high is None or other.low is None or other.high is None:
         return None
     return one.low <= other.high and other.low <= one.high

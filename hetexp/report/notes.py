@@ -46,7 +46,7 @@ def _unfinished(failed: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _seeds(comparison: Comparison) -> Iterator[str]:
-    """Say where seeds are missing that other variants have, and where there is one alone."""
+    """Name variants that lack seeds of others, and variants with a single seed."""
     variants = comparison.variants
     wanted = {run.seed for run in (*comparison.failed, *comparison.runs) if run.seed is not None}
     missing = []
@@ -158,7 +158,7 @@ def _comparability(variants: Sequence[Variant], runs: Sequence[RunRecord]) -> It
 
 
 def _left_out(variants: Sequence[Variant]) -> Iterator[str]:
-    """Say where a policy left devices out: the efficiency does not count what these could have done."""
+    """Name variants whose policy left devices out: the efficiency does not count these."""
     every: dict[str | None, set[str]] = {}
     for variant in variants:
         every.setdefault(variant.runs[0].setting("hardware"), set()).update(variant.devices)
@@ -212,7 +212,7 @@ def _provenance(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _different(values: Iterable[object]) -> list[str]:
-    """Return the values that are known, as text, where there are several."""
+    """Return the known values as text if there are several."""
     known = list(dict.fromkeys(f"{value}" for value in values if value is not None))
     return known if len(known) > 1 else []
 

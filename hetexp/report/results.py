@@ -29,7 +29,7 @@ class Point:
     step: int
     samples: int
     seconds: float
-    """Training time until then, evaluations and checkpoints left out; modelled where the run is paced."""
+    """Training time until then, evaluations and checkpoints left out; modelled if the run is paced."""
     train_loss: float | None
     eval_loss: float | None
     shares: dict[str, float]
@@ -37,9 +37,9 @@ class Point:
     device_speeds: dict[str, float] = field(default_factory=dict)
     """Samples a second of each device while it computed, by its id."""
     device_train_losses: dict[str, float] = field(default_factory=dict)
-    """By device id, where each takes steps of its own."""
+    """By device id, if each takes steps of its own."""
     device_eval_losses: dict[str, float] = field(default_factory=dict)
-    """By device id, where each trains a model of its own; `eval_loss` is their mean by share then."""
+    """By device id, if each trains a model of its own; `eval_loss` is their mean by share then."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Variant:
     """Completed ones, by seed."""
     emulated: bool
     valid: bool
-    """False where this machine was too slow for all of the runs: their speeds are no model's. Of a variant
+    """False if this machine was too slow for all of the runs: their speeds are no model's. Of a variant
     with valid runs the speeds are of these alone."""
     invalid_reason: str | None
     """Of the runs that are not valid."""
@@ -129,7 +129,7 @@ class WeightsCurve:
     """Of the fastest of the points: between points the curve has a kink, through which no parabola goes."""
     optimum_samples_per_second: float
     predicted: tuple[tuple[float, float], ...]
-    """(share, samples a second) by the cost model; empty where it knows too little of the devices."""
+    """(share, samples a second) by the cost model; empty if it knows too little of the devices."""
     predicted_optimum_share: float | None
     other_device: str = ""
     strategy: str = ""
@@ -169,7 +169,7 @@ class Comparison:
     failed: tuple[RunRecord, ...]
     """Everything that did not complete."""
     best: Variant | None
-    """The fastest of the valid ones that keep to what was asked for and whose loss is finite; where there are
+    """The fastest of the valid ones that keep to what was asked for and whose loss is finite; if there are
     some whose steps are those of one device, of these."""
     single_samples_per_second: float | None
     """Of the fastest device alone that `best` is compared with."""
@@ -181,7 +181,7 @@ class Comparison:
     curve: WeightsCurve | None = None
     """Where the runs are of two devices and differ in their split."""
     profiles: tuple[DeviceProfile, ...] = ()
-    """What was measured of the devices before the runs; empty where nothing was."""
+    """What was measured of the devices before the runs; empty if nothing was."""
     notes: tuple[str, ...] = ()
     """What a reader must know: missing seeds, several versions, paced runs of several scales …"""
     answer: str = ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
 from hetexp.core.sweep.folder import SWEEP_FILE, SweepRow, key_of, of_a_run, read_rows
 
@@ -31,15 +32,15 @@ class RunRecord:
     summary: dict[str, Any]
     """`summary.json`; of a run that never started or was killed, its `status` and `error` alone."""
     plan: Plan | None
-    """None where the run's configuration was refused."""
+    """None if the run's configuration was refused."""
     overrides: tuple[str, ...] = ()
-    """What the person typed, or the sweep chose."""
+    """What the user typed, or the sweep chose."""
     row: SweepRow | None = None
     """Of a sweep's run."""
 
     @property
     def status(self) -> str:
-        """`completed`, `failed`, `interrupted`, `refused`, or `unfinished` where nothing tells the end."""
+        """`completed`, `failed`, `interrupted`, `refused`, or `unfinished` if nothing tells the end."""
         return str(self.summary["status"])
 
     @property
@@ -48,7 +49,7 @@ class RunRecord:
 
     @property
     def scale(self) -> float:
-        """Wall-clock seconds a modelled second; 1 where no device is paced."""
+        """Wall-clock seconds a modelled second; 1 if no device is paced."""
         return float(self.summary.get("time_scale") or 1.0)
 
     @property
@@ -67,7 +68,7 @@ class RunRecord:
 
     @property
     def valid(self) -> bool:
-        """False where this machine was too slow for the emulated devices: the run's times are not theirs."""
+        """False if this machine was too slow for the emulated devices: the run's times are not theirs."""
         return self.summary.get("valid") is not False
 
     @property
@@ -105,8 +106,7 @@ class RunRecord:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; of a step that a resumed run repeated, the later ones."""
-        path = self.folder / METRICS
-        return _metrics(path.read_text(encoding="utf-8")) if path.exists() else []
+        return _metrics(all_rows(self.folder / METRICS))
 
     @cached_property
     def settings(self) -> dict[str, str]:
@@ -130,7 +130,7 @@ class RunRecord:
         return {} if self.plan is None else flat(self.plan.config)
 
     def setting(self, key: str) -> str | None:
-        """Return what a key was, typed or not; None where it is not known, or not there."""
+        """Return what a key was, typed or not; None if it is unknown or absent."""
         if key in self.settings:
             return self.settings[key]
         return canonical(self.configured[key]) if key in self.configured else None
@@ -228,17 +228,15 @@ def _typed(folder: Path) -> tuple[str, ...]:
     return tuple(map(str, OmegaConf.load(path))) if path.exists() else ()
 
 
-def _metrics(text: str) -> list[dict[str, Any]]:
+def _metrics(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     kept: dict[tuple[int, bool], dict[str, Any]] = {}
     last = 0
-    for row in text.splitlines():
-        try:
-            line = json.loads(row)
-            step = int(line["step"])
-        except (ValueError, TypeError, KeyError):  # half a line of a killed run
+    for line in lines:
+        step = line.get("step")
+        if not isinstance(step, int):
             continue
         if step < last:  # a resumed run repeats steps
-            kept = {key: row_ for key, row_ in kept.items() if key[0] < step}
+            kept = {key: earlier for key, earlier in kept.items() if key[0] < step}
         last = step
         trains = "step_seconds" in line
         # Evaluations of one step, of each device's model and of the merged one, tell different things.

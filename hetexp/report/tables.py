@@ -1,6 +1,6 @@
 """The comparison as CSV: one row a run, a variant, a point of a curve; units are in the columns' names.
 
-Times are modelled seconds where a run is emulated. What is not known is empty.
+Times of an emulated run are modelled seconds. Unknown values are empty.
 """
 
 from __future__ import annotations

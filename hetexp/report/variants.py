@@ -173,7 +173,7 @@ def _lost_to(runs: Sequence[RunRecord]) -> dict[str, float] | None:
 
 
 def _device_speeds(runs: Sequence[RunRecord]) -> dict[str, float]:
-    """Return each device's own speed during the runs, where every device of a run tells it."""
+    """Return each device's own speed during the runs, if every device of a run tells it."""
     speeds_of: dict[str, list[float]] = {}
     for run in runs:
         devices = run.summary["devices"]

@@ -27,7 +27,7 @@ Seconds = Callable[[int], float]
 
 
 def curve_of(variants: Sequence[Variant], keys: Sequence[str]) -> WeightsCurve | None:
-    """Return the weights curve with the most points, None where no variants differ in their split alone.
+    """Return the weights curve with the most points, None if no variants differ in their split alone.
 
     They are of the same two devices, strategy and work; the model is not cut, since a share of a pipeline is
     one of its work. Runs that are not valid have no place on it.
@@ -90,7 +90,7 @@ def _shares(variants: Sequence[Variant]) -> set[int]:
 
 
 def _predicted(runs: Sequence[RunRecord]) -> tuple[tuple[tuple[float, float], ...], str | None]:
-    """Return (share, samples a second) over all splits of a batch, and where the figures come from."""
+    """Return (share, samples a second) over all splits of a batch, and the source of the figures."""
     total = runs[0].summary.get("global_batch")
     if not total or not all(run.exact for run in runs):
         return (), None
@@ -103,7 +103,7 @@ def _predicted(runs: Sequence[RunRecord]) -> tuple[tuple[tuple[float, float], ..
 
 
 def _calibrated(runs: Sequence[RunRecord], total: int) -> Seconds | None:
-    """Return a step's time by what was measured of both devices, where that was done."""
+    """Return a step's time by the measurements of both devices, if there are any."""
     for run in runs:
         plan = run.plan
         known = (plan.calibration or {}) if plan is not None else {}

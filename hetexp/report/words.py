@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Numbers as people read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNKNOWN = "–"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with so many significant digits and thousands apart; `–` where it is not known."""
+    """Return a number with so many significant digits and thousands apart; `–` if it is not known."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -24,7 +24,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def interval_text(value: Interval | None, digits: int = 4) -> str:
-    """Return the bounds of an interval, nothing where it has none."""
+    """Return the bounds of an interval, or nothing if it has none."""
     if value is None or value.low is None or value.high is None:
         return ""
     to = "–" if value.low >= 0 else " to "

@@ -22,7 +22,7 @@ def write_report(paths: Sequence[Path], folder: Path, title: str) -> Path:
 
     Args:
         paths: run folders, sweeps, or folders above them.
-        folder: where the files go; it is made where it is missing.
+        folder: of the files; it is made if it is missing.
         title: of the report.
 
     Returns:

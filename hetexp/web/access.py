@@ -1,4 +1,4 @@
-"""Who may ask the server what: host names, origins, tokens, sizes. It stands before everything else.
+"""Who may send which requests: host names, origins, tokens, sizes. It is checked before anything else.
 
 A browser sends a page's requests wherever the page says. So the server answers only to names that are its own
 (a page's own name, resolved to this machine, is none: DNS rebinding), lets only its own pages change anything
@@ -112,7 +112,7 @@ class Access:
         return must_be("Host", f"a name of this server ({known})", host, "hetexp dashboard --name adds one.")
 
     def origin_problem(self, headers: Mapping[str, str]) -> str | None:
-        """Return what is wrong with where a request comes from; only browsers tell."""
+        """Return the problem of a request's origin, which only browsers send."""
         origin = headers.get("origin")
         site = headers.get("sec-fetch-site", "none")
         if origin is None and site in ("none", "same-origin"):
@@ -123,10 +123,10 @@ class Access:
         return must_be("Origin", f"this server's own page ({headers.get('host')})", origin or site)
 
     def _own_names(self) -> list[str]:
-        own = [] if self.host in ("0.0.0.0", "::") else [self.host.lower()]
+        names = [] if self.host in ("0.0.0.0", "::") else [self.host.lower()]
         if not self.loopback:
-            own.append(socket.gethostname().lower())
-        return list(dict.fromkeys([*_LOOPBACK, *own, *(name.lower() for name in self.names)]))
+            names.append(socket.gethostname().lower())
+        return list(dict.fromkeys([*_LOOPBACK, *names, *(name.lower() for name in self.names)]))
 
 
 class Guard:
@@ -245,10 +245,10 @@ def _headers(scope: dict[str, Any]) -> dict[str, str]:
 
 def _with_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return an answer's headers with what browsers must keep to; what it says itself stays."""
-    own = list(headers)
-    there = {name.lower() for name, _ in own}
+    given = list(headers)
+    there = {name.lower() for name, _ in given}
     wanted = {**_HEADERS, "content-security-policy": PAGE_POLICY}
-    return own + [(k.encode(), v.encode()) for k, v in wanted.items() if k.encode() not in there]
+    return given + [(k.encode(), v.encode()) for k, v in wanted.items() if k.encode() not in there]
 
 
 def _name_of(host: str | None) -> str | None:

@@ -1,6 +1,6 @@
-"""Asks the process that checks and predicts, one question after the other; a stuck one is ended.
+"""Asks the process that checks and predicts, one question at a time; a stuck process is ended.
 
-An estimate is kept for a moment: a page asks for the same one again and again, and several pages may.
+An estimate is cached for a moment: pages ask for the same estimate again and again.
 """
 
 from __future__ import annotations

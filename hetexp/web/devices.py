@@ -50,17 +50,17 @@ class Machine:
 
     def problems(self, gpu_ids: Sequence[str]) -> list[tuple[str | None, str]]:
         """Return what is wrong with the devices that a request names."""
-        known = [*self.cards(), "cpu", *(one["id"] for one in emulated_cards())]
-        found: list[tuple[str | None, str]] = []
+        known = [*self.cards(), "cpu", *(card["id"] for card in emulated_cards())]
+        problems: list[tuple[str | None, str]] = []
         for place, name in enumerate(gpu_ids):
             key = f"gpu_ids[{place}]"
             if name not in known:
                 fix = did_you_mean(name, known).strip()
                 accepted = "a device of this machine, cpu, or an emulated card of GET /api/v1/options"
-                found.append((key, must_be(key, accepted, name, fix)))
+                problems.append((key, must_be(key, accepted, name, fix)))
             elif gpu_ids.index(name) < place and name in self.cards():
-                found.append((key, must_be(key, "another card than those before it", name)))
-        return found
+                problems.append((key, must_be(key, "another card than those before it", name)))
+        return problems
 
     def real(self, gpu_ids: Sequence[str]) -> tuple[Card, ...]:
         """Return the cards among the devices that a request names."""

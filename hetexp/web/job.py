@@ -32,7 +32,7 @@ PROCESSOR = "this machine's processor"
 
 @dataclass(frozen=True)
 class Card:
-    """What tells one real card from the others, in this run and in leases."""
+    """The facts that identify a real card, in a run and in leases."""
 
     id: str
     backend: str
@@ -47,7 +47,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked for."""
+    """A training that a request asked for."""
 
     id: str
     root: str
@@ -89,14 +89,14 @@ class Job:
         write_json(self.run_dir / NOTE, asdict(self))
 
     def stopping(self, now: float) -> Job:
-        """Return the job as one that was asked to end, and write that down."""
+        """Return the job with the time at which its end was requested, and save it."""
         asked = replace(self, stop_asked=now)
         asked.write()
         return asked
 
 
 def read_job(run_dir: Path) -> Job | None:
-    """Return the job of a run folder, `None` where no server started it."""
+    """Return the job of a run folder, `None` if no server started it."""
     try:
         raw = json.loads((run_dir / NOTE).read_text(encoding="utf-8"))
         cards = tuple(Card(**card) for card in raw.pop("cards"))
@@ -171,7 +171,7 @@ def _of_the_server(job: Job) -> list[str]:
 
 def _quoted(text: str) -> str:
     """Return a text as Hydra reads it back: in quotes only these matter, and backslashes before them."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"
+    return "'" + re.sub(r"(\\*)('|$)", lambda quote: quote[1] * 2 + quote[2].replace("'", "\\'"), text) + "'"
 
 
 def signalled(pid: int, number: signal.Signals, group: bool = False) -> None:
@@ -207,8 +207,8 @@ def log_tail(run_dir: Path, lines: int, most_bytes: int = 64 * 1024) -> list[str
 def environment() -> dict[str, str]:
     """Return the server's environment without its secrets, in which the same hetexp is found."""
     package = Path(hetexp.__file__).resolve().parent.parent
-    own = [] if package.name in ("site-packages", "dist-packages") else [str(package)]
-    paths = [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
+    checkout = [] if package.name in ("site-packages", "dist-packages") else [str(package)]
+    paths = [*checkout, *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {name: value for name, value in os.environ.items() if name != "HETEXP_DASHBOARD_TOKEN"}
-    found = {"COLUMNS": "120", **kept}
-    return {**found, "PYTHONPATH": os.pathsep.join(paths)} if paths else found
+    variables = {"COLUMNS": "120", **kept}
+    return {**variables, "PYTHONPATH": os.pathsep.join(paths)} if paths else variables

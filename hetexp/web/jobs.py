@@ -208,7 +208,7 @@ class Jobs:
                 waiting.append((row, job))
         self._waits = {}
         for row, job in waiting:
-            reasons = [f"{one}, which {taken[one]} uses" for one in sorted(job.takes & taken.keys())]
+            reasons = [f"{device}, which {taken[device]} uses" for device in sorted(job.takes & taken.keys())]
             reasons = reasons or job.held()
             taken |= dict.fromkeys(job.takes - taken.keys(), str(row["name"]))
             if reasons:

@@ -32,7 +32,7 @@ class Hub:
         self.closing = False
 
     def bind(self) -> None:
-        """Note the loop in which the WebSockets live; messages of other threads come in through it."""
+        """Keep the loop of the WebSockets, through which other threads send."""
         self._loop = asyncio.get_running_loop()
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Hub:
         """Let every WebSocket end."""
         self.closing = True
         for client in self._clients:
-            client.drop()
+            client.dropped.set()
 
     def _put(self, text: str) -> None:
         for client in self._clients:
@@ -56,10 +56,10 @@ class Hub:
     async def serve(
         self, socket: WebSocket, access: Access, first: Callable[[], list[dict[str, Any]]]
     ) -> None:
-        """Serve one client until it is gone, or too slow.
+        """Serve a client until it leaves, or is too slow.
 
         Args:
-            first: what it gets to begin with.
+            first: returns the messages that a client begins with.
         """
         await socket.accept()
         if not await _knows_token(socket, access):
@@ -74,9 +74,8 @@ class Hub:
         try:
             for message in await asyncio.to_thread(first):
                 client.put(json.dumps(message, allow_nan=False))
-            tasks = [
-                asyncio.create_task(one) for one in (client.send(socket), _until_gone(socket), client.late())
-            ]
+            endless = (_send(client, socket), _until_gone(socket), client.dropped.wait())
+            tasks = [asyncio.create_task(coroutine) for coroutine in endless]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._clients.discard(client)
@@ -88,27 +87,23 @@ class Hub:
 
 
 class _Client:
-    """What one client has not got yet."""
+    """The messages that a client has not received yet."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[str] = asyncio.Queue(MOST_BEHIND)
-        self._late = asyncio.Event()
+        self.queue: asyncio.Queue[str] = asyncio.Queue(MOST_BEHIND)
+        self.dropped = asyncio.Event()
 
     def put(self, text: str) -> None:
+        """Queue a message; drop the client if it is too far behind."""
         try:
-            self._queue.put_nowait(text)
+            self.queue.put_nowait(text)
         except asyncio.QueueFull:
-            self._late.set()
+            self.dropped.set()
 
-    def drop(self) -> None:
-        self._late.set()
 
-    async def send(self, socket: WebSocket) -> None:
-        while True:
-            await socket.send_text(await self._queue.get())
-
-    async def late(self) -> None:
-        await self._late.wait()
+async def _send(client: _Client, socket: WebSocket) -> None:
+    while True:
+        await socket.send_text(await client.queue.get())
 
 
 async def _until_gone(socket: WebSocket) -> None:

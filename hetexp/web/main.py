@@ -29,7 +29,7 @@ examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until Ctrl-C; return 2 where something that was typed cannot be used."""
+    """Serve until Ctrl-C; return 2 if an argument cannot be used."""
     parser = command_parser(
         "dashboard",
         "Show what devices and trainings of this machine do in a browser, and start, watch and "
@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _serve(access: Access, port: int, config: MonitorConfig) -> int:
-    """Listen, say where, and serve."""
+    """Listen, print the address, and serve."""
     import uvicorn
 
     from hetexp.web.server import Dashboard, make_app

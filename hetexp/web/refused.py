@@ -1,4 +1,4 @@
-"""What the server answers where it refuses: always the same JSON, in the words of the command line."""
+"""The answer to a refused request: always the same JSON, in the words of the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RefusedError(Exception):
 
     Args:
         status: of HTTP.
-        problems: key and sentence of each; the key is `None` where it is about no part of the request.
+        problems: key and sentence of each; the key is `None` if no part of the request is wrong.
     """
 
     def __init__(self, status: int, problems: Iterable[tuple[str | None, str]]) -> None:
@@ -29,5 +29,5 @@ def detail(problems: Iterable[tuple[str | None, str]]) -> dict[str, Any]:
 
 def keyed(message: str) -> tuple[str | None, str]:
     """Return a sentence of the configuration's checks with the key that it names first."""
-    found = _KEY.search(message)
-    return (found[1] if found else None, message)
+    key = _KEY.search(message)
+    return (key[1] if key else None, message)

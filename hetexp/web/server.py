@@ -179,7 +179,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(detail(_sentence(one) for one in error.errors()), 422)
+        return JSONResponse(detail(_sentence(problem) for problem in error.errors()), 422)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -196,15 +196,15 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(detail([(None, str(error))]), 409)
 
 
-def _sentence(one: dict[str, Any]) -> tuple[str | None, str]:
+def _sentence(error: dict[str, Any]) -> tuple[str | None, str]:
     """Return pydantic's error of a request as a sentence."""
-    place = [str(part) for part in one["loc"] if part not in ("body", "query", "path")]
+    place = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
     key = ".".join(place) or "body"
-    if one["type"] == "missing":
+    if error["type"] == "missing":
         return key, f"`{key}` must be given, but is missing."
-    if one["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden":
         return key, f"`{key}` is not a key of this request."
-    if one["type"] == "json_invalid":
+    if error["type"] == "json_invalid":
         return "body", "`body` must be JSON, but cannot be read as it."
-    said = str(one["msg"]).replace("Input should be", "must be").replace("should", "must")
+    said = str(error["msg"]).replace("Input should be", "must be").replace("should", "must")
     return key, f"`{key}` {said if said.startswith('must') else f'is wrong: {said}'}."

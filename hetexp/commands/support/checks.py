@@ -1,4 +1,4 @@
-"""The checks of `hetexp doctor`: each fills one section and knows nothing of the others."""
+"""The checks of `hetexp doctor`: each fills a section, independently of the others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _SHOWN = (
     "MASTER_PORT",
     "WANDB_MODE",
 )
-"""Variables whose values may be shown; of no other one is the value printed."""
+"""Variables whose values may be shown; the value of no other variable is printed."""
 _NODES = ("dev/kfd", "dev/dri/renderD*", "dev/dxg")
 _SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 """Variables of which the report says only that they are set."""
@@ -100,7 +100,7 @@ os.write(answer, json.dumps([right, names]).encode())
 
 @dataclass
 class Context:
-    """What the checks look at, found out once."""
+    """The machine and the folder that the checks look at; each fact is read once."""
 
     machine: Machine = field(default_factory=Machine)
     folder: Path = field(default_factory=Path.cwd)
@@ -123,17 +123,17 @@ class Context:
 
 def _hetexp(context: Context, section: Section) -> None:
     root = package_root()
-    where = f"clone {root}" if root is not None else str(Path(hetexp.__file__).parent)
-    section.row("hetexp", f"{hetexp.__version__} ({where})")
+    place = f"clone {root}" if root is not None else str(Path(hetexp.__file__).parent)
+    section.row("hetexp", f"{hetexp.__version__} ({place})")
     section.row("Python", f"{platform.python_version()} ({sys.executable})")
     for name in _VERSIONS:
         section.row(name, _installed(name) or "not installed")
     for name, (oldest, too_new) in _RANGES.items():
-        found = _installed(name)
-        if found is not None and not oldest <= _numbers(found) < too_new:
+        version_here = _installed(name)
+        if version_here is not None and not oldest <= _numbers(version_here) < too_new:
             wanted = f"{name}>={_dotted(oldest)},<{_dotted(too_new)}"
             section.problem(
-                f"{name} must be {wanted.removeprefix(name)}, but is {found} instead",
+                f"{name} must be {wanted.removeprefix(name)}, but is {version_here} instead",
                 f"{sys.executable} -m pip install '{wanted}'",
                 blocks=True,
             )
@@ -202,21 +202,18 @@ def _drivers(context: Context, section: Section) -> None:
 
 
 def _interpreters(context: Context, section: Section) -> None:
-    for one in context.interpreters:
-        if one.build.problem is None:
-            drives = ", ".join(one.devices) or "no card of this machine"
-            section.row(
-                one.name, f"torch {one.build.version} for {one.built_for}, drives {drives} ({one.python})"
-            )
-            continue
-        section.row(one.name, f"cannot be used: {one.build.problem} ({one.python})")
-        section.problem(
-            f"The interpreter '{one.name}' cannot be used: {one.build.problem}",
-            how_to_mend(one),
-            blocks=one.name == OWN,
-        )
+    for interpreter in context.interpreters:
+        name, build = interpreter.name, interpreter.build
+        if build.problem is None:
+            drives = ", ".join(interpreter.devices) or "no card of this machine"
+            state = f"torch {build.version} for {interpreter.built_for}, drives {drives}"
+        else:
+            state = f"cannot be used: {build.problem}"
+            text = f"The interpreter '{name}' {state}"
+            section.problem(text, how_to_mend(interpreter), blocks=name == OWN)
+        section.row(name, f"{state} ({interpreter.python})")
     for kind in ACCELERATORS:
-        problem = probe_problem(kind, builds=[one.build for one in context.interpreters])
+        problem = probe_problem(kind, builds=[interpreter.build for interpreter in context.interpreters])
         if problem is not None:
             section.row(kind, f"torch showed no device when it was last asked: {problem}")
 
@@ -254,7 +251,7 @@ def _collectives(context: Context, section: Section) -> None:
 
 
 def _gathered(ranks: list[subprocess.Popen[str]]) -> tuple[list[tuple[bool, list[str]]], str | None]:
-    """Return what the processes said, or the first reason why one did not; none of them is left."""
+    """Return the processes' answers, or the first reason why an answer is missing; no process is left."""
     answers, problems = [], []
     try:
         for rank in ranks:
@@ -275,9 +272,9 @@ def _gathered(ranks: list[subprocess.Popen[str]]) -> tuple[list[tuple[bool, list
 
 def _room(context: Context, section: Section) -> None:
     outputs = context.folder / "outputs"
-    there = next(one for one in (outputs, *outputs.parents) if one.exists())
+    existing = next(folder for folder in (outputs, *outputs.parents) if folder.exists())
     section.row("run folders", outputs)
-    section.row("free there", _gib(shutil.disk_usage(there).free))
+    section.row("free there", _gib(shutil.disk_usage(existing).free))
     if problem := folder_problem(outputs):
         section.problem(f"Runs cannot be written: {problem}", "cd SOMEWHERE_ELSE", blocks=True)
     if SHARED_MEMORY.is_dir():

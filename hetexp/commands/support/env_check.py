@@ -1,4 +1,4 @@
-"""`hetexp env check`: computes with every interpreter, and trains with this one and each other together."""
+"""`hetexp env check`: computes with every interpreter, and trains with this interpreter and each other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RUN = (
 
 @dataclass
 class Checked:
-    """What the check of one interpreter found."""
+    """The result of an interpreter's check."""
 
     interpreter: Interpreter
     trial: Trial
@@ -59,7 +59,7 @@ class Checked:
 
     @property
     def devices(self) -> str:
-        """Each device with what became of it."""
+        """Each device and whether it computes right."""
         results = [
             f"{device} {'ok' if isinstance(error, float) and error <= TOLERANCE else 'wrong'}"
             for device, error in (self.trial.errors or {}).items()
@@ -67,43 +67,44 @@ class Checked:
         return ", ".join(results) or "not tried"
 
 
-def chosen(found: Sequence[Interpreter], names: Sequence[str]) -> list[Interpreter]:
-    """Return this process's own interpreter and those named, or all where none is.
+def chosen(interpreters: Sequence[Interpreter], names: Sequence[str]) -> list[Interpreter]:
+    """Return this process's interpreter and the named ones, or all if none is named.
 
     Raises:
         SetupError: a name is not recorded.
     """
-    known = [one.name for one in found]
+    known = [interpreter.name for interpreter in interpreters]
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
             raise SetupError(
                 f"An environment must be one of {', '.join(known)}, but is '{name}' instead.{hint}"
             )
-    return [one for one in found if not names or one.name == OWN or one.name in names]
+    wanted = {OWN, *names} if names else known
+    return [interpreter for interpreter in interpreters if interpreter.name in wanted]
 
 
-def check(found: Sequence[Interpreter]) -> list[Checked]:
+def check(interpreters: Sequence[Interpreter]) -> list[Checked]:
     """Compute with each interpreter, and train with the first, this process's own, and each of the others."""
-    results = [_tried(one) for one in found]
-    own = results[0]
+    results = [_tried(interpreter) for interpreter in interpreters]
+    this = results[0]
     pairs = [result for result in results[1:] if not result.problems]
-    if not pairs or own.problems:
+    if not pairs or this.problems:
         return results
     reference, problem = _losses(["hardware.devices=[cpu]", "strategy=single"])
     if problem is not None:
-        own.problem(f"Training on the CPU alone failed: {problem}")
+        this.problem(f"Training on the CPU alone failed: {problem}")
         return results
     for result in pairs:
         _exchange(result, reference)
     return results
 
 
-def _tried(one: Interpreter) -> Checked:
-    trial = try_interpreter(one.python)
-    result = Checked(one, trial)
+def _tried(interpreter: Interpreter) -> Checked:
+    trial = try_interpreter(interpreter.python)
+    result = Checked(interpreter, trial)
     if trial.problem is not None:
-        result.problem(f"it cannot be used: {trial.problem}.", how_to_mend(one))
+        result.problem(f"it cannot be used: {trial.problem}.", how_to_mend(interpreter))
         return result
     errors = trial.errors or {}
     for device, error in errors.items():
@@ -115,8 +116,8 @@ def _tried(one: Interpreter) -> Checked:
                 f"most {TOLERANCE:g} is right. Another driver or build of torch (--torch) may help."
             )
     seen = [device for device in errors if device != "cpu"]
-    if one.visible and not seen:
-        result.problem(f"its torch sees no card, though it should drive {', '.join(one.visible)}.")
+    if interpreter.visible and not seen:
+        result.problem(f"its torch sees no card, though it should drive {', '.join(interpreter.visible)}.")
     return result
 
 
@@ -152,7 +153,7 @@ def _losses(overrides: Sequence[str]) -> tuple[list[float], str | None]:
     here = Path.cwd()
     folder = Path(tempfile.mkdtemp(prefix="hetexp-check-"))
     try:
-        os.chdir(folder)  # a person's own conf/ must not change what is run
+        os.chdir(folder)  # the user's own conf/ must not change what is run
         request = Request(folder / "run", folder)
         run(compose_config([*_RUN, *overrides]), request, Console(file=io.StringIO(), width=160))
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -52,8 +52,8 @@ def interpreters(inventory: Inventory | None = None) -> list[Interpreter]:
     builds = [own_build(), *read_builds(recorded.values())]
     inventory = detect(builds=builds) if inventory is None else inventory
     by_python = {build.python: build for build in builds}
-    own = ".".join(map(str, sys.version_info[:3]))
-    result = [Interpreter(OWN, sys.executable, builds[0], own)]
+    version_here = ".".join(map(str, sys.version_info[:3]))
+    result = [Interpreter(OWN, sys.executable, builds[0], version_here)]
     for name, python in recorded.items():
         result.append(Interpreter(name, python, by_python[python], version_of(python)))
     for interpreter in result:

@@ -65,7 +65,7 @@ class Part:
 
 
 class Rows:
-    """Where rows and their labels are: beside the marks, or above them where the drawing is narrow."""
+    """Places of rows and their labels: beside the marks, or above them in a narrow drawing."""
 
     def __init__(self, rows: Sequence[Row], width: float, top: float) -> None:
         self.rows, self.top = rows, top
@@ -142,7 +142,7 @@ def _bar(svg: Svg, across: Scale, y: float, bar: Bar) -> None:
 
 
 def whisker(svg: Svg, across: Scale, y: float, low: float, high: float) -> None:
-    """Draw a level confidence interval; where the axis does not reach, it ends in an arrow."""
+    """Draw a level confidence interval; an end beyond the axis becomes an arrow."""
     start, end = max(across(low), across.start), min(across(high), across.end)
     svg.line(start, y, end, y, "whisker")
     for x, cut, inwards in (
@@ -206,7 +206,7 @@ def _stack(svg: Svg, across: Scale, y: float, row: Row, parts: Sequence[Part]) -
 def dots(panels: Sequence[tuple[str, Sequence[Bar]]], width: float, title: str) -> str:
     """Return ratios around 1 with their intervals, a panel each on one axis and one set of rows.
 
-    Panels stand beside each other, or below each other where the drawing is narrow.
+    Panels stand beside each other, or below each other in a narrow drawing.
     """
     rows = list({dot.row.number: dot.row for _, dots_ in panels for dot in dots_}.values())
     rows.sort(key=lambda row: row.number)

@@ -28,7 +28,7 @@ WIDE_RANGE = 8.0
 
 @dataclass(frozen=True)
 class Line:
-    """A curve, with a band around it where there are several seeds."""
+    """A curve, with a band around it if there are several seeds."""
 
     label: str
     colour: str
@@ -95,7 +95,7 @@ def lines(
 def _across(
     values: Sequence[float], up: Scale, width: float, write: Callable[[float], str], *, log: bool = False
 ) -> tuple[Scale, float]:
-    """Return the level scale beside a height axis whose numbers need room, and where it begins."""
+    """Return the level scale beside the numbers of a height axis, and its left end."""
     left = max(text_width(write(value), SMALL) for value in up.ticks) + 12
     exact = scale(values, left, width - 16, log=log, count=4 if width < NARROW else 7)
     if log or not exact.ticks or min(values) < 0:
@@ -142,7 +142,7 @@ def areas(
 def scatter(
     spots: Sequence[Spot], width: float, title: str, axes: tuple[str, str], height: float = 330.0
 ) -> str:
-    """Return points around the diagonal, where both values are equal; both axes are one scale."""
+    """Return points around the diagonal, on which both values are equal; both axes are one scale."""
     values = [v for spot in spots for v in (spot.x, spot.y)]
     log = max(values) / min(values) > WIDE_RANGE
     svg = Svg(width, height, title)
@@ -182,7 +182,7 @@ def names(
     right: float,
     places: Sequence[tuple[int, int, str]] = BESIDE,
 ) -> None:
-    """Write names beside their points, where none covers another or another's point; the rest stay tips."""
+    """Write names that cover no other name or point beside their points; the rest stay tips."""
     taken = [(x - 7, y - 7, x + 7, y + 7) for x, y, _ in named]
     for x, y, name in named:
         wide = text_width(name, SMALL)

@@ -69,7 +69,7 @@ class Svg:
         self.add("text", text=text, x=x, y=y, class_=class_ or None, text_anchor=anchor, **more)
 
     def path(self, points: Sequence[tuple[float, float]], class_: str, **more: Any) -> None:
-        """Add a line through the points, or the outline of an area where the class fills it."""
+        """Add a line through the points, or the outline of an area if the class fills it."""
         if points:
             d = "M" + "L".join(f"{_plain(x)} {_plain(y)}" for x, y in points)
             self.add("path", d=d, class_=class_, **more)
@@ -199,7 +199,7 @@ def percent(part: float) -> str:
 
 
 def bounds(value: Interval, write: Callable[[float], str]) -> str:
-    """Return the interval around a mean: ± 1.2 where it is as wide on both sides, else 1.3–1.6."""
+    """Return the interval around a mean: ± 1.2 if it is as wide on both sides, else 1.3–1.6."""
     if value.low is None or value.high is None:
         return ""
     below, above = value.mean - value.low, value.high - value.mean
@@ -228,7 +228,7 @@ def text_width(text: str, height: float = TEXT) -> float:
 
 
 def fitted(text: str, width: float, height: float = TEXT) -> str:
-    """Return the text, its middle left out where it is wider than this: both ends tell variants apart."""
+    """Return the text, its middle left out if it is wider than this: both ends tell variants apart."""
     if text_width(text, height) <= width:
         return text
     keep = len(text)
@@ -239,7 +239,7 @@ def fitted(text: str, width: float, height: float = TEXT) -> str:
 
 
 def wrapped(text: str, width: float, height: float = TEXT, lines: int = 2) -> list[str]:
-    """Return the text in at most so many lines, broken after commas where that does."""
+    """Return the text in at most so many lines, broken after commas if that is enough."""
     rows = [""]
     for word in text.replace(", ", ",\n").split("\n"):
         longer = f"{rows[-1]} {word}".strip()

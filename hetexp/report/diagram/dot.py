@@ -1,7 +1,7 @@
 """A plan's picture in Graphviz's language, and what `dot` makes of it.
 
 Machines are boxes, their devices stand one below the other, with the host memory beside them. Colours are
-those of a light page; in an SVG a style sheet changes them where a dark one is wanted.
+those of a light page; in an SVG a style sheet changes them for a dark page.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _bar(share: float, colour: str) -> str:
 
 
 def _tie(column: Digraph, above: Device, below: Device, arrows: Mapping[tuple[str, str], Arrow]) -> None:
-    """Keep two devices one below the other, by the arrow between them where there is one.
+    """Keep two devices one below the other, by the arrow between them if there is one.
 
     dot puts the head of an edge within a column above its tail.
     """
@@ -219,7 +219,7 @@ def _other_arrows(graph: Digraph, picture: Picture) -> None:
 
 
 def _exchange(graph: Digraph, picture: Picture, exchange: ExchangeBox) -> None:
-    """Add what is exchanged: beside the devices where their own links carry it, else beyond the hosts."""
+    """Add the exchange: beside the devices if their own links carry it, else beyond the hosts."""
     between = len(picture.machines) > 1
     network = [f"network: {picture.network}" if picture.network is not None else "network"] if between else []
     graph.node(

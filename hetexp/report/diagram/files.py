@@ -1,4 +1,4 @@
-"""Diagrams of plans: `plan.mmd` always, SVG, PNG and PDF where Graphviz's `dot` is installed.
+"""Diagrams of plans: `plan.mmd` always, SVG, PNG and PDF if Graphviz's `dot` is installed.
 
 No process of a run waits for them, and a `dot` that is absent, fails or hangs costs the drawings only.
 """
@@ -72,7 +72,7 @@ def write_diagrams(
 
 
 def svg_of(plan: Plan, prefix: str = STEM) -> str | None:
-    """Return a drawing to put into an HTML page, `None` where `dot` is absent or fails.
+    """Return a drawing to put into an HTML page, `None` if `dot` is absent or fails.
 
     It has no paper of its own and follows the page's light or dark scheme.
 

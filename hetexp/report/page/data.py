@@ -31,7 +31,7 @@ class Curve:
     seconds: tuple[float, ...]
     mean: tuple[float, ...]
     low: tuple[float, ...]
-    """Lowest of the seeds; empty where there is one."""
+    """Lowest of the seeds; empty for a single seed."""
     high: tuple[float, ...]
 
 
@@ -92,7 +92,7 @@ def _drawn(variant: Variant, number: int, place: int) -> Drawn:
 
 
 def _loss_curve(logged: Sequence[Sequence[tuple[Point, float | None]]]) -> Curve | None:
-    """Return the curve of a variant whose seeds logged these losses; None where nothing was logged.
+    """Return the curve of a variant whose seeds logged these losses; None if nothing was logged.
 
     A loss that is not finite is no point of it: a curve that diverged ends.
     """
@@ -133,7 +133,7 @@ def _shares(run: RunRecord, logged: Sequence[Point]) -> Shares | None:
 
 
 def device_names(run: RunRecord) -> dict[str, str]:
-    """Return the names of a run's devices by id, with the id where several have one name."""
+    """Return the names of a run's devices by id, with the id if several have the same name."""
     devices = run.summary.get("devices") or []
     names = [device["name"] for device in devices]
     return {

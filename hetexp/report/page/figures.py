@@ -41,7 +41,7 @@ class Figure:
     full: bool = True
     """Whether it takes the whole width; others stand two in a row."""
     name: str = ""
-    """Heading, where several figures share a section."""
+    """Heading, if several figures share a section."""
     legend: Sequence[tuple[str, str]] = ()
     """Classes of colours, and what they mean."""
     live: str | None = None

@@ -193,7 +193,7 @@ def _sections(comparison: Comparison, shown: Sequence[Drawn]) -> list[Section]:
 
 
 def _plan(comparison: Comparison) -> Markup | None:
-    """Return the drawing of the best variant's plan, `None` where Graphviz is not installed."""
+    """Return the drawing of the best variant's plan, `None` if Graphviz is not installed."""
     best = comparison.best
     plan = best.runs[0].plan if best is not None else None
     drawing = svg_of(plan, prefix="plan") if plan is not None else None

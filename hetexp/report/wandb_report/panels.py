@@ -18,7 +18,7 @@ GLOBAL_BATCH = "trainer.global_batch_size"
 WIDTH, HEIGHT = 24, 10
 """Of a row of panels in W&B's grid, and its height."""
 MOST_RUNS = 100
-"""W&B shows 10 where nothing is said."""
+"""W&B shows 10 by default."""
 
 
 def panel_grids(wr: Any, comparison: Comparison) -> list[tuple[str, list[Any]]]:

@@ -54,7 +54,7 @@ _UNCLEAR = re.compile(r"[^\w ./:,@+-]")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where in W&B the report goes."""
+    """Add the options of the report's place in W&B."""
     group = parser.add_argument_group("report of W&B")
     group.add_argument("--dry-run", action="store_true", help="print its spec as JSON; needs no network")
     group.add_argument("--project", help="by default the one that the runs were logged to")
@@ -232,7 +232,7 @@ def _runs(comparison: Comparison) -> list[RunRecord]:
 
 
 def _filters(comparison: Comparison) -> Any:
-    """Return what selects the completed runs: by their sweep's group, by their ids where there is none."""
+    """Return the filter of the completed runs: their sweep's group, or their ids without a group."""
     from wandb_workspaces import expr
 
     plans = [run.plan for run in comparison.runs if run.plan is not None]
