@@ -3,7 +3,8 @@
 Neither typer nor click nor argparse's subparsers share the words out. Hydra must get those of `train` as they
 were typed (`--help`, `-m`, `key=value`, `-sc`), which each of the three has to be kept from reading, and
 click alone takes longer to import than `hetexp --help` takes. A subcommand makes its own parser
-(`hetexp.commands.support.command_line`). To add a subcommand, add its function to `COMMANDS`.
+(`hetexp.commands.support.command_line`). To add a subcommand, write
+`hetexp/commands/NAME.py` with a function `main`, and add its name to `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -11,61 +12,42 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import hetexp
 from hetexp.core.errors import did_you_mean, must_be
 
 COMMANDS = {
-    "train": ("hetexp.cli:train", "Train a model: group=option, key=value and Hydra's flags"),
-    "plan": ("hetexp.commands.plan:main", "Predict steps, splits, memory and energy before anything runs"),
-    "diagram": (
-        "hetexp.commands.diagram:main",
-        "Draw a plan: machines, devices, links, shares, layers, memory",
-    ),
-    "verify": (
-        "hetexp.commands.verify:main",
-        "Certify that a plan's steps are those of one device, for your model and data",
-    ),
-    "launch": (
-        "hetexp.commands.launch:main",
-        "Run your own training script on several devices, one process each",
-    ),
-    "init": (
-        "hetexp.commands.init:main",
-        "Name the machines of a cluster, and make the secret that they share",
-    ),
-    "add": ("hetexp.commands.control:main_add", "Let one more device take part in a training under way"),
-    "drop": ("hetexp.commands.control:main_drop", "Take a device out of a training under way"),
-    "control": (
-        "hetexp.commands.control:main_control",
-        "Ask a training under way for a checkpoint, its end, or what you registered",
-    ),
-    "gpus": ("hetexp.commands.gpus:main", "List every card of this machine, usable or not, and why not"),
-    "monitor": ("hetexp.commands.monitor:main", "Sample what all devices do, into a small database"),
-    "top": ("hetexp.commands.top:main", "Show what devices and runs do, live in the terminal"),
-    "dashboard": (
-        "hetexp.web.main:main",
-        "Show devices and trainings in a browser, and start and stop them there",
-    ),
-    "env": (
-        "hetexp.commands.env:main",
-        "List, create and check the interpreters that drive other vendors' cards",
-    ),
-    "doctor": ("hetexp.commands.doctor:main", "Check this machine and say what to fix"),
-    "merge": (
-        "hetexp.commands.merge:main",
-        "Merge checkpoints of one model to one, and judge it beside its parents",
-    ),
-    "export": ("hetexp.commands.export:main", "Write a checkpoint's weights for any other program"),
-    "harvest": ("hetexp.commands.harvest:main", "Write a trained model's activations for data=activations"),
-    "report": ("hetexp.commands.report:main", "Compare runs and sweeps: one page, text and tables"),
-    "sync": (
-        "hetexp.commands.sync:main",
-        "Upload the offline W&B runs of a sweep or of any folders, each once",
-    ),
+    "train": "Train a model: group=option, key=value and Hydra's flags",
+    "plan": "Predict steps, splits, memory and energy before anything runs",
+    "diagram": "Draw a plan: machines, devices, links, shares, layers, memory",
+    "verify": "Certify that a plan's steps are those of one device, for your model and data",
+    "launch": "Run your own training script on several devices, one process each",
+    "init": "Name the machines of a cluster, and make the secret that they share",
+    "add": "Let one more device take part in a training under way",
+    "drop": "Take a device out of a training under way",
+    "control": "Ask a training under way for a checkpoint, its end, or what you registered",
+    "gpus": "List every card of this machine, usable or not, and why not",
+    "monitor": "Sample what all devices do, into a small database",
+    "top": "Show what devices and runs do, live in the terminal",
+    "dashboard": "Show devices and trainings in a browser, and start and stop them there",
+    "env": "List, create and check the interpreters that drive other vendors' cards",
+    "doctor": "Check this machine and say what to fix",
+    "merge": "Merge checkpoints of one model to one, and judge it beside its parents",
+    "export": "Write a checkpoint's weights for any other program",
+    "harvest": "Write a trained model's activations for data=activations",
+    "report": "Compare runs and sweeps: one page, text and tables",
+    "sync": "Upload the offline W&B runs of a sweep or of any folders, each once",
 }
-"""Name → function, which gets the words after the name and returns the exit code, and what the help says."""
+"""Name → what the help says."""
+ELSEWHERE = {
+    "train": "hetexp.cli:train",
+    "add": "hetexp.commands.control:main_add",
+    "drop": "hetexp.commands.control:main_drop",
+    "control": "hetexp.commands.control:main_control",
+    "dashboard": "hetexp.web.main:main",
+}
+"""Functions of the commands that are not `main` of `hetexp.commands.NAME`."""
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 
@@ -96,13 +78,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(_unknown(words), file=sys.stderr)
         return 2
-    target, _ = COMMANDS[words[0]]
-    return int(pkgutil.resolve_name(target)(words[1:]))
+    return function_of(words[0])(words[1:])
+
+
+def function_of(command: str) -> Callable[[list[str]], int]:
+    """Return a command's function, which gets the words after the name and returns the exit code."""
+    function: Callable[[list[str]], int] = pkgutil.resolve_name(
+        ELSEWHERE.get(command, f"hetexp.commands.{command}:main")
+    )
+    return function
 
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {about} (hetexp {name} --help)." for name, (_, about) in COMMANDS.items()]
+    lines = [f"  {name:{width}}  {about} (hetexp {name} --help)." for name, about in COMMANDS.items()]
     return "\n".join(
         [
             "hetexp trains one PyTorch model on unequal devices.",

@@ -27,17 +27,15 @@ names
 def main_add(arguments: Sequence[str]) -> int:
     """Let a device take part in a run; return 1 if the run refuses it, 2 if it cannot be asked."""
     parser = _parser("add", "Let one more device take part in a training under way.", _ADD)
-    parser.add_argument("device", metavar="DEVICE", help="cuda:1, cpu, emulated:rtx_3090, …")
-    options = parser.parse_args(arguments)
-    return exit_code(lambda: _ask(options.run, "add", options.device), drives_torch=False)
+    parser.add_argument("argument", metavar="DEVICE", help="cuda:1, cpu, emulated:rtx_3090, …")
+    return _ask("add", parser.parse_args(arguments))
 
 
 def main_drop(arguments: Sequence[str]) -> int:
     """Take a device out of a run; return 1 if the run refuses it, 2 if it cannot be asked."""
     parser = _parser("drop", "Take a device out of a training under way, which goes on without it.", _DROP)
-    parser.add_argument("device", metavar="DEVICE", help="its id in the run: cuda:1, emulated:0, …")
-    options = parser.parse_args(arguments)
-    return exit_code(lambda: _ask(options.run, "drop", options.device), drives_torch=False)
+    parser.add_argument("argument", metavar="DEVICE", help="its id in the run: cuda:1, emulated:0, …")
+    return _ask("drop", parser.parse_args(arguments))
 
 
 def main_control(arguments: Sequence[str]) -> int:
@@ -49,7 +47,7 @@ def main_control(arguments: Sequence[str]) -> int:
     if options.name in ("add", "drop"):
         print(f"A device is taken in or out by `hetexp {options.name} RUN DEVICE`.", file=sys.stderr)
         return 2
-    return exit_code(lambda: _ask(options.run, options.name, options.argument), drives_torch=False)
+    return _ask(options.name, options)
 
 
 def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -58,9 +56,12 @@ def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser
     return parser
 
 
-def _ask(run: str, command: str, argument: str) -> int:
+def _ask(command: str, options: argparse.Namespace) -> int:
     from hetexp.launch.control import ask, find_run
 
-    answer = ask(find_run(run, Path.cwd()), command, argument)
-    print(answer.text, file=sys.stdout if answer.done else sys.stderr)
-    return 0 if answer.done else 1
+    def run() -> int:
+        answer = ask(find_run(options.run, Path.cwd()), command, options.argument)
+        print(answer.text, file=sys.stdout if answer.done else sys.stderr)
+        return 0 if answer.done else 1
+
+    return exit_code(run, drives_torch=False)

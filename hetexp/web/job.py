@@ -108,16 +108,27 @@ def read_job(run_dir: Path) -> Job | None:
 def alive(run_dir: Path) -> bool:
     """Return whether the launcher of a job lives."""
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = _locked(run_dir)
     except OSError:
         return False
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is None
+
+
+def _locked(run_dir: Path, flags: int = 0) -> int | None:
+    """Open a job's lock and take it; `None` if its launcher has it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return True
-    finally:
         os.close(descriptor)
-    return False
+        return None
+    return descriptor
 
 
 def has_begun(run_dir: Path) -> bool:
@@ -136,11 +147,8 @@ def launch(job: Job) -> subprocess.Popen[bytes] | None:
         OSError: no process can be started.
     """
     run_dir = job.run_dir
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
+    descriptor = _locked(run_dir, os.O_CREAT)
+    if descriptor is None:
         return None
     try:
         with (run_dir / LOG).open("ab") as log:
