@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hetexp.report.figures import throughput
 from hetexp.report.runs import RunRecord
+from hetexp.report.words import counted
 
 HOW = ("strategy", "balancing", "hardware", "comm", "logger", "launch", "monitor")
 """Groups that say how the same work is done, not what work."""
@@ -43,13 +44,13 @@ def fastest_alone(runs: Sequence[RunRecord]) -> Baseline | None:
     than its own work beside others. Of runs alone those of `single` count if there are any: another
     strategy whose policy left all other devices out may cost more. Runs that are not valid tell nothing.
     """
-    alone: dict[str, dict[int | None, list[float]]] = {}
     of_single = {
         run.device_names[0]
         for run in runs
         if run.valid and len(run.device_names) == 1 and run.summary.get("strategy") == "single"
     }
-    solo: dict[tuple[str, str], list[float]] = {}
+    alone: dict[str, dict[int | None, list[float]]] = {}
+    beside: dict[str, dict[str, list[float]]] = {CALIBRATED: {}, OWN: {}}
     for run in runs:
         speed = throughput(run)
         if not run.valid or speed is None:
@@ -61,19 +62,17 @@ def fastest_alone(runs: Sequence[RunRecord]) -> Baseline | None:
         source = CALIBRATED if run.summary.get("solo_source") == "calibration" else OWN
         for device in run.summary["devices"]:
             if device.get("solo_samples_per_s") is not None:
-                solo.setdefault((device["name"], source), []).append(
-                    float(device["solo_samples_per_s"]) * run.scale
-                )
+                solo = float(device["solo_samples_per_s"]) * run.scale
+                beside[source].setdefault(device["name"], []).append(solo)
     baselines: dict[str, Baseline] = {}
     for name, seeds in alone.items():
-        by_seed = {seed: statistics.fmean(values) for seed, values in seeds.items()}
-        every = [value for values in seeds.values() for value in values]
-        source = f"{len(every)} run{'s' if len(every) > 1 else ''} of it alone"
+        by_seed = {seed: statistics.fmean(speeds) for seed, speeds in seeds.items()}
+        every = [speed for speeds in seeds.values() for speed in speeds]
+        source = f"{counted(len(every), 'run')} of it alone"
         baselines[name] = Baseline(name, statistics.fmean(every), source, by_seed)
-    for source in (CALIBRATED, OWN):
-        for (name, kind), values in solo.items():
-            if kind == source:
-                baselines.setdefault(name, Baseline(name, statistics.fmean(values), source))
+    for source, devices in beside.items():
+        for name, speeds in devices.items():
+            baselines.setdefault(name, Baseline(name, statistics.fmean(speeds), source))
     return max(baselines.values(), key=lambda baseline: baseline.samples_per_second, default=None)
 
 

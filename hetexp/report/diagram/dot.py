@@ -220,11 +220,9 @@ def _other_arrows(graph: Digraph, picture: Picture) -> None:
 
 def _exchange(graph: Digraph, picture: Picture, exchange: ExchangeBox) -> None:
     """Add the exchange: beside the devices if their own links carry it, else beyond the hosts."""
-    between = len(picture.machines) > 1
-    network = [f"network: {picture.network}" if picture.network is not None else "network"] if between else []
     graph.node(
         "exchange",
-        label=_stacked([exchange.what, f"{exchange.when}: {exchange.how}", *network]),
+        label=_stacked(exchange_lines(picture, exchange)),
         style="rounded,filled",
         color=EXCHANGE,
         fillcolor=EXCHANGE_FILL,
@@ -286,6 +284,17 @@ def _plain(text: str) -> str:
 
 def _lines(lines: Sequence[str]) -> str:
     return _plain("\n".join(lines)) if lines else ""
+
+
+def network_title(picture: Picture) -> str:
+    """Return the name of the network between machines, with its rate if it is known."""
+    return f"network: {picture.network}" if picture.network is not None else "network"
+
+
+def exchange_lines(picture: Picture, exchange: ExchangeBox) -> list[str]:
+    """Return what is exchanged, when and how, and the network if several machines take part."""
+    network = [network_title(picture)] if len(picture.machines) > 1 else []
+    return [exchange.what, f"{exchange.when}: {exchange.how}", *network]
 
 
 def printable(text: str) -> str:

@@ -18,6 +18,8 @@ from hetexp.report.diagram.dot import (
     PANEL,
     PAPER,
     VENDOR_COLOURS,
+    exchange_lines,
+    network_title,
     printable,
 )
 from hetexp.report.diagram.picture import Device, ExchangeBox, MachineBox, Picture
@@ -57,9 +59,7 @@ def mermaid_of(picture: Picture) -> str:
                 rate = f"|{_label(str(device.link).split(', '))}|" if device.link is not None else ""
                 lines.append(f"  {device.key} ---{rate} {machine.key}_memory")
     for arrow in picture.arrows:
-        words = ["activations, gradients back"]
-        if arrow.network:
-            words.append(f"network: {picture.network}" if picture.network is not None else "network")
+        words = ["activations, gradients back", *([network_title(picture)] if arrow.network else [])]
         lines.append(f"  {arrow.sender} ==>|{_label(words)}| {arrow.receiver}")
     if picture.exchange is not None:
         lines += _exchange(picture, picture.exchange)
@@ -90,10 +90,7 @@ def _machine(machine: MachineBox) -> list[str]:
 
 
 def _exchange(picture: Picture, exchange: ExchangeBox) -> list[str]:
-    words = [exchange.what, f"{exchange.when}: {exchange.how}"]
-    if len(picture.machines) > 1:
-        words.append(f"network: {picture.network}" if picture.network is not None else "network")
-    lines = [f"  exchange([{_label(words)}]):::exchange"]
+    lines = [f"  exchange([{_label(exchange_lines(picture, exchange))}]):::exchange"]
     if exchange.direct:
         return lines + [f"  exchange --- {key}" for key in exchange.members]
     hosts = [m.key for m in picture.machines if any(d.key in exchange.members for d in m.devices)]
