@@ -104,13 +104,14 @@ def options() -> dict[str, tuple[str, ...]]:
     from hetexp.core.sweep.grid import asks_to_sweep
 
     register_resolvers()
-    found = {}
+    result = {}
     with config_loader() as (loader, _):
         for group in (*GROUPS, "experiment"):
             names = [name for name in loader.get_group_options(group) if _OPTION.fullmatch(name)]
-            found[group] = [name for name in names if name not in _NOT_OFFERED.get(group, ())]
-    found["experiment"] = [name for name in found["experiment"] if not asks_to_sweep([f"experiment={name}"])]
-    return {group: tuple(names) for group, names in found.items()}
+            result[group] = [name for name in names if name not in _NOT_OFFERED.get(group, ())]
+    experiments = result["experiment"]
+    result["experiment"] = [name for name in experiments if not asks_to_sweep([f"experiment={name}"])]
+    return {group: tuple(names) for group, names in result.items()}
 
 
 @_read_once
@@ -118,7 +119,7 @@ def allowed() -> dict[str, Allowed]:
     """Return all keys that a request may set."""
     rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     groups = [_group(name, f"Option of {name}") for name in GROUPS]
-    return {one.key: one for one in (*groups, *map(Allowed.model_validate, rows))}
+    return {key.key: key for key in (*groups, *map(Allowed.model_validate, rows))}
 
 
 def _group(name: str, description: str, nullable: bool = False) -> Allowed:
@@ -135,7 +136,7 @@ def defaults() -> dict[str, Any]:
 
     composed, _ = compose_typed([])
     assert composed is not None
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model": "convnet",
         "data": "digits",
         "strategy": "ddp",
@@ -145,26 +146,26 @@ def defaults() -> dict[str, Any]:
     for key in allowed():
         value = OmegaConf.select(composed, key) if key not in GROUPS else None
         if value is not None:
-            found[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-    return found
+            values[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return values
 
 
 def problems_of(overrides: Mapping[str, Any], experiment: str | None) -> list[tuple[str | None, str]]:
     """Return what is wrong with a request's overrides by themselves."""
     known = allowed()
-    found: list[tuple[str | None, str]] = []
+    problems: list[tuple[str | None, str]] = []
     if experiment is not None:
         problem = _group("experiment", "", nullable=True).problem(experiment)
-        found += [("experiment", problem)] if problem else []
+        problems += [("experiment", problem)] if problem else []
     for key, value in overrides.items():
         if key not in known:
             shown = _short(key)
             message = f"`{shown}` is not a key that a request may set.{did_you_mean(shown, known)}"
-            found.append((shown, f"{message} GET /api/v1/options lists them."))
+            problems.append((shown, f"{message} GET /api/v1/options lists them."))
         else:
             problem = known[key].problem(value)
-            found += [(key, problem)] if problem else []
-    return found
+            problems += [(key, problem)] if problem else []
+    return problems
 
 
 def words(overrides: Mapping[str, Any], experiment: str | None, devices: Sequence[str]) -> list[str]:
@@ -196,7 +197,7 @@ def _written(kind: str, value: Any) -> str:
     if value is None:
         return "null"
     if kind in ("ints", "floats"):
-        return "[" + ",".join(_written("int" if kind == "ints" else "float", one) for one in value) + "]"
+        return "[" + ",".join(_written("int" if kind == "ints" else "float", entry) for entry in value) + "]"
     if kind == "text":  # in quotes, so that `null` and `1` stay texts; it has no sign that means more in them
         return f"'{value}'"
     if kind == "bool":
