@@ -78,7 +78,7 @@ def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[
         words = [tell(group) for group in groups]
         pairs = list(zip(labels, words, strict=True))
         labels = [
-            f"{label} {word}" if len({group for other, group in pairs if other == label}) > 1 else label
+            f"{label} {word}" if len({word for other, word in pairs if other == label}) > 1 else label
             for label, word in pairs
         ]
     return labels
@@ -174,14 +174,14 @@ def _lost_to(runs: Sequence[RunRecord]) -> dict[str, float] | None:
 
 def _device_speeds(runs: Sequence[RunRecord]) -> dict[str, float]:
     """Return each device's own speed during the runs, if every device of a run tells it."""
-    speeds_of: dict[str, list[float]] = {}
+    speeds_by_name: dict[str, list[float]] = {}
     for run in runs:
         devices = run.summary["devices"]
         if all(device.get("samples_per_s") is not None for device in devices):
             for device in devices:
                 name = f"{device['id']} · {device['name']}"
-                speeds_of.setdefault(name, []).append(float(device["samples_per_s"]) * run.scale)
-    return {name: statistics.fmean(speeds) for name, speeds in speeds_of.items()}
+                speeds_by_name.setdefault(name, []).append(float(device["samples_per_s"]) * run.scale)
+    return {name: statistics.fmean(speeds) for name, speeds in speeds_by_name.items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -39,7 +39,7 @@ def curve_of(variants: Sequence[Variant], keys: Sequence[str]) -> WeightsCurve |
             names = tuple(sorted(variant.devices))
             families.setdefault((variant.emulated, names, others), []).append(variant)
     curves = [(len(_shares(family)), family) for family in families.values()]
-    most, family = max(curves, key=lambda variant: variant[0], default=(0, []))
+    most, family = max(curves, key=lambda curve: curve[0], default=(0, []))
     return _curve(family, [key for key in keys if _balances(key)]) if most >= LEAST_POINTS else None
 
 

@@ -100,22 +100,22 @@ def _loss_curve(logged: Sequence[Sequence[tuple[Point, float | None]]]) -> Curve
         {point.step: (point, loss) for point, loss in run if loss is not None and math.isfinite(loss)}
         for run in logged
     ]
-    by_run = [losses_of for losses_of in by_run if losses_of]
+    by_run = [losses_by_step for losses_by_step in by_run if losses_by_step]
     if not by_run:
         return None
-    steps = thinned([step for step in by_run[0] if all(step in losses_of for losses_of in by_run)])
+    steps = thinned([step for step in by_run[0] if all(step in losses_by_step for losses_by_step in by_run)])
     if not steps:
         return None
-    at = [[losses_of[step] for losses_of in by_run] for step in steps]
-    losses = [[loss for _, loss in points_at] for points_at in at]
+    at = [[losses_by_step[step] for losses_by_step in by_run] for step in steps]
+    losses = [[loss for _, loss in pairs] for pairs in at]
     several = len(by_run) > 1
     return Curve(
         tuple(steps),
-        tuple(statistics.fmean(point.samples for point, _ in points_at) for points_at in at),
-        tuple(statistics.fmean(point.seconds for point, _ in points_at) for points_at in at),
-        tuple(statistics.fmean(run) for run in losses),
-        tuple(min(run) for run in losses) if several else (),
-        tuple(max(run) for run in losses) if several else (),
+        tuple(statistics.fmean(point.samples for point, _ in pairs) for pairs in at),
+        tuple(statistics.fmean(point.seconds for point, _ in pairs) for pairs in at),
+        tuple(statistics.fmean(values) for values in losses),
+        tuple(min(values) for values in losses) if several else (),
+        tuple(max(values) for values in losses) if several else (),
     )
 
 

@@ -90,7 +90,7 @@ def render(comparison: Comparison) -> str:
                 (n, variant, table.marks(comparison, variant), [column.of(variant) for column in columns])
                 for n, variant in enumerate(comparison.variants, 1)
             ],
-            colours={variant.number: variant.colour for variant in shown},
+            colours={chart.number: chart.colour for chart in shown},
             explained=table.explained(comparison),
             invalid=table.invalid(comparison),
             shown=shown,
@@ -169,7 +169,7 @@ def _sections(comparison: Comparison, shown: Sequence[Drawn]) -> list[Section]:
     """Return the sections that have something to show."""
     colours = figures.device_colours(comparison, shown)
     over_time = figures.split_over_time(shown, colours)
-    sections_of: list[tuple[str, str, list[figures.Figure | None]]] = [
+    candidates: list[tuple[str, str, list[figures.Figure | None]]] = [
         ("throughput", "Throughput", [figures.throughput(comparison, shown)]),
         ("lost", "Where the devices' speed went", [figures.lost(shown)]),
         ("gain", "Gain", [figures.gains(shown)]),
@@ -182,13 +182,13 @@ def _sections(comparison: Comparison, shown: Sequence[Drawn]) -> list[Section]:
         ("cost", "Energy and exchange", [devices.energy(shown), devices.exchange(shown)]),
     ]  # fmt: skip
     sections = []
-    for id_, name, drawings in sections_of:
-        known = tuple(figure for figure in drawings if figure is not None)
-        if sum(not figure.full for figure in known) % 2:  # the last one is alone in its row
-            known = (*known[:-1], replace(known[-1], full=True))
-        if known:
-            live = any(figure.live for figure in known)
-            sections.append(Section(id_, name, known, live))
+    for id_, name, drawings in candidates:
+        kept = tuple(figure for figure in drawings if figure is not None)
+        if sum(not figure.full for figure in kept) % 2:  # the last one is alone in its row
+            kept = (*kept[:-1], replace(kept[-1], full=True))
+        if kept:
+            live = any(figure.live for figure in kept)
+            sections.append(Section(id_, name, kept, live))
     return sections
 
 
