@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -222,7 +223,8 @@ def run_command(command: Sequence[str], runs: Sequence[OfflineRun], limit: float
             stdin=subprocess.DEVNULL,  # no key is asked for
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(os.environ),
+            # a mode that was meant for runs would keep `wandb sync` offline
+            env={name: value for name, value in os.environ.items() if name != "WANDB_MODE"},
         )
         try:
             before, moved_at = None, time.monotonic()
@@ -244,11 +246,6 @@ def run_command(command: Sequence[str], runs: Sequence[OfflineRun], limit: float
     return text + (f"ended by hetexp: nothing was sent for {limit:g} s (--timeout)\n" if stuck else ""), stuck
 
 
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for `wandb sync`: a mode that was meant for runs would keep it offline."""
-    return {name: value for name, value in environment.items() if name != "WANDB_MODE"}
-
-
 def _state(output: IO[bytes], runs: Sequence[OfflineRun]) -> tuple[int, tuple[tuple[str, int], ...]]:
     """Return what changes while runs are sent: the command's output, and wandb's files beside them."""
     files = [(path, path.stat()) for run in runs for path in run.file.parent.glob("*.wandb.*")]
@@ -256,20 +253,17 @@ def _state(output: IO[bytes], runs: Sequence[OfflineRun]) -> tuple[int, tuple[tu
 
 
 def _tell_synced(waiting: Sequence[OfflineRun]) -> list[OfflineRun]:
-    left = []
+    """Report the runs that are synced by now, and return the others."""
+    left = [run for run in waiting if not run.synced]
     for run in waiting:
-        if run.synced:
+        if run not in left:
             print(f"synced  {run.run_dir}", flush=True)
-        else:
-            left.append(run)
     return left
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,18 +51,9 @@ class MetricsFile(Logger):
 
 def _cut_half_line(path: Path) -> None:
     """Remove what follows the last newline."""
-    if not path.exists():
+    if not path.exists() or path.stat().st_size == 0:
         return
-    with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        position = end
-        while position > 0:
-            start = max(0, position - 4096)
-            file.seek(start)
-            newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end, size = text.rfind(b"\n") + 1, len(text)
+    if end < size:
+        os.truncate(path, end)

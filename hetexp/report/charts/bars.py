@@ -134,15 +134,19 @@ def _bar(svg: Svg, across: Scale, y: float, bar: Bar) -> None:
     )
     if bar.row.emulated:
         svg.rect(across.start, y, length, BAR, "hatch", rx=2)
-    end = across(bar.value)
-    if bar.low is not None and bar.high is not None:
-        whisker(svg, across, y + BAR / 2, bar.low, bar.high)
-        end = max(end, min(across(bar.high), across.end))
+    end = whisker(svg, across, y + BAR / 2, bar)
     svg.text(end + 7, y + BAR / 2 + 4, bar.text, "value")
 
 
-def whisker(svg: Svg, across: Scale, y: float, low: float, high: float) -> None:
-    """Draw a level confidence interval; an end beyond the axis becomes an arrow."""
+def whisker(svg: Svg, across: Scale, y: float, bar: Bar) -> float:
+    """Draw a level confidence interval, if there is one; an end beyond the axis becomes an arrow.
+
+    Returns:
+        Right end of value and interval.
+    """
+    low, high = bar.low, bar.high
+    if low is None or high is None:
+        return across(bar.value)
     start, end = max(across(low), across.start), min(across(high), across.end)
     svg.line(start, y, end, y, "whisker")
     for x, cut, inwards in (
@@ -153,6 +157,7 @@ def whisker(svg: Svg, across: Scale, y: float, low: float, high: float) -> None:
             svg.path([(x + inwards, y - 4.0), (x, y), (x + inwards, y + 4.0)], "whisker open")
         else:
             svg.line(x, y - 4, x, y + 4, "whisker")
+    return max(across(bar.value), end)
 
 
 def _reference(svg: Svg, across: Scale, places: Rows, reference: tuple[float, str], width: float) -> None:
@@ -250,10 +255,7 @@ def _panel(svg: Svg, across: Scale, panel_dots: Sequence[Bar], places: Rows) -> 
     svg.line(across(1.0), places.top, across(1.0), places.bottom, "reference")
     for dot in panel_dots:
         y = marks[dot.row.number] + BAR / 2
-        end = across(dot.value)
-        if dot.low is not None and dot.high is not None:
-            whisker(svg, across, y, dot.low, dot.high)
-            end = max(end, min(across(dot.high), across.end))
+        end = whisker(svg, across, y, dot)
         tip = f"{dot.row.label}: {dot.value:.3f}×"
         kind = "dot hollow" if dot.row.emulated else "dot"
         svg.add("circle", tip=tip, cx=across(dot.value), cy=y, r=6.0, class_=f"{kind} {dot.row.colour}")
