@@ -33,7 +33,7 @@ COMMANDS = {
     "dashboard": "Show devices and trainings in a browser, and start and stop them there",
     "env": "List, create and check the interpreters that drive other vendors' cards",
     "doctor": "Check this machine and say what to fix",
-    "merge": "Merge checkpoints of one model to one, and judge it beside its parents",
+    "merge": "Merge checkpoints of one model into one, and evaluate it beside its parents",
     "export": "Write a checkpoint's weights for any other program",
     "harvest": "Write a trained model's activations for data=activations",
     "report": "Compare runs and sweeps: one page, text and tables",

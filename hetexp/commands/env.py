@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument("kind", choices=list(KINDS), help="whose torch it gets")
     making.add_argument("--name", help="in the record; the kind by default")
     making.add_argument("--path", type=Path, help="its folder; $HETEXP_HOME/envs/NAME by default")
-    making.add_argument("--python", help="interpreter that it is made of; this one by default")
+    making.add_argument("--python", help="base interpreter; this one by default")
     making.add_argument("--torch", metavar="VERSION", help="this interpreter's version by default")
     making.add_argument(
         "--index", metavar="URL", help="index of torch's wheels, such as a mirror of PyTorch's"
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument(
         "--installer",
         choices=["pip", "uv"],
-        help="by default uv where it is installed and pip has no sources of its own configured, else pip",
+        help="by default uv if it is installed and pip has no sources of its own configured, else pip",
     )
     making.add_argument("--force", action="store_true", help="replace an environment that is there")
     making.add_argument("--dry-run", action="store_true", help="print the commands and change nothing")
@@ -137,7 +137,7 @@ def _create(options: argparse.Namespace) -> int:
     version = options.torch or (own_build().version or "").partition("+")[0]
     if not version:
         raise SetupError(
-            "--torch must be given where this interpreter has no torch whose version could be taken."
+            "--torch must be given, since this interpreter has no torch whose version could be used."
         )
     wheel = _wheel(options, version)
     uv, why = _installer(options.installer)
@@ -182,7 +182,7 @@ def _installer(wanted: str | None) -> tuple[str | None, str]:
     """Return uv's path, `None` for pip, and which of the two it is and why."""
     uv = shutil.which("uv")
     if wanted == "uv" and uv is None:
-        raise SetupError("--installer must be pip where uv is not installed, but is 'uv' instead.")
+        raise SetupError("--installer must be pip if uv is not installed, but is 'uv' instead.")
     if wanted is not None:
         return (uv if wanted == "uv" else None), f"{wanted}, as --installer says"
     if uv is not None and pip_has_own_sources():

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         nargs="?",
         const=2.0,
         metavar="SECONDS",
-        help="print again every 2 (or so many) seconds until Ctrl-C",
+        help="print again every SECONDS (2) until Ctrl-C",
     )
     options = parser.parse_args(list(arguments))
     if options.watch is None:
@@ -74,7 +74,7 @@ def inspect() -> Inventory:
 
 
 def as_dict(card: DetectedCard) -> dict[str, Any]:
-    """Return a card as plain types, for JSON; what is not known is null, never 0."""
+    """Return a card as plain types, for JSON; an unknown value is null, never 0."""
     spec, reading = card.spec, card.reading
     used = card.python or (sys.executable if card.unusable is None and card.undriven is None else None)
     return {

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the leader ({DEFAULT_PORT})")
     parser.add_argument("--token-file", type=Path, help="where the secret is written (hetexp's own folder)")
-    parser.add_argument("--force", action="store_true", help="write over a file of this name")
+    parser.add_argument("--force", action="store_true", help="overwrite a file of this name")
     options = parser.parse_args(arguments)
     return exit_code(lambda: _init(options), drives_torch=False)
 

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "merge",
-        "Merge checkpoints of one model to one: the mean of their weights, by the samples that "
+        "Merge checkpoints of one model into one: the mean of their weights, by the samples that "
         "each was trained on. The result is evaluated beside its parents, and any strategy resumes from it.",
         _EPILOG,
     )
@@ -39,14 +39,14 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="folder that gets checkpoints/step_…; by default the run itself where there is one, else "
+        help="folder for checkpoints/step_…; by default the run itself if it is a single one, else "
         "merged in the first one",
     )
     parser.add_argument("--weights", nargs="+", type=float, metavar="W", help="one for each checkpoint")
     parser.add_argument(
         "--soup",
         choices=["greedy"],
-        help="take models in from the best to the worst, each only if the loss of the mean does not rise",
+        help="add models from the best to the worst, each only if the loss of the mean does not rise",
     )
     parser.add_argument(
         "--batch-norm",
@@ -58,9 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         "--lora-scaling",
         type=float,
         metavar="S",
-        help="factor of the adapters' products (alpha / rank), where the model's layers do not tell it",
+        help="factor of the adapters' products (alpha / rank), if the model's layers do not define it",
     )
-    parser.add_argument("--force", action="store_true", help="merge models that began from other weights")
+    parser.add_argument("--force", action="store_true", help="merge models that began from different weights")
     add_shared(parser, "--trust")
     return parser
 

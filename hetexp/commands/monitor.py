@@ -26,7 +26,7 @@ _EPILOG = """\
 examples
   hetexp monitor                                        sample each second until Ctrl-C, into the database
   hetexp monitor --json                                 also print each moment as one line of JSON
-  hetexp monitor --once --json                          one moment, nothing is kept
+  hetexp monitor --once --json                          one sample of each device; nothing is stored
   hetexp monitor monitor.url=postgresql://me@db/lab     into another database"""
 
 
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
         "monitor",
         "Sample all devices of this machine into the monitor's database, as each run does while "
-        "it goes on; hetexp top shows it. Where another process samples already, this one waits for its end.",
+        "it goes on; hetexp top shows it. If another process already samples, this one waits until it ends.",
         _EPILOG,
     )
     parser.add_argument("overrides", nargs="*", help="monitor.key=value, as for hetexp train")
-    parser.add_argument("--once", action="store_true", help="print one moment and end; nothing is kept")
+    parser.add_argument("--once", action="store_true", help="print one sample of each device; store nothing")
     add_shared(parser, "--json")
     options = parser.parse_intermixed_args(list(arguments))
     return exit_code(lambda: _run(options), drives_torch=False)

@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="folder of report.html, report.md and the tables; by default FOLDER where there is one, else "
+        help="folder of report.html, report.md and the tables; by default FOLDER if it is a single one, else "
         "report",
     )
     parser.add_argument("--title", help="of the report; by default the folders' names")

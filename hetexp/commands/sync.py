@@ -68,22 +68,20 @@ def _parser() -> argparse.ArgumentParser:
         _EPILOG,
     )
     parser.add_argument("folders", nargs="*", metavar="FOLDER", type=Path, help="of runs or sweeps")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be synced, and send nothing")
-    parser.add_argument(
-        "--project", metavar="NAME", help="instead of the project that the runs were made for"
-    )
-    parser.add_argument("--entity", metavar="NAME", help="instead of the team or user")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs to sync, and send nothing")
+    parser.add_argument("--project", metavar="NAME", help="instead of the runs' own project")
+    parser.add_argument("--entity", metavar="NAME", help="instead of the runs' own team or user")
     parser.add_argument(
         "--unfinished",
         action="store_true",
-        help="runs without a summary, too: those that were killed. One that still goes on would be cut off",
+        help="also sync runs without a summary, such as killed ones; a run that is still going on is cut off",
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=above_zero,
         default=300.0,
-        help="end where nothing was sent for so long (default: %(default)g)",
+        help="give up if nothing is sent for this long (default: %(default)g)",
     )
     return parser
 

@@ -33,14 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
         "dashboard",
         "Show what devices and trainings of this machine do in a browser, and start, watch and "
-        "stop trainings there. They go on when the server ends, and are found again by the next one.",
+        "stop trainings there. Trainings go on when the server ends, and the next server finds them again.",
         _EPILOG,
     )
     parser.add_argument("overrides", nargs="*", help="monitor.key=value, as for hetexp train")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others need a token")
     parser.add_argument("--port", type=int, default=PORT, help=f"by default {PORT}; 0: a free one")
     parser.add_argument(
-        "--token", help=f"what a browser must know; better by {TOKEN_VARIABLE}, which ps does not show"
+        "--token", help=f"token that browsers must send; better in {TOKEN_VARIABLE}, which ps does not show"
     )
     parser.add_argument(
         "--name", action="append", default=[], help="another name of this machine, such as a proxy's"

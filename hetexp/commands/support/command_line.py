@@ -48,7 +48,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "run": {"metavar": "RUN", "help": "a run or checkpoint folder, RUN/best or RUN/step:100"},
     "overrides": {"nargs": "*", "help": "group=option and key=value, as for hetexp train"},
     "--config-dir": {"metavar": "FOLDER", "help": "a folder of options of your own"},
-    "--json": {"action": "store_true", "help": "print JSON; what is not known is null"},
+    "--json": {"action": "store_true", "help": "print JSON; unknown values are null"},
     "--trust": {
         "action": "append",
         "default": [],

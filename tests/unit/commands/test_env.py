@@ -203,7 +203,7 @@ def test_the_installer(
 def test_uv_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert main(["env", "create", "cpu", "--installer", "uv"]) == 1
-    assert "--installer must be pip where uv is not installed" in capsys.readouterr().err
+    assert "--installer must be pip if uv is not installed" in capsys.readouterr().err
 
 
 def test_what_cannot_be_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
