@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hetexp.hardware.detection.inventory import Inventory
     from hetexp.hardware.selection.pool import Selection
     from hetexp.plan.run_spec import CheckedRun, Request, RunSpec
+    from hetexp.plan.strategy import Strategy
 
 CONFIG_NAME = "config"
 ENGINE = "hetexp.engine.main"
@@ -492,7 +493,8 @@ def check(
         select = select_devices if started is None else started.select
         selection = select(hardware, inventory, need)
         if config.cluster.hosts:
-            found += _of_cluster(config, selection, met)
+            strategy = None if components["strategy"] else spec.strategy
+            found += _of_cluster(config, strategy, selection, met)
             if started is not None:
                 fix = "Use the one or the other."
                 found.append(f"`cluster.hosts` must be empty where another launcher starts the ranks. {fix}")
@@ -536,7 +538,9 @@ def _own_pythons(config: Config) -> list[str]:
     return [python for host in config.cluster.hosts for python in host.pythons]
 
 
-def _of_cluster(config: Config, selection: Any, met: JoinedCluster | None) -> list[str]:
+def _of_cluster(
+    config: Config, strategy: Strategy | None, selection: Any, met: JoinedCluster | None
+) -> list[str]:
     """Name this machine's devices as all machines know them, add those that it has met, and check all."""
     from hetexp.cluster.devices import of_host, problems_over_hosts
     from hetexp.cluster.role import own_role
@@ -557,7 +561,7 @@ def _of_cluster(config: Config, selection: Any, met: JoinedCluster | None) -> li
         if met.network is not None:
             selection.reasons.append(in_words(met.network))
     network_between(config.hardware, selection)
-    return problems_over_hosts(config, selection.devices)
+    return problems_over_hosts(config, strategy, selection.devices)
 
 
 def plain(cfg: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hetexp.core.cluster import HostEntry
 from hetexp.core.config import Config, HardwareConfig
 from hetexp.core.device import DeviceSpec
-from hetexp.core.instantiate import locate
+from hetexp.plan.strategy import Strategy
 
 
 def own_hardware(config: Config, host: HostEntry) -> HardwareConfig:
@@ -26,24 +26,15 @@ def of_host(devices: Sequence[DeviceSpec], name: str) -> list[DeviceSpec]:
     return [replace(device, id=f"{device.id}@{name}", host=name) for device in devices]
 
 
-def problems_over_hosts(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
-    """Return what keeps devices of several machines from training together."""
-    problems = []
-    strategy = config.strategy.get("_target_", "")
-    try:
-        kind = locate(strategy)
-    except Exception:  # the check of the strategy itself reports it
-        kind = None
-    name = str(strategy).rpartition(".")[2].lower()
-    if getattr(kind, "one_process", False):
-        problems.append(
-            f"`strategy` must have a process a device over several machines, but is {name} instead."
-        )
-    if getattr(kind, "apart", False):
-        problems.append(
-            f"`strategy` must end with one model over several machines, but is {name} instead, whose models "
-            "each machine keeps: run it on each of them by itself, and `hetexp merge` what they leave."
-        )
+def problems_over_hosts(
+    config: Config, strategy: Strategy | None, devices: Sequence[DeviceSpec]
+) -> list[str]:
+    """Return why devices of several machines cannot train together.
+
+    Args:
+        strategy: `None` if it cannot be built, which its own check reports.
+    """
+    problems = strategy.check_hosts() if strategy is not None else []
     emulated = [device.id for device in devices if device.backend == "emulated"]
     if emulated and not config.cluster.on_one_machine:
         problems.append(

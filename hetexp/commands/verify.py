@@ -8,7 +8,6 @@ import os
 import platform
 import secrets
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime

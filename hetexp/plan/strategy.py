@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.core.config import Config
@@ -58,27 +58,12 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    steps: ClassVar[Literal["joint", "local", "staged"]] = "joint"
-    """What a rank does in a step: its samples' part of a gradient that all then apply alike (`joint`), steps
-    of its own with its own samples (`local`), or its layers' part of all samples (`staged`)."""
-    solo: ClassVar[bool] = False
-    """Whether one rank trains, without others to talk to."""
-    apart: ClassVar[bool] = False
-    """Whether each rank trains a model of its own, with a fixed part of the data."""
     exact: ClassVar[bool] = True
     """Whether each step is the one that a single device would take with the global batch."""
-    one_process: ClassVar[bool] = False
-    """Whether one rank drives all devices."""
     reforms: ClassVar[bool] = False
     """Whether ranks of a running training can form their group again with other members."""
     compiles: ClassVar[bool] = False
     """Whether `wrap` takes a model that `torch.compile` has compiled."""
-    codes_gradients: ClassVar[bool] = False
-    """Whether gradients may travel in another form than the one that they have (`comm.wire`)."""
-    predicted_as: ClassVar[Literal["alone", "all_reduce", "periodic", "apart", "stages"] | None] = None
-    """How the cost model predicts a step: one device's own work, the ranks' work with an all-reduce of the
-    gradients in backward (`all_reduce`), with one of the weights now and then (`periodic`), with none
-    (`apart`), a pipeline of stages; `None`: it does not know this strategy."""
 
     @abstractmethod
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
@@ -127,6 +112,10 @@ class Strategy(ABC):
         Args:
             engine: its name, for the message.
         """
+        return []
+
+    def check_hosts(self) -> list[str]:
+        """Return what speaks against devices of several machines (`cluster.hosts`)."""
         return []
 
     def fallback_hint(self) -> str:

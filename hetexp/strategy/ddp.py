@@ -51,8 +51,6 @@ class DDP(Strategy):
     name: ClassVar[str] = "ddp"
     reforms = True
     compiles = True
-    codes_gradients = True
-    predicted_as = "all_reduce"
 
     def __init__(
         self,

@@ -45,8 +45,6 @@ class DP(Unexchanged):
     """
 
     name: ClassVar[str] = "dp"
-    solo = True
-    one_process = True
 
     def __init__(self, output_device: NonNegativeInt = 0, dim: NonNegativeInt = 0) -> None:
         self.output_device = output_device
@@ -88,6 +86,9 @@ class DP(Unexchanged):
 
     def fallback_hint(self) -> str:
         return ""
+
+    def check_hosts(self) -> list[str]:
+        return [must_be("strategy", "one with a process a device over several machines", self.name)]
 
     def prepare(self, plan: Plan, preparation: Preparation) -> Plan:
         return preparation.samples(in_one_process(plan))

@@ -32,7 +32,6 @@ class Hybrid(Staged):
     """
 
     name: ClassVar[str] = "hybrid"
-    codes_gradients = True
 
     def __init__(
         self,

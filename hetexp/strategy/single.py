@@ -20,9 +20,7 @@ class Single(Unexchanged):
     """Trains on one device and exchanges nothing."""
 
     name: ClassVar[str] = "single"
-    solo = True
     compiles = True
-    predicted_as = "alone"
 
     def engine(self) -> Engine:
         from hetexp.training.data_parallel import Alone

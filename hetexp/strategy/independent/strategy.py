@@ -40,10 +40,7 @@ class Independent(Unexchanged):
     """
 
     name: ClassVar[str] = "independent"
-    steps = "local"
-    apart = True
     exact = False
-    predicted_as = "apart"
 
     def __init__(
         self,
@@ -73,6 +70,10 @@ class Independent(Unexchanged):
 
     def check_exchange(self, config: Config) -> list[str]:
         return super().check_exchange(config) + require_exchange(config, self.name)
+
+    def check_hosts(self) -> list[str]:
+        fix = "Each machine keeps its models: run it on each by itself, and `hetexp merge` them."
+        return [must_be("strategy", "one that ends with one model over several machines", self.name, fix)]
 
     def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
         return rows_of(inputs, self, lambda counts: [1] * len(counts))

@@ -47,9 +47,7 @@ class LocalSGD(Unexchanged):
     """
 
     name: ClassVar[str] = "local_sgd"
-    steps = "local"
     exact = False
-    predicted_as = "periodic"
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
@@ -32,9 +32,6 @@ class Staged(Strategy):
         schedule: one of torch's (`torch.distributed.pipelining`).
         num_microbatches: of each pipeline and step; `None`: four a stage, at most its samples.
     """
-
-    steps: ClassVar[Literal["joint", "local", "staged"]] = "staged"
-    predicted_as = "stages"
 
     def __init__(self, schedule: ScheduleName = "1F1B", num_microbatches: int | None = None) -> None:
         self.schedule: Schedule = SCHEDULES[schedule]
