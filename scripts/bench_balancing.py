@@ -33,7 +33,9 @@ from balance_bench.measure import (
     slow_down,
 )
 from balance_bench.mixes import MIXES
-from balance_bench.regret import regrets
+from benchlib.options import add_tables, names_of, parser_of
+from benchlib.runs import keep
+from benchlib.tables import publish
 
 POLICIES = ("equal", "vram", "tflops", "profiled", "adaptive", "auto")
 OURS = ("profiled", "adaptive", "auto")
@@ -64,11 +66,8 @@ class Bench:
     def stage(self, name: str) -> Stage:
         """Return a mix made ready, the same for all tables of this call."""
         if name not in self._stages:
-            told = f"{name}: rehearsing"
-            folder = self.folder / str(len(self._stages))
-            self._stages[name] = self._timed(
-                told, prepare, name, MIXES[name], folder, self.arguments.time_scale
-            )
+            given = (name, MIXES[name], self.folder / str(len(self._stages)), self.arguments.time_scale)
+            self._stages[name] = self._timed(f"{name}: rehearsing", prepare, *given)
         return self._stages[name]
 
     def run(self) -> None:
@@ -90,7 +89,7 @@ class Bench:
             "python": platform.python_version(),
             "repeats": self.arguments.repeats,
         }
-        self.keep()
+        keep(self.arguments.json, self.results)
 
     def mixes(self) -> None:
         """Every policy, and the other frameworks beside them if their table is wanted as well."""
@@ -98,7 +97,7 @@ class Bench:
         self._side_by_side("mixes", [*POLICIES, *(self._rivals() if both else ())])
         if both:
             self.results["rivals"] = self.results["mixes"]
-            self.keep()
+            keep(self.arguments.json, self.results)
 
     def rivals(self) -> None:
         """Our measured policies and the other frameworks; already there if `mixes` was measured, too."""
@@ -114,7 +113,7 @@ class Bench:
             for name in OURS:
                 runs[name].append(self._timed(name, run_policy, stage, name))
         self.results["alone"] = {"facts": stage.facts(), "runs": runs}
-        self.keep()
+        keep(self.arguments.json, self.results)
 
     def prediction(self) -> None:
         """Both tables that come from one calibration: prediction and regret."""
@@ -125,24 +124,15 @@ class Bench:
             found[stage.mix.title] = self._timed(
                 f"{name}: predicting", predict, stage, count, PREDICTION_STEPS, self.arguments.repeats
             )
-        counts = {2: 20} if self.arguments.quick else {2: 500, 3: 200, 8: 100}
-        model = [
-            self._timed(f"regret in the model, {n} cards", regrets, n, many) for n, many in counts.items()
-        ]
-        self.results |= {"prediction": found, "regret": {"model": model, "mixes": found}}
-        self.keep()
+        self.results |= {"prediction": found, "regret": found}
+        keep(self.arguments.json, self.results)
 
     def slowdown(self) -> None:
         """A device slowed at step 50 and restored at 100."""
         stage = self.stage(SLOWED)
         runs = self._timed("slow-down", slow_down, stage, self.arguments.repeats)
         self.results["slowdown"] = {stage.mix.title: runs}
-        self.keep()
-
-    def keep(self) -> None:
-        """Write down what there is."""
-        if self.arguments.json is not None:
-            self.arguments.json.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        keep(self.arguments.json, self.results)
 
     def _side_by_side(self, table: str, entrants: list[str]) -> None:
         """Run all entrants in turn, again and again: what else the machine does meets all of them."""
@@ -155,36 +145,31 @@ class Bench:
                     measure = run_rival if entrant in RIVALS else run_policy
                     runs[entrant].append(self._timed(f"{name}: {entrant}", measure, stage, entrant))
             kept[name] = {"facts": stage.facts(), "runs": runs}
-            self.keep()
+            keep(self.arguments.json, self.results)
 
     def _rivals(self) -> list[str]:
-        missing = [] if find_spec("accelerate") else ["Accelerate"]
-        if missing:
-            print("Accelerate is not installed (pip install '.[bench]') and left out")
-        return [name for name in RIVALS if name not in missing]
+        if find_spec("accelerate"):
+            return list(RIVALS)
+        print("Accelerate is not installed (pip install '.[bench]') and left out")
+        return [name for name in RIVALS if name != "Accelerate"]
 
-    def _timed(self, told: str, measure: Callable[..., Any], *given: Any) -> Any:
-        """Call a function, and print what it was about and how long it took."""
+    def _timed(self, title: str, measure: Callable[..., Any], *given: Any) -> Any:
+        """Call a function, and print a title and how long the call took."""
         began = time.perf_counter()
         found = measure(*given)
         if isinstance(found, dict) and "samples_per_s" in found:
-            told += f": {found['samples_per_s']:,.1f} samples/s" + ("" if found["valid"] else ", outrun")
-        print(f"{told} ({time.perf_counter() - began:.0f} s)", flush=True)
+            title += f": {found['samples_per_s']:,.1f} samples/s" + ("" if found["valid"] else ", outrun")
+        print(f"{title} ({time.perf_counter() - began:.0f} s)", flush=True)
         return found
 
 
 def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tables", type=_list_of(page.TABLES), default=list(page.TABLES))
-    parser.add_argument("--mixes", type=_list_of(MIXES), default=list(MIXES))
+    parser = parser_of(__doc__)
+    parser.add_argument("--tables", type=names_of(page.TABLES), default=list(page.TABLES))
+    parser.add_argument("--mixes", type=names_of(MIXES), default=list(MIXES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--quick", action="store_true", help="one run on two mixes: whether it works, no figures"
-    )
-    parser.add_argument("--time-scale", type=float, help="instead of the one that this machine can keep")
-    parser.add_argument("--json", type=Path, help="where results are kept and added to")
-    parser.add_argument("--write", type=Path, help="the page whose tables are replaced")
+    add_tables(parser)
     arguments = parser.parse_args(given)
     if arguments.quick:
         arguments.repeats = 1
@@ -192,32 +177,14 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def _list_of(known: Any) -> Callable[[str], list[str]]:
-    def read(text: str) -> list[str]:
-        names = text.split(",")
-        wrong = [name for name in names if name not in known]
-        if wrong:
-            raise argparse.ArgumentTypeError(
-                f"must be of {', '.join(known)}, but is {', '.join(wrong)} instead"
-            )
-        return names
-
-    return read
-
-
 def main() -> None:
     arguments = arguments_of()
     with tempfile.TemporaryDirectory(prefix="bench_balancing_") as folder:
-        os.environ["HETEXP_HOME"] = str(
-            Path(folder, "home")
-        )  # what is measured here is not kept for later runs
+        # A user's later runs must not find what is measured here.
+        os.environ["HETEXP_HOME"] = str(Path(folder, "home"))
         bench = Bench(arguments, Path(folder))
         bench.run()
-    tables = page.render(bench.results)
-    for name, table in tables.items():
-        print(f"\n{name}\n\n{table}")
-    if arguments.write is not None:
-        page.write(arguments.write, tables)
+    publish(page.render(bench.results), arguments.write)
 
 
 if __name__ == "__main__":

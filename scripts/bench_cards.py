@@ -1,11 +1,13 @@
-"""All that is asked of several equal cards of one host, in one call: scaling, unequal speeds, stages, a loss.
+"""All that is asked of equal cards of one host, in one call: scaling, unequal speeds, stages, a loss.
 
     python scripts/bench_cards.py --gpus 4 --out cards
-    python scripts/bench_cards.py --gpus 4 --parts stages,loss
+    python scripts/bench_cards.py --gpus 2 --parts slowed,splits,equal,cpu
     python scripts/bench_cards.py --device cpu --gpus 4 --tiny --parts stages,loss
 
 `scaling`: `bench_scaling.py` with both models and the plain script beside, on 1, 2, 4 … cards.
-`slowed`: `bench_gpu_balancing.py` with the last two cards slowed 2 and 4 times.
+`slowed`: balancing with the last cards made slower by the factors of `--slow`; `splits`: splits of two such
+cards that were not measured, predicted and measured; `equal`: all cards as they are; `cpu`: one card and the
+CPU, alone and together.
 `stages`: a GPT in float32 on one device, in a pipeline over all, and in two pipelines of half of them each:
 losses against the one device's, and the bubble beside the one that the schedule has with the measured passes.
 `loss`: one of the devices is killed in mid-run, once with the vendor's library and once with shared memory:
@@ -21,14 +23,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import bench_gpu_balancing
 import bench_scaling
-from balance_bench.runs import Run, start
-from ddp_bench.page import table
+from balance_bench.cards import Bench
+from benchlib.options import names_of, parser_of
+from benchlib.runs import Run, keep, start
+from benchlib.tables import figure, table
 from ddp_bench.task import GPT_124M, TINY, words_of
 from strategy_bench.measure import bubble
 
-PARTS = ("scaling", "slowed", "stages", "loss")
+BALANCING = ("slowed", "splits", "equal", "cpu")
+PARTS = ("scaling", *BALANCING, "stages", "loss")
+USUAL = ("scaling", "slowed", "equal", "stages", "loss")
 STEPS = 20
 MICROBATCHES = 4
 """For each stage of a pipeline."""
@@ -110,18 +115,11 @@ def stages_page(found: dict[str, Any]) -> str:
     """Return the table of `stages`."""
     reference = found["one device"]["losses"]
     rows = []
-    for name, one in found.items():
-        played = one["bubble"]
-        rows.append(
-            [
-                name,
-                f"{1e3 * one['step_s']:.1f}",
-                f"{worst(one['losses'], reference):.1e}",
-                " / ".join(f"{share:.1%}" for share in one["bubbles"]) or "–",
-                f"{played['simulated']:.1%}" if played else "–",
-                f"{played['step_ratio']:.3f}" if played else "–",
-            ]
-        )
+    for name, layout in found.items():
+        played = layout["bubble"] or {"simulated": None, "step_ratio": None}
+        cells = [name, f"{1e3 * layout['step_s']:.1f}", f"{worst(layout['losses'], reference):.1e}"]
+        cells.append(" / ".join(f"{share:.1%}" for share in layout["bubbles"]) or "–")
+        rows.append([*cells, figure(played["simulated"], ".1%"), figure(played["step_ratio"], ".3f")])
     head = ["", "step, ms", "losses differ by", "bubble, measured", "bubble, simulated", "step ÷ simulated"]
     return table(head, rows)
 
@@ -152,17 +150,9 @@ def loss_page(found: dict[str, Any]) -> str:
     rows = []
     for exchange, one in found.items():
         (failure, *others) = one["failures"] or [{"recovered_s": float("nan"), "steps_lost": -1}]
-        rows.append(
-            [
-                f"`{exchange}`",
-                one["status"],
-                f"{failure['recovered_s']:.2f}",
-                str(failure["steps_lost"]),
-                f"{1e3 * one['step_s']:.1f}",
-                f"{worst(one['losses'], one['undisturbed']):.1e}",
-                str(len(others)),
-            ]
-        )
+        cells = [f"`{exchange}`", one["status"], f"{failure['recovered_s']:.2f}", str(failure["steps_lost"])]
+        off = f"{worst(one['losses'], one['undisturbed']):.1e}"
+        rows.append([*cells, f"{1e3 * one['step_s']:.1f}", off, str(len(others))])
     head = ["exchange", "ended", "recovered, s", "steps lost", "step, ms", "losses differ by", "other losses"]
     return table(head, rows)
 
@@ -174,7 +164,7 @@ def last_device(cards: Cards) -> str:
 
 
 def losses(run: Run) -> dict[int, float]:
-    """Return each step's loss; of a step that was told again, the last one."""
+    """Return each step's loss; of a step that was logged twice, the last one."""
     return {row["step"]: row["train/loss"] for row in run.rows}
 
 
@@ -193,45 +183,56 @@ def counts(gpus: int) -> str:
 
 def main(given: list[str] | None = None) -> None:
     """Run the chosen parts, and print their tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
-    parser.add_argument("--tiny", action="store_true", help="models of no use: whether it works, no figures")
-    parser.add_argument("--rounds", type=int, default=2, help="of scaling")
-    parser.add_argument("--steps", type=int, default=40, help="of scaling")
-    parser.add_argument("--out", type=Path, help="folder for what was measured")
-    arguments = parser.parse_args(given)
-    if unknown := sorted(set(arguments.parts) - set(PARTS)):
-        parser.error(f"--parts must be of {', '.join(PARTS)}, but has {', '.join(unknown)}")
-    if arguments.gpus < 2:
-        parser.error(f"--gpus must be at least 2, but is {arguments.gpus}")
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments = arguments_of(given)
 
-    def out(name: str) -> list[str]:
-        return ["--out", str(arguments.out / name)] if arguments.out is not None else []
+    def out(name: str) -> Path | None:
+        return arguments.out / name if arguments.out is not None else None
 
     if "scaling" in arguments.parts:
         words = ["--gpus", str(arguments.gpus), "--counts", counts(arguments.gpus), "--models", "gpt,convnet"]
         words += ["--device", arguments.device, "--plain", "--rounds", str(arguments.rounds)]
         words += ["--tiny"] if arguments.tiny else ["--steps", str(arguments.steps), "--warm-steps", "10"]
-        bench_scaling.main([*words, *out("scaling.json")])
-    if "slowed" in arguments.parts:
-        if arguments.device != "cuda" or arguments.gpus < 3:
-            parser.error("slowed needs three cards at least: two of them are slowed")
-        words = ["--parts", "slowed,equal", "--gpus", str(arguments.gpus), "--slow", "2,4"]
-        output = ["--output", str(arguments.out / "slowed.md")] if arguments.out is not None else []
-        bench_gpu_balancing.main([*words, *output])
+        bench_scaling.main([*words, *(["--out", str(out("scaling.json"))] if arguments.out else [])])
     with tempfile.TemporaryDirectory(prefix="bench_cards_") as temporary:
+        bench = Bench(Path(temporary), arguments.gpus, arguments.slow)
+        balancing = (bench.slowed_part, bench.splits_part, bench.equal_part, bench.cpu_part)
+        for name, part in zip(BALANCING, balancing, strict=True):
+            if name in arguments.parts:
+                part()
+        if bench.lines and (page := out("balancing.md")) is not None:
+            page.write_text("\n".join(bench.lines) + "\n", encoding="utf-8")
         cards = Cards(arguments.gpus, arguments.device, arguments.tiny, Path(temporary))
-        for name, measure, page in (("stages", stages, stages_page), ("loss", loss, loss_page)):
+        for name, measure, page_of in (("stages", stages, stages_page), ("loss", loss, loss_page)):
             if name in arguments.parts:
                 found = measure(cards)
-                print(f"\n{page(found)}\n", flush=True)
-                if arguments.out is not None:
-                    text = json.dumps(found, indent=1) + "\n"
-                    (arguments.out / f"{name}.json").write_text(text, encoding="utf-8")
+                print(f"\n{page_of(found)}\n", flush=True)
+                keep(out(f"{name}.json"), found)
+
+
+def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--parts", type=names_of(PARTS), default=list(USUAL), help=", ".join(PARTS))
+    parser.add_argument("--slow", type=lambda text: [float(n) for n in text.split(",")], help="2.7, or 2,4")
+    parser.add_argument("--tiny", action="store_true", help="models of no use: whether it works, no figures")
+    parser.add_argument("--rounds", type=int, default=2, help="of scaling")
+    parser.add_argument("--steps", type=int, default=40, help="of scaling")
+    parser.add_argument("--out", type=Path, help="folder for what was measured")
+    arguments = parser.parse_args(given)
+    if arguments.gpus < 2:
+        parser.error(f"--gpus must be at least 2, but is {arguments.gpus}")
+    if arguments.slow is None:
+        arguments.slow = [2.7] if arguments.gpus == 2 else [2.0, 4.0]
+    if not len(arguments.slow) < arguments.gpus:
+        parser.error(f"--slow must leave one of --gpus as it is, but has {len(arguments.slow)} factors")
+    balancing = [name for name in BALANCING if name in arguments.parts]
+    if arguments.device != "cuda" and balancing:
+        parser.error(f"{', '.join(balancing)} need NVIDIA cards: --device must be cuda")
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    return arguments
 
 
 if __name__ == "__main__":

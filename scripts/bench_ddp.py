@@ -12,45 +12,43 @@ lines after the first steps, memory is the peak of torch's allocator, `busy` is 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from benchlib.options import fill, parser_of
+from benchlib.runs import keep
 from ddp_bench import page
 from ddp_bench.runs import Job, ours, plain
 from ddp_bench.task import TASKS
 
+Runs = dict[str, dict[str, list[dict[str, Any]]]]
+"""By entrant and job, one a round."""
+
 
 def main(given: list[str] | None = None) -> None:
     arguments = arguments_of(given)
-    results = bench(job_of(arguments, arguments.ranks, arguments.local_batch), arguments.rounds)
+    job = job_of(arguments, arguments.ranks, arguments.local_batch)
+    found = in_turn({"both": job}, ["ours", "plain"], arguments.rounds)
+    runs = {entrant: by_name["both"] for entrant, by_name in found.items()}
+    results = {"facts": {**job.facts(), "words": job.words()}, "runs": runs}
     print(f"\n{page.ddp(results)}")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    keep(arguments.out, results)
 
 
-def bench(job: Job, rounds: int) -> dict[str, Any]:
-    """Run both in turn, again and again: what else the machine does meets both."""
-    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "plain": []}
+def in_turn(jobs: dict[str, Job], entrants: list[str], rounds: int) -> Runs:
+    """Run each job by each entrant, and all of them again: what else the machine does meets all."""
+    runs: Runs = {entrant: {name: [] for name in jobs} for entrant in entrants}
     with tempfile.TemporaryDirectory(prefix="bench_ddp_") as temporary:
         for number in range(rounds):
-            for name in runs:
-                began = time.perf_counter()
-                found = run_once(name, Path(temporary), job)
-                runs[name].append(found)
-                tell(f"round {number + 1}, {name}", found, began)
-    facts = {
-        "parameters": job.task.num_parameters(),
-        "sample": job.task.sample(),
-        "local_batch": job.local_batch_size,
-        "precision": job.precision,
-        "warm_steps": job.warm_steps,
-        "steps": job.steps,
-        "words": job.words(),
-    }
-    return {"facts": facts, "runs": runs}
+            for entrant in entrants:
+                for name, job in jobs.items():
+                    began = time.perf_counter()
+                    found = run_once(entrant, Path(temporary), job)
+                    runs[entrant][name].append(found)
+                    report(f"round {number + 1}, {entrant}, {name}", found, began)
+    return runs
 
 
 def run_once(name: str, folder: Path, job: Job) -> dict[str, Any]:
@@ -60,7 +58,7 @@ def run_once(name: str, folder: Path, job: Job) -> dict[str, Any]:
     return ours(folder, job.words(), job.warm_steps, job.task.tokens_per_sample)
 
 
-def tell(name: str, found: dict[str, Any], began: float) -> None:
+def report(name: str, found: dict[str, Any], began: float) -> None:
     """Print a line about a run that is over."""
     print(
         f"{name}: {found['samples_per_s']:,.1f} samples/s, {found['step_s'] * 1e3:,.2f} ms a step "
@@ -100,9 +98,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 def complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Fill in what was left out, and refuse what does not fit together."""
     usual = {"local_batch": (32, 4), "steps": (100, 4), "warm_steps": (20, 2), "log_every": (10, 2)}
-    for name, (value, tiny) in usual.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, tiny if arguments.tiny else value)
+    fill(arguments, usual)
     if arguments.precision is None:  # not every processor computes in bfloat16
         arguments.precision = "float32" if arguments.device == "cpu" else "bfloat16"
     for name in (*usual, "ranks"):
@@ -115,7 +111,7 @@ def complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     add_common(parser)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args(given)

@@ -10,9 +10,7 @@ is compared bit by bit between ranks, and with a sum in float64.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -24,6 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from benchlib import tables
+from benchlib.options import numbers, parser_of
+from benchlib.runs import free_port, keep
 
 from hetexp.comm.exchange import Exchange, GroupExchange
 from hetexp.comm.shared_memory import exchange as shared_memory
@@ -39,29 +40,25 @@ def main(given: list[str] | None = None) -> None:
     arguments = arguments_of(given)
     found = []
     for ranks in arguments.ranks:
-        for kinds in mixes(arguments.device, ranks):
-            rows = measure(kinds, arguments)
-            found += rows
-            print(f"\n{' + '.join(kinds)}\n\n{table(rows)}", flush=True)
-    if arguments.json is not None:
-        facts = {"torch": torch.__version__, "cores": os.cpu_count(), "card": card()}
-        arguments.json.write_text(json.dumps(facts | {"rows": found}, indent=1) + "\n", encoding="utf-8")
+        kinds = kinds_of(arguments.device, ranks)
+        rows = measure(kinds, arguments)
+        found += rows
+        print(f"\n{' + '.join(kinds)}\n\n{table(rows)}", flush=True)
+    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    facts = {"torch": torch.__version__, "cores": os.cpu_count(), "card": card}
+    keep(arguments.json, facts | {"rows": found})
     if any(row["wrong"] for row in found):
         sys.exit("a result was wrong")
 
 
-def mixes(device: str, ranks: int) -> list[tuple[str, ...]]:
-    """Return the kinds of device of each rank: all alike or, of `mixed`, cards and one CPU."""
-    if device == "mixed":
-        return [("cuda",) * (ranks - 1) + ("cpu",)]
-    return [(device,) * ranks]
+def kinds_of(device: str, ranks: int) -> tuple[str, ...]:
+    """Return the kind of device of each rank: all alike or, of `mixed`, cards and one CPU."""
+    return ("cuda",) * (ranks - 1) + ("cpu",) if device == "mixed" else (device,) * ranks
 
 
 def measure(kinds: tuple[str, ...], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one row a size."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = torch.multiprocessing.get_context("spawn")
     pipe, other = context.Pipe(duplex=False)
     processes = [
@@ -85,7 +82,7 @@ def measure(kinds: tuple[str, ...], arguments: argparse.Namespace) -> list[dict[
 
 
 def rank_main(rank: int, kinds: tuple[str, ...], port: int, arguments: argparse.Namespace, pipe: Any) -> None:
-    """Measure as one rank; the first one tells."""
+    """Measure as one rank; the first rank sends the rows."""
     size = len(kinds)
     torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // size)))
     if arguments.chunk_kib:
@@ -105,7 +102,7 @@ def rank_main(rank: int, kinds: tuple[str, ...], port: int, arguments: argparse.
     }
     if all(kind == "cuda" for kind in kinds) and torch.cuda.device_count() >= size:
         ways["native"] = GroupExchange(dist.new_group(backend="nccl"))
-    for num_bytes in arguments.sizes:
+    for num_bytes in (1024 * size for size in arguments.sizes_kib):
         row = one_size(num_bytes, rank, device, ways, arguments.seconds)
         if pipe is not None:
             pipe.send({"kinds": kinds, "bytes": num_bytes, **row})
@@ -154,9 +151,9 @@ def one_size(
             took[name].append(time.perf_counter() - start)
         repetitions += 1
         enough = repetitions >= 5 and time.perf_counter() - began > seconds_a_way * len(ways)
-        told = torch.tensor([int(enough)])
-        dist.broadcast(told, 0)
-        go_on = not int(told)
+        decision = torch.tensor([int(enough)])
+        dist.broadcast(decision, 0)
+        go_on = not int(decision)
     seconds = {}
     for name, mine in took.items():
         slowest = torch.tensor(mine, dtype=torch.float64)
@@ -169,46 +166,28 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table of one mix."""
     names = list(rows[0]["seconds"])
     others = [name for name in names if name != "gloo"]
-    lines = [
-        "| size | "
-        + " | ".join(f"{n}, ms | GB/s" for n in names)
-        + " | "
-        + " | ".join(f"{n}, × gloo" for n in others),
-        "|---" * (1 + 2 * len(names) + len(others)),
-    ]
-    lines = [f"{line} |" for line in lines]
+    head = ["size", *(title for name in names for title in (f"{name}, ms", "GB/s"))]
+    cells = []
     for row in rows:
-        size = row["bytes"]
-        cells = [f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"]
+        size, seconds = row["bytes"], row["seconds"]
+        line = [f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"]
         for name in names:
-            seconds = row["seconds"][name]
-            cells += [f"{seconds * 1e3:.3f}", f"{size / 2**30 / seconds:.2f}"]
-        cells += [f"{row['seconds']['gloo'] / row['seconds'][name]:.2f}×" for name in others]
-        lines.append(
-            "| " + " | ".join(cells) + " |" + (f" wrong: {', '.join(row['wrong'])}" if row["wrong"] else "")
-        )
-    return "\n".join(lines)
-
-
-def card() -> str | None:
-    """Return the name of the first card."""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+            line += [f"{seconds[name] * 1e3:.3f}", f"{size / 2**30 / seconds[name]:.2f}"]
+        line += [f"{seconds['gloo'] / seconds[name]:.2f}×" for name in others]
+        cells.append([*line, ", ".join(row["wrong"])])
+    return tables.table([*head, *(f"{name}, × gloo" for name in others), "wrong"], cells)
 
 
 def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda", "mixed"), default="cpu")
-    parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[2, 3, 4])
-    parser.add_argument(
-        "--sizes-kib", type=lambda text: [int(n) * 1024 for n in text.split(",")], dest="sizes"
-    )
+    parser.add_argument("--ranks", type=numbers, default=[2, 3, 4])
+    parser.add_argument("--sizes-kib", type=numbers, default=[size // 1024 for size in SIZES])
     parser.add_argument("--seconds", type=float, default=1.5, help="that each way is measured at each size")
     parser.add_argument("--chunk-kib", type=int, help="chunk of the exchange through shared memory")
     parser.add_argument("--json", type=Path, help="where to put the figures")
-    arguments = parser.parse_args(given)
-    arguments.sizes = arguments.sizes or list(SIZES)
-    return arguments
+    return parser.parse_args(given)
 
 
 if __name__ == "__main__":

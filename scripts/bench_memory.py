@@ -3,45 +3,33 @@
     python scripts/bench_memory.py [--out rows.json] [--only gpt] [--events] [--limits] [--record FILE]
 
 Each row is a model, an optimizer and a precision: three steps as the training loop does them, in fresh
-memory. Then the largest microbatch that is said to fit into 6 GiB is compared with the largest that really
-runs. Without a card it prints the estimates only. It needs torch and numpy beside hetexp's own sources.
+memory. Then the largest microbatch that the estimate says fits into 6 GiB is compared with the largest that
+really runs. Without a card it prints the estimates only.
 
-`--out` keeps each row with the memory at each phase, and with `--events` the size of everything that was
-allocated and freed in the last step, in order. With these the constants of `hetexp/hardware/memory/trace.py`
-are set. `--limits` looks for the least memory that each row really runs in: with it, those of
-`memory_rules.py` are set. `--record` writes what `tests/unit/hardware/test_memory_recorded.py` compares with.
+`--out` keeps each row, and with `--events` the size of everything that was allocated and freed in the last
+step, in order: the constants of `hetexp/hardware/memory/trace.py` come from these. `--limits` looks for the
+least memory that each row really runs in: the constants of `hetexp/hardware/memory/rules.py` come from these.
+`--record` writes what `tests/unit/hardware/test_memory_recorded.py` compares with.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import importlib
 import json
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchlib.options import parser_of
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-try:
-    import pydantic  # noqa: F401
-except ImportError:  # the models only name its types in their signatures
-    stand_in: Any = types.ModuleType("pydantic")
-    stand_in.Field, stand_in.PositiveInt = (lambda **_: None), int
-    sys.modules["pydantic"] = stand_in
-    building: Any = types.ModuleType("hetexp.core.instantiate")
-    building.instantiate = building.parameters = None
-    sys.modules["hetexp.core.instantiate"] = building
-
 from hetexp.core.device import DeviceSpec
+from hetexp.core.instantiate import instantiate
 from hetexp.hardware.memory.estimate import (
     MemoryEstimate,
     Workload,
@@ -70,9 +58,7 @@ class Case:
     size: int
 
     def build(self) -> nn.Module:
-        arguments = dict(self.model)
-        module, _, name = arguments.pop("_target_").rpartition(".")
-        model: nn.Module = getattr(importlib.import_module(module), name)(**arguments)
+        model: nn.Module = instantiate(self.model)
         return model
 
     def batch(self, size: int) -> Batch:
@@ -129,8 +115,7 @@ CASES = [
     gpt("gpt large", 12, 12, 768, 1024, 50304, 8, tie_weights=True),
     autoencoder("autoencoder", 4096, 65536, 1024),
 ]
-MORE = [gpt("gpt dropout", 6, 6, 384, 256, 65, 64, dropout=0.1)]
-"""Beyond what is accepted by."""
+DROPOUT = gpt("gpt dropout", 6, 6, 384, 256, 65, 64, dropout=0.1)
 FITTED = ("convnet medium", "convnet large", "gpt medium", "gpt large")
 """Cases whose largest microbatch is tried out."""
 
@@ -166,7 +151,7 @@ def all_rows() -> list[Row]:
     pairs = [(o, p) for o in ("sgd", "adamw") for p in ("float32", "bfloat16")]
     rows = [Row(case, *pair) for case in CASES for pair in pairs]
     medium = next(case for case in CASES if case.name == "gpt medium")
-    rows += [Row(case, "adamw", p) for case in MORE for p in ("float32", "bfloat16")]
+    rows += [Row(DROPOUT, "adamw", p) for p in ("float32", "bfloat16")]
     rows += [Row(medium, "adamw", "float32", microbatches=2), Row(medium, "adamw", "float32", fused=True)]
     rows += [Row(medium, "adamw", "float32", ddp=True), Row(medium, "adamw", "bfloat16", 2, ddp=True)]
     return rows
@@ -202,25 +187,7 @@ def autocast(row: Row) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cuda", dtype=torch.bfloat16)
 
 
-class Phases:
-    """What torch's statistics say at named moments, peaks since the moment before."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, dict[str, int]] = {}
-        torch.cuda.reset_peak_memory_stats()
-
-    def note(self, name: str) -> None:
-        self.seen[name] = {
-            "now": torch.cuda.memory_allocated(),
-            "peak": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
-        }
-        torch.cuda.reset_peak_memory_stats()
-
-
-def train_step(
-    row: Row, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, phases: Phases, step: int
-) -> None:
+def train_step(row: Row, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     """`hetexp.training.step.joint_step`, as far as memory goes."""
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device="cuda")
@@ -232,12 +199,9 @@ def train_step(
             with autocast(row):
                 output = module(inputs.to("cuda", non_blocking=True))
                 total = row.total(output, targets.to("cuda", non_blocking=True))
-            phases.note(f"step {step} forward {position}")
             (total * (1.0 / len(inputs))).backward()
-            phases.note(f"step {step} backward {position}")
         loss_sum += total.detach()
     optimizer.step()
-    phases.note(f"step {step} update")
 
 
 def clean() -> None:
@@ -251,33 +215,27 @@ def measure(row: Row, events: bool, size: int | None = None) -> dict[str, Any]:
     """Run a row's steps and return what torch's statistics said."""
     clean()
     before = torch.cuda.memory_allocated()
-    phases = Phases()
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = row.case.build()
-    phases.note("model")
     module: nn.Module = model
     if row.ddp:
         module = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = row.build_optimizer(model)
-    phases.note("wrapped")
     batch = row.case.batch(size or row.case.size)
     trace: list[list[Any]] = []
     for step in range(STEPS):
         if events and step == STEPS - 1:
             torch.cuda.memory._record_memory_history(context=None, max_entries=100_000, clear_history=True)
-        train_step(row, module, optimizer, batch, phases, step)
+        train_step(row, module, optimizer, batch)
     if events:
         recorded = torch.cuda.memory._snapshot()["device_traces"][0]
         torch.cuda.memory._record_memory_history(enabled=None)
         signs = {"alloc": 1, "free_completed": -1}
         trace = [[signs[e["action"]], e["size"], e["addr"]] for e in recorded if e["action"] in signs]
-    peaks = [seen["peak"] for seen in phases.seen.values()]
     return {
-        "peak": max(peaks) - before,
-        "before": before,
-        "reserved": max(seen["reserved"] for seen in phases.seen.values()),
-        "phases": phases.seen,
+        "peak": torch.cuda.max_memory_allocated() - before,
+        "reserved": torch.cuda.max_memory_reserved(),
         "events": trace,
     }
 
@@ -296,7 +254,7 @@ def probe() -> dict[str, Any]:
 
 
 def context_bytes() -> int:
-    """Return what this process holds of the card beside torch's allocator, if nobody else is on it."""
+    """Return what this process holds of the card beside torch's allocator, if no other process is on it."""
     clean()
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
@@ -432,9 +390,7 @@ def find_limits(rows: list[Row], found: dict[str, Any], all_of_them: bool) -> No
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, help="file for everything that was measured, as JSON")
     parser.add_argument("--only", default="", help="rows whose name has this text")
     parser.add_argument("--events", action="store_true", help="keep each allocation of the last step")

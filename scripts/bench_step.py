@@ -1,4 +1,4 @@
-"""What the host does in a step of hetexp beyond a plain loop, counted: no clock, so any machine tells it.
+"""What the host does in a step of hetexp beyond a plain loop, counted without a clock.
 
     python scripts/bench_step.py [--layers 12]
 
@@ -9,7 +9,6 @@ where the host waits for the device.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import cProfile
@@ -21,14 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchlib.options import parser_of
+from benchlib.runs import planned
+from benchlib.tables import table
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetexp.app import check, compose_config
 from hetexp.comm.step_message import StepMessage
 from hetexp.data.sampler import Position
-from hetexp.plan.planner import make_plan
-from hetexp.plan.run_spec import Request
 from hetexp.training.loop import MetricsWindow
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import TrainState
@@ -122,19 +121,18 @@ def plain(state: TrainState) -> Callable[[], None]:
 def bench(layers: int) -> dict[str, dict[str, int]]:
     """Return what both count."""
     with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
-        spec = check(compose_config(words_of(layers)), Request(Path(folder), Path.cwd())).accepted()
-        state = build_state(make_plan(spec), spec.config, 0, dist.HashStore())
+        plan, config = planned(words_of(layers), Path(folder))
+        state = build_state(plan, config, 0, dist.HashStore())
         return {"hetexp": counted(ours(state)), "plain loop": counted(plain(state))}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=12)
     found = bench(parser.parse_args().layers)
     names = list(next(iter(found.values())))
-    print(f"| a step of | {' | '.join(names)} |\n|" + "---|" * (len(names) + 1))
-    for name, counts in found.items():
-        print(f"| {name} | {' | '.join(f'{counts[key]:,}' for key in names)} |")
+    rows = [[name, *(f"{counts[key]:,}" for key in names)] for name, counts in found.items()]
+    print(table(["a step of", *names], rows))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from balance_bench.page import write
+from benchlib.options import add_tables, names_of, parser_of
+from benchlib.runs import keep
+from benchlib.tables import publish
 from strategy_bench import page
 from strategy_bench.entrants import ENTRANTS, MIXES, entrants_of
 from strategy_bench.measure import measure, prepare
@@ -31,15 +33,11 @@ def main(given: list[str] | None = None) -> None:
     if arguments.json is not None and arguments.json.exists():
         kept = json.loads(arguments.json.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="bench_strategies_") as folder:
-        # What is measured here is not kept for a person's later runs.
+        # A user's later runs must not find what is measured here.
         os.environ["HETEXP_HOME"] = str(Path(folder, "home"))
         for number, name in enumerate(arguments.mixes):
             bench(name, Path(folder, str(number)), arguments, kept)
-    tables = page.render(kept)
-    for name, table in tables.items():
-        print(f"\n{name}\n\n{table}")
-    if arguments.write is not None:
-        write(arguments.write, tables)
+    publish(page.render(kept), arguments.write)
 
 
 def bench(name: str, folder: Path, arguments: argparse.Namespace, kept: dict[str, Any]) -> None:
@@ -71,27 +69,19 @@ def bench(name: str, folder: Path, arguments: argparse.Namespace, kept: dict[str
                 "time_scale": inputs.time_scale,
                 "rows": [rows[key] for key in order if key in rows and rows[key]["runs"]],
             }
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            keep(arguments.json, kept)
 
 
 def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     strategies = list(dict.fromkeys(one.strategy for one in ENTRANTS))
-    parser.add_argument("--mixes", type=lambda text: text.split(","), default=list(MIXES))
-    parser.add_argument("--strategies", type=lambda text: text.split(","), default=strategies)
+    parser.add_argument("--mixes", type=names_of(MIXES), default=list(MIXES))
+    parser.add_argument("--strategies", type=names_of(strategies), default=strategies)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="few steps: whether it works, no figures")
-    parser.add_argument("--time-scale", type=float, help="instead of the one that this machine can keep")
-    parser.add_argument("--json", type=Path, help="where results are kept and added to")
-    parser.add_argument("--write", type=Path, help="the page whose tables are replaced")
+    add_tables(parser)
     arguments = parser.parse_args(given)
-    for option, known in (("mixes", list(MIXES)), ("strategies", strategies)):
-        wrong = [name for name in getattr(arguments, option) if name not in known]
-        if wrong:
-            parser.error(f"--{option} must be of {', '.join(known)}, but is {', '.join(wrong)} instead")
     if arguments.quick:
         arguments.steps = QUICK_STEPS
     return arguments

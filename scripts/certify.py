@@ -8,7 +8,6 @@ if a case is not exact. A strategy that is not in `conf/strategy` is left out, a
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -17,13 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
+from benchlib.options import parser_of
+from benchlib.tables import row as line
+from benchlib.tables import table
 from rich.console import Console
 
 from hetexp.commands.support.certificate import EXACT, Certificate
 from hetexp.commands.verify import verify
 from hetexp.core.compose.options import group_options
+from hetexp.model.gpt import GPT
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "certificates.md"
@@ -45,7 +49,7 @@ MODELS = {
     "gpt, frozen parts": (
         *TOKENS,
         "model=custom",
-        "model._target_=certify_models.FrozenGPT",
+        "model._target_=certify.FrozenGPT",
         *(f"+{size}" for size in SIZES),
     ),
 }
@@ -58,6 +62,15 @@ COMMON = (
 )
 # The tables of a run are 240 samples long: 7 full batches of 32 and a short one of 16, so that 20 steps have
 # two short ones.
+
+
+class FrozenGPT(GPT):
+    """A GPT whose embeddings and first block are not trained, as in fine-tuning."""
+
+    def __init__(self, vocab_size: int | None = None, sequence_length: int | None = None, **arguments: Any):
+        super().__init__(vocab_size=vocab_size, sequence_length=sequence_length, **arguments)
+        for part in (self.token_embedding, self.position_embedding, self.blocks[0]):
+            part.requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -91,11 +104,8 @@ HEAD = (
     *("strategy", "model", "samples a rank", "options"),
     *("verdict", "loss", "parameters", "gradient norm", "control"),
 )
-ACCUMULATE, CLIP, MICROBATCHES = (
-    "trainer.accumulate=4",
-    "trainer.clip_norm=0.5",
-    "strategy.num_microbatches=5",
-)
+ACCUMULATE, CLIP = "trainer.accumulate=4", "trainer.clip_norm=0.5"
+MICROBATCHES = "strategy.num_microbatches=5"
 CASES = [
     Case("ddp", "mlp", (24, 8)),
     Case("ddp", "mlp", (31, 1), (ACCUMULATE,)),
@@ -125,12 +135,12 @@ def row(case: Case, certificate: Certificate | None, problem: str = "") -> str:
     options = ", ".join(option.partition(".")[2] for option in case.options) or "–"
     cells = [case.strategy, case.model, shares, options]
     if certificate is None:
-        return f"| {' | '.join(cells)} | {problem} | | | | |"
+        return line([*cells, problem, *[""] * 4])
     run, control = certificate.run, certificate.control
     cells += [f"**{certificate.verdict}**" if certificate.verdict != "exact" else "exact"]
     cells += [f"{run.loss_error:.1e}", f"{run.parameter_error:.1e}", f"{run.grad_norm_error:.1e}"]
     cells += [f"{control.parameter_error:.1e}" if control is not None else "–"]
-    return f"| {' | '.join(cells)} |"
+    return line(cells)
 
 
 def page(rows: list[str], steps: int, devices: Sequence[str]) -> str:
@@ -149,10 +159,9 @@ def page(rows: list[str], steps: int, devices: Sequence[str]) -> str:
             "one piece. The three errors are the largest of all steps, |Δ loss| / |loss|, ‖Δθ‖₂ / ‖θ‖₂ and "
             f"|Δ‖g‖₂| / ‖g‖₂; at most {EXACT:g} is exact. GPTs are masked: six tokens of ten do not count.",
             "The control averages over ranks as plain data parallelism does, and must fail on unequal "
-            "shares; its parameters' error is told.",
+            "shares; the last column is the error of its parameters.",
             "",
-            f"| {' | '.join(HEAD)} |",
-            "|---" * len(HEAD) + "|",
+            table(HEAD, []),
             *rows,
             "",
         ]
@@ -160,7 +169,7 @@ def page(rows: list[str], steps: int, devices: Sequence[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", help="a strategy")
     parser.add_argument("--device", action="append", help="for the ranks in turn; cpu by default")

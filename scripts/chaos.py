@@ -18,27 +18,30 @@ import argparse
 import json
 import shutil
 import sys
+import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+from benchlib.options import numbers, parser_of
+from benchlib.runs import lines_of
+from benchlib.tables import publish
 from chaos_lab.jobs import adopt_orphans
 from chaos_lab.orders import KINDS, drawn
-from chaos_lab.page import table, write
-from chaos_lab.runs import temporary_lab
+from chaos_lab.page import table
+from chaos_lab.runs import Lab
 
 
 def main(given: list[str] | None = None) -> None:
     arguments = arguments_of(given)
     if arguments.table is not None:
-        print(table(read(arguments.table)))
-        if arguments.write is not None:
-            write(arguments.write, "chaos", table(read(arguments.table)))
+        publish({"chaos": table(lines_of(arguments.table))}, arguments.write)
         return
     adopt_orphans()
-    done = read(arguments.out) if arguments.resume and arguments.out is not None else []
+    done = lines_of(arguments.out) if arguments.resume and arguments.out is not None else []
     seen = {row["seed"] for row in done}
     seeds = arguments.seeds or range(arguments.seed_start, arguments.seed_start + arguments.kills)
-    lab = temporary_lab(not arguments.no_survival)
+    lab = Lab(Path(tempfile.mkdtemp(prefix="chaos-")), not arguments.no_survival)
     limit = time.monotonic() + arguments.seconds
     found = list(done)
     out = arguments.out.open("a" if arguments.resume else "w") if arguments.out is not None else None
@@ -49,7 +52,7 @@ def main(given: list[str] | None = None) -> None:
         if time.monotonic() > limit:
             break
         outcome = lab.try_out(order)
-        row = json.loads(outcome.to_json())
+        row = asdict(outcome)
         found.append(row)
         if out is not None:
             out.write(json.dumps(row) + "\n")
@@ -59,29 +62,19 @@ def main(given: list[str] | None = None) -> None:
         for problem in outcome.problems:
             print(f"    WRONG: {problem}")
         sys.stdout.flush()
-    print(f"\n{table(found)}")
-    if arguments.write is not None:
-        write(arguments.write, "chaos", table(found))
+    publish({"chaos": table(found)}, arguments.write)
     wrong = [row["seed"] for row in found if row["problems"]]
     if wrong:
         sys.exit(f"seeds {', '.join(map(str, wrong))} went wrong; their folders are in {lab.folder}")
     shutil.rmtree(lab.folder)
 
 
-def read(path: Path) -> list[dict[str, object]]:
-    """Return the rows of an earlier run of this script; a line that was being written does not count."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
 def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=len(KINDS), help="how many seeds")
     parser.add_argument("--seed-start", type=int, default=0)
-    parser.add_argument(
-        "--seeds", type=lambda text: [int(one) for one in text.split(",")], help="instead: these"
-    )
+    parser.add_argument("--seeds", type=numbers, help="instead: these")
     parser.add_argument("--kind", action="append", choices=KINDS, help="only seeds of this kind")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no new kill after so long")
     parser.add_argument(

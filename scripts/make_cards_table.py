@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchlib.tables import table
+
 from hetexp.hardware.catalogue import EFFICIENCY, OVERHEAD_SECONDS, PRECISIONS, Card, catalogue, links
 
 PAGE = Path(__file__).parents[1] / "docs/guide/cards.md"
 VENDORS = {"nvidia": "NVIDIA", "intel": "Intel", "amd": "AMD", "apple": "Apple", "cpu": "CPU"}
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
 
 
 def number(value: float | None) -> str:
@@ -53,7 +51,7 @@ def page() -> str:
     ]
     for vendor, title in VENDORS.items():
         rows = [card_row(card) for card in cards if card.vendor == vendor]
-        lines += ["", f"## {title}", "", *table(head, rows)]
+        lines += ["", f"## {title}", "", table(head, rows)]
     link_head = ["name", "GB/s, one direction", "efficiency (assumed)", "latency, µs (assumed)", "source"]
     link_rows = [
         [
@@ -65,7 +63,7 @@ def page() -> str:
         ]
         for name, link in links().items()
     ]
-    lines += ["", "## Links", "", *table(link_head, link_rows), "", "## Sources", ""]
+    lines += ["", "## Links", "", table(link_head, link_rows), "", "## Sources", ""]
     lines += [line for card in cards for line in sources(card)]
     return "\n".join(lines) + "\n"
 

@@ -10,21 +10,18 @@ place in the data), and where the strategy is exact the weights after the last s
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
+from benchlib.runs import start_in
+from chaos_lab import checks
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file
-
-from hetexp.app import compose_config, run
-from hetexp.plan.run_spec import Request
+from safetensors.numpy import load_file
 
 STEPS, MORE = 3, 3
 LIMIT = 1e-12
@@ -109,7 +106,7 @@ class Trained:
     losses: list[float]
     """Of each step, in order."""
 
-    def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:
+    def weights(self, step: int | None = None) -> dict[str, np.ndarray]:
         """Return those of a checkpoint, by default of the newest."""
         there = (self.folder / "checkpoints").glob("step_*" if step is None else f"step_{step:08d}")
         return dict(load_file(max(there) / "model.safetensors"))
@@ -119,18 +116,12 @@ def train(folder: Path, layout: Layout, steps: int, resume: Path | None = None) 
     """Train to a step, in this process, and return what came of it."""
     words = [*COMMON, *layout.options, f"trainer.max_steps={steps}"]
     words += [f"resume='{resume}'"] if resume is not None else []
-    quiet = Console(file=io.StringIO(), width=160)
-    run(compose_config(words), Request(folder, Path.cwd(), overrides=tuple(words)), quiet)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Trained(folder, [line["train/loss"] for line in lines if "train/loss" in line])
+    return Trained(folder, [row["train/loss"] for row in start_in(folder, words).rows])
 
 
 def difference(one: Trained, other: Trained, step: int | None = None) -> float:
     """Return ‖Δθ‖₂ / ‖θ‖₂ over all weights, of a step of both or of their last ones."""
-    ours, theirs = one.weights(step), other.weights(step)
-    assert ours.keys() == theirs.keys()
-    delta = sum(float((ours[name] - theirs[name]).double().pow(2).sum()) for name in ours)
-    return float((delta / sum(float(t.double().pow(2).sum()) for t in theirs.values())) ** 0.5)
+    return checks.difference(one.weights(step), other.weights(step))
 
 
 def verdict(layout: Layout, found: Trained, alone: Trained) -> tuple[str, bool]:
@@ -168,10 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for loader in names:
                 layout = layouts[loader]
                 found = train(Path(place, f"{saver} to {loader}"), layout, STEPS + MORE, saved.folder)
-                told, right = verdict(layout, found, alone)
-                row.append(told if right else f"[red]{told}[/]")
+                answer, right = verdict(layout, found, alone)
+                row.append(answer if right else f"[red]{answer}[/]")
                 if not right:
-                    wrong.append(f"{saver} → {loader}: {told}")
+                    wrong.append(f"{saver} → {loader}: {answer}")
             table.add_row(saver, *row)
             print(f"{saver}: {', '.join(row)}", flush=True)
     Console(width=200).print(table)

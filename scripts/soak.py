@@ -12,7 +12,6 @@ again after as long. A pause is the longest time without a finished step around 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -22,9 +21,11 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from chaos_lab.jobs import adopt_orphans
-from chaos_lab.long_run import Account, hurt, orphans
-from chaos_lab.page import write
+from benchlib import tables
+from benchlib.options import parser_of
+from benchlib.runs import keep
+from chaos_lab.jobs import adopt_orphans, descendants
+from chaos_lab.long_run import Account, hurt
 from chaos_lab.rival import Settings, rival
 from chaos_lab.schedule import KINDS, schedule
 
@@ -42,26 +43,24 @@ def main(given: list[str] | None = None) -> None:
         accounts.append(ours)
         for fault, _, whom in done:
             print(f"{fault.seconds:6.1f} s {fault.kind}: {whom}", flush=True)
-        if left := orphans():
+        if left := descendants(os.getpid()):
             ours.problems.append(f"processes left behind: {left}")
     if arguments.torchft is not None:
         settings = Settings(arguments.heartbeat_timeout, arguments.join_timeout)
         pace = accounts[0].step_seconds if accounts else arguments.step_seconds
         accounts.append(rival(folder, arguments.torchft, faults, pace, settings))
-    print(f"\n{table(accounts)}\n")
-    if arguments.write is not None:
-        write(arguments.write, "soak", f"{table(accounts)}\n\n{told(accounts, arguments)}")
+    text = f"{table(accounts)}\n\n{conclusion(accounts, arguments)}"
+    tables.publish({"soak": text}, arguments.write)
     for one in accounts:
         print(f"{one.name}, pause after each kill: {', '.join(f'{p:.2f}' for p in one.pauses.values())} s")
         for problem in one.problems:
             print(f"WRONG: {one.name}: {problem}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(one) for one in accounts], indent=1) + "\n")
+    keep(arguments.json, [asdict(account) for account in accounts])
     if any(one.problems for one in accounts):
         sys.exit(f"something went wrong; see {folder}")
 
 
-def told(accounts: list[Account], arguments: argparse.Namespace) -> str:
+def conclusion(accounts: list[Account], arguments: argparse.Namespace) -> str:
     """Say what was compared, and whether all was as it must be."""
     wrong = [problem for one in accounts for problem in one.problems]
     return (
@@ -73,23 +72,19 @@ def told(accounts: list[Account], arguments: argparse.Namespace) -> str:
 
 def table(accounts: list[Account]) -> str:
     """Return a Markdown table, one line a system."""
-    lines = [
-        "| | steps | time s | median step s | effective training time | kills | pause s: median | longest |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = []
     for one in accounts:
         pauses = list(one.pauses.values())
-        told = (f"{statistics.median(pauses):.2f}", f"{max(pauses):.2f}") if pauses else ("–", "–")
-        lines.append(
-            f"| {one.name} | {one.steps} | {one.wall_seconds:.0f} | {one.step_seconds:.3f} "
-            f"| {one.effective:.1%} | {len(pauses)} | {told[0]} | {told[1]} |"
-        )
-    return "\n".join(lines)
+        spread = [f"{statistics.median(pauses):.2f}", f"{max(pauses):.2f}"] if pauses else ["–", "–"]
+        cells = [one.name, str(one.steps), f"{one.wall_seconds:.0f}", f"{one.step_seconds:.3f}"]
+        rows.append([*cells, f"{one.effective:.1%}", str(len(pauses)), *spread])
+    head = ["", "steps", "time s", "median step s", "effective training time", "kills"]
+    return tables.table([*head, "pause s: median", "longest"], rows)
 
 
 def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--faults", type=int, default=5 * len(KINDS))
     parser.add_argument("--gap", type=float, default=15.0, help="mean seconds between two faults")
     parser.add_argument("--seed", type=int, default=0)

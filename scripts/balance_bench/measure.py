@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from balance_bench.mixes import Mix, write_catalogue
-from balance_bench.runs import Run, start, start_ranks
+from benchlib.runs import Run, planned, start, start_ranks
+
+from balance_bench.mixes import Mix
 from balance_bench.truth import Best, Truth
-from hetexp.app import check, compose_config
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seconds
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of
-from hetexp.plan.planner import make_plan
-from hetexp.plan.run_spec import Request
 
 RIVALS = {"plain DDP": "plain_ddp.py", "Accelerate": "accelerate_loop.py"}
 MEASURES, FOLLOWS = ("profiled", "auto"), ("adaptive", "auto")
@@ -82,40 +80,31 @@ def prepare(name: str, mix: Mix, folder: Path, time_scale: float | None = None) 
         time_scale: instead of the rehearsal's, where a quick look is enough.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    overrides = mix.overrides(write_catalogue(folder, mix))
+    overrides = mix.overrides(folder)
     pace = [] if time_scale is None else [f"hardware.time_scale={time_scale}"]
     trial = start(folder, [*overrides, *pace, "balancing=tflops", "trainer.max_steps=2"])
     truth = Truth(trial.plan, trial.emulation["buckets"])
     best = truth.best()
     scale = trial.emulation["time_scale"]
     if time_scale is None:
-        scale = kept(folder, overrides, max(scale, mix.step_seconds / best.seconds))
+        steps = ["balancing=tflops", "trainer.max_steps=8", "trainer.log_every=4"]
+        scale = kept(folder, [[*overrides, *steps]], max(scale, mix.step_seconds / best.seconds))
     return Stage(name, mix, folder, overrides, trial.plan, truth, best, scale)
 
 
-def kept(folder: Path, overrides: Sequence[str], scale: float) -> float:
+def kept(folder: Path, runs: Sequence[Sequence[str]], scale: float) -> float:
     """Return the smallest of growing time scales that this machine keeps for a few steps in a row.
 
     The rehearsal takes medians of six steps; a median of which half the steps are late is no promise.
+
+    Args:
+        runs: overrides of runs that must all keep their pace.
     """
-    steps = ["balancing=tflops", "trainer.max_steps=8", "trainer.log_every=4"]
     for _ in range(MOST_TRIALS):
-        trial = start(folder, [*overrides, *steps, f"hardware.time_scale={scale!r}"])
-        if trial.summary["valid"]:
+        if all(start(folder, [*run, f"hardware.time_scale={scale!r}"]).summary["valid"] for run in runs):
             break
         scale *= SCALE_STEP
     return scale
-
-
-def planned_split(overrides: Sequence[str]) -> tuple[int, ...]:
-    """Return the split that a run begins with, without running.
-
-    Raises:
-        ConfigError: there is no such policy, or the configuration is wrong.
-    """
-    request = Request(Path("unused"), Path.cwd())
-    found = check(compose_config([*overrides, "trainer.max_steps=1"]), request)
-    return make_plan(found.accepted()).local_batch_sizes
 
 
 def num_steps(step_seconds: float) -> tuple[int, int]:
@@ -131,14 +120,14 @@ def policy_overrides(policy: str) -> list[str]:
     `profiled` measures in every run and `adaptive` never; `auto` begins with what is there, as in a
     person's second run.
     """
-    anew = ["balancing.recalibrate=true"] if policy in ("profiled", "adaptive") else []
-    return [f"balancing={policy}", *anew]
+    recalibrate = ["balancing.recalibrate=true"] if policy in ("profiled", "adaptive") else []
+    return [f"balancing={policy}", *recalibrate]
 
 
 def run_policy(stage: Stage, policy: str) -> dict[str, Any]:
     """Train with a policy and return its speed once it has settled."""
     overrides = [*stage.timed, *policy_overrides(policy)]
-    first = planned_split(overrides)
+    first = planned([*overrides, "trainer.max_steps=1"])[0].local_batch_sizes
     expected = stage.best.seconds if policy in MEASURES else stage.truth.step_seconds(first)
     warm, measured = num_steps(expected * stage.time_scale)
     if policy in FOLLOWS:
@@ -170,7 +159,7 @@ def run_rival(stage: Stage, rival: str) -> dict[str, Any]:
     world, total = stage.plan.world_size, stage.truth.total
     split = [total // world] * world
     warm, measured = num_steps(stage.truth.step_seconds(split) * stage.time_scale)
-    told = start_ranks(
+    output = start_ranks(
         [
             *("-m", f"rivals.{RIVALS[rival].removesuffix('.py')}"),
             *("--global-batch-size", str(total)),
@@ -179,8 +168,8 @@ def run_rival(stage: Stage, rival: str) -> dict[str, Any]:
         world,
         {"BENCH_PLAN": str(plan_path(stage)), "BENCH_TIME_SCALE": repr(stage.time_scale)},
     )
-    found = re.search(r"step_seconds=(\S+) valid=(\w+)", told)
-    assert found is not None, told
+    found = re.search(r"step_seconds=(\S+) valid=(\w+)", output)
+    assert found is not None, output
     seconds = float(found.group(1))
     return {
         "samples_per_s": sum(split) / seconds,
@@ -203,7 +192,7 @@ def plan_path(stage: Stage) -> Path:
 
 def run_solo(stage: Stage) -> dict[str, Any]:
     """Train on the mix's first device alone, at the same pace; it keeps its number and hidden deviation."""
-    alone = stage.mix.overrides(stage.folder / "cards.yaml", alone=True)
+    alone = stage.mix.overrides(stage.folder, alone=True)
     expected = stage.truth.own_seconds(0, stage.truth.total) * stage.time_scale
     warm, measured = num_steps(expected)
     steps = [f"trainer.max_steps={warm + measured}", f"trainer.log_every={warm}"]
@@ -219,8 +208,8 @@ def run_splits(
     job = stage.folder / "job.json"
     content = {"plan": str(plan_path(stage)), "splits": splits, "warm_steps": warm_steps, "steps": steps}
     job.write_text(json.dumps(content), encoding="utf-8")
-    told = json.loads(start_ranks(["-m", "balance_bench.session", str(job)], stage.plan.world_size, {}))
-    return told["seconds"], told["valid"]
+    timed = json.loads(start_ranks(["-m", "balance_bench.session", str(job)], stage.plan.world_size, {}))
+    return timed["seconds"], timed["valid"]
 
 
 def calibration_of(stage: Stage) -> tuple[list[DeviceCalibration], Exchange, tuple[int, ...]]:

@@ -7,6 +7,7 @@ lasts as long beside the links as a large model's on the real cards. Links and m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,22 +64,23 @@ class Mix:
     def cards(self) -> tuple[str, ...]:
         return tuple(device.partition("@")[0] for device in self.devices)
 
-    def overrides(self, catalogue: Path, alone: bool = False) -> list[str]:
+    def overrides(self, folder: Path, alone: bool = False, task: Sequence[str] = ()) -> list[str]:
         """Return the configuration of a run.
 
         Args:
-            catalogue: written by `write_catalogue`.
+            folder: where the cards' figures are written.
             alone: whether the first device trains alone.
+            task: model, data and optimizer; by default those of this benchmark.
         """
         entries = []
         for device in self.devices[:1] if alone else self.devices:
             card, _, host = device.partition("@")
             entries.append(f"{{device: 'emulated:{card}'" + (f", host: {host}" if host else "") + "}")
         return [
-            *TASK,
+            *(task or TASK),
             f"trainer.global_batch_size={self.global_batch_size}",
             f"hardware.devices=[{','.join(entries)}]",
-            f"hardware.catalogue={catalogue}",
+            f"hardware.catalogue={write_catalogue(folder, self)}",
             f"hardware.network={self.network}",
             f"hardware.deviation_seed={DEVIATION_SEED}",
         ]

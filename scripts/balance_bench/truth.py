@@ -1,4 +1,4 @@
-"""What nobody tells the policies: what each emulated card really takes, and the best split there is.
+"""What the policies do not know: what each emulated card really takes, and the best split there is.
 
 The times are those that the cards are paced by (`hetexp.hardware.emulation.emulated.CardTimes`, hidden
 deviation included), without jitter: what passes take on average.
@@ -188,7 +188,7 @@ class Truth:
         return max(timeline.ends) / steps / best.seconds - 1
 
     def closed_form(self) -> float:
-        """Return the efficiency that fixed costs alone allow: samples divisible, links free, nobody waits.
+        """Return the efficiency that fixed costs alone allow: samples divisible, links free, no waiting.
 
         With a device's time a + c · b on the line that its share lies on, all end at once after
         T = (B + Σ a / c) / Σ 1 / c; the efficiency is B / T ÷ the sum of the solo throughputs. For equal

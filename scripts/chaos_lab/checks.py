@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchlib.runs import lines_of
 from safetensors.numpy import load_file
 
 from hetexp.comm.shared_memory.segment import PREFIX
@@ -30,22 +31,18 @@ class Trajectory:
 
     losses: dict[int, float]
     repeated: tuple[int, ...]
-    """Steps that are told more than once."""
+    """Steps that are logged more than once."""
     evaluations: dict[int, dict[str, float]]
 
     @classmethod
     def read(cls, folder: Path) -> Trajectory:
-        path = folder / "metrics.jsonl"
         losses: list[tuple[int, float]] = []
         evaluations = {}
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        for line in text.split("\n")[:-1]:  # what follows the last line's end was being written
-            row = json.loads(line)
+        for row in lines_of(folder / "metrics.jsonl"):
             if "train/loss" in row:
                 losses.append((row["step"], row["train/loss"]))
-            told = {key: value for key, value in row.items() if key.startswith("eval/")}
-            if told:
-                evaluations[row["step"]] = told
+            if evaluated := {key: value for key, value in row.items() if key.startswith("eval/")}:
+                evaluations[row["step"]] = evaluated
         counts = Counter(step for step, _ in losses)
         repeated = tuple(step for step, count in counts.items() if count > 1)
         return cls(dict(losses), repeated, evaluations)
@@ -69,13 +66,13 @@ class Reference:
 
     def until(self, steps: int) -> Reference:
         """Return what a run of so many steps would have done: nothing depends on how many follow."""
-        told = self.trajectory
+        whole = self.trajectory
         return Reference(
             self.seconds,
             Trajectory(
-                {step: loss for step, loss in told.losses.items() if step <= steps},
-                told.repeated,
-                {step: values for step, values in told.evaluations.items() if step <= steps},
+                {step: loss for step, loss in whole.losses.items() if step <= steps},
+                whole.repeated,
+                {step: values for step, values in whole.evaluations.items() if step <= steps},
             ),
             {step: tensors for step, tensors in self.parameters.items() if step <= steps},
             {step: drawn for step, drawn in self.samples.items() if step <= steps},
@@ -118,8 +115,8 @@ def wrong_checkpoints(folder: Path, reference: Reference, bound: float) -> list[
     """Return what is wrong with any checkpoint of a run: unreadable, or of another trajectory."""
     problems = []
     for step, path in sorted(checkpoints(folder).items()):
-        if told := damage(path):
-            problems.append(told)
+        if problem := damage(path):
+            problems.append(problem)
             continue
         off = difference(load_file(path / "model.safetensors"), reference.parameters[step])
         if not off <= bound:
@@ -135,7 +132,7 @@ def wrong_trajectory(run: Trajectory, reference: Reference, bound: float, after:
     """
     problems = []
     if run.repeated:
-        problems.append(f"steps told twice: {_few(run.repeated)}")
+        problems.append(f"steps logged twice: {_few(run.repeated)}")
     known = reference.trajectory
     for step, loss in sorted(run.losses.items()):
         off = abs(loss - known.losses[step]) / abs(known.losses[step]) if step in known.losses else np.inf
@@ -144,8 +141,8 @@ def wrong_trajectory(run: Trajectory, reference: Reference, bound: float, after:
             break
     if run.losses and min(run.losses) <= after:
         problems.append(f"it went on from step {after}, and did step {min(run.losses)} again")
-    for step, told in run.evaluations.items():
-        for key, value in told.items():
+    for step, evaluated in run.evaluations.items():
+        for key, value in evaluated.items():
             usual = known.evaluations.get(step, {}).get(key)
             if usual is None or not abs(value - usual) <= bound * abs(usual):
                 problems.append(f"{key} at step {step} is {value!r} instead of {usual!r}")
@@ -154,19 +151,15 @@ def wrong_trajectory(run: Trajectory, reference: Reference, bound: float, after:
 
 def missing_steps(runs: Iterable[Trajectory], reference: Reference) -> list[str]:
     """Return the steps that none of the runs tells of."""
-    told: set[int] = set().union(*(run.losses for run in runs))
-    lacking = [step for step in reference.trajectory.losses if step not in told]
+    logged: set[int] = set().union(*(run.losses for run in runs))
+    lacking = [step for step in reference.trajectory.losses if step not in logged]
     return [f"no loss of steps {_few(lacking)}"] if lacking else []
 
 
 def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return what each process recorded of its steps, by the process's id (`parts.Watch`)."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        lines = path.read_bytes().split(b"\n")[:-1]
-        rows = [json.loads(line) for line in lines]
-        found[path.stem] = [row for row in rows if row["indices"]]
-    return found
+    files = sorted(folder.iterdir())
+    return {path.stem: [row for row in lines_of(path) if row["indices"]] for path in files}
 
 
 def samples(folder: Path) -> dict[int, Counter[int]]:
@@ -182,16 +175,16 @@ def wrong_samples(folder: Path, reference: Reference, dead: Sequence[int]) -> li
     """Return the steps that used other samples than the undisturbed run's.
 
     Args:
-        dead: processes that were ended: what they used of a step is told by nobody where they ended
-            between the exchange and the record. One that has told nothing may have ended in any step.
+        dead: processes that were ended: the samples of their last step are missing if they ended between
+            the exchange and the record. A process without a record may have ended in any step.
     """
     problems = []
-    told = samples(folder)
-    last = max(told, default=0)
+    used = samples(folder)
+    last = max(used, default=0)
     known = {int(pid): rows for pid, rows in records(folder).items() if rows}
     ends = {max(row["step"] for row in known[pid]) + 1 for pid in dead if pid in known}
     silent = sum(pid not in known for pid in dead)
-    for step, found in sorted(told.items()):
+    for step, found in sorted(used.items()):
         wanted = reference.samples.get(step, Counter())
         extra, lacking = found - wanted, wanted - found
         if lacking and not extra and step not in ends and step != last and silent > 0:
@@ -201,13 +194,18 @@ def wrong_samples(folder: Path, reference: Reference, dead: Sequence[int]) -> li
     return problems[:3]
 
 
-def pause(folder: Path, moment: float) -> float | None:
-    """Return the longest time without a finished step that ended after a moment (of the monotonic clock)."""
+def step_ends(folder: Path) -> list[float]:
+    """Return when each step was finished first, by the monotonic clock."""
     ends: dict[int, float] = {}
     for rows in records(folder).values():
         for row in rows:
-            ends[row["step"]] = min(row["time"], ends.get(row["step"], np.inf))
-    times = sorted(ends.values())
+            ends[row["step"]] = min(row["time"], ends.get(row["step"], row["time"]))
+    return [ends[step] for step in sorted(ends)]
+
+
+def pause(folder: Path, moment: float) -> float | None:
+    """Return the longest time without a finished step that ended after a moment (of the monotonic clock)."""
+    times = step_ends(folder)
     gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False) if later > moment]
     return max(gaps, default=None)
 

@@ -71,7 +71,7 @@ class Job:
         folder: of the run, new.
         beside: folder for its screen and records; by default the one that `folder` is in.
         overrides: of the configuration; composed once for each set of them.
-        order: what the model's marks are told (`parts.Watch`).
+        order: what the model's marks report (`parts.Watch`).
         environment: variables to set.
     """
 
@@ -143,7 +143,7 @@ class Job:
         """Return whether the launcher ended within so many seconds from now."""
         return until(lambda: self.poll() is not None, seconds)
 
-    def told(self, seconds: float) -> int | None:
+    def arrival(self, seconds: float) -> int | None:
         """Return the process that came to the ordered place, `None` where none did while the run went on."""
         deadline = time.monotonic() + seconds
         while self.poll() is None and time.monotonic() < deadline:
@@ -217,7 +217,7 @@ def _run(folder: Path, overrides: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _fork_server() -> Iterator[None]:
-    """Have the fork server of multiprocessing as a fork: as that starts it, torch would be imported anew."""
+    """Fork the fork server of multiprocessing: a server that multiprocessing starts imports torch again."""
     server: Any = forkserver._forkserver
     resource_tracker.ensure_running()
     with socket.socket(socket.AF_UNIX) as listener:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import statistics
 import time
@@ -54,25 +53,18 @@ def account(name: str, folder: Path, moments: Sequence[float], problems: Sequenc
         folder: of their records (`parts.Watch`).
         moments: of the kills, by the monotonic clock.
     """
-    ends: dict[int, float] = {}
-    for rows in checks.records(folder).values():
-        for row in rows:
-            ends[row["step"]] = min(row["time"], ends.get(row["step"], row["time"]))
-    times = [ends[step] for step in sorted(ends)]
-    gaps = [max(0.0, later - earlier) for earlier, later in zip(times, times[1:], strict=False)]
+    times = checks.step_ends(folder)
+    spans = list(zip(times, times[1:], strict=False))
+    gaps = [max(0.0, later - earlier) for earlier, later in spans]
     median = statistics.median(gaps)
     lost = sum(gap - median for gap in gaps if gap > STALL * median)
     pauses = {}
     for moment in moments:
-        after = [
-            later - earlier
-            for earlier, later in zip(times, times[1:], strict=False)
-            if later > moment and earlier < moment + AFTER_SECONDS
-        ]
-        if after:
-            pauses[moment] = max(after)
+        near = [span for span in spans if span[1] > moment and span[0] < moment + AFTER_SECONDS]
+        if near:
+            pauses[moment] = max(later - earlier for earlier, later in near)
     wall = times[-1] - times[0]
-    return Account(name, len(ends), wall, median, 1.0 - lost / wall, pauses, list(problems))
+    return Account(name, len(times), wall, median, 1.0 - lost / wall, pauses, list(problems))
 
 
 def hurt(
@@ -154,7 +146,7 @@ def _compare(job: Job, reference: Job, steps: int) -> list[str]:
     ours, theirs = Trajectory.read(job.folder), Trajectory.read(reference.folder)
     problems = []
     if len(ours.losses) != steps or ours.repeated:
-        problems.append(f"{len(ours.losses)} steps are told instead of {steps}, {len(ours.repeated)} twice")
+        problems.append(f"{len(ours.losses)} steps are logged instead of {steps}, {len(ours.repeated)} twice")
     off = [abs(loss - theirs.losses[step]) / theirs.losses[step] for step, loss in ours.losses.items()]
     if max(off) > EXACT:
         problems.append(f"a loss is off by {max(off):.1e}, the last one by {off[-1]:.1e}")
@@ -167,10 +159,3 @@ def _compare(job: Job, reference: Job, steps: int) -> list[str]:
         if abs(ours.evaluations[steps]["eval/loss"] / theirs.evaluations[steps]["eval/loss"] - 1) > EXACT:
             problems.append("the evaluation is another one")
     return problems
-
-
-def orphans() -> list[int]:
-    """Return what is left of all runs of this process."""
-    from chaos_lab.jobs import descendants
-
-    return descendants(os.getpid())

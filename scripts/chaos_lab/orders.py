@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 KINDS = (
     "kill a rank",
@@ -62,9 +61,6 @@ class Order:
     layout: int
     """Ranks of the run that goes on."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def drawn(seed: int) -> Order:
     """Return what is done to the run with this seed."""
@@ -90,5 +86,5 @@ def drawn(seed: int) -> Order:
         kept=draw.choice((0, 2)),
         layout=draw.choice((RANKS, RANKS, 2, 1)),
     )
-    # A rank that is held at a place until somebody kills it hangs there, whatever fault was ordered.
+    # A rank that waits at a place to be killed hangs there, whatever fault was ordered.
     return replace(order, place=None, hold=False) if kind == "fault within a rank" else order

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchlib.runs import free_port
 
 from chaos_lab.jobs import until
 from chaos_lab.long_run import Account, account
@@ -35,7 +36,7 @@ class Settings:
 def rival(
     folder: Path, interpreter: Path, faults: Sequence[Fault], step_seconds: float, settings: Settings
 ) -> Account:
-    """Train three replicas as long as the faults go on, kill them as hetexp's ranks are, and start them anew.
+    """Train three replicas as long as the faults go on, kill them as hetexp's ranks are, and restart them.
 
     Args:
         interpreter: one that has torchft.
@@ -82,9 +83,7 @@ def rival(
 
 @contextlib.contextmanager
 def _lighthouse(folder: Path, interpreter: Path, settings: Settings) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         *(str(interpreter.parent / "torchft_lighthouse"), "--bind", f"[::]:{port}", "--min_replicas", "1"),
         *("--heartbeat_timeout_ms", str(settings.heartbeat_timeout)),

@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -78,9 +77,6 @@ class Outcome:
     """Of a run that was ended: done, but not in the checkpoint that it went on from."""
     wall_seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def overrides(steps: int = STEPS, ranks: int = RANKS, *more: str) -> tuple[str, ...]:
@@ -152,7 +148,7 @@ class Trial:
         self.folder = folder
         self.steps = LONG_STEPS if order.kind == "kill a rank that joins" else STEPS
         self.reference = lab.reference(self.steps)
-        self.found = Outcome(order.seed, order.kind, order.to_dict())
+        self.found = Outcome(order.seed, order.kind, asdict(order))
         self.moment = 0.0
         self.mounted = False
         self.dead: list[int] = []
@@ -193,13 +189,13 @@ class Trial:
         if order.kind == "fault within a rank":
             event = f"{{kind: {order.fault}, device: 'emulated:{order.rank}', at_step: {order.number}}}"
             more.append(f"fault.events=[{event}]")
-        told: dict[str, Any] = {"place": order.place, "number": order.number}
+        mark: dict[str, Any] = {"place": order.place, "number": order.number}
         if order.kind not in ("kill the launcher", "kill everything", "SIGTERM"):
-            told["rank"] = order.rank
-        # Where nobody waits for a rank to come to its place, it would stay there, and count as hung.
+            mark["rank"] = order.rank
+        # Without a kill to wait for, a rank that is held at its place counts as hung.
         waits = ("SIGTERM", "freeze and wake a rank", "fill the disk", "fault within a rank")
-        told["hold"] = order.hold and order.kind not in waits
-        job = Job(self.run_dir, overrides(self.steps, RANKS, *more), told, self._environment(), self.folder)
+        mark["hold"] = order.hold and order.kind not in waits
+        job = Job(self.run_dir, overrides(self.steps, RANKS, *more), mark, self._environment(), self.folder)
         try:
             self._act(job)
             self._end(job)
@@ -235,8 +231,8 @@ class Trial:
             "freeze and wake a rank": self._freeze,
             "kill a rank that joins": self._kill_twice,
         }
-        told = steps.get(order.kind, self._kill_rank)(job)
-        self.found.done = f"{told}, {at}"
+        done = steps.get(order.kind, self._kill_rank)(job)
+        self.found.done = f"{done}, {at}"
 
     def _wait_for_moment(self, job: Job) -> str:
         order = self.order
@@ -244,7 +240,7 @@ class Trial:
             moment = job.started + order.moment * self.reference.seconds
             until(lambda: job.poll() is not None or time.monotonic() >= moment, END_SECONDS, 0.002)
             return f"{order.moment:.0%} of the usual time"
-        if job.told(END_SECONDS) is None:
+        if job.arrival(END_SECONDS) is None:
             return f"after the end: place {order.place} {order.number} did not come"
         time.sleep(order.delay_seconds)
         waits = "held" if order.hold else f"{order.delay_seconds * 1e3:.0f} ms after it"
@@ -266,14 +262,14 @@ class Trial:
         pid = self._a_rank(job)
         self.moment = time.monotonic()
         if pid is None or not kill(pid):
-            return "nobody was there"
+            return "no process was there"
         self.dead.append(pid)
         return f"rank {self.order.rank} killed"
 
     def _kill_twice(self, job: Job) -> str:
         """Kill a rank, wait for what takes its place, and kill that as well."""
         first = set(job.ranks().values())
-        told = self._kill_rank(job)
+        done = self._kill_rank(job)
         new: list[int] = []
 
         def there() -> bool:
@@ -281,19 +277,19 @@ class Trial:
             return bool(new) or job.poll() is not None
 
         if not until(there, END_SECONDS) or not new:
-            return f"{told}, and nothing came in its place"
-        self.found.done = told
+            return f"{done}, and nothing came in its place"
+        self.found.done = done
         time.sleep(self.order.moment * 2.0)
         if not kill(new[0]):
-            return f"{told}, and what came in its place had ended"
+            return f"{done}, and what came in its place had ended"
         self.dead.append(new[0])
-        return f"{told}, and {self.order.moment * 2.0:.1f} s after its start what came in its place"
+        return f"{done}, and {self.order.moment * 2.0:.1f} s after its start what came in its place"
 
     def _freeze(self, job: Job) -> str:
         pid = self._a_rank(job)
         self.moment = time.monotonic()
         if pid is None or not kill(pid, signal.SIGSTOP):
-            return "nobody was there"
+            return "no process was there"
         self.hit = True
         if self.order.kind == "freeze a rank":
             self.dead.append(pid)
@@ -317,7 +313,7 @@ class Trial:
 
     def _terminate(self, job: Job) -> str:
         kill(job.pid, signal.SIGTERM)
-        return "launcher told to end"
+        return "SIGTERM to the launcher"
 
     def _fill(self, job: Job) -> str:
         if not self.mounted:
@@ -460,8 +456,3 @@ def _command(pid: int) -> str:
 
 def _end_of(screen: str) -> str:
     return " / ".join(line.strip() for line in screen.strip().splitlines()[-4:])
-
-
-def temporary_lab(survive: bool) -> Lab:
-    """Return a lab in a new folder."""
-    return Lab(Path(tempfile.mkdtemp(prefix="chaos-")), survive)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import statistics
 import tempfile
@@ -11,15 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from balance_bench.runs import start_ranks
-from rich.console import Console
+from benchlib.runs import planned, start_in, start_ranks
 
 from ddp_bench.task import LEARNING_RATE, Task, data_of, words_of
 from ddp_bench.watch import Watch, rows_of
-from hetexp.app import check, compose_config, run
-from hetexp.core.device import DeviceSpec
 from hetexp.hardware.backend import environment_together
-from hetexp.plan.run_spec import Request
 
 PLAIN = Path(__file__).resolve().parent.parent / "rivals" / "plain_torch.py"
 
@@ -49,6 +44,17 @@ class Job:
     def global_batch_size(self) -> int:
         return self.local_batch_size * len(self.devices)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a page says of the job."""
+        return {
+            "parameters": self.task.num_parameters(),
+            "sample": self.task.sample(),
+            "local_batch": self.local_batch_size,
+            "precision": self.precision,
+            "warm_steps": self.warm_steps,
+            "steps": self.steps,
+        }
+
     def words(self) -> list[str]:
         """Return the overrides of a run of hetexp."""
         return [
@@ -61,24 +67,12 @@ class Job:
         ]
 
 
-def devices_of(words: Sequence[str]) -> list[DeviceSpec]:
-    """Return the devices that a run of these overrides would take.
-
-    Raises:
-        ConfigError: it would not start.
-    """
-    found = check(compose_config(words), Request(Path("unused"), Path.cwd()))
-    return list(found.accepted().selection.devices)
-
-
 def ours(folder: Path, words: Sequence[str], warm_steps: int, tokens_per_sample: int) -> dict[str, Any]:
     """Run hetexp in a new folder, and return what `measured` makes of it, with its losses and summary."""
     folder = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    console = Console(file=io.StringIO(), width=200)
-    metrics = folder / "metrics.jsonl"
-    with Watch(metrics, devices_of(words)) as watch:
-        summary = run(compose_config(words), Request(folder, Path.cwd(), overrides=tuple(words)), console)
-    rows = rows_of(metrics)
+    with Watch(folder / "metrics.jsonl", planned(words)[0].devices) as watch:
+        run = start_in(folder, words)
+    rows, summary = run.rows, run.summary
     found = measured(rows, warm_steps, summary["global_batch"], tokens_per_sample)
     return found | {
         "peak_memory_bytes": [device["peak_memory"] for device in summary["devices"]],
@@ -95,7 +89,7 @@ def ours(folder: Path, words: Sequence[str], warm_steps: int, tokens_per_sample:
 def plain(folder: Path, job: Job) -> dict[str, Any]:
     """Run the plain script on the devices that hetexp would take, and return the same of it."""
     folder = Path(tempfile.mkdtemp(dir=folder))
-    devices = devices_of(job.words())
+    devices = planned(job.words())[0].devices
     on_card = devices[0].backend == "cuda"
     command = [
         str(PLAIN),
@@ -115,13 +109,13 @@ def plain(folder: Path, job: Job) -> dict[str, Any]:
         start_ranks(command, len(devices), {}, environment_together(devices) if on_card else None)
     rows = rows_of(folder / "metrics.jsonl")
     found = measured(rows, job.warm_steps, job.global_batch_size, job.task.tokens_per_sample)
-    told = [json.loads((folder / f"rank_{rank}.json").read_text("utf-8")) for rank in range(len(devices))]
+    ranks = [json.loads((folder / f"rank_{rank}.json").read_text("utf-8")) for rank in range(len(devices))]
     return found | {
-        "peak_memory_bytes": [one["peak_memory_bytes"] for one in told],
+        "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
         "utilisation": watch.busy(job.warm_steps, rows[-1]["step"]),
         "losses": [row["train/loss"] for row in rows],
         "devices": [device.name for device in devices],
-        "torch": told[0]["torch"],
+        "torch": ranks[0]["torch"],
     }
 
 
@@ -137,14 +131,3 @@ def measured(
         "tokens_per_s": speed * tokens_per_sample,
         "global_batch": global_batch_size,
     }
-
-
-def median_of(runs: Sequence[dict[str, Any]], key: str) -> float | None:
-    """Return the median over runs of a figure, of a list its largest; `None` where a run does not tell it."""
-    values = [run.get(key) for run in runs]
-    flat = [
-        max(value, default=None) if isinstance(value, list) and None not in value else value
-        for value in values
-    ]
-    told = [value for value in flat if isinstance(value, (int, float))]
-    return statistics.median(told) if told and len(told) == len(runs) else None

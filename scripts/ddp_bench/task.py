@@ -4,33 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeAlias
 
 Value = int | bool | str | list[int]
-
-
-class Task(Protocol):
-    """A shipped model and made-up data for it."""
-
-    @property
-    def model_name(self) -> str:
-        """What `model=` takes."""
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """1 where a sample is no sequence."""
-
-    def model(self) -> dict[str, Value]:
-        """Return what the model's class takes, what the data decides left out."""
-
-    def data(self) -> dict[str, Value]:
-        """Return what `hetexp.data.synthetic.Synthetic` takes, but for the number of samples."""
-
-    def num_parameters(self) -> int:
-        """Return the weights of the model, tied ones once."""
-
-    def sample(self) -> str:
-        """Return what a sample is, for a table's title."""
 
 
 MOST_SAMPLES = 8192
@@ -46,16 +22,14 @@ class Size:
     embedding_size: int
     vocab_size: int
     sequence_length: int
-
-    @property
-    def model_name(self) -> str:
-        return "gpt"
+    model_name = "gpt"
 
     @property
     def tokens_per_sample(self) -> int:
         return self.sequence_length
 
     def model(self) -> dict[str, Value]:
+        """Return the model's own arguments, without those that the data decides."""
         return {
             "num_layers": self.num_layers,
             "num_heads": self.num_heads,
@@ -64,6 +38,7 @@ class Size:
         }
 
     def data(self) -> dict[str, Value]:
+        """Return what `hetexp.data.synthetic.Synthetic` takes, but for the number of samples."""
         return {
             "kind": "tokens",
             "vocab_size": self.vocab_size,
@@ -71,6 +46,7 @@ class Size:
         }
 
     def sample(self) -> str:
+        """Return what a sample is, for a table's title."""
         return f"sequence {self.sequence_length:,}"
 
     def num_parameters(self) -> int:
@@ -87,14 +63,8 @@ class Images:
     blocks_per_width: int
     side: int
     num_classes: int
-
-    @property
-    def model_name(self) -> str:
-        return "convnet"
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return 1
+    model_name = "convnet"
+    tokens_per_sample = 1
 
     def model(self) -> dict[str, Value]:
         return {"widths": list(self.widths), "blocks_per_width": self.blocks_per_width}
@@ -111,16 +81,13 @@ class Images:
 
         from hetexp.model.convnet import ConvNet
 
+        shapes: dict[str, Any] = {"input_shape": (3, self.side, self.side), "num_classes": self.num_classes}
         with torch.device("meta"):
-            model = ConvNet(
-                self.widths,
-                self.blocks_per_width,
-                input_shape=(3, self.side, self.side),
-                num_classes=self.num_classes,
-            )
+            model = ConvNet(self.widths, self.blocks_per_width, **shapes)
         return sum(parameter.numel() for parameter in model.parameters())
 
 
+Task: TypeAlias = Size | Images
 GPT_124M = Size(12, 12, 768, 50304, 1024)
 """GPT-2's smallest, 124.5 million weights; a vocabulary that is a multiple of 64, as nanoGPT has it."""
 TINY = Size(2, 2, 32, 64, 16)

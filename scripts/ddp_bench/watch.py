@@ -1,14 +1,15 @@
-"""How busy the cards are while a run trains, as the driver tells it, and how far the run is meanwhile."""
+"""How busy the cards are while a run trains, by the driver's count, and how far the run is meanwhile."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from benchlib.runs import lines_of
 
 from hetexp.core.device import DeviceSpec
 from hetexp.hardware.backends import nvml
@@ -73,11 +74,8 @@ def utilisation(card: nvml.Card) -> float | None:
 
 
 def rows_of(metrics: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file of metrics that are about steps; none where it is not there yet."""
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be half written
-    return [row for row in map(json.loads, lines) if "step_seconds" in row]
+    """Return the whole lines of a file of metrics that are about steps; none before it is there."""
+    return [row for row in lines_of(metrics) if "step_seconds" in row]
 
 
 def last_step(metrics: Path) -> int:
@@ -87,5 +85,5 @@ def last_step(metrics: Path) -> int:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    told = [value for value in values if value is not None]
-    return sum(told) / len(told) if told else None
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -6,7 +6,6 @@ the benchmark's.
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
@@ -15,16 +14,11 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
 from rivals.emulation import EmulatedCard, Stopwatch
-from rivals.task import LEARNING_RATE, build_data, build_model
+from rivals.task import LEARNING_RATE, arguments_of, build_data, build_model
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--global-batch-size", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--warm-steps", type=int, required=True)
-    arguments = parser.parse_args()
-
+    arguments = arguments_of()
     accelerator = Accelerator(cpu=True)
     set_seed(0)
     train_data = build_data().train

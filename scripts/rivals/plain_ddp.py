@@ -6,7 +6,6 @@ benchmark's.
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
@@ -15,16 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from rivals.emulation import EmulatedCard, Stopwatch
-from rivals.task import LEARNING_RATE, build_data, build_model
+from rivals.task import LEARNING_RATE, arguments_of, build_data, build_model
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--global-batch-size", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--warm-steps", type=int, required=True)
-    arguments = parser.parse_args()
-
+    arguments = arguments_of()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     train_data = build_data().train

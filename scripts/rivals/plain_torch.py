@@ -89,8 +89,8 @@ def main() -> None:
                 metrics.flush()
             began = now
 
-    told = {"peak_memory_bytes": peak_memory_bytes(on_card), "torch": torch.__version__}
-    (arguments.folder / f"rank_{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    facts = {"peak_memory_bytes": peak_memory_bytes(on_card), "torch": torch.__version__}
+    (arguments.folder / f"rank_{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
     del loader  # and with it the processes that load
     dist.barrier()
     os._exit(0)  # as hetexp's ranks end: taking gloo's threads down can wait for ever

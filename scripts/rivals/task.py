@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from hetexp.data.synthetic import Synthetic
 from hetexp.model.gpt import GPT
 
@@ -16,3 +18,11 @@ def build_data() -> Synthetic:
 
 def build_model() -> GPT:
     return GPT(**MODEL, vocab_size=DATA["vocab_size"], sequence_length=DATA["sequence_length"])  # type: ignore[arg-type]
+
+
+def arguments_of() -> argparse.Namespace:
+    """Read what the benchmark asks of a loop."""
+    parser = argparse.ArgumentParser()
+    for name in ("--global-batch-size", "--steps", "--warm-steps"):
+        parser.add_argument(name, type=int, required=True)
+    return parser.parse_args()

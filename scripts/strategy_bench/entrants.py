@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from balance_bench.mixes import DEVIATION_SEED, Mix, write_catalogue
+from balance_bench.mixes import Mix
 
 SYNC_EVERY = 10
 """Steps between the exchanges of `local_sgd`: several of them in a short run."""
@@ -51,8 +50,8 @@ class Entrant:
     @property
     def name(self) -> str:
         options = [text.partition("=") for text in self.overrides if not text.startswith("balancing")]
-        told = " ".join(f"{key.removeprefix('strategy.')}={value}" for key, _, value in options)
-        return " ".join(part for part in (self.strategy, told) if part)
+        shown = [f"{key.removeprefix('strategy.')}={value}" for key, _, value in options]
+        return " ".join([self.strategy, *shown])
 
     def words(self) -> list[str]:
         """Return what a person would type for it."""
@@ -77,20 +76,3 @@ ENTRANTS = [
 def entrants_of(mix: str) -> list[Entrant]:
     """Return the rows of a mix."""
     return [one for one in ENTRANTS if not one.only or mix in one.only]
-
-
-def task_on(mix: Mix, folder: Path, alone: int | None = None) -> list[str]:
-    """Return the configuration of a mix's runs, strategy and policy left out.
-
-    Args:
-        folder: where the cards' figures are written.
-        alone: number of the only device that takes part.
-    """
-    chosen = mix.devices if alone is None else (mix.devices[alone],)
-    return [
-        *TASK,
-        f"trainer.global_batch_size={mix.global_batch_size}",
-        f"hardware.devices=[{','.join(f'emulated:{card}' for card in chosen)}]",
-        f"hardware.catalogue={write_catalogue(folder, mix)}",
-        f"hardware.deviation_seed={DEVIATION_SEED}",
-    ]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from balance_bench.measure import kept
 from balance_bench.mixes import Mix
-from balance_bench.runs import Run, start
+from benchlib.runs import Run, lines_of, start
 
 from hetexp.core.cost.pipeline import StageTimes, order_of, play
-from strategy_bench.entrants import Entrant, task_on
+from strategy_bench.entrants import TASK, Entrant
 
 WARM_STEPS = 10
 """Left out of the speed: a policy that follows has settled by then."""
 REHEARSED = ("ddp", "pipeline", "local_sgd")
 """Strategies whose time scales are asked for: what computes and what is exchanged differ."""
-MOST_TRIALS, SCALE_STEP = 4, 1.3
 
 
 @dataclass
@@ -28,44 +27,34 @@ class Scene:
     folder: Path
     time_scale: float
 
-    def run(self, entrant: Entrant, steps: int, seed: int = 0) -> Run:
-        """Train an entrant; what needs one device gets the first, which is the fastest."""
-        alone = 0 if entrant.strategy == "single" else None
-        return start(
-            self.folder,
-            [
-                *task_on(self.mix, self.folder, alone),
-                *entrant.words(),
-                f"trainer.max_steps={steps}",
-                f"trainer.seed={seed}",
-                f"hardware.time_scale={self.time_scale!r}",
-            ],
-        )
+    def words(self, entrant: Entrant, steps: int) -> list[str]:
+        """Return an entrant's overrides; a strategy for one device gets the first, which is the fastest."""
+        task = self.mix.overrides(self.folder, entrant.strategy == "single", TASK)
+        return [*task, *entrant.words(), f"trainer.max_steps={steps}"]
 
 
 def prepare(mix: Mix, folder: Path, time_scale: float | None) -> Scene:
-    """Find a time scale at which this machine keeps every strategy's pace, or take the one given."""
+    """Find a time scale at which this machine keeps every strategy's pace, or take the given one."""
     folder.mkdir(parents=True, exist_ok=True)
-    if time_scale is not None:
-        return Scene(mix, folder, time_scale)
-    scale = 0.0
-    for strategy in REHEARSED:
-        words = [f"strategy={strategy}", "balancing=tflops", "trainer.max_steps=2", "trainer.eval_every=0"]
-        words += ["strategy.sync_every=2"] if strategy == "local_sgd" else []
-        trial = start(folder, [*task_on(mix, folder), *words])
-        needed = mix.step_seconds / (trial.summary["measured_step_s"] / trial.summary["time_scale"])
-        scale = max(scale, trial.summary["time_scale"], needed if strategy == "ddp" else 0.0)
-    inputs = Scene(mix, folder, scale)
-    for _ in range(MOST_TRIALS):
-        if all(inputs.run(Entrant(strategy, "tflops"), 10).summary["valid"] for strategy in REHEARSED[:2]):
-            break
-        inputs.time_scale *= SCALE_STEP
-    return inputs
+    scene = Scene(mix, folder, time_scale or 0.0)
+    if time_scale is None:
+        for strategy in REHEARSED:
+            words = [f"strategy={strategy}", "balancing=tflops", "trainer.max_steps=2"]
+            words += ["trainer.eval_every=0", *(["strategy.sync_every=2"] if strategy == "local_sgd" else [])]
+            trial = start(folder, [*mix.overrides(folder, task=TASK), *words]).summary
+            needed = mix.step_seconds / (trial["measured_step_s"] / trial["time_scale"])
+            scene.time_scale = max(
+                scene.time_scale, trial["time_scale"], needed if strategy == "ddp" else 0.0
+            )
+        runs = [scene.words(Entrant(strategy, "tflops"), 10) for strategy in REHEARSED[:2]]
+        scene.time_scale = kept(folder, runs, scene.time_scale)
+    return scene
 
 
 def measure(inputs: Scene, entrant: Entrant, steps: int) -> dict[str, Any]:
     """Train an entrant for so many steps of the same samples, and return what it reached."""
-    run = inputs.run(entrant, steps)
+    words = [*inputs.words(entrant, steps), f"hardware.time_scale={inputs.time_scale!r}"]
+    run = start(inputs.folder, words)
     summary, seconds = run.summary, run.step_seconds(WARM_STEPS)
     solo = summary["solo_samples_per_s"]
     return {
@@ -87,9 +76,8 @@ def measure(inputs: Scene, entrant: Entrant, steps: int) -> dict[str, Any]:
 
 def curve(run: Run) -> list[tuple[float, float]]:
     """Return seconds of training and evaluation loss, at each evaluation."""
-    lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     seconds, before, found = 0.0, 0, []
-    for row in map(json.loads, lines):
+    for row in lines_of(run.folder / "metrics.jsonl"):
         if "step_seconds" in row:
             seconds += row["step_seconds"] * (row["step"] - before)
             before = row["step"]

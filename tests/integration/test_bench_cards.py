@@ -38,4 +38,14 @@ def test_a_step_that_is_missing_differs_by_any_measure() -> None:
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_cards.main(["--parts", "stages,speed"])
-    assert "--parts must be of scaling, slowed, stages, loss, but has speed" in capsys.readouterr().err
+    known = "scaling, slowed, splits, equal, cpu, stages, loss"
+    assert f"--parts: must be of {known}, but is speed instead" in capsys.readouterr().err
+
+
+def test_parts_for_cards_are_refused_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_cards.main(["--device", "cpu", "--parts", "slowed,stages"])
+    assert "slowed need NVIDIA cards" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench_cards.main(["--gpus", "2", "--slow", "2,4", "--parts", "slowed"])
+    assert "--slow must leave one of --gpus as it is, but has 2 factors" in capsys.readouterr().err

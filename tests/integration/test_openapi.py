@@ -1,6 +1,6 @@
 """Random requests to a real server: whatever is asked, it answers as its description says, and never fails.
 
-`scripts/fuzz_dashboard.py` asks thousands.
+`benchmarks/fuzz_dashboard.py` asks thousands.
 """
 
 from __future__ import annotations

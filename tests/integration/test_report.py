@@ -363,7 +363,7 @@ def test_files_print_what_the_logs_say(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_large_sweep_is_reported_whole(folder: Path, tmp_path: Path) -> None:
-    # How long it takes is for scripts/bench_report.py to say.
+    # How long it takes is for benchmarks/bench_report.py to say.
     make_sweep(folder / "equal_0", tmp_path / "sweep", 200, lines=20)
     runs = read_runs([tmp_path / "sweep"])
     found = compare(runs, "Large")

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from balance_bench import page
 from balance_bench.measure import Stage, num_steps, random_splits, steps_until
-from balance_bench.mixes import MIXES, Mix, write_catalogue
-from balance_bench.regret import regrets
+from balance_bench.mixes import MIXES, Mix
 from balance_bench.truth import Truth
 from bench_balancing import arguments_of
+from bench_regret import mixes_of, regrets
+from benchlib import tables
 from support import checked
 
 from hetexp.core.plan import Plan
@@ -22,7 +23,7 @@ BUCKETS = [(0.5, 40_000), (1.0, 60_000)]
 
 
 def plan_of(folder: Path, mix: Mix, *overrides: str) -> Plan:
-    given = [*mix.overrides(write_catalogue(folder, mix)), "trainer.max_steps=1", *overrides]
+    given = [*mix.overrides(folder), "trainer.max_steps=1", *overrides]
     return make_plan(checked(*given, run_dir=folder / "run").accepted())
 
 
@@ -106,6 +107,13 @@ def test_splits_to_predict_are_others_and_not_absurd(tmp_path: Path) -> None:
 def test_regret_is_never_below_zero_and_small_for_one_mix() -> None:
     found = regrets(2, 10)
     assert 0 <= found["median"] <= found["p95"] <= found["worst"] < 0.1
+    assert mixes_of("2:500,8:100") == {2: 500, 8: 100}
+
+
+def test_regret_of_a_mix_is_in_the_model_and_measured() -> None:
+    splits = {"chosen": [196, 60], "best": [195, 61], "valid": True}
+    found = {"3:1": {**splits, "regret_in_the_model": 0.01, "regret_measured": -0.005}}
+    assert "| 3:1 | 196 / 60 against 195 / 61 | 1.00% | -0.50% |" in page.regret(found)
 
 
 def test_steps_until_balanced() -> None:
@@ -146,13 +154,13 @@ def test_the_tables_say_what_was_measured() -> None:
         "profiled": [run(90.0, 196, 60), run(98.0, 195, 61), run(95.0, 195, 61, valid=False)],
         "plain DDP": [run(47.5, 128, 128)],
     }
-    tables = page.render({name: {"3:1": {"facts": FACTS, "runs": runs}} for name in ("mixes", "rivals")})
-    assert "| equal | 50.0 | 50.0–50.0 | 0.500 | 0.500 | – | 128 / 128 |" in tables["mixes"]
+    pages = page.render({name: {"3:1": {"facts": FACTS, "runs": runs}} for name in ("mixes", "rivals")})
+    assert "| equal | 50.0 | 50.0–50.0 | 0.500 | 0.500 | – | 128 / 128 |" in pages["mixes"]
     # Median of three; (95 − 50) of (100 − 50) is gained; a run that was outrun is told.
-    assert "| profiled (!) | 95.0 | 90.0–98.0 | 0.950 | 0.950 | 0.900 | 195 / 61 |" in tables["mixes"]
-    assert "(!) 1 of 5 runs were outrun" in tables["mixes"]
-    assert "1.33× the fastest card" in tables["mixes"]
-    assert "| 3:1 | profiled (!) | 95.0 | 2.00× | – |" in tables["rivals"]
+    assert "| profiled (!) | 95.0 | 90.0–98.0 | 0.950 | 0.950 | 0.900 | 195 / 61 |" in pages["mixes"]
+    assert "(!) 1 of 5 runs were outrun" in pages["mixes"]
+    assert "1.33× the fastest card" in pages["mixes"]
+    assert "| 3:1 | profiled (!) | 95.0 | 2.00× | – |" in pages["rivals"]
 
 
 def test_errors_are_of_all_splits() -> None:
@@ -164,17 +172,17 @@ def test_errors_are_of_all_splits() -> None:
 def test_a_table_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text("before\n<!-- mixes: begin -->\nold\n<!-- mixes: end -->\nafter\n", encoding="utf-8")
-    page.write(path, {"mixes": "new"})
-    page.write(path, {"mixes": "newer"})
+    tables.write(path, {"mixes": "new"})
+    tables.write(path, {"mixes": "newer"})
     assert path.read_text() == "before\n<!-- mixes: begin -->\nnewer\n<!-- mixes: end -->\nafter\n"
     with pytest.raises(ValueError, match="rivals: begin"):
-        page.write(path, {"rivals": "table"})
+        tables.write(path, {"rivals": "table"})
 
 
 def test_the_page_has_a_place_for_every_table() -> None:
     text = Path(page.__file__).parents[2].joinpath("docs/benchmarks.md").read_text(encoding="utf-8")
     for name in page.TABLES:
-        assert text.count(page.BEGIN.format(name=name)) == text.count(page.END.format(name=name)) == 1
+        assert text.count(tables.BEGIN.format(name=name)) == text.count(tables.END.format(name=name)) == 1
 
 
 def test_quick_is_one_run_of_two_mixes() -> None:

@@ -10,8 +10,9 @@ import bench_scaling
 import pytest
 import torch
 from bench_ddp import arguments_of, job_of
+from benchlib.tables import median_of
 from ddp_bench import page
-from ddp_bench.runs import measured, median_of
+from ddp_bench.runs import measured
 from ddp_bench.task import GPT_124M, MOST_SAMPLES, TASKS, TINY, Size, data_of, num_samples, word
 from ddp_bench.watch import Watch, last_step, rows_of, utilisation
 from support import checked
@@ -180,4 +181,4 @@ def test_table_of_scaling() -> None:
 def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_scaling.arguments_of([*CPU, "--models", "gpt,resnet"])
-    assert "--models must be of gpt, convnet, but has resnet" in capsys.readouterr().err
+    assert "--models: must be of gpt, convnet, but is resnet instead" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The pure parts of `scripts/bench_exposed.py`: who starts, and what the tables say."""
+"""The pure parts of `benchmarks/bench_exposed.py`: who starts, and what the tables say."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from bench_exposed import arguments_of, ranks_of, size_of
-from ddp_bench import exposed
-from ddp_bench.exposed import WITHOUT, Ranks
 from ddp_bench.task import TINY
+from exposed_bench import runs as exposed
+from exposed_bench.runs import WITHOUT, Ranks
 from support import checked
 
 CPU = ["--part", "mix,pair,wires", "--device", "cpu", "--tiny"]
@@ -45,8 +45,8 @@ def test_a_card_that_is_named_twice_is_shared() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--part", "mixed"], "--part must be of mix, pair, wires, but is mixed instead"),
-        (["--part", "mix", "--backends", "tcp"], "--backends must be of gloo, shm, native, auto"),
+        (["--part", "mixed"], "--part: must be of mix, pair, wires, but is mixed instead"),
+        (["--part", "mix", "--backends", "tcp"], "--backends: must be of gloo, shm, native, auto"),
         (["--part", "wires", "--wires", "int8"], "--wires must begin with float32"),
         (["--part", "pair", "--cards", "0"], "--cards must be two numbers"),
     ],
@@ -87,7 +87,7 @@ def test_what_an_exchange_costs_a_step() -> None:
     found = exposed.exposed(runs)
     assert found["gloo"]["beyond_s"] == pytest.approx(0.4)
     assert found["gloo"]["loss_differs"] == 0.0
-    assert found["shm"]["told_s"] == pytest.approx(0.11)
+    assert found["shm"]["exposed_s"] == pytest.approx(0.11)
     assert found["shm"]["loss_differs"] == 0.25
     text = exposed.timed_table({"runs": runs, "facts": FACTS})
     assert "| left out | 500.0 | – |" in text

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_each_way_of_loading_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, str(SCRIPTS / "bench_input.py"), "--only", "synthetic, mlp"]
+    command = [sys.executable, str(BENCHMARKS / "bench_input.py"), "--only", "synthetic, mlp"]
     options = ["--steps", "10", "--rounds", "2", "--batch", "8", "--threads", "1"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -21,7 +21,7 @@ def test_each_way_of_loading_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     for rounds in found.values():
         assert len(rounds) == 2
         assert all(0 < data < step for data, step in rounds)
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import bench_input
 
     timed = {way: [(1.0, 1.0), (1e-5, 1e-4), (1e-6, 2e-4)] for way in found}

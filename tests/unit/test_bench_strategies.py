@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from bench_strategies import arguments_of
 from strategy_bench import page
-from strategy_bench.entrants import ENTRANTS, EVAL_EVERY, MIXES, SYNC_EVERY, Entrant, entrants_of, task_on
-from strategy_bench.measure import loss_at
+from strategy_bench.entrants import ENTRANTS, EVAL_EVERY, MIXES, SYNC_EVERY, Entrant, entrants_of
+from strategy_bench.measure import Scene, loss_at
 from support import checked
 
 from hetexp.core.compose.conf_folders import conf_dir
@@ -22,13 +22,12 @@ CURVE = [(2.0, 4.0), (4.0, 3.0), (6.0, 2.8)]
 )
 def test_every_row_may_start(tmp_path: Path, entrant: Entrant) -> None:
     mix = MIXES[(entrant.only or tuple(MIXES))[0]]
-    alone = 0 if entrant.strategy == "single" else None
-    words = [*task_on(mix, tmp_path, alone), *entrant.words(), "trainer.max_steps=20"]
+    words = Scene(mix, tmp_path, 1.0).words(entrant, 20)
     assert checked(*words).problems == []
 
 
 def test_every_strategy_that_can_be_emulated_has_rows() -> None:
-    elsewhere = {"dp", "hierarchical_sgd"}  # for real cards; for hosts (scripts/bench_network.py)
+    elsewhere = {"dp", "hierarchical_sgd"}  # for real cards; for hosts (benchmarks/bench_network.py)
     options = {path.stem for path in (conf_dir() / "strategy").glob("*.yaml")} - elsewhere
     assert {one.strategy for one in ENTRANTS} == options
     assert len({(one.name, one.policy) for one in ENTRANTS}) == len(ENTRANTS)
@@ -91,4 +90,4 @@ def test_tables() -> None:
 def test_wrong_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments_of(["--strategies", "dpp"])
-    assert "--strategies must be of single, ddp" in capsys.readouterr().err
+    assert "--strategies: must be of single, ddp" in capsys.readouterr().err

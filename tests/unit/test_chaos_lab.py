@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchlib.tables import write
 from chaos_lab import checks, page, schedule
 from chaos_lab.checks import EXACT, Reference, Trajectory
 from chaos_lab.long_run import account
@@ -44,7 +45,7 @@ def test_a_run_like_the_undisturbed_one_has_nothing_wrong(tmp_path: Path) -> Non
     ("rows", "told"),
     [
         ([{"step": 2, "train/loss": 0.25 * (1 + 1e-9)}], "the loss of step 2 is off by 1.0e-09"),
-        ([{"step": 2, "train/loss": 0.25}, {"step": 2, "train/loss": 0.25}], "steps told twice: 2"),
+        ([{"step": 2, "train/loss": 0.25}, {"step": 2, "train/loss": 0.25}], "steps logged twice: 2"),
         ([{"step": 4, "train/loss": 0.25}], "the loss of step 4 is off by inf"),
         ([{"step": 3, "eval/loss": 1.0 + 1e-9}], "eval/loss at step 3 is 1.000000001 instead of 1.0"),
         ([{"step": 2, "train/loss": float("nan")}], "the loss of step 2 is off by nan"),
@@ -133,7 +134,7 @@ def test_a_table_takes_its_place_in_a_page(tmp_path: Path) -> None:
     assert "Seeds 3 to 4, 2 kills in 2.0 min." in text
     file = tmp_path / "page.md"
     file.write_text("a\n<!-- chaos: begin -->\nold\n<!-- chaos: end -->\nz\n")
-    page.write(file, "chaos", text)
+    write(file, {"chaos": text})
     assert file.read_text() == f"a\n<!-- chaos: begin -->\n{text}\n<!-- chaos: end -->\nz\n"
-    with pytest.raises(ValueError, match="no place for soak"):
-        page.write(file, "soak", text)
+    with pytest.raises(ValueError, match="soak: begin"):
+        write(file, {"soak": text})

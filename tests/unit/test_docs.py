@@ -30,7 +30,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
 def test_files_and_keys_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:hetexp|tests|scripts|conf|docs)/[\w/.]+)`", text):
+    for name in re.findall(r"`((?:hetexp|tests|scripts|benchmarks|conf|docs)/[\w/.]+)`", text):
         assert (ROOT / name).exists(), name
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)  # what a command prints may name wrong keys
     text = re.sub(r"<!-- keys .*?<!-- /keys -->", "", text, flags=re.DOTALL)  # written from the schema

@@ -6,7 +6,8 @@ of 485 passes that took more than 32 MiB, 444 ran with 16 MiB to spare as well.
 
 How much an algorithm takes is arithmetic: right for all 102 FFTs, and for 198 of 233 by Winograd. Which one
 is chosen is known to cuDNN only, and may change with its version and the card. The conditions here are the
-simplest that agree with most of 365 convolutions by cuDNN 9.19 on an H100 (`scripts/bench_convolutions.py`).
+simplest that agree with most of 365 convolutions on an H100 by cuDNN 9.19
+(`benchmarks/bench_convolutions.py`).
 So the peak of a convnet in float32 can be said badly: of nine others it was right to 2 % for six, and 0.70,
 0.80 and 1.48 of what was measured for three. Other kernels and strides, and dimensions other than two, are
 left out.

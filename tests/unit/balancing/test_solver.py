@@ -142,7 +142,7 @@ def test_against_an_integer_program(seed: int) -> None:
 
 
 def test_ten_thousand_devices() -> None:
-    """The certificate again, at the size that simulations use; its time is for `scripts/bench_solver.py`."""
+    """The certificate again, at the size of simulations; `benchmarks/bench_solver.py` measures its time."""
     draw = random.Random(1)
     devices = [
         SpeedCurve(

@@ -310,7 +310,7 @@ def _other_device(rank: int, size: int, store: dist.Store) -> list[float]:
 
 
 def test_random_kills_leave_nothing() -> None:
-    """A small part of what `scripts/stress_exchange.py` does with 10,000 sums."""
+    """A small part of what `benchmarks/stress_exchange.py` does with 10,000 sums."""
     import stress_exchange
 
     # Without names: what a killed rank leaves of one until the next start would be seen by tests beside this.

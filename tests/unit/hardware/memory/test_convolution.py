@@ -1,4 +1,4 @@
-"""What cuDNN takes for convolutions, against an H100 (`scripts/bench_convolutions.py --record`)."""
+"""What cuDNN takes for convolutions, against an H100 (`benchmarks/bench_convolutions.py --record`)."""
 
 from __future__ import annotations
 

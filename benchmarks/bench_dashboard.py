@@ -1,6 +1,6 @@
 """What the dashboard's server does under load, as a process of its own with a database of its own.
 
-    python scripts/bench_dashboard.py [--clients 200] [--seconds 60] [--devices 8]
+    python benchmarks/bench_dashboard.py [--clients 200] [--seconds 60] [--devices 8]
 
 First 30 days of samples of so many emulated devices are written, as the monitor keeps them (an hour of
 seconds, a day of ten seconds, else minutes), and every view is asked for over HTTP, again and again:

@@ -1,6 +1,6 @@
 """What loading samples takes of a step, for each shipped model with data that suits it, on one device.
 
-    python scripts/bench_input.py [--device cpu|cuda:0] [--steps 200] [--rounds 5] [--batch 64] [--threads 1]
+    python benchmarks/bench_input.py [--device cuda:0] [--steps 200] [--rounds 5] [--batch 64] [--threads 1]
 
 Three ways in turn, in one process a workload, the loop as it trains: samples asked for one by one and
 collated in the step, as torch's `DataLoader` does without processes; whole microbatches in the step; whole
@@ -22,6 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+
+from benchlib.options import parser_of
+from benchlib.tables import row as line
+from benchlib.tables import table
 
 WORKLOADS = {
     "digits, mlp": ("data=digits", "model=mlp"),
@@ -66,27 +72,23 @@ def loading(parts: Any, way: str) -> Iterator[None]:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     """Return seconds of data and of the whole step, of each round, by the way of loading."""
-    from hetexp.app import check, compose_config
-    from hetexp.hardware.backend import backend_class
-    from hetexp.plan.planner import make_plan
-    from hetexp.plan.run_spec import Request
+    from benchlib.runs import planned
 
-    cfg = compose_config(
-        [
-            *WORKLOADS[name],
-            f"hardware.devices=[{options.device}]",
-            "strategy=single",
-            "balancing=equal",
-            "logger=none",
-            f"trainer.global_batch_size={options.batch}",
-            f"trainer.fast_dev_run={options.steps}",
-            f"trainer.log_every={max(1, options.steps // 10)}",
-            *([f"hardware.threads_per_rank={options.threads}"] if options.threads else []),
-        ]
-    )
+    from hetexp.hardware.backend import backend_class
+
+    words = [
+        *WORKLOADS[name],
+        f"hardware.devices=[{options.device}]",
+        "strategy=single",
+        "balancing=equal",
+        "logger=none",
+        f"trainer.global_batch_size={options.batch}",
+        f"trainer.fast_dev_run={options.steps}",
+        f"trainer.log_every={max(1, options.steps // 10)}",
+        *([f"hardware.threads_per_rank={options.threads}"] if options.threads else []),
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        run = check(cfg, Request(Path(folder), Path.cwd()), leases=False).accepted()
-        plan = make_plan(run)
+        plan, config = planned(words, Path(folder))
         spec = plan.devices[0]
         os.environ.update(backend_class(spec.backend).environment(spec))  # before torch looks for cards
 
@@ -99,7 +101,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, list[tuple[floa
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for _ in range(options.rounds):
             for way in WAYS:
-                parts = build_state(plan, run.config, 0, dist.HashStore())
+                parts = build_state(plan, config, 0, dist.HashStore())
                 with loading(parts, way):
                     totals = train(parts, Progress()).totals
                 assert totals.start is not None
@@ -115,14 +117,12 @@ def row(name: str, found: dict[str, list[tuple[float, float]]]) -> str:
     for way in WAYS:
         data, step = min(found[way], key=lambda round_: round_[1])
         cells += [f"{1e6 * data:,.0f}", f"{1e6 * step:,.0f}", f"{data / step:.1%}"]
-    return f"| {' | '.join(cells)} |"
+    return line(cells)
 
 
 def main() -> None:
     """Measure each workload in a process of its own, and print a Markdown table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
@@ -133,11 +133,8 @@ def main() -> None:
     if options.only is not None:
         print(json.dumps(measure(options.only, options)))
         return
-    print(
-        f"| {options.device}, batch {options.batch} |"
-        + "".join(f" {way}: data, µs | step, µs | data |" for way in WAYS)
-    )
-    print("|---|" + "---|" * (3 * len(WAYS)))
+    head = [title for way in WAYS for title in (f"{way}: data, µs", "step, µs", "data")]
+    print(table([f"{options.device}, batch {options.batch}", *head], []))
     for name in WORKLOADS:
         command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
         answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -63,8 +63,8 @@ def predicted(
     """
     with started(lab, ranks_a_box, folder, home, [*overrides, "plan_only=true"]):
         pass
-    told = json.loads((folder / lab[0].name / "run" / "prediction.json").read_text(encoding="utf-8"))
-    rows = [row for row in told["rows"] if row["policy"] in ("equal", None) and row["predicted_step_s"]]
+    found = json.loads((folder / lab[0].name / "run" / "prediction.json").read_text(encoding="utf-8"))
+    rows = [row for row in found["rows"] if row["policy"] in ("equal", None) and row["predicted_step_s"]]
     return {row["strategy"]: row["predicted_step_s"] for row in rows}
 
 
@@ -82,8 +82,14 @@ def started(
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     devices = f"[{{device: cpu, count: {ranks_a_box}}}]"
-    told = ",".join(f"{{name: {box.name}, address: {box.address}, devices: {devices}}}" for box in lab)
-    words = [sys.executable, str(TRAIN), f"cluster.hosts=[{told}]", f"cluster.token_file={token}", *overrides]
+    hosts = ",".join(f"{{name: {box.name}, address: {box.address}, devices: {devices}}}" for box in lab)
+    words = [
+        sys.executable,
+        str(TRAIN),
+        f"cluster.hosts=[{hosts}]",
+        f"cluster.token_file={token}",
+        *overrides,
+    ]
     processes = []
     try:
         for box in lab:

@@ -1,7 +1,7 @@
 """What the monitor costs: a core's share for 8 devices, the launcher's time, queries of an hour's rows.
 
-    python scripts/bench_monitor.py
-    python scripts/bench_monitor.py --seconds 60 --url postgresql://me@/database
+    python benchmarks/bench_monitor.py
+    python benchmarks/bench_monitor.py --seconds 60 --url postgresql://me@/database
 
 Devices are this machine's own, and emulated ones up to `--devices`, of a run folder that it makes and logs
 into each second. The core's share is the process's own time (`time.process_time`, all threads), which counts
@@ -42,10 +42,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         url = options.url or f"sqlite:///{folder / 'monitor.sqlite'}"
-        told: dict[str, Any] = {"sampling": sampling(folder, url, options.devices, options.seconds)}
-        told["launcher"] = launcher(folder, url)
-        told["queries_ms"] = queries(options.url or f"sqlite:///{folder / 'hour.sqlite'}", options.devices)
-    print(json.dumps(told, indent=2))
+        figures: dict[str, Any] = {"sampling": sampling(folder, url, options.devices, options.seconds)}
+        figures["launcher"] = launcher(folder, url)
+        figures["queries_ms"] = queries(options.url or f"sqlite:///{folder / 'hour.sqlite'}", options.devices)
+    print(json.dumps(figures, indent=2))
 
 
 def emulated(count: int) -> list[DeviceSpec]:
@@ -122,13 +122,13 @@ def launcher(folder: Path, url: str) -> dict[str, float]:
     with followed(replace(plan, run_id="bench-launcher"), config) as follower:
         started = time.perf_counter()
         follower.ready(10)
-        told = time.perf_counter()
+        answered = time.perf_counter()
         time.sleep(10.0)
         ending = time.perf_counter()
     ended = time.perf_counter()
     return {
         "start_ms": round(1000 * (started - began), 2),
-        "word_ms": round(1000 * (told - started), 3),
+        "word_ms": round(1000 * (answered - started), 3),
         "end_ms": round(1000 * (ended - ending), 1),
     }
 
@@ -155,16 +155,16 @@ def queries(url: str, count: int) -> dict[str, float]:
             START + HOUR - 300, START + HOUR, "per_gpu", 60, keys
         ),
     }
-    told = {}
+    medians = {}
     for name, ask in asked.items():
         times = []
         for _ in range(7):
             began = time.perf_counter()
             ask()
             times.append(time.perf_counter() - began)
-        told[name] = round(1000 * statistics.median(times), 1)
+        medians[name] = round(1000 * statistics.median(times), 1)
     store.close()
-    return told
+    return medians
 
 
 if __name__ == "__main__":

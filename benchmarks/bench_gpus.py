@@ -1,6 +1,6 @@
 """How long `hetexp gpus` takes as a person types it: a process from start to end, median of several.
 
-python scripts/bench_gpus.py [--times 5]
+python benchmarks/bench_gpus.py [--times 5]
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How much of the exchange of gradients a step has to wait for, and what coded gradients cost in loss.
 
-    python scripts/bench_exposed.py --part mix    (one CUDA rank and one CPU rank)
-    python scripts/bench_exposed.py --part pair --cards 0,1    (two CUDA ranks; --cards 0,0: on one card)
-    python scripts/bench_exposed.py --part wires --cards 0,1   (float32, bfloat16, int8 on real text)
-    python scripts/bench_exposed.py --part mix,pair,wires --device cpu --tiny
+    python benchmarks/bench_exposed.py --part mix    (one CUDA rank and one CPU rank)
+    python benchmarks/bench_exposed.py --part pair --cards 0,1    (two CUDA ranks; --cards 0,0: on one card)
+    python benchmarks/bench_exposed.py --part wires --cards 0,1   (float32, bfloat16, int8 on real text)
+    python benchmarks/bench_exposed.py --part mix,pair,wires --device cpu --tiny
 
 `mix` and `pair` run each of --backends and the same ranks with the exchange left out (debug.exchange=false),
 in turn: *beyond* is a step's time beyond one without exchange, *exposed* is `comm.exposed_s` of the summary.
@@ -16,17 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench_ddp import tell
-from ddp_bench import exposed
-from ddp_bench.exposed import WIRES, WITHOUT, Ranks
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+
+from bench_ddp import report
+from benchlib.options import fill, names_of, numbers, parser_of
 from ddp_bench.runs import ours
 from ddp_bench.task import GPT_124M, TINY, Size
+from exposed_bench import runs as exposed
+from exposed_bench.runs import WIRES, WITHOUT, Ranks
 
 from hetexp.data.text import Text
 
@@ -60,7 +64,7 @@ def timed(part: str, arguments: argparse.Namespace, folder: Path) -> dict[str, A
             words = exposed.timed(ranks, size, name, steps, precision)
             found = ours(folder, words, arguments.warm_steps, size.sequence_length)
             runs[name].append(found)
-            tell(f"{part}, round {number + 1}, {name}", found, began)
+            report(f"{part}, round {number + 1}, {name}", found, began)
     facts = {
         "parameters": size.num_parameters(),
         "sequence_length": size.sequence_length,
@@ -84,7 +88,7 @@ def wires(part: str, arguments: argparse.Namespace, folder: Path) -> dict[str, A
         began = time.perf_counter()
         words = exposed.trained(ranks, size, backend, wire, steps, precision)
         runs[wire] = ours(folder, words, max(1, steps // 10), size.sequence_length)
-        tell(f"{part}, {wire}", runs[wire], began)
+        report(f"{part}, {wire}", runs[wire], began)
     characters = Text(sequence_length=size.sequence_length).facts["vocab_size"]
     facts = {
         "parameters": replace(size, vocab_size=characters).num_parameters(),
@@ -106,7 +110,7 @@ def ranks_of(part: str, arguments: argparse.Namespace) -> Ranks:
         devices = (f"cuda:{arguments.cards[0]}", "cpu")
     else:
         devices = tuple(f"cuda:{card}" for card in arguments.cards)
-    split = arguments.split if part == "mix" else (arguments.local_batch,) * 2
+    split = tuple(arguments.split) if part == "mix" else (arguments.local_batch,) * 2
     return Ranks(devices, split, "forkserver" if arguments.device == "cpu" else "subprocess")
 
 
@@ -121,15 +125,15 @@ def size_of(part: str, arguments: argparse.Namespace) -> Size:
 
 def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    numbers = _numbers
-    parser.add_argument("--part", type=lambda text: text.split(","), required=True, help="mix, pair, wires")
+    parser = parser_of(__doc__)
+    backends = ("gloo", "shm", "native", "auto")
+    parser.add_argument("--part", type=names_of(PARTS), required=True, help=", ".join(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: two CPU ranks")
-    parser.add_argument("--cards", type=numbers, default=(0, 0), help="of pair and wires; 0,0: one card")
-    parser.add_argument("--backends", type=lambda text: text.split(","), default=["gloo", "shm"])
-    parser.add_argument("--wires", type=lambda text: text.split(","), default=list(WIRES))
+    parser.add_argument("--cards", type=numbers, default=[0, 0], help="of pair and wires; 0,0: one card")
+    parser.add_argument("--backends", type=names_of(backends), default=["gloo", "shm"])
+    parser.add_argument("--wires", type=names_of(WIRES), default=list(WIRES))
     parser.add_argument("--tiny", action="store_true", help="a model of no use: whether it works, no figures")
-    parser.add_argument("--split", type=numbers, default=(7, 1), help="samples of the card and the CPU")
+    parser.add_argument("--split", type=numbers, default=[7, 1], help="samples of the card and the CPU")
     parser.add_argument("--local-batch", type=int, default=8, help="samples of each rank in pair and wires")
     parser.add_argument("--mix-sequence-length", type=int, help="128, tiny 16")
     parser.add_argument("--sequence-length", type=int, help="of pair and wires; 512, tiny 16")
@@ -142,25 +146,13 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where results are kept as JSON")
     arguments = parser.parse_args(given)
     usual = {"mix_sequence_length": (128, 16), "sequence_length": (512, 16), "steps": (16, 3)}
-    usual |= {"warm_steps": (4, 1), "wire_steps": (200, 10), "wire_layers": (16, 2)}
-    for name, (value, tiny) in usual.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, tiny if arguments.tiny else value)
-    known = {"part": PARTS, "wires": WIRES, "backends": ("gloo", "shm", "native", "auto")}
-    for name, accepted in known.items():
-        wrong = [one for one in getattr(arguments, name) if one not in accepted]
-        if wrong:
-            parser.error(f"--{name} must be of {', '.join(accepted)}, but is {', '.join(wrong)} instead")
+    fill(arguments, usual | {"warm_steps": (4, 1), "wire_steps": (200, 10), "wire_layers": (16, 2)})
     if arguments.wires[0] != WIRES[0]:
         parser.error(f"--wires must begin with {WIRES[0]}, which the others are compared with")
     for name in ("cards", "split"):
         if len(getattr(arguments, name)) != 2:
             parser.error(f"--{name} must be two numbers, as 0,1")
     return arguments
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
 
 
 if __name__ == "__main__":

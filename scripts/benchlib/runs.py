@@ -1,4 +1,4 @@
-"""Starts runs of hetexp and groups of ranks, and reads what they measured."""
+"""Runs of hetexp and groups of ranks, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-from hetexp.app import compose_config, run
+from hetexp.app import check, compose_config, run
+from hetexp.core.config import Config
 from hetexp.core.plan import Plan
+from hetexp.plan.planner import make_plan
 from hetexp.plan.run_spec import Request
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -31,7 +33,6 @@ class Run:
 
     folder: Path
     summary: dict[str, Any]
-    screen: str
 
     @property
     def plan(self) -> Plan:
@@ -45,8 +46,7 @@ class Run:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl` that are about steps."""
-        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [row for row in map(json.loads, lines) if "step_seconds" in row]
+        return [row for row in lines_of(self.folder / "metrics.jsonl") if "step_seconds" in row]
 
     def step_seconds(self, after: int) -> float:
         """Return the mean seconds of the steps after the first so many."""
@@ -63,14 +63,46 @@ class Run:
         return tuple(round(row[f"device/{device.id}/share"] * total) for device in self.plan.devices)
 
 
+def lines_of(metrics: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a file of metrics, which may grow meanwhile; none before it is there."""
+    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
 def start(folder: Path, overrides: Sequence[str]) -> Run:
-    """Run hetexp once in a new folder."""
-    screen = io.StringIO()
-    cfg = compose_config(overrides)
-    console = Console(file=screen, width=200)
-    folder = Path(tempfile.mkdtemp(dir=folder))
-    summary = run(cfg, Request(folder / "run", Path.cwd(), overrides=tuple(overrides)), console)
-    return Run(folder / "run", summary, screen.getvalue())
+    """Run hetexp once in a new folder below this one."""
+    return start_in(Path(tempfile.mkdtemp(dir=folder)) / "run", overrides)
+
+
+def start_in(folder: Path, overrides: Sequence[str]) -> Run:
+    """Run hetexp once in this folder."""
+    console = Console(file=io.StringIO(), width=200)
+    words = tuple(overrides)
+    return Run(folder, run(compose_config(words), Request(folder, Path.cwd(), overrides=words), console))
+
+
+def planned(overrides: Sequence[str], folder: Path = Path("unused")) -> tuple[Plan, Config]:
+    """Return the plan of a run, without running.
+
+    Raises:
+        ConfigError: the run would not start.
+    """
+    spec = check(compose_config(overrides), Request(folder, Path.cwd())).accepted()
+    return make_plan(spec), spec.config
+
+
+def free_port() -> int:
+    """Return a port of this machine that no process listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def keep(path: Path | None, results: Any) -> None:
+    """Write results as JSON, if there is a file for them."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def start_ranks(
@@ -84,10 +116,7 @@ def start_ranks(
     Raises:
         RuntimeError: a rank failed; carries the end of what it wrote.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     shared |= {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(world_size), **(cards or {})}
@@ -105,13 +134,13 @@ def start_ranks(
                     start_new_session=True,
                 )
             )
-        told = [process.communicate(timeout=RANKS_TIMEOUT_SECONDS) for process in ranks]
+        outputs = [process.communicate(timeout=RANKS_TIMEOUT_SECONDS) for process in ranks]
     finally:
         for process in ranks:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    for rank, (process, (_, errors)) in enumerate(zip(ranks, told, strict=True)):
+    for rank, (process, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
         if process.returncode:
             raise RuntimeError(f"rank {rank} of {' '.join(command)} failed:\n{errors[-2000:]}")
-    return told[0][0]
+    return outputs[0][0]

@@ -1,4 +1,4 @@
-"""What is run to see how much of the exchange of gradients a step has to wait for, and what is made of it."""
+"""The runs that show how long a step waits for the exchange of gradients, and their tables."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddp_bench import page
-from ddp_bench.runs import median_of
+from benchlib.tables import figure, median_of, ratio, table
+from ddp_bench.page import where
 from ddp_bench.task import QUIET, Size, words_of
 
 WITHOUT = "none"
@@ -48,7 +48,7 @@ def timed(ranks: Ranks, size: Size, backend: str, steps: int, precision: str) ->
     return [
         *words_of(size, sum(ranks.split), steps, precision),
         *ranks.words(),
-        "model._target_=ddp_bench.repeatable.RepeatableGPT",
+        "model._target_=exposed_bench.repeatable.RepeatableGPT",
         "optimizer.fused=true",  # torch's other update takes the CPU longer than its passes
         "trainer.log_every=1",
         last,
@@ -83,7 +83,7 @@ def with_characters(size: Size, num_layers: int) -> Size:
 
 
 def exposed(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
-    """Return what each exchange costs a step: beyond a step without it, and as hetexp's summary tells it.
+    """Return what each exchange costs a step: beyond a step without it, and by hetexp's summary.
 
     Args:
         runs: of each backend and of `WITHOUT`; `losses` step by step.
@@ -96,7 +96,7 @@ def exposed(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float 
         found[name] = {
             "step_s": step,
             "beyond_s": step - alone if step is not None and alone is not None else None,
-            "told_s": median_of([run["comm"] for run in runs[name]], "exposed_s"),
+            "exposed_s": median_of([run["comm"] for run in runs[name]], "exposed_s"),
             "loss_differs": largest_difference([run["losses"] for run in (runs[names[0]][0], *runs[name])]),
         }
     return found
@@ -121,20 +121,20 @@ def timed_table(results: dict[str, Any]) -> str:
                 f"`{name}`",
                 _ms(one["step_s"]),
                 _ms(one["beyond_s"]),
-                page.told(page.ratio(one["beyond_s"], base["beyond_s"]), ".3f"),
-                _ms(one["told_s"]),
-                page.told(page.ratio(one["told_s"], base["told_s"]), ".3f"),
+                figure(ratio(one["beyond_s"], base["beyond_s"]), ".3f"),
+                _ms(one["exposed_s"]),
+                figure(ratio(one["exposed_s"], base["exposed_s"]), ".3f"),
                 f"{one['loss_differs']:.1e}" if one["loss_differs"] else "0",
             ]
         )
     head = ["exchange", "step, ms", "beyond, ms", "÷ first", "exposed, ms", "÷ first", "losses differ by"]
     last = runs[WITHOUT][-1]
     title = (
-        f"{page.where(last['devices'], last['torch'])}; {facts['parameters']:,} weights, sequence "
+        f"{where(last['devices'], last['torch'])}; {facts['parameters']:,} weights, sequence "
         f"{facts['sequence_length']}, {' / '.join(map(str, facts['split']))} samples, {facts['precision']}, "
         f"{facts['steps']} steps after {facts['warm_steps']}; medians of {len(runs[WITHOUT])} runs in turn."
     )
-    return "\n".join([title, "", page.table(head, rows)])
+    return "\n".join([title, "", table(head, rows)])
 
 
 def wires_table(results: dict[str, Any]) -> str:
@@ -150,19 +150,19 @@ def wires_table(results: dict[str, Any]) -> str:
                 f"`{wire}`",
                 f"{run['eval_loss']:.4f}",
                 "" if wire == "float32" else f"{off:+.2%}",
-                page.told(sent, ",.0f"),
-                page.told(page.ratio(whole, sent), ".2f"),
+                figure(sent, ",.0f"),
+                figure(ratio(whole, sent), ".2f"),
                 _ms(run["step_s"]),
             ]
         )
     head = ["wire", "validation loss", "against float32", "bytes a step", "× fewer", "step, ms"]
     title = (
-        f"{page.where(base['devices'], base['torch'])}; {facts['parameters']:,} weights, "
+        f"{where(base['devices'], base['torch'])}; {facts['parameters']:,} weights, "
         f"{facts['steps']} steps of {sum(facts['split'])} samples of {facts['sequence_length']} characters, "
         f"{facts['precision']}, `comm.backend={facts['backend']}`."
     )
-    return "\n".join([title, "", page.table(head, rows)])
+    return "\n".join([title, "", table(head, rows)])
 
 
 def _ms(seconds: float | None) -> str:
-    return page.told(seconds * 1e3 if seconds is not None else None, ",.1f")
+    return figure(seconds, ",.1f", 1e3)

@@ -1,12 +1,12 @@
 """What checkpoints cost a training: the same steps with and without them, in turns, in one process.
 
-    python scripts/bench_checkpoint.py [--device cpu] [--parameters 100] [--every 50] [--rounds 3]
+    python benchmarks/bench_checkpoint.py [--device cpu] [--parameters 100] [--every 50] [--rounds 3]
 
 A GPT of so many millions of parameters is trained with AdamW. Each round takes the same number of steps
 three times: without checkpoints, with checkpoints in the background, and with checkpoints that the training
 waits for. All of a round's wall clock counts, the end of the last write, too, which half an interval of steps
-follows. Told are the share of the time that checkpoints cost, and what a save's parts take: the copy into the
-host's memory, hashing and writing.
+follows. The figures are the share of the time that checkpoints cost, and what a save's parts take: the copy
+into the host's memory, hashing and writing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hetexp.app import check, compose_config
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+
+from benchlib.runs import planned
+
 from hetexp.checkpoint.folder import SnapshotMemory, TrainingState, packed_whole, write_snapshot
 from hetexp.core.config import Config
-from hetexp.plan.planner import make_plan
-from hetexp.plan.run_spec import Request
 from hetexp.training.loop import train
 from hetexp.training.state import Progress, TrainState
 from hetexp.training.wiring import build_state
@@ -78,8 +79,8 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 def build(options: argparse.Namespace, place: Path) -> TrainState:
     """Return the objects of the only rank."""
-    spec = check(compose_config(words_of(options)), Request(place, Path.cwd())).accepted()
-    return build_state(make_plan(spec), spec.config, 0, dist.HashStore())
+    plan, config = planned(words_of(options), place)
+    return build_state(plan, config, 0, dist.HashStore())
 
 
 def timed(state: TrainState, config: Config, kind: str, every: int, steps: int) -> float:
@@ -98,9 +99,9 @@ def timed(state: TrainState, config: Config, kind: str, every: int, steps: int) 
     return time.perf_counter() - began
 
 
-def parts_of_a_save(parts: TrainState, place: Path, rounds: int) -> dict[str, float]:
+def parts_of_a_save(train_state: TrainState, place: Path, rounds: int) -> dict[str, float]:
     """Return the seconds that the pieces of a save take, with nothing else going on."""
-    memory = SnapshotMemory(parts.backend.lock_pages)
+    memory = SnapshotMemory(train_state.backend.lock_pages)
     state = TrainingState(0, {}, {}, {})
     found: dict[str, list[float]] = {}
 
@@ -110,9 +111,9 @@ def parts_of_a_save(parts: TrainState, place: Path, rounds: int) -> dict[str, fl
         return now
 
     for number in range(rounds + 1):
-        parts.backend.synchronize()
+        train_state.backend.synchronize()
         began = time.perf_counter()
-        snapshot = memory.take(*packed_whole(parts.model, parts.optimizer), state)
+        snapshot = memory.take(*packed_whole(train_state.model, train_state.optimizer), state)
         asked = measured("snapshot: until training goes on" if number else "first snapshot", began)
         snapshot.arrived()
         measured("snapshot: until it is on the host", began)
@@ -155,22 +156,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Return all figures."""
-    parts = build(options, place)
-    config, kinds = parts.config, options.kinds.split(",")
-    timed(parts, config, "none", 0, WARM_STEPS)
-    timed(parts, config, "background", 1, 1)  # the memory for snapshots is there afterwards
+    state = build(options, place)
+    config, kinds = state.config, options.kinds.split(",")
+    timed(state, config, "none", 0, WARM_STEPS)
+    timed(state, config, "background", 1, 1)  # the memory for snapshots is there afterwards
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     steps = options.checkpoints * options.every + options.every // 2
     for number in range(options.rounds):
         for kind in kinds if number % 2 == 0 else reversed(kinds):
-            seconds[kind].append(timed(parts, config, kind, options.every, steps))
+            seconds[kind].append(timed(state, config, kind, options.every, steps))
             print(f"round {number + 1}, {kind}: {seconds[kind][-1]:.2f} s", flush=True)
     return {
-        "device": str(parts.plan.devices[0]),
-        "parameters": sum(p.numel() for p in parts.model.parameters()),
+        "device": str(state.plan.devices[0]),
+        "parameters": sum(p.numel() for p in state.model.parameters()),
         "step_seconds": min(seconds["none"]) / steps if options.rounds else 0.0,
         "seconds": seconds,
-        "save": parts_of_a_save(parts, place / "parts", 3),
+        "save": parts_of_a_save(state, place / "parts", 3),
     }
 
 

@@ -1,6 +1,6 @@
 """How long the solver takes for a large batch over many unequal devices.
 
-    python scripts/bench_solver.py [--devices 10000] [--repeats 21]
+    python benchmarks/bench_solver.py [--devices 10000] [--repeats 21]
 
 Printed are milliseconds of `hetexp.balancing.solver.solve`, reading the curves included: `affine` has a
 straight curve per device, `cut` also microbatches of 4 to 32, `kinked` also a kink each.

@@ -1,6 +1,6 @@
 """Ask a real server of the dashboard thousands of random things, over HTTP, and check every answer.
 
-    python scripts/fuzz_dashboard.py [--examples 100] [--seed 1]
+    python benchmarks/fuzz_dashboard.py [--examples 100] [--seed 1]
 
 `hetexp dashboard` is started on a free port of 127.0.0.1 in a folder of its own. schemathesis reads its
 OpenAPI and makes requests of it, right ones and wrong ones; some are given devices and trainings that
@@ -86,8 +86,8 @@ def laboratory(folder: Path) -> Iterator[str]:
         job = Job(name, str(folder), f"outputs/{name}", (), name, url, ("cpu",), ())
         job.write()
         row = {"id": name, "name": name, "state": state, "gpu_ids": ["cpu"], "run_dir": str(job.run_dir)}
-        told = {"error": "its launcher was killed", "ended": now} if state == "failed" else {}
-        store.begin({**common, **row, **told, "created": now})
+        end = {"error": "its launcher was killed", "ended": now} if state == "failed" else {}
+        store.begin({**common, **row, **end, "created": now})
     metrics = [json.dumps({"step": step, "train/loss": 1 / step}) for step in range(1, 50)]
     (folder / "outputs" / ENDED / "metrics.jsonl").write_text("\n".join(metrics) + "\n")
     store.close()

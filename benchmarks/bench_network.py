@@ -1,6 +1,8 @@
-"""Measure strategies between boxes on slow links: `sudo python scripts/bench_network.py --out network.json`.
+"""Measure strategies between boxes on slow links.
 
-The boxes are network namespaces of this machine (`scripts/network_lab`), each a machine of a cluster.
+    sudo python benchmarks/bench_network.py --out network.json
+
+The boxes are network namespaces of this machine (`benchmarks/network_lab`), each a machine of a cluster.
 """
 
 from __future__ import annotations
@@ -93,15 +95,15 @@ def speeds(folder: Path, width: int) -> list[dict[str, Any]]:
             home = here / "home"
             with boxes(count, mbit) as lab:
                 run(lab, ranks, here / "measures", home, (*job, *MEASURES))
-                told = predicted(lab, ranks, here / "predicts", home, job)
+                steps = predicted(lab, ranks, here / "predicts", home, job)
                 for name in names:
                     one = run(lab, ranks, here / name, home, (*job, *STRATEGIES[name]))
-                    rows.append(speed_row((count, ranks, mbit), name, one, exact, told[name]))
+                    rows.append(speed_row((count, ranks, mbit), name, one, exact, steps[name]))
     return rows
 
 
 def speed_row(
-    where: tuple[int, int, float], name: str, one: Ran, exact: Ran, foretold: float
+    where: tuple[int, int, float], name: str, one: Ran, exact: Ran, predicted_seconds: float
 ) -> dict[str, Any]:
     """Return the figures of one run, beside the single device's losses and the prediction."""
     count, ranks, mbit = where
@@ -111,7 +113,7 @@ def speed_row(
         "ranks_a_box": ranks,
         "mbit_per_second": mbit,
         "strategy": name,
-        "predicted_seconds": foretold,
+        "predicted_seconds": predicted_seconds,
         "step_seconds": one.step_seconds,
         "sent_bytes": one.sent_bytes,
         "from_single": max(abs(mine - its) / abs(its) for mine, its in pairs),
@@ -173,8 +175,8 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
             f"| {where} | {one['strategy']} | {one['predicted_seconds']:.4f} | {one['step_seconds']:.4f} "
             f"| {ratio:.2f} | {one['sent_bytes'] / 1e6:.1f} | {one['from_single']:.1e} |"
         )
-    for where, foretold, measured in orders(rows):
-        verdict = "as predicted" if foretold == measured else f"predicted was {' < '.join(foretold)}"
+    for where, expected, measured in orders(rows):
+        verdict = "as predicted" if expected == measured else f"predicted was {' < '.join(expected)}"
         lines.append(f"\n{where}: {' < '.join(measured)}, {verdict}.")
     return "\n".join(lines)
 
@@ -207,7 +209,7 @@ def main() -> None:
         sys.exit(why)
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, Any] = {
-            "command": " ".join(["python scripts/bench_network.py", *sys.argv[1:]]),
+            "command": " ".join(["python benchmarks/bench_network.py", *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d"),
             "machine": f"{platform.system()} {platform.machine()}, {platform.python_version()}",
             "speeds": speeds(Path(folder, "speeds"), arguments.width),

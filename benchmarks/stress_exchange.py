@@ -1,6 +1,6 @@
 """Many sums of random sizes through shared memory, with ranks that are killed in between.
 
-    python scripts/stress_exchange.py [--sums 10000] [--ranks 2,3,4] [--seed 0]
+    python benchmarks/stress_exchange.py [--sums 10000] [--ranks 2,3,4] [--seed 0]
 
 Groups of ranks sum tensors of random sizes, again and again. In most of them one rank is killed (SIGKILL) at
 a random moment: while the group forms, within a sum or between two. Some ranks walk in C, some in Python.
@@ -56,7 +56,7 @@ class Found:
     """That every rank of a group returned from, and that were right."""
     groups: int = 0
     kills: int = 0
-    told: list[float] = field(default_factory=list)
+    notices: list[float] = field(default_factory=list)
     """Seconds from a kill to each survivor's error."""
     wrong: list[str] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ def main(given: list[str] | None = None) -> None:
     arguments = arguments_of(given)
     found = stress(arguments.sums, arguments.ranks, arguments.seed)
     left = [path.name for path in shared_memory_folder().glob(f"{PREFIX}*")]
-    latest = f", told within {max(found.told):.3f} s" if found.told else ""
+    latest = f", noticed within {max(found.notices):.3f} s" if found.notices else ""
     print(f"{found.sums} sums of {found.groups} groups, {found.kills} ranks killed{latest}")
     for problem in [*found.wrong, *(f"left behind: {name}" for name in left)]:
         print(problem)
@@ -142,7 +142,7 @@ def _judge(
         elif how == "lost" and killed_at is None:
             found.wrong.append(f"rank {rank} lost a rank, but all lived")
         elif how == "lost" and killed_at is not None:
-            found.told.append(max(0.0, moment - killed_at))
+            found.notices.append(max(0.0, moment - killed_at))
     found.sums += min((done for *_, done in ends.values()), default=0)
 
 

@@ -1,7 +1,14 @@
-"""How far the measured policy's split is from the best one, in the model: many random mixes, no process."""
+"""How far the measured policy's split is from the best one, in the model: many random mixes, no process.
+
+    python benchmarks/bench_regret.py [--mixes 2:500,3:200,8:100]
+
+Each number of cards is followed by the number of mixes. `scripts/bench_balancing.py` measures the regret of
+two mixes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import statistics
@@ -28,7 +35,7 @@ def regrets(num_cards: int, num_mixes: int, seed: int = 0) -> dict[str, Any]:
     """Measure and split random mixes as `profiled` does; compare each split with the best one.
 
     Of two cards every split is tried; of more the best is the solver's with the true curves, whose exactness
-    is the tests' business (`tests/unit/balancing/test_solver.py`).
+    `tests/unit/balancing/test_solver.py` checks.
     """
     draw = random.Random(seed)
     found = sorted(_regret(draw, num_cards) for _ in range(num_mixes))
@@ -94,3 +101,25 @@ def _card(draw: random.Random, per_sample: float, total: int) -> SpeedCurve:
     per_sample *= draw.uniform(*FACTOR_RANGE)
     kink = (draw.randint(*KINK_BATCHES), per_sample * draw.uniform(*KINK_RANGE))
     return SpeedCurve(draw.uniform(0.0, 0.05) * per_sample * total, per_sample, (kink,))
+
+
+def mixes_of(text: str) -> dict[int, int]:
+    """Read pairs of a number of cards and a number of mixes."""
+    pairs = [pair.split(":") for pair in text.split(",")]
+    return {int(cards): int(mixes) for cards, mixes in pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mixes", type=mixes_of, default="2:500,3:200,8:100")
+    print("| random cards | mixes | median | p95 | worst |\n|---|---|---|---|---|")
+    for num_cards, num_mixes in parser.parse_args().mixes.items():
+        found = regrets(num_cards, num_mixes)
+        spread = " | ".join(f"{found[name]:.2%}" for name in ("median", "p95", "worst"))
+        print(f"| {num_cards} | {num_mixes:,} | {spread} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """How long `hetexp report` takes for a large sweep.
 
-    python scripts/bench_report.py RUN [--runs 200] [--lines 500] [--keep FOLDER]
+    python benchmarks/bench_report.py RUN [--runs 200] [--lines 500] [--keep FOLDER]
 
 RUN is the folder of a run that completed. It is copied as a sweep of strategies × policies × seeds, with
 other numbers in each copy's summary and log, and so many lines in the log. Printed are the seconds of the

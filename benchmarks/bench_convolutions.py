@@ -1,6 +1,6 @@
 """Memory that cuDNN takes for a convolution beside its operands and results, on one CUDA card.
 
-    python scripts/bench_convolutions.py [--out rows.json] [--record FILE] [--seconds 120]
+    python benchmarks/bench_convolutions.py [--out rows.json] [--record FILE] [--seconds 120]
 
 Each row is a shape in a precision, and for each of the three passes (forward, gradient of the input, gradient
 of the weight) the bytes that were taken: with memory to spare, and where there is next to none, when torch
