@@ -66,7 +66,7 @@ def loading(parts: Any, way: str) -> Iterator[None]:
     def local_batches(*args: Any, **kwargs: Any) -> Any:
         return own(*args, **{**kwargs, **options})
 
-    with patch("hetexp.training.state.local_batches", local_batches):
+    with patch("hetexp.training.replica.local_batches", local_batches):
         yield
 
 
