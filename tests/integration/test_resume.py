@@ -9,7 +9,7 @@ from resume_matrix import LAYOUTS, LIMIT, Trained, difference, train
 
 CHAIN = ("ddp, 3", "nvidia + amd", "hybrid, 3")
 """Three ranks with an empty share, two vendors, three ranks with stages; the whole table is
-`scripts/resume_matrix.py`."""
+`benchmarks/resume_matrix.py`."""
 
 
 def test_a_run_that_moves_from_layout_to_layout(tmp_path: Path) -> None:

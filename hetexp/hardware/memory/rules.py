@@ -1,6 +1,6 @@
 """How each kind of device takes memory: the numbers of the memory estimate that are not counted.
 
-They come from the sources of torch; `scripts/bench_memory.py` compares them with a CUDA card.
+They come from the sources of torch; `benchmarks/bench_memory.py` compares them with a CUDA card.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hetexp.hardware.emulation.memory_model import CONTEXT_BYTES as MODELLED_CON
 MIB = 2**20
 FRAGMENTATION = 1.15
 """What a caching allocator must have ÷ what is allocated: holes between tensors that nothing fits into. On an
-H100 1.00 to 1.15 for 67 of 71 models, sizes and precisions (`scripts/bench_memory.py --limits`)."""
+H100 1.00 to 1.15 for 67 of 71 models, sizes and precisions (`benchmarks/bench_memory.py --limits`)."""
 HEADROOM = 1.09
 """How much more to leave where a size is advised, which is to run for sure: 70 of the 71 needed less."""
 CONTEXT_BYTES = {"cuda": 800 * MIB, "hip": 800 * MIB, "xpu": 256 * MIB, "mps": 256 * MIB}

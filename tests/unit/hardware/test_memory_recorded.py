@@ -1,4 +1,4 @@
-"""The estimate against what an H100 really took: `scripts/bench_memory.py --limits --record`."""
+"""The estimate against what an H100 really took: `benchmarks/bench_memory.py --limits --record`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACCEPTED = 0.15
 
 
 def workload(row: dict[str, Any]) -> Workload:
-    """Build a row as `scripts/bench_memory.py` did."""
+    """Build a row as `benchmarks/bench_memory.py` did."""
     with torch.device("meta"):
         model = instantiate(row["model"])
     loss = CrossEntropy() if "below" in row["targets"] else MeanSquaredError()

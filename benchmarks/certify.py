@@ -1,6 +1,6 @@
 """Write docs/certificates.md: `hetexp verify` for every strategy that claims exactness, on real runs.
 
-    python scripts/certify.py [--steps 20] [--only pipeline] [--device cuda:0 --device cpu] [--output page.md]
+    python benchmarks/certify.py [--steps 20] [--only pipeline] [--device cuda:0 --device cpu]
 
 Each case is one row: 20 steps as configured and 20 on one device in float64, and the control. It ends with 1
 if a case is not exact. A strategy that is not in `conf/strategy` is left out, and the page says so.
@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+
 from benchlib.options import parser_of
 from benchlib.tables import row as line
 from benchlib.tables import table
-from rich.console import Console
 
 from hetexp.commands.support.certificate import EXACT, Certificate
 from hetexp.commands.verify import verify
@@ -149,8 +152,8 @@ def page(rows: list[str], steps: int, devices: Sequence[str]) -> str:
         [
             "# Certificates",
             "",
-            "Made by `scripts/certify.py`: what [`hetexp verify`](guide/verify.md) found for every strategy "
-            "that claims to take the very steps of one device.",
+            "Made by `benchmarks/certify.py`: what [`hetexp verify`](guide/verify.md) found for every "
+            "strategy that claims to take the very steps of one device.",
             f"{datetime.now():%Y-%m-%d}, {machine}; torch {torch.__version__}, Python "
             f"{platform.python_version()}.",
             "",

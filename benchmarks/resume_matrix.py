@@ -1,6 +1,6 @@
 """Every strategy goes on from every other's checkpoint, on other devices and another number of them.
 
-    python scripts/resume_matrix.py [--only ddp,pipeline] [--cuda]
+    python benchmarks/resume_matrix.py [--only ddp,pipeline] [--cuda]
 
 A small GPT is trained for some steps by each layout; each other layout goes on from its checkpoint, and so
 does one device. The first loss after the resume must be that of one device (same weights, same samples, same
@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from benchlib.runs import start_in
-from chaos_lab import checks
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+
+from benchlib.runs import start_in
+from chaos_lab import checks
 
 STEPS, MORE = 3, 3
 LIMIT = 1e-12

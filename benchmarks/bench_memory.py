@@ -1,6 +1,6 @@
 """Estimated against measured peak memory of a training step, on one CUDA card.
 
-    python scripts/bench_memory.py [--out rows.json] [--only gpt] [--events] [--limits] [--record FILE]
+    python benchmarks/bench_memory.py [--out rows.json] [--only gpt] [--events] [--limits] [--record FILE]
 
 Each row is a model, an optimizer and a precision: three steps as the training loop does them, in fresh
 memory. Then the largest microbatch that the estimate says fits into 6 GiB is compared with the largest that
@@ -25,8 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchlib.options import parser_of
 from torch import nn
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+
+from benchlib.options import parser_of
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.instantiate import instantiate
