@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hetexp.core.compose.conf_folders import conf_dir as conf_dir
 from hetexp.core.compose.conf_folders import name_own_conf_dir
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
     from rich.console import Console
 
-    from hetexp.cluster.meeting import HostInfo, JoinedCluster
+    from hetexp.cluster.meeting import HostInfo
     from hetexp.core.config import Config, HardwareConfig
-    from hetexp.core.plan import Plan
     from hetexp.core.sweep.grid import Job
     from hetexp.hardware.detection.inventory import Inventory
-    from hetexp.hardware.selection.pool import Selection
+    from hetexp.launch.rank_source import RankSource
     from hetexp.plan.run_spec import CheckedRun, Request, RunSpec
-    from hetexp.plan.strategy import Strategy
 
 CONFIG_NAME = "config"
 ENGINE = "hetexp.engine.main"
@@ -71,21 +69,21 @@ def main() -> None:
     arguments = get_args_parser().parse_args()
     name_own_conf_dir(Path(arguments.config_dir) if arguments.config_dir else None)
     try:
-        seat = None if _asks(arguments) else find_rank_env()
+        rank_env = None if _asks(arguments) else find_rank_env()
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    if seat is None:
+    if rank_env is None:
         start(arguments)
     else:
-        pkgutil.resolve_name(f"{ENGINE}:main")(seat, arguments)
+        pkgutil.resolve_name(f"{ENGINE}:main")(rank_env, arguments)
 
 
-def start(arguments: argparse.Namespace, started: ExternalRanks | None = None) -> None:
+def start(arguments: argparse.Namespace, ranks: RankSource | None = None) -> None:
     """Check what a person typed, and let Hydra run it.
 
     Args:
-        started: ranks that are there already, of which this process is rank 0.
+        ranks: where the ranks come from; by default the configuration decides (`own_ranks`).
 
     Raises:
         SystemExit: as the command ends.
@@ -94,13 +92,13 @@ def start(arguments: argparse.Namespace, started: ExternalRanks | None = None) -
 
     from hetexp.launch.sweep.end import concluded
 
-    problems = check_command_line(arguments, started)
+    problems = check_command_line(arguments, ranks)
     if problems:
         print(ConfigError(problems), file=sys.stderr)
         sys.exit(2)
 
     def job(cfg: DictConfig) -> None:
-        _job(cfg, started)
+        _job(cfg, ranks)
 
     try:
         with concluded():
@@ -165,7 +163,7 @@ def _asks(arguments: argparse.Namespace) -> bool:
     return any(asks)
 
 
-def check_command_line(arguments: argparse.Namespace, started: ExternalRanks | None = None) -> list[str]:
+def check_command_line(arguments: argparse.Namespace, ranks: RankSource | None = None) -> list[str]:
     """Return every mistake in what the person typed, before Hydra would stop at the first one."""
     from hetexp.core.compose.overrides import compose_typed
     from hetexp.core.sweep.grid import asks_to_sweep, compose_jobs
@@ -183,7 +181,7 @@ def check_command_line(arguments: argparse.Namespace, started: ExternalRanks | N
         return list(dict.fromkeys(problems or _check_jobs(jobs)))
     composed, problems = compose_typed(arguments.overrides, **where)
     if composed is not None:
-        problems += check(composed, Request(Path.cwd(), Path.cwd()), started=started).problems
+        problems += check(composed, Request(Path.cwd(), Path.cwd()), ranks=ranks).problems
     return list(dict.fromkeys(problems))
 
 
@@ -211,7 +209,7 @@ def _check_jobs(jobs: Sequence[Job]) -> list[str]:
     return []
 
 
-def _job(cfg: DictConfig, started: ExternalRanks | None) -> None:
+def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
     """What Hydra calls once a job, with the composed configuration."""
     import hydra.utils
     from hydra.core.hydra_config import HydraConfig
@@ -243,7 +241,7 @@ def _job(cfg: DictConfig, started: ExternalRanks | None) -> None:
         without_idle_arguments(cfg, job.runtime.choices, _as_texts(job.overrides.task))
         with ending_when_full(request.run_dir):
             if sweep is None:
-                run(cfg, request, started=started)
+                run(cfg, request, ranks=ranks)
             else:
                 run_job(job.job.num, request, partial(run, cfg, request))
     except RunFailedError as error:
@@ -273,39 +271,13 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-class ExternalRanks(Protocol):
-    """Ranks that are there already, in place of those that the launcher would start (`hetexp.engine`)."""
-
-    def select(
-        self, hardware: HardwareConfig, inventory: Inventory, need: Callable[[int], int | None] | None
-    ) -> Selection:
-        """Return the devices of all ranks."""
-        ...
-
-    def check(self, spec: RunSpec) -> list[str]:
-        """Return what speaks against a run with such ranks."""
-        ...
-
-    def adapted(self, config: Config, raw: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
-        """Return the configuration, typed and plain, without what such ranks cannot do."""
-        ...
-
-    def measure(self, plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
-        """As `hetexp.launch.launcher.measure`."""
-        ...
-
-    def launch(self, plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
-        """As `hetexp.launch.launcher.launch`."""
-        ...
-
-
 def run(
-    cfg: DictConfig, request: Request, console: Console | None = None, started: ExternalRanks | None = None
+    cfg: DictConfig, request: Request, console: Console | None = None, ranks: RankSource | None = None
 ) -> dict[str, Any]:
     """Check, plan and launch one run.
 
     Args:
-        started: ranks that are there already; `None`: the launcher starts them.
+        ranks: where the ranks come from; by default the configuration decides (`own_ranks`).
 
     Returns:
         Its summary; with `plan_only` what is predicted of it instead.
@@ -317,27 +289,40 @@ def run(
     from omegaconf import OmegaConf
     from rich.console import Console
 
+    from hetexp.launch.rank_source import LauncherRanks
+
     console = console or Console()
-    if started is not None or not OmegaConf.select(cfg, "cluster.hosts"):
-        return _run(cfg, request, console, started=started)
+    if ranks is not None or not OmegaConf.select(cfg, "cluster.hosts"):
+        return _run(cfg, request, console, ranks or LauncherRanks())
     from hetexp.cluster.meeting import all_joined
     from hetexp.cluster.member import serve
 
-    own, config = _own_part(cfg, request)
+    own, config = _host_info(cfg, request)
     if own.leads:
-        with all_joined(own, request.run_dir, console) as met:
-            return _run(cfg, request, console, met)
+        with all_joined(own, request.run_dir, console) as joined:
+            return _run(cfg, request, console, joined)
     shared = config.hardware.share_devices
     return serve(own, request.run_dir, request.working_dir, shared, console)
 
 
-def _own_part(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
+def own_ranks(config: Config) -> RankSource:
+    """Return where ranks come from if no other engine has started them."""
+    if config.cluster.hosts:
+        from hetexp.cluster.ranks import ClusterRanks
+
+        return ClusterRanks()
+    from hetexp.launch.rank_source import LauncherRanks
+
+    return LauncherRanks()
+
+
+def _host_info(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
     """Return this machine's part of a cluster, and the typed configuration.
 
     Raises:
         ConfigError: all that is wrong with the configuration, or with this machine's devices.
     """
-    from hetexp.cluster.meeting import own_part
+    from hetexp.cluster.meeting import host_info
 
     found = check(cfg, request)
     if request.sweep is not None:
@@ -345,24 +330,18 @@ def _own_part(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
         found.problems.append(f"`cluster.hosts` must be empty in a sweep (-m). {fix}")
     spec = found.accepted()
     raw, selection = plain(cfg)[0], spec.selection
-    own = own_part(spec.config, raw, selection.devices, selection.threads, request.working_dir)
-    return own, spec.config
+    info = host_info(spec.config, raw, selection.devices, selection.threads, request.working_dir)
+    return info, spec.config
 
 
-def _run(
-    cfg: DictConfig,
-    request: Request,
-    console: Console,
-    met: JoinedCluster | None = None,
-    started: ExternalRanks | None = None,
-) -> dict[str, Any]:
-    """Check, plan and launch one run on this machine, and on those that it has met."""
+def _run(cfg: DictConfig, request: Request, console: Console, ranks: RankSource) -> dict[str, Any]:
+    """Check, plan and launch one run with the ranks of a source."""
     from hetexp.core.files import ending_when_full
     from hetexp.launch.reserve import reserved
     from hetexp.launch.resume import find, going_on, held
 
     def checked(leases: bool) -> CheckedRun:
-        return check(cfg, request, leases, met, started)
+        return check(cfg, request, leases, ranks)
 
     with reserved(checked, request, console) as found:
         origin = None
@@ -379,23 +358,22 @@ def _run(
             done: dict[str, Any] = json.loads((request.run_dir / "summary.json").read_text(encoding="utf-8"))
             return done
         with ending_when_full(request.run_dir), held(origin, request.run_dir):
-            return _go(going_on(spec, origin), console, started)
+            return _go(going_on(spec, origin), console, ranks)
 
 
-def _go(spec: RunSpec, console: Console, started: ExternalRanks | None) -> dict[str, Any]:
+def _go(spec: RunSpec, console: Console, ranks: RankSource) -> dict[str, Any]:
     """Plan and launch what has passed all checks."""
     from omegaconf import OmegaConf
 
     from hetexp.core.files import write_text
-    from hetexp.launch.launcher import launch, measure
     from hetexp.launch.prepare.preparation import prepare
     from hetexp.launch.prepare.select_strategy import select_strategy
     from hetexp.plan.calibrations import drop_if_wrong
     from hetexp.plan.planner import make_plan
 
-    measured = partial(measure if started is None else started.measure, console=console)
+    measured = partial(ranks.measure, console=console)
     if not spec.config.plan_only:
-        spec = select_strategy(spec, console, measured if started is not None else None)
+        spec = select_strategy(spec, console, measured if ranks.running else None)
     run_dir = spec.request.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     plan = make_plan(spec)
@@ -403,7 +381,7 @@ def _go(spec: RunSpec, console: Console, started: ExternalRanks | None) -> dict[
     if spec.config.plan_only:
         return _predict(spec, console)
     plan = prepare(plan, spec, measured)
-    summary = (started.launch if started is not None else launch)(plan, spec, console)
+    summary = ranks.launch(plan, spec, console)
     warning = drop_if_wrong(plan, summary)
     if warning is not None:
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
@@ -452,8 +430,7 @@ def check(
     cfg: DictConfig,
     request: Request,
     leases: bool = True,
-    met: JoinedCluster | None = None,
-    started: ExternalRanks | None = None,
+    ranks: RankSource | None = None,
 ) -> CheckedRun:
     """Return the run of a configuration with its devices, and everything that is wrong with it.
 
@@ -462,12 +439,10 @@ def check(
     Args:
         request: relative paths start from its working directory.
         leases: whether cards that other runs hold are busy.
-        met: the devices of other machines; without them nothing is said of a cluster's devices together.
-        started: ranks that are there already, with the devices that they have.
+        ranks: where the ranks come from; by default the configuration decides (`own_ranks`).
     """
     from hetexp.core.config import COMPONENTS, check_config, for_devices
     from hetexp.core.instantiate import check_component
-    from hetexp.hardware.selection.devices import select_devices
     from hetexp.hardware.selection.pool import Selection
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.fallback import fall_back
@@ -485,21 +460,16 @@ def check(
     spec = None
     if config is not None:
         spec = RunSpec(config, raw, Selection(), request)
-        found += _check_run(spec)
-        hardware = _own_hardware(config, found)
-        inventory = detect_for(hardware, request.working_dir, leases, _own_pythons(config))
+        ranks = ranks or own_ranks(config)
+        found += _check_run(spec, ranks.has_run_folder(config))
+        local = _local_config(config, ranks, found)
+        inventory = detect_for(local.hardware, request.working_dir, leases, _own_pythons(config))
         usable = request.script is None and not any(components.values())
         need = partial(need_bytes, spec, inventory) if usable else None
-        select = select_devices if started is None else started.select
-        selection = select(hardware, inventory, need)
-        if config.cluster.hosts:
-            strategy = None if components["strategy"] else spec.strategy
-            found += _of_cluster(config, strategy, selection, met)
-            if started is not None:
-                fix = "Use the one or the other."
-                found.append(f"`cluster.hosts` must be empty where another launcher starts the ranks. {fix}")
-        if started is not None:
-            config, raw = started.adapted(config, raw)
+        selection = ranks.select(local, inventory, need)
+        strategy = None if components["strategy"] else spec.strategy
+        found += ranks.check(config, strategy, selection)
+        config, raw = ranks.adapt(config, raw)
         each, count = config.trainer.batch_size_per_device, len(selection.devices)
         config, raw = for_devices(config, raw, max(1, count))  # without a device nothing starts
         if each is not None:
@@ -507,61 +477,28 @@ def check(
             selection.reasons.append(f"A step takes {total} samples: {each} × {count} chosen devices.")
         spec = spec.replaced(config=config, raw=raw, selection=selection)
         built = not (components["strategy"] or components["balancing"])
-        if started is not None and built:
-            found += started.check(spec)
-        elif built:
+        if built:
             spec = fall_back(spec)
-        alone = not config.cluster.hosts or met is not None
-        found += check_plan(spec, built) if alone else selection.problems
-        if alone and usable and not any(problem.startswith("`strategy") for problem in found):
+        found += check_plan(spec, built) if ranks.complete else selection.problems
+        if ranks.complete and usable and not any(problem.startswith("`strategy") for problem in found):
             found += spec.strategy.check_model(spec.config)
     # What is missing was reported already; that null is no list, too, would be noise.
     problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
     return CheckedRun(spec, problems)
 
 
-def _own_hardware(config: Config, found: list[str]) -> HardwareConfig:
-    """Return the section `hardware` of this machine; found: why its role in a cluster is not known."""
-    if not config.cluster.hosts or found:
-        return config.hardware
-    from hetexp.cluster.devices import own_hardware
-    from hetexp.cluster.role import own_role
-
-    try:
-        return own_hardware(config, own_role(config.cluster, config.node))
-    except ConfigError as error:
-        found += error.problems
-        return config.hardware
+def _local_config(config: Config, ranks: RankSource, found: list[str]) -> Config:
+    """Return the configuration as this machine reads it; found: why its role is not known."""
+    if not found:
+        try:
+            return ranks.local_config(config)
+        except ConfigError as error:
+            found += error.problems
+    return config
 
 
 def _own_pythons(config: Config) -> list[str]:
     return [python for host in config.cluster.hosts for python in host.pythons]
-
-
-def _of_cluster(
-    config: Config, strategy: Strategy | None, selection: Any, met: JoinedCluster | None
-) -> list[str]:
-    """Name this machine's devices as all machines know them, add those that it has met, and check all."""
-    from hetexp.cluster.devices import of_host, problems_over_hosts
-    from hetexp.cluster.role import own_role
-    from hetexp.hardware.link_probe import in_words
-    from hetexp.hardware.selection.devices import network_between, threads_for
-
-    try:
-        host = own_role(config.cluster, config.node)
-    except ConfigError:  # reported already
-        return []
-    selection.threads = threads_for(selection.devices, config.hardware.threads_per_rank)
-    selection.devices = of_host(selection.devices, host.name)
-    if met is not None:
-        selection.devices += met.devices
-        selection.threads += tuple(met.threads)
-        selection.reasons.append(f"{host.name} leads; {', '.join(met.names)} joined it.")
-        selection.network = met.network
-        if met.network is not None:
-            selection.reasons.append(in_words(met.network))
-    network_between(config.hardware, selection)
-    return problems_over_hosts(config, strategy, selection.devices)
 
 
 def plain(cfg: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -611,7 +548,7 @@ def _missing(node: Any, key: str = "") -> Iterator[str]:
             yield from _missing(child, path)
 
 
-def _check_run(spec: RunSpec) -> list[str]:
+def _check_run(spec: RunSpec, has_run_folder: bool) -> list[str]:
     """Check what names something outside the configuration: a loss to import, a checkpoint to read."""
     from hetexp.checkpoint.choose import ResumeRequest, choose
     from hetexp.checkpoint.manifest import search_rank_checkpoints
@@ -620,7 +557,7 @@ def _check_run(spec: RunSpec) -> list[str]:
 
     config, working_dir = spec.config, spec.request.working_dir
     problems = check_loss(config.trainer.loss) if spec.request.script is None else []
-    named = config.resume if _has_the_runs(config) else None
+    named = config.resume if has_run_folder else None
     wish = ResumeRequest.read(named, working_dir) if named is not None else None
     if wish is not None and wish.path is not None:  # else the run folder must be known (`find`)
         path = working_dir / wish.path
@@ -634,18 +571,6 @@ def _check_run(spec: RunSpec) -> list[str]:
         except HetexpError as error:
             problems.append(str(error))
     return problems
-
-
-def _has_the_runs(config: Config) -> bool:
-    """Return whether runs' folders are on this machine: in a cluster they are on the one that leads."""
-    from hetexp.cluster.role import own_role
-
-    if not config.cluster.hosts:
-        return True
-    try:
-        return own_role(config.cluster, config.node) is config.cluster.leader
-    except ConfigError:  # reported already
-        return False
 
 
 def need_bytes(spec: RunSpec, inventory: Inventory, count: int) -> int | None:

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rich.console import Console
 from hetexp.cluster.facts import HostFacts, differences
 from hetexp.cluster.gate import Arrival, Gate
 from hetexp.cluster.host import JoinedHost
+from hetexp.cluster.ranks import JoinedCluster
 from hetexp.cluster.role import own_place, own_role, resolve
 from hetexp.cluster.token import read_token
 from hetexp.cluster.wire import Channel, RefusedError, WireError, introduce
@@ -51,18 +52,7 @@ class HostInfo:
         return self.host is self.cluster.leader
 
 
-@dataclass
-class JoinedCluster:
-    """The devices of the other machines, in the order of `cluster.hosts`."""
-
-    devices: list[DeviceSpec] = field(default_factory=list)
-    threads: list[int] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    network: Link | None = None
-    """The slowest way from the leader to one of them; `None`: it was not measured."""
-
-
-def own_part(
+def host_info(
     config: Config,
     raw: dict[str, Any],
     devices: Sequence[DeviceSpec],

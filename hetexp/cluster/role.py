@@ -68,7 +68,9 @@ def own_role(
         ConfigError: none or several of the machines can be this one.
     """
     if node is not None:
-        return next(host for host in cluster.hosts if host.name == node)
+        if node not in cluster.names:
+            raise ConfigError(must_be("node", f"one of {', '.join(cluster.names)}", node))
+        return cluster.hosts[cluster.names.index(node)]
     hostname = hostname if hostname is not None else socket.gethostname()
     short = hostname.partition(".")[0].lower()
     named = [host for host in cluster.hosts if host.name.lower() in (hostname.lower(), short)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from hetexp.comm.connections.lost import is_peer_lost
-from hetexp.core.config import Config, HardwareConfig
+from hetexp.core.config import Config
 from hetexp.core.errors import HetexpError, RunFailedError, must_be
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
@@ -27,12 +26,13 @@ from hetexp.engine.part import FAILED, take_part_of
 from hetexp.engine.probe import slowest
 from hetexp.hardware.detection.inventory import Inventory
 from hetexp.hardware.link_probe import in_words
-from hetexp.hardware.selection.devices import select_devices
 from hetexp.hardware.selection.pool import Selection
 from hetexp.launch.launcher import CALIBRATION
+from hetexp.launch.rank_source import NeedBytes, RankSource
 from hetexp.launch.terminal.diagrams import diagrams
 from hetexp.launch.terminal.display import show_plan, show_summary
 from hetexp.plan.run_spec import RunSpec
+from hetexp.plan.strategy import Strategy
 from hetexp.worker import keep_from_ending
 
 CAUSE_SECONDS = 1.0
@@ -44,8 +44,10 @@ NEEDS_LAUNCHER = (
 )
 
 
-class Lead:
+class Lead(RankSource):
     """Plans, measures and trains with the ranks that are there, in the launcher's place."""
+
+    running = True
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting, self.seat = meeting, meeting.seat
@@ -53,12 +55,10 @@ class Lead:
         self._cores: dict[str, int] = {}
         self._stores: list[Any] = []
 
-    def select(
-        self, hardware: HardwareConfig, inventory: Inventory, need: Callable[[int], int | None] | None
-    ) -> Selection:
+    def select(self, config: Config, inventory: Inventory, need_bytes: NeedBytes | None) -> Selection:
         """Return the devices of all ranks, the same at each call; every rank tells its own once."""
         if self._selection is None:
-            mine = own_device(select_devices(hardware, inventory, need), self.seat, self.meeting.address)
+            mine = own_device(super().select(config, inventory, need_bytes), self.seat, self.meeting.address)
             self.meeting.tell("device", mine)
             facts = self.meeting.gather("device")
             self._selection = gathered(facts, self.seat.engine)
@@ -85,24 +85,26 @@ class Lead:
             selection.network = link
             selection.reasons.append(in_words(link))
 
-    def check(self, spec: RunSpec) -> list[str]:
-        """Return what speaks against a configuration where the ranks have been started already."""
-        problems, config = [], spec.config
+    def check(self, config: Config, strategy: Strategy | None, selection: Selection) -> list[str]:
+        problems, engine = [], self.seat.engine
+        if config.cluster.hosts:
+            fix = "Use the one or the other."
+            problems.append(f"`cluster.hosts` must be empty where another launcher starts the ranks. {fix}")
         if config.fallback is not None:
-            accepted = f"null where {self.seat.engine} starts the ranks"
+            accepted = f"null where {engine} starts the ranks"
             problems.append(must_be("strategy.fallback", accepted, config.fallback))
-        return problems + spec.strategy.check_external_ranks(self.seat.engine, self.seat.world_size)
+        if strategy is not None:
+            problems += strategy.check_external_ranks(engine, self.seat.world_size)
+        return problems
 
-    def adapted(self, config: Config, raw: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
-        """Return the configuration without what needs the launcher."""
+    def adapt(self, config: Config, raw: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         fault = config.fault.model_copy(update={"survive": False})
         return (
-            config.model_copy(update={"fault": fault}),
+            config.model_copy(update={"fault": fault, "fallback": None}),  # `check` refuses a fallback
             {**raw, "fault": {**raw.get("fault", {}), "survive": False}},
         )
 
     def measure(self, plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
-        """Let all ranks measure their devices, as `hetexp.launch.launcher.measure` does."""
         plan = replace(plan, run_dir=str(Path(plan.run_dir) / "calibration"), measuring=True)
         console.print(f"Measuring {', '.join(d.id for d in plan.devices)} before the run …", highlight=False)
         self._run(plan, spec.config)
@@ -110,11 +112,6 @@ class Lead:
         return measured
 
     def launch(self, plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
-        """Train with all ranks, and return the summary, as `hetexp.launch.launcher.launch` does.
-
-        Raises:
-            RunFailedError: a rank failed; the reason is on the screen and in the summary.
-        """
         show_plan(plan, console)
         console.print(f"Started by {self.seat.engine}: {NEEDS_LAUNCHER}.", highlight=False, soft_wrap=True)
         path = Path(plan.run_dir) / "summary.json"

@@ -94,7 +94,7 @@ def train_function(overrides: Sequence[str], run_dir: str | Path | None = None) 
     lead, problem = Lead(meeting), "its error says why"
     try:
         request = Request(folder.absolute(), Path.cwd(), overrides=tuple(overrides))
-        summary = app.run(cfg, request, started=lead)
+        summary = app.run(cfg, request, ranks=lead)
         problem = ""
         return summary
     finally:
