@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
     from rich.console import Console
 
-    from hetexp.cluster.meeting import HostInfo
     from hetexp.core.config import Config, HardwareConfig
     from hetexp.core.sweep.grid import Job
     from hetexp.hardware.detection.inventory import Inventory
+    from hetexp.hosts.this_host import HostInfo
     from hetexp.launch.rank_source import RankSource
     from hetexp.plan.run_spec import CheckedRun, Request, RunSpec
 
 CONFIG_NAME = "config"
-ENGINE = "hetexp.engine.main"
+ENGINE = "hetexp.engine"
 """A layer above this one, hence known by name only."""
 OUTSIDE_SCRIPT = ("strategy", "balancing", "logger")
 """Sections that are built for a user's own script, too (`hetexp launch`)."""
@@ -76,7 +76,7 @@ def main() -> None:
     if rank_env is None:
         start(arguments)
     else:
-        pkgutil.resolve_name(f"{ENGINE}:main")(rank_env, arguments)
+        pkgutil.resolve_name(f"{ENGINE}:run_rank")(rank_env, arguments)
 
 
 def start(arguments: argparse.Namespace, ranks: RankSource | None = None) -> None:
@@ -294,21 +294,21 @@ def run(
     console = console or Console()
     if ranks is not None or not OmegaConf.select(cfg, "cluster.hosts"):
         return _run(cfg, request, console, ranks or LauncherRanks())
-    from hetexp.cluster.meeting import all_joined
-    from hetexp.cluster.member import serve
+    from hetexp.hosts.leader import all_joined
+    from hetexp.hosts.member import run_member
 
-    own, config = _host_info(cfg, request)
-    if own.leads:
-        with all_joined(own, request.run_dir, console) as joined:
+    info, config = _host_info(cfg, request)
+    if info.leads:
+        with all_joined(info, request.run_dir, console) as joined:
             return _run(cfg, request, console, joined)
     shared = config.hardware.share_devices
-    return serve(own, request.run_dir, request.working_dir, shared, console)
+    return run_member(info, request.run_dir, request.working_dir, shared, console)
 
 
 def own_ranks(config: Config) -> RankSource:
     """Return where ranks come from if no other engine has started them."""
     if config.cluster.hosts:
-        from hetexp.cluster.ranks import ClusterRanks
+        from hetexp.hosts.cluster_ranks import ClusterRanks
 
         return ClusterRanks()
     from hetexp.launch.rank_source import LauncherRanks
@@ -322,7 +322,7 @@ def _host_info(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
     Raises:
         ConfigError: all that is wrong with the configuration, or with this machine's devices.
     """
-    from hetexp.cluster.meeting import host_info
+    from hetexp.hosts.this_host import host_info
 
     found = check(cfg, request)
     if request.sweep is not None:

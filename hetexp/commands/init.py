@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hetexp.cluster.token import default_token_file, new_token, write_token
 from hetexp.commands.support.command_line import command_parser, exit_code
 from hetexp.core.cluster import DEFAULT_PORT, ClusterConfig, HostEntry, cluster_problems
 from hetexp.core.errors import ConfigError, SetupError
 from hetexp.core.files import write_text
+from hetexp.hosts.token import default_token_file, new_token, write_token
 
 _EPILOG = """examples:
   hetexp init                                             asks for the machines

@@ -166,7 +166,7 @@ RAYS_WORKER = """
 import sys
 import threading
 import torch.distributed as dist
-from hetexp.engine.main import train_function
+from hetexp.engine import train_function
 dist.init_process_group("gloo")  # as Ray Train does before it calls the worker's function
 summary = train_function(sys.argv[1:], run_dir="run")
 print("goes on", None if summary is None else summary["status"])

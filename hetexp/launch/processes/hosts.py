@@ -2,7 +2,7 @@
 
 A device whose `host` is not reached by anybody is in this machine, as the emulated hosts of a mix are.
 What is known here is so for as long as the launcher that leads a cluster has joined the others
-(`hetexp.cluster.meeting`): one process leads one run at a time.
+(`hetexp.hosts.leader`): one process leads one run at a time.
 """
 
 from __future__ import annotations

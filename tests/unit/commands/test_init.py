@@ -9,9 +9,9 @@ import pytest
 import yaml
 from support import unbuilt_config
 
-from hetexp.cluster.token import default_token_file, read_token
 from hetexp.commands.init import ask, main
 from hetexp.core.config import read_config
+from hetexp.hosts.token import default_token_file, read_token
 
 
 @pytest.fixture

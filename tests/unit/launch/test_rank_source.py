@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from hetexp.app import check, compose_config
-from hetexp.cluster.ranks import JoinedCluster
 from hetexp.core.device import DeviceSpec
 from hetexp.core.rank_env import RankEnv
-from hetexp.engine.lead import Lead
 from hetexp.hardware.catalogue import Link
+from hetexp.hosts.cluster_ranks import JoinedCluster
+from hetexp.hosts.engine_ranks import EngineRanks
 from hetexp.plan.run_spec import Request
 
 QUICK = ("hardware=cpu", "model=mlp", "data=synthetic", "logger=none", "trainer.max_steps=1")
@@ -22,20 +22,20 @@ HOSTS = "cluster.hosts=[{name: a, address: 127.0.0.2}, {name: b, address: 127.0.
 CPU = DeviceSpec(id="cpu:0@b", backend="cpu", index=0, name="CPU", vendor="cpu", host="b")
 
 
-class Meeting:
+class Store:
     """One rank that torchrun started, alone."""
 
-    seat = RankEnv("torchrun", 0, 1, 0, "127.0.0.1", 1, "0", "box")
+    rank_env = RankEnv("torchrun", 0, 1, 0, "127.0.0.1", 1, "0", "box")
     address = "127.0.0.1"
 
     def __init__(self) -> None:
-        self.facts: list[Any] = []
+        self.reports: list[Any] = []
 
-    def tell(self, topic: str, value: Any) -> None:
-        self.facts.append(value)
+    def report(self, topic: str, value: Any) -> None:
+        self.reports.append(value)
 
     def gather(self, topic: str) -> list[Any]:
-        return self.facts
+        return self.reports
 
 
 def checked(*overrides: str, ranks: Any = None) -> SimpleNamespace:
@@ -84,12 +84,12 @@ def test_a_name_that_no_machine_has_is_refused_once() -> None:
     ],
 )
 def test_another_engine_refuses_what_needs_the_launcher(overrides: tuple[str, ...], problem: str) -> None:
-    problems = checked(*overrides, ranks=Lead(Meeting())).problems  # type: ignore[arg-type]
+    problems = checked(*overrides, ranks=EngineRanks(Store())).problems  # type: ignore[arg-type]
     assert any(found.startswith(problem) for found in problems), problems
 
 
 def test_another_engine_trains_without_what_needs_the_launcher() -> None:
-    result = checked("fault.survive=true", ranks=Lead(Meeting()))  # type: ignore[arg-type]
+    result = checked("fault.survive=true", ranks=EngineRanks(Store()))  # type: ignore[arg-type]
     assert result.problems == []
     assert not result.config.fault.survive
     assert not result.raw["fault"]["survive"]

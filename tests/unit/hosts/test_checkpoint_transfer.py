@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hetexp.checkpoint.manifest import MANIFEST, verify, write_folder
-from hetexp.cluster.files import receive_folder, send_folder
-from hetexp.cluster.wire import Channel, WireError
 from hetexp.core.errors import CheckpointError
+from hetexp.hosts.channel import Channel, WireError
+from hetexp.hosts.checkpoint_transfer import receive_folder, send_folder
 
 KEY = b"k" * 32
 
@@ -82,7 +82,7 @@ def test_a_leader_that_goes_leaves_no_checkpoint(checkpoint: Path, tmp_path: Pat
     assert not target.exists()
 
 
-def test_a_manifest_that_is_none_is_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_manifest_that_is_none_is_reported(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "there" / checkpoint.name
     with pytest.raises(CheckpointError):
         carry(lambda channel: channel.send({"manifest": json.dumps({"format": 1})}), target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 
-from hetexp.cluster.role import own_role
 from hetexp.core.config import Config, HardwareConfig
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError
@@ -14,6 +13,7 @@ from hetexp.hardware.detection.inventory import Inventory
 from hetexp.hardware.link_probe import in_words
 from hetexp.hardware.selection.devices import network_between, threads_for
 from hetexp.hardware.selection.pool import Selection
+from hetexp.hosts.this_host import this_host
 from hetexp.launch.rank_source import LauncherRanks, NeedBytes
 from hetexp.plan.strategy import Strategy
 
@@ -24,7 +24,7 @@ class ClusterRanks(LauncherRanks):
     complete = False
 
     def local_config(self, config: Config) -> Config:
-        host = own_role(config.cluster, config.node)
+        host = this_host(config.cluster, config.node)
         if host.devices is None:
             return config
         wanted = HardwareConfig.model_validate_json(json.dumps({"devices": host.devices}), strict=True)
@@ -33,14 +33,14 @@ class ClusterRanks(LauncherRanks):
 
     def has_run_folder(self, config: Config) -> bool:
         try:
-            return own_role(config.cluster, config.node) is config.cluster.leader
+            return this_host(config.cluster, config.node) is config.cluster.leader
         except ConfigError:  # `local_config` reports it
             return False
 
     def select(self, config: Config, inventory: Inventory, need_bytes: NeedBytes | None) -> Selection:
         selection = super().select(config, inventory, need_bytes)
         try:
-            name = own_role(config.cluster, config.node).name
+            name = this_host(config.cluster, config.node).name
         except ConfigError:  # `local_config` reports it
             return selection
         selection.threads = threads_for(selection.devices, config.hardware.threads_per_rank)

@@ -1,8 +1,8 @@
-"""A checkpoint's folder on its way from the leader, which has it, to a machine whose ranks go on from it.
+"""Sends a checkpoint from the leader to a machine whose ranks resume from it.
 
-After the proof, the machine names the folder; the leader tells each file's name and length in a message with
-an HMAC and sends its bytes. What has arrived is checked by the checkpoint's own checksums, which its manifest
-names: that one travels within such a message.
+After the handshake, the machine names the folder. The leader sends the name and length of each file in a
+message with an HMAC, then the bytes. The receiver checks the files by the checksums of the manifest, which
+travels within such a message.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import shutil
 from pathlib import Path
 
 from hetexp.checkpoint.manifest import MANIFEST, verify
-from hetexp.cluster.wire import Channel, WireError
+from hetexp.hosts.channel import Channel, WireError
 
-PIECE = 2**20
+CHUNK_BYTES = 2**20
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -34,14 +34,14 @@ def send_folder(channel: Channel, folder: Path) -> None:
 
 
 def receive_folder(channel: Channel, target: Path, deadline_seconds: float) -> None:
-    """Take in what `send_folder` sends, as a folder that is there whole or not at all.
+    """Receive what `send_folder` sends; the target appears only when it is complete.
 
     Args:
         deadline_seconds: longest silence.
 
     Raises:
-        WireError: what came is no checkpoint's.
-        OSError: the connection broke, it was silent for too long, or the disk has no room.
+        WireError: the other end sent no checkpoint.
+        OSError: the connection broke, it was silent for too long, or the disk is full.
         CheckpointError: a file is not what the manifest says.
     """
     channel.connection.settimeout(deadline_seconds)
@@ -54,11 +54,11 @@ def receive_folder(channel: Channel, target: Path, deadline_seconds: float) -> N
             raise WireError("no file of a checkpoint")
         with (new / name).open("wb") as file:
             while left:
-                piece = channel.connection.recv(min(left, PIECE))
-                if not piece:
+                chunk = channel.connection.recv(min(left, CHUNK_BYTES))
+                if not chunk:
                     raise ConnectionResetError("it closed the connection")
-                file.write(piece)
-                left -= len(piece)
+                file.write(chunk)
+                left -= len(chunk)
     (new / MANIFEST).write_text(str(message["manifest"]), encoding="utf-8")
     verify(new)
     new.rename(target)

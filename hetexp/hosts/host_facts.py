@@ -1,4 +1,4 @@
-"""What machines tell each other before they train together, and what keeps them from it."""
+"""What machines report before they train together, and the differences that keep them from it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import hetexp
-from hetexp.cluster.wire import WireError
-from hetexp.core.device import DeviceSpec
+from pydantic import TypeAdapter, ValidationError
 
-_SHOWN = 6
-"""Most differing keys that are listed one by one."""
-_OWN_KEYS = ("node", "cluster.token_file")
-"""Keys that are each machine's own; all others must be the same on all."""
+import hetexp
+from hetexp.core.device import DeviceSpec
+from hetexp.hosts.channel import WireError
+
+MAX_SHOWN = 6
+"""Most differing keys that a message lists."""
+LOCAL_KEYS = ("node", "cluster.token_file")
+"""Keys that may differ between machines."""
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a machine brings along."""
+    """The devices, the configuration and the software of a machine."""
 
     name: str
     devices: tuple[DeviceSpec, ...]
@@ -34,22 +36,21 @@ class HostFacts:
     """Of the launcher's interpreter; `DeviceSpec.torch` is that of a device's own."""
     python: str
     time: float
-    """Of its clock when this was made or sent, in seconds since the epoch."""
+    """Of its clock when the facts were made or sent, in seconds since the epoch."""
 
     @classmethod
     def of_this_machine(
         cls, name: str, devices: Sequence[DeviceSpec], threads: Sequence[int], config: Mapping[str, Any]
     ) -> HostFacts:
-        """Return what this machine brings."""
+        """Return the facts of this machine."""
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = "missing"
+        shared = {key: value for key, value in _flat(config).items() if key not in LOCAL_KEYS}
+        python = platform.python_version()
         return cls(
-            name,
-            tuple(devices),
-            tuple(threads),
-            {key: value for key, value in _flat(config).items() if key not in _OWN_KEYS},
-            hetexp.__version__,
-            _torch_version(),
-            platform.python_version(),
-            time.time(),
+            name, tuple(devices), tuple(threads), shared, hetexp.__version__, torch, python, time.time()
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,40 +59,31 @@ class HostFacts:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> HostFacts:
-        """Read what `to_dict` returned, on another machine maybe of another version.
+        """Read the result of `to_dict`, maybe of a machine with another version.
 
         Raises:
             WireError: it is something else.
         """
         try:
-            devices = tuple(DeviceSpec.from_dict(device) for device in raw["devices"])
-            threads = tuple(int(one) for one in raw["threads"])
-            facts = cls(
-                name=str(raw["name"]),
-                devices=devices,
-                threads=threads,
-                config=dict(raw["config"]),
-                hetexp=str(raw["hetexp"]),
-                torch=str(raw["torch"]),
-                python=str(raw["python"]),
-                time=float(raw["time"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise WireError(f"facts that cannot be read ({error})") from None
-        if len(devices) != len(threads) or not devices:
+            facts = TypeAdapter(cls).validate_python(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise WireError(f"facts that cannot be read ({where}: {first['msg']})") from None
+        if len(facts.devices) != len(facts.threads) or not facts.devices:
             raise WireError("facts without devices")
         return facts
 
 
 def differences(leader: HostFacts, other: HostFacts, other_time: float, limit_seconds: float) -> list[str]:
-    """Return why two machines cannot train together; empty where they can.
+    """Return why two machines cannot train together.
 
     Args:
-        other_time: the leader's clock when the other one's facts arrived.
-        limit_seconds: most that the clocks may differ.
+        other_time: the leader's clock when the facts of the other machine arrived.
+        limit_seconds: largest difference between the clocks.
     """
     a, b = leader.name, other.name
-    if other.hetexp != leader.hetexp:  # what the rest means is not known then
+    if other.hetexp != leader.hetexp:  # the rest may have another meaning there
         return [
             f"hetexp is {leader.hetexp} on {a} and {other.hetexp} on {b}: install the same version on both."
         ]
@@ -108,20 +100,13 @@ def differences(leader: HostFacts, other: HostFacts, other_time: float, limit_se
             f"The clock of {b} is {abs(skew):.0f} s {way} that of {a}, and {limit_seconds:g} s are the most "
             "(cluster.clock_skew_seconds): set it (timedatectl set-ntp true)."
         )
-    mine, theirs = leader.config, other.config
-    keys = [key for key in dict.fromkeys([*mine, *theirs]) if mine.get(key) != theirs.get(key)]
-    differing = [f"`{key}` is {_shown(mine, key)} on {a} and {_shown(theirs, key)} on {b}" for key in keys]
+    ours, theirs = leader.config, other.config
+    keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
+    differing = [f"`{key}` is {_shown(ours, key)} on {a} and {_shown(theirs, key)} on {b}" for key in keys]
     if differing:
-        more = f" and {len(differing) - _SHOWN} more keys differ" if len(differing) > _SHOWN else ""
-        problems.append(f"Both must have the same configuration: {', '.join(differing[:_SHOWN])}{more}.")
+        more = f" and {len(differing) - MAX_SHOWN} more keys differ" if len(differing) > MAX_SHOWN else ""
+        problems.append(f"Both must have the same configuration: {', '.join(differing[:MAX_SHOWN])}{more}.")
     return problems
-
-
-def _torch_version() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "missing"
 
 
 def _release(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Machines that meet on loopback addresses: whatever goes wrong is one line on every side, soon."""
+"""Machines that meet on loopback addresses: each error is one line on every side, soon."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hetexp.cluster.facts import HostFacts
-from hetexp.cluster.gate import LOG, MOST_STRANGERS
-from hetexp.cluster.meeting import HostInfo, all_joined, join
-from hetexp.cluster.wire import Channel, introduce
 from hetexp.core.cluster import ClusterConfig, HostEntry
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError, SetupError
+from hetexp.hosts.channel import Channel, handshake_as_member
+from hetexp.hosts.host_facts import HostFacts
+from hetexp.hosts.leader import all_joined
+from hetexp.hosts.leader_server import LOG, MAX_UNPROVED
+from hetexp.hosts.member import join_leader
+from hetexp.hosts.this_host import HostInfo
 from hetexp.launch.processes.hosts import all_there
 
 TOKEN = b"t" * 64
@@ -37,9 +39,9 @@ def port() -> int:
     return found
 
 
-def own(name: str, port: int, names: str = "ab", seconds: float = 20.0, **changes: Any) -> HostInfo:
+def host_info(name: str, port: int, names: str = "ab", seconds: float = 20.0, **changes: Any) -> HostInfo:
     """Return a machine's part of a cluster, which it joins within so many seconds."""
-    hosts = [HostEntry(name=one, address=ADDRESSES[one]) for one in names]
+    hosts = [HostEntry(name=name, address=ADDRESSES[name]) for name in names]
     cluster = ClusterConfig(hosts=hosts, port=port, join_seconds=seconds, answer_seconds=2.0)
     host = next((host for host in cluster.hosts if host.name == name), hosts[1])
     devices = [replace(CPU, id=f"cpu:0@{name}", host=name)]
@@ -75,7 +77,7 @@ class Side:
         return self._screen.getvalue()
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         """The error, one line."""
         text = str(self.error)
         assert isinstance(self.error, (SetupError, RunFailedError)), repr(self.error)
@@ -88,10 +90,10 @@ def lead(tmp_path: Path) -> Iterator[Callable[[HostInfo], Side]]:
     """Let a machine lead: its run is over as soon as all have joined."""
     sides = []
 
-    def start(one: HostInfo) -> Side:
+    def start(info: HostInfo) -> Side:
         def act(console: Console) -> Any:
-            with all_joined(one, tmp_path, console) as met:
-                return met
+            with all_joined(info, tmp_path, console) as joined:
+                return joined
 
         sides.append(Side(act))
         return sides[-1]
@@ -104,7 +106,7 @@ def lead(tmp_path: Path) -> Iterator[Callable[[HostInfo], Side]]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine here answers when the network is measured; that is waited for no longer than a moment."""
-    monkeypatch.setattr("hetexp.cluster.meeting.LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr("hetexp.hosts.leader.LIMIT_SECONDS", 0.1)
 
 
 def until_said(side: Side, text: str) -> None:
@@ -115,11 +117,11 @@ def until_said(side: Side, text: str) -> None:
         threading.Event().wait(0.01)
 
 
-def follow(one: HostInfo) -> Side:
+def follow(info: HostInfo) -> Side:
     """Let a machine join, and hear how the run ends."""
 
     def act(console: Console) -> Any:
-        channel, _ = join(one, console)
+        channel, _ = join_leader(info, console)
         try:
             while (order := channel.receive(time.monotonic() + 10))["op"] != "end":
                 pass
@@ -131,9 +133,9 @@ def follow(one: HostInfo) -> Side:
 
 
 def test_they_meet_in_any_order(lead: Callable[[HostInfo], Side], port: int) -> None:
-    late = follow(own("c", port, "abc"))
-    leader = lead(own("a", port, "abc"))
-    other = follow(own("b", port, "abc"))
+    late = follow(host_info("c", port, "abc"))
+    leader = lead(host_info("a", port, "abc"))
+    other = follow(host_info("b", port, "abc"))
     assert [device.id for device in leader.wait().result.devices] == ["cpu:0@b", "cpu:0@c"]
     assert "a leads and waits at 127.0.0.2" in leader.said
     assert "b (127.0.0.3) has joined with cpu:0@b." in leader.said
@@ -147,8 +149,8 @@ def test_they_meet_in_any_order(lead: Callable[[HostInfo], Side], port: int) -> 
 
 
 def test_emulated_devices_are_not_measured(lead: Callable[[HostInfo], Side], port: int) -> None:
-    other = follow(own("b", port, devices=(replace(CPU, backend="emulated"),)))
-    assert lead(own("a", port)).wait().result.network is None
+    other = follow(host_info("b", port, devices=(replace(CPU, backend="emulated"),)))
+    assert lead(host_info("a", port)).wait().result.network is None
     assert other.wait().error is None
 
 
@@ -156,10 +158,10 @@ def test_emulated_devices_are_not_measured(lead: Callable[[HostInfo], Side], por
 def test_a_machine_that_cannot_be_measured_trains_all_the_same(
     lead: Callable[[HostInfo], Side], port: int
 ) -> None:
-    leader, b = lead(own("a", port)), own("b", port)
+    leader, b = lead(host_info("a", port)), host_info("b", port)
     until_said(leader, "leads and waits")
     with socket.create_connection(("127.0.0.2", port), source_address=("127.0.0.3", 0)) as connection:
-        channel = introduce(connection, TOKEN, "member", "b", 2.0)
+        channel = handshake_as_member(connection, TOKEN, "member", "b", 2.0)
         channel.send(b.facts.to_dict() | {"time": time.time()})
         assert channel.receive(time.monotonic() + 10) == {"op": "probe"}  # and nothing is done for it
         assert channel.receive(time.monotonic() + 10) == {"op": "welcome"}
@@ -169,7 +171,7 @@ def test_a_machine_that_cannot_be_measured_trains_all_the_same(
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"hetexp": "9.9"}, "and 9.9 on b: install the same version on both."),
         ({"torch": "1.0.0"}, "and 1.0.0 on b: both need the same release"),
@@ -177,78 +179,80 @@ def test_a_machine_that_cannot_be_measured_trains_all_the_same(
         ({"config": {"trainer": {"max_steps": 10}}}, "`trainer.seed` is 0 on a and absent on b"),
     ],
 )
-def test_what_differs_is_told_on_both_sides(
-    changes: dict[str, Any], told: str, lead: Callable[[HostInfo], Side], port: int
+def test_what_differs_is_reported_on_both_sides(
+    changes: dict[str, Any], expected: str, lead: Callable[[HostInfo], Side], port: int
 ) -> None:
-    leader, member = lead(own("a", port)), follow(own("b", port, **changes))
-    assert told in leader.wait().told
-    assert told in member.wait().told
+    leader, member = lead(host_info("a", port)), follow(host_info("b", port, **changes))
+    assert expected in leader.wait().message
+    assert expected in member.wait().message
 
 
-def test_a_clock_that_is_wrong_is_told_on_both_sides(lead: Callable[[HostInfo], Side], port: int) -> None:
-    leader, member = lead(own("a", port)), follow(own("b", port, clock=lambda: time.time() - 100))
-    told = "The clock of b is 100 s behind that of a, and 5 s are the most (cluster.clock_skew_seconds)"
-    assert told in leader.wait().told
-    assert told in member.wait().told
+def test_a_clock_that_is_wrong_is_reported_on_both_sides(lead: Callable[[HostInfo], Side], port: int) -> None:
+    leader, member = lead(host_info("a", port)), follow(host_info("b", port, clock=lambda: time.time() - 100))
+    expected = "The clock of b is 100 s behind that of a, and 5 s are the most (cluster.clock_skew_seconds)"
+    assert expected in leader.wait().message
+    assert expected in member.wait().message
 
 
-def test_all_that_came_are_told_when_one_does_not_fit(lead: Callable[[HostInfo], Side], port: int) -> None:
-    leader = lead(own("a", port, "abc"))
-    good = follow(own("b", port, "abc"))
+def test_all_that_came_are_reported_when_one_does_not_fit(
+    lead: Callable[[HostInfo], Side], port: int
+) -> None:
+    leader = lead(host_info("a", port, "abc"))
+    good = follow(host_info("b", port, "abc"))
     until_said(leader, "b (127.0.0.3) has joined")
-    bad = follow(own("c", port, "abc", hetexp="9.9"))
+    bad = follow(host_info("c", port, "abc", hetexp="9.9"))
     for side in (leader, good, bad):
-        assert "9.9 on c: install the same version" in side.wait().told
+        assert "9.9 on c: install the same version" in side.wait().message
 
 
 def test_who_does_not_come_is_named_on_every_side(lead: Callable[[HostInfo], Side], port: int) -> None:
     started = time.monotonic()
-    leader, member = lead(own("a", port, "abc", 1.5)), follow(own("b", port, "abc", 5))
+    leader, member = lead(host_info("a", port, "abc", 1.5)), follow(host_info("b", port, "abc", 5))
     for side in (leader, member):
-        assert "c (127.0.0.4) did not join at 127.0.0.2:" in side.wait().told
-        assert "within 1.5 s (cluster.join_seconds)" in side.told
+        assert "c (127.0.0.4) did not join at 127.0.0.2:" in side.wait().message
+        assert "within 1.5 s (cluster.join_seconds)" in side.message
     assert time.monotonic() - started < 10
 
 
-def test_a_wrong_token_is_told_on_both_sides_and_written_down(
+def test_a_wrong_token_is_reported_on_both_sides_and_written_down(
     lead: Callable[[HostInfo], Side], port: int, tmp_path: Path
 ) -> None:
-    leader, member = lead(own("a", port, seconds=2)), follow(own("b", port, token=b"u" * 64))
+    leader, member = lead(host_info("a", port, seconds=2)), follow(host_info("b", port, token=b"u" * 64))
     why = "its token is not this cluster's"
-    assert why in member.wait().told
-    assert f"Refused meanwhile: 127.0.0.3: {why}" in leader.wait().told
+    assert why in member.wait().message
+    assert f"Refused meanwhile: 127.0.0.3: {why}" in leader.wait().message
     assert f"refused 127.0.0.3: {why}" in (tmp_path / LOG).read_text()
 
 
 def test_two_machines_cannot_be_the_same_one(lead: Callable[[HostInfo], Side], port: int) -> None:
-    leader = lead(own("a", port, "abc"))
-    first = follow(own("b", port, "abc"))
+    leader = lead(host_info("a", port, "abc"))
+    first = follow(host_info("b", port, "abc"))
     until_said(leader, "b (127.0.0.3) has joined")
-    second = follow(own("b", port, "abc"))
-    assert "b has joined already, from 127.0.0.3: is node=… right?" in second.wait().told
-    third = follow(own("c", port, "abc"))
+    second = follow(host_info("b", port, "abc"))
+    assert "b has joined already, from 127.0.0.3: is node=… right?" in second.wait().message
+    third = follow(host_info("c", port, "abc"))
     for side in (leader, first, third):
         assert side.wait().error is None
 
 
 def test_a_name_that_is_not_in_the_file_may_not_join(lead: Callable[[HostInfo], Side], port: int) -> None:
-    leader = lead(own("a", port))
-    stranger = follow(own("d", port))
-    assert "d is none of the machines that may join here (b)." in stranger.wait().told
-    follow(own("b", port)).wait()
+    leader = lead(host_info("a", port))
+    stranger = follow(host_info("d", port))
+    assert "d is none of the machines that may join here (b)." in stranger.wait().message
+    follow(host_info("b", port)).wait()
     assert leader.wait().error is None
 
 
-def test_a_closed_port_is_told_within_the_bound(port: int) -> None:
+def test_a_closed_port_is_reported_within_the_bound(port: int) -> None:
     started = time.monotonic()
-    member = follow(own("b", port, seconds=1.0)).wait()
-    assert f"a at 127.0.0.2:{port}, which leads, did not answer within 1 s" in member.told
-    assert "nothing listens there" in member.told
+    member = follow(host_info("b", port, seconds=1.0)).wait()
+    assert f"a at 127.0.0.2:{port}, which leads, did not answer within 1 s" in member.message
+    assert "nothing listens there" in member.message
     assert "b waits for a at 127.0.0.2" in member.said
     assert time.monotonic() - started < 5
 
 
-def test_a_firewall_that_drops_is_told_within_the_bound(port: int) -> None:
+def test_a_firewall_that_drops_is_reported_within_the_bound(port: int) -> None:
     """A full queue of connections drops new ones without a word, as such a firewall does."""
     with socket.create_server(("127.0.0.2", port), backlog=0) as server:
         waiting = []
@@ -258,31 +262,31 @@ def test_a_firewall_that_drops_is_told_within_the_bound(port: int) -> None:
             one.connect_ex(server.getsockname())
             waiting.append(one)
         started = time.monotonic()
-        member = follow(own("b", port, seconds=1.5)).wait()
-        assert "nothing answers (a firewall that drops, or a wrong address)" in member.told
+        member = follow(host_info("b", port, seconds=1.5)).wait()
+        assert "nothing answers (a firewall that drops, or a wrong address)" in member.message
         assert time.monotonic() - started < 6
         for one in waiting:
             one.close()
 
 
-def test_a_service_that_is_not_hetexp_is_told_within_the_bound(port: int) -> None:
+def test_a_service_that_is_not_hetexp_is_reported_within_the_bound(port: int) -> None:
     with socket.create_server(("127.0.0.2", port)):  # it takes connections, and says nothing
-        member = follow(own("b", port)).wait()
-    assert "is no leader of this cluster, or has ended: nothing answers" in member.told
+        member = follow(host_info("b", port)).wait()
+    assert "is no leader of this cluster, or has ended: nothing answers" in member.message
 
 
-def test_a_port_that_is_taken_is_told(lead: Callable[[HostInfo], Side], port: int) -> None:
+def test_a_port_that_is_taken_is_reported(lead: Callable[[HostInfo], Side], port: int) -> None:
     with socket.create_server(("127.0.0.2", port)):
-        told = lead(own("a", port)).wait().told
-    assert f"`cluster.port` must be a port that this process may open at 127.0.0.2, but is {port}" in told
+        message = lead(host_info("a", port)).wait().message
+    assert f"`cluster.port` must be a port that this process may open at 127.0.0.2, but is {port}" in message
 
 
 def test_strangers_neither_join_nor_disturb(
     lead: Callable[[HostInfo], Side], port: int, tmp_path: Path
 ) -> None:
-    leader = lead(own("a", port))
+    leader = lead(host_info("a", port))
     until_said(leader, "leads and waits")
-    silent = [socket.create_connection(("127.0.0.2", port)) for _ in range(MOST_STRANGERS)]
+    silent = [socket.create_connection(("127.0.0.2", port)) for _ in range(MAX_UNPROVED)]
     for one in silent:
         one.recv(1)  # it is being served
     crowd = socket.create_connection(("127.0.0.2", port))
@@ -292,33 +296,33 @@ def test_strangers_neither_join_nor_disturb(
     for body in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x80\x04\x95"):
         with socket.create_connection(("127.0.0.2", port)) as one:
             one.sendall(body)
-    member = follow(own("b", port))
+    member = follow(host_info("b", port))
     assert member.wait().error is None
     assert leader.wait().error is None
     log = (tmp_path / LOG).read_text()
-    assert f"more than {MOST_STRANGERS} connections at a time are not answered" in log
+    assert f"more than {MAX_UNPROVED} connections at a time are not answered" in log
     assert "where 4096 are the most" in log
 
 
 def test_a_member_cannot_reach_any_port_of_the_leader(tmp_path: Path, port: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as secret:
-        one = own("a", port)
+        info = host_info("a", port)
 
         def act(console: Console) -> Any:
-            with all_joined(one, tmp_path, console):
+            with all_joined(info, tmp_path, console):
                 over.wait(10)
 
         over = threading.Event()
         leader = Side(act)
-        member = follow(own("b", port))
+        member = follow(host_info("b", port))
         until_said(leader, "has joined")
         connection = socket.create_connection(("127.0.0.2", port))
-        channel: Channel = introduce(connection, TOKEN, "store", "b", 2.0)
+        channel: Channel = handshake_as_member(connection, TOKEN, "store", "b", 2.0)
         channel.send({"port": secret.getsockname()[1]})
         with pytest.raises(ConnectionResetError):
             channel.receive(time.monotonic() + 5)
         channel.close()
-        channel = introduce(socket.create_connection(("127.0.0.2", port)), TOKEN, "files", "b", 2.0)
+        channel = handshake_as_member(socket.create_connection(("127.0.0.2", port)), TOKEN, "files", "b", 2.0)
         channel.send({"folder": str(tmp_path)})  # nor any folder of its
         with pytest.raises(ConnectionResetError):
             channel.receive(time.monotonic() + 5)
@@ -333,23 +337,23 @@ def test_a_member_cannot_reach_any_port_of_the_leader(tmp_path: Path, port: int)
 
 @pytest.mark.usefixtures("soon")
 def test_a_machine_that_was_lost_joins_again(tmp_path: Path, port: int) -> None:
-    """With the devices that it had before; others are told why not."""
-    one = own("a", port)
+    """With the devices that it had before; others get the reason."""
+    info = host_info("a", port)
 
     def act(console: Console) -> Any:
-        with all_joined(one, tmp_path, console) as met:
+        with all_joined(info, tmp_path, console) as joined:
             lost.wait(10)
             until_said(leader, "closed its connection")
-            return all_there(met.devices, lambda: False)
+            return all_there(joined.devices, lambda: False)
 
     lost = threading.Event()
     leader = Side(act)
     with member_of(port, "b"):
         lost.set()
     until_said(leader, "a waits for b (127.0.0.3) to join again, up to 20 s")
-    other = own("b", port, devices=(replace(CPU, id="cpu:7@b", host="b"),))
+    other = host_info("b", port, devices=(replace(CPU, id="cpu:7@b", host="b"),))
     assert "b must bring the devices that it had before." in str(follow(other).wait().error)
-    back = follow(own("b", port)).wait()
+    back = follow(host_info("b", port)).wait()
     assert back.error is None
     assert leader.wait().result is True
     assert "b (127.0.0.3) has joined again." in leader.said
@@ -357,13 +361,13 @@ def test_a_machine_that_was_lost_joins_again(tmp_path: Path, port: int) -> None:
 
 @pytest.mark.usefixtures("soon")
 def test_a_machine_that_stays_away_is_waited_for_until_a_signal_comes(tmp_path: Path, port: int) -> None:
-    one, asked = own("a", port), iter([False, True, True])
+    info, asked = host_info("a", port), iter([False, True, True])
 
     def act(console: Console) -> Any:
-        with all_joined(one, tmp_path, console) as met:
+        with all_joined(info, tmp_path, console) as joined:
             lost.wait(10)
             until_said(leader, "closed its connection")
-            return all_there(met.devices, lambda: next(asked))
+            return all_there(joined.devices, lambda: next(asked))
 
     lost = threading.Event()
     leader = Side(act)
@@ -383,8 +387,8 @@ def member_of(port: int, name: str) -> Iterator[Channel]:
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
     with connection:
-        channel = introduce(connection, TOKEN, "member", name, 2.0)
-        facts = own(name, port).facts
+        channel = handshake_as_member(connection, TOKEN, "member", name, 2.0)
+        facts = host_info(name, port).facts
         channel.send(facts.to_dict() | {"time": time.time()})
         while channel.receive(time.monotonic() + 10) != {"op": "welcome"}:
             pass

@@ -1,4 +1,4 @@
-"""The secret that the machines of a cluster share. It is in a file or a variable, and in nothing written."""
+"""The secret that the machines of a cluster share: in a file or a variable, and never in an output."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hetexp.core.errors import SetupError
 from hetexp.hardware.detection.builds import home
 from hetexp.launch.processes.process import CLUSTER_TOKEN
 
-LEAST_LENGTH = 32
-"""Characters of a token: a shorter one could be found by trying, from one recorded handshake."""
+MIN_LENGTH = 32
+"""Characters of a token: someone who recorded a handshake could guess a shorter one."""
 
 
 def default_token_file() -> Path:
-    """Return where the token is looked for if nothing else is said."""
+    """Return the default file of the token."""
     return home() / "cluster.token"
 
 
@@ -67,9 +67,9 @@ def read_token(cluster: ClusterConfig, working_dir: Path) -> bytes:
 
 
 def _checked(token: str, where: str) -> bytes:
-    if len(token) < LEAST_LENGTH:
+    if len(token) < MIN_LENGTH:
         raise SetupError(
-            f"{where} must hold a secret of at least {LEAST_LENGTH} characters, but has {len(token)}. "
+            f"{where} must hold a secret of at least {MIN_LENGTH} characters, but has {len(token)}. "
             "`hetexp init` makes one."
         )
     return token.encode()

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from hetexp.cluster.wire import (
+from hetexp.hosts.channel import (
     FRAME_BYTES,
     GREETING_BYTES,
     Channel,
     RefusedError,
     WireError,
-    answer_stranger,
-    introduce,
+    handshake_as_leader,
+    handshake_as_member,
     receive_frame,
     send_frame,
 )
@@ -43,7 +43,7 @@ def answered(end: socket.socket, token: bytes = TOKEN, seconds: float = 5.0) -> 
 
     def run() -> None:
         try:
-            outcome.append(answer_stranger(end, token, seconds))
+            outcome.append(handshake_as_leader(end, token, seconds))
         except Exception as error:
             outcome.append(error)
 
@@ -60,7 +60,7 @@ def answered(end: socket.socket, token: bytes = TOKEN, seconds: float = 5.0) -> 
 
 def joined(pair: tuple[socket.socket, socket.socket]) -> tuple[Channel, Channel]:
     wait = answered(pair[0])
-    member = introduce(pair[1], TOKEN, "member", "b", 5.0)
+    member = handshake_as_member(pair[1], TOKEN, "member", "b", 5.0)
     purpose, name, leader = wait()
     assert (purpose, name) == ("member", "b")
     return leader, member
@@ -77,7 +77,7 @@ def test_both_sides_prove_themselves_and_talk(pair: tuple[socket.socket, socket.
 def test_a_wrong_token_is_refused_on_both_sides(pair: tuple[socket.socket, socket.socket]) -> None:
     wait = answered(pair[0])
     with pytest.raises(RefusedError, match="its token is not this cluster's"):
-        introduce(pair[1], b"b" * 64, "member", "b", 5.0)
+        handshake_as_member(pair[1], b"b" * 64, "member", "b", 5.0)
     assert isinstance(wait(), RefusedError)
 
 
@@ -90,7 +90,7 @@ def test_a_leader_without_the_token_is_not_believed(pair: tuple[socket.socket, s
     thread = threading.Thread(target=impostor)
     thread.start()
     with pytest.raises(RefusedError, match="it does not know this cluster's token"):
-        introduce(pair[1], TOKEN, "member", "b", 5.0)
+        handshake_as_member(pair[1], TOKEN, "member", "b", 5.0)
     thread.join()
 
 
@@ -108,7 +108,7 @@ def test_a_recorded_proof_is_of_no_use_later(pair: tuple[socket.socket, socket.s
 
     thread = threading.Thread(target=record)
     thread.start()
-    introduce(relay[1], TOKEN, "member", "b", 5.0)
+    handshake_as_member(relay[1], TOKEN, "member", "b", 5.0)
     thread.join()
     assert wait()[0] == "member"
     again = socket.socketpair()
@@ -121,10 +121,10 @@ def test_a_recorded_proof_is_of_no_use_later(pair: tuple[socket.socket, socket.s
         end.close()
 
 
-def test_another_version_of_the_protocol_is_told(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_another_version_of_the_protocol_is_reported(pair: tuple[socket.socket, socket.socket]) -> None:
     send_frame(pair[0], {"hetexp": 99, "nonce": "0" * 64})
     with pytest.raises(RefusedError, match="it speaks version 99 of the protocol, this machine 1"):
-        introduce(pair[1], TOKEN, "member", "b", 5.0)
+        handshake_as_member(pair[1], TOKEN, "member", "b", 5.0)
 
 
 @pytest.mark.parametrize("what", ["changed", "repeated", "left out", "reflected"])
@@ -223,7 +223,7 @@ def test_a_thousand_malformed_greetings_are_all_refused() -> None:
         ends[1].sendall(_garbage(random_))
         ends[1].shutdown(socket.SHUT_WR)
         with pytest.raises((WireError, OSError)):
-            answer_stranger(ends[0], TOKEN, 5.0)
+            handshake_as_leader(ends[0], TOKEN, 5.0)
         for end in ends:
             end.close()
 

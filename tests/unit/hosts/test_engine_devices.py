@@ -6,12 +6,12 @@ from support import plan_on, unbuilt_config
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.rank_env import RankEnv
-from hetexp.engine.local import gathered, own_device, threads_of
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.selection.pool import Selection
+from hetexp.hosts.engine_devices import device_report, gather_devices, threads_of
 
 
-def seat(rank: int, local_rank: int, node: str = "0", host: str = "box") -> RankEnv:
+def rank_env(rank: int, local_rank: int, node: str = "0", host: str = "box") -> RankEnv:
     return RankEnv("torchrun", rank, 4, local_rank, "127.0.0.1", 1, node, host)
 
 
@@ -19,46 +19,49 @@ def card(index: int, **changes: Any) -> DeviceSpec:
     return DeviceSpec(f"cuda:{index}", "cuda", index, "RTX 3090", "nvidia", **changes)
 
 
-def told(selection: Selection, one: RankEnv) -> dict[str, Any]:
-    return own_device(selection, one, "127.0.0.1")
+def report_of(selection: Selection, env: RankEnv) -> dict[str, Any]:
+    return device_report(selection, env, "127.0.0.1")
 
 
 def test_local_rank_counts_to_the_device() -> None:
     chosen = Selection(devices=[card(0), card(2)])
-    found = [told(chosen, seat(rank, rank))["device"]["id"] for rank in (0, 1)]
+    found = [report_of(chosen, rank_env(rank, rank))["device"]["id"] for rank in (0, 1)]
     assert found == ["cuda:0", "cuda:2"]
 
 
 def test_a_host_on_its_cpu_has_as_many_ranks_as_processes() -> None:
-    found = told(Selection(devices=[CpuBackend.describe(0)]), seat(2, 2))
+    found = report_of(Selection(devices=[CpuBackend.describe(0)]), rank_env(2, 2))
     assert found["device"]["id"] == "cpu:2"
     assert not found["problems"]
 
 
 def test_more_processes_than_cards() -> None:
-    (problem,) = told(Selection(devices=[card(0)]), seat(1, 1))["problems"]
+    (problem,) = report_of(Selection(devices=[card(0)]), rank_env(1, 1))["problems"]
     assert "`hardware` must choose a device for each process" in problem
     assert "1 (cuda:0 (RTX 3090))" in problem
-    (again,) = gathered([told(Selection(devices=[card(0)]), seat(1, 1))] * 2, "torchrun").problems
+    reports = [report_of(Selection(devices=[card(0)]), rank_env(1, 1))] * 2
+    (again,) = gather_devices(reports, "torchrun").problems
     assert again == problem
 
 
 def test_another_interpreter() -> None:
-    (problem,) = told(Selection(devices=[card(0, python="/opt/hip/bin/python")]), seat(0, 0))["problems"]
+    (problem,) = report_of(Selection(devices=[card(0, python="/opt/hip/bin/python")]), rank_env(0, 0))[
+        "problems"
+    ]
     assert "must name no interpreter where torchrun starts the ranks" in problem
 
 
 def test_one_host_keeps_its_ids() -> None:
     chosen = Selection(devices=[card(0), card(1)], reasons=["all usable"])
-    found = gathered([told(chosen, seat(rank, rank)) for rank in (0, 1)], "torchrun")
+    found = gather_devices([report_of(chosen, rank_env(rank, rank)) for rank in (0, 1)], "torchrun")
     assert [(device.id, device.host) for device in found.devices] == [("cuda:0", None), ("cuda:1", None)]
     assert found.reasons[0] == "all usable"
 
 
 def test_hosts_of_one_name() -> None:
     chosen = Selection(devices=[card(0), card(1)])
-    seats = [seat(0, 0), seat(1, 1), seat(2, 0, "1"), seat(3, 1, "1")]
-    found = gathered([told(chosen, one) for one in seats], "torchrun")
+    envs = [rank_env(0, 0), rank_env(1, 1), rank_env(2, 0, "1"), rank_env(3, 1, "1")]
+    found = gather_devices([report_of(chosen, env) for env in envs], "torchrun")
     assert [device.id for device in found.devices] == [
         "cuda:0@box-0",
         "cuda:1@box-0",
@@ -70,17 +73,19 @@ def test_hosts_of_one_name() -> None:
     assert not found.problems
 
 
-def test_a_device_without_a_process_is_told() -> None:
+def test_a_device_without_a_process_is_reported() -> None:
     chosen = Selection(devices=[card(0), card(1)])
-    one, other = seat(0, 0, "0", "a"), seat(1, 0, "1", "b")
-    found = gathered([told(chosen, one), told(chosen, other)], "slurm")
+    envs = [rank_env(0, 0, "0", "a"), rank_env(1, 0, "1", "b")]
+    found = gather_devices([report_of(chosen, env) for env in envs], "slurm")
     assert [device.id for device in found.devices] == ["cuda:0@a", "cuda:0@b"]
     assert "cuda:1 (RTX 3090) of b has no process, and stays idle." in found.reasons
 
 
 def test_two_processes_with_one_local_rank() -> None:
     chosen = Selection(devices=[card(0)])
-    (problem,) = gathered([told(chosen, seat(0, 0)), told(chosen, seat(1, 0))], "torch").problems
+    (problem,) = gather_devices(
+        [report_of(chosen, rank_env(0, 0)), report_of(chosen, rank_env(1, 0))], "torch"
+    ).problems
     assert "`LOCAL_RANK` must differ" in problem
 
 

@@ -1,1 +1,0 @@
-"""Several machines that train one model: how they meet, and how the leader's launcher reaches the others."""

@@ -1,0 +1,153 @@
+"""The store in which ranks of another engine meet: their reports to rank 0, and its commands, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hetexp.core.errors import SetupError
+from hetexp.core.rank_env import RankEnv
+from hetexp.hosts.channel import connect_within
+from hetexp.hosts.this_host import local_addresses
+
+POLL_SECONDS = 0.05
+LEAVE_SECONDS = 10.0
+"""Longest that rank 0, which hosts the store, waits at the end for the ranks that still use it."""
+
+
+class EngineStore:
+    """This rank's connection to the store of the job.
+
+    Args:
+        rank_env: of this process.
+        timeout_seconds: until all ranks are there (`launch.timeout_seconds`).
+
+    Raises:
+        SetupError: rank 0 was not found; names host, port and limit.
+    """
+
+    def __init__(self, rank_env: RankEnv, timeout_seconds: float) -> None:
+        self.rank_env, self._limit = rank_env, timeout_seconds
+        self._commands = 0
+        has_group = dist.is_available() and dist.is_initialized()
+        # Ray Train has formed a group already. Its store is where the ranks meet, and the group ends.
+        root = (
+            dist.distributed_c10d._get_default_store() if has_group else _connect(rank_env, timeout_seconds)
+        )
+        self._root = root  # if rank 0 hosts it, it ends with this object
+        if has_group:
+            dist.destroy_process_group()
+        self._store = dist.PrefixStore(f"hetexp/{rank_env.attempt}", root)
+        self.address = _address_towards(rank_env)
+        """Of this host, as the others reach it."""
+        interface = local_addresses().get(self.address)
+        if interface is not None:
+            # By itself gloo takes the address of the host's own name, which others may not reach.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+    def report(self, topic: str, value: Mapping[str, Any]) -> None:
+        """Report something about this rank."""
+        self._store.set(f"{topic}/{self.rank_env.rank}", json.dumps(value))
+
+    def reported(self, topic: str, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
+        """Return the reports so far, by rank.
+
+        Args:
+            ranks: whose reports are read; by default all.
+        """
+        ranks = range(self.rank_env.world_size) if ranks is None else ranks
+        present = [rank for rank in ranks if self._store.check([f"{topic}/{rank}"])]
+        return {rank: json.loads(self._store.get(f"{topic}/{rank}")) for rank in present}
+
+    def gather(self, topic: str) -> list[dict[str, Any]]:
+        """Return the reports of all ranks, in rank order.
+
+        Raises:
+            SetupError: ranks did not report in time; names them.
+        """
+        deadline, reports = time.monotonic() + self._limit, dict[int, dict[str, Any]]()
+        env = self.rank_env
+        while missing := [rank for rank in range(env.world_size) if rank not in reports]:
+            reports |= self.reported(topic, missing)
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+                raise SetupError(
+                    f"{len(reports)} of {env.world_size} ranks came to {env.address}:{env.port} within "
+                    f"{self._limit:g} s (launch.timeout_seconds), but not {names}. Under SLURM `srun` must "
+                    "start the processes, with torchrun one instance of it on each node."
+                )
+            if len(reports) < env.world_size:
+                time.sleep(POLL_SECONDS)
+        return [reports[rank] for rank in range(env.world_size)]
+
+    def send_command(self, command: Mapping[str, Any]) -> None:
+        """Send a command to all other ranks; only rank 0 does."""
+        self._store.set(f"command/{self._commands}", json.dumps(command))
+        self._commands += 1
+
+    def next_command(self) -> dict[str, Any]:
+        """Return the next command of rank 0, however long that takes.
+
+        Raises:
+            SetupError: rank 0 is gone.
+        """
+        key = f"command/{self._commands}"
+        try:
+            while not self._store.check([key]):
+                time.sleep(POLL_SECONDS)
+            command: dict[str, Any] = json.loads(self._store.get(key))
+        except RuntimeError as error:
+            raise SetupError("rank 0 is gone, and with it the plan of this run.") from error
+        self._commands += 1
+        return command
+
+    def leave(self) -> None:
+        """Leave the store; rank 0, which may host it, waits for the others, but not for long."""
+        try:
+            self._store.set(f"left/{self.rank_env.rank}", "1")
+            deadline = time.monotonic() + LEAVE_SECONDS
+            all_left = [f"left/{rank}" for rank in range(self.rank_env.world_size)]
+            while self.rank_env.leads and not self._store.check(all_left) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:  # the store is gone already
+            return
+
+
+def _connect(rank_env: RankEnv, timeout_seconds: float) -> dist.TCPStore:
+    """Return the store at the engine's address, which rank 0 hosts if the engine does not."""
+    address, timeout = (rank_env.address, rank_env.port), timedelta(seconds=timeout_seconds)
+    hosts = rank_env.leads and not rank_env.store_is_there
+    try:
+        if not hosts:
+            # A plain connection first: torch's own client prints a C++ stack for each failed attempt.
+            connect_within(address, timeout_seconds).close()
+        return dist.TCPStore(*address, is_master=hosts, wait_for_workers=False, timeout=timeout)
+    except (OSError, dist.DistError) as error:
+        if hosts:
+            raise
+        raise SetupError(
+            f"rank 0 did not answer at {rank_env.address}:{rank_env.port} within {timeout_seconds:g} s "
+            f"(launch.timeout_seconds): {error}. Is MASTER_ADDR its host, and does a firewall block "
+            "MASTER_PORT?"
+        ) from error
+
+
+def _address_towards(rank_env: RankEnv) -> str:
+    """Return this host's address in the network that leads to the host of rank 0."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((rank_env.address, rank_env.port or 1))  # sends nothing: it only finds the route
+            address: str = probe.getsockname()[0]
+        except OSError as error:
+            raise SetupError(
+                f"`MASTER_ADDR` must be a host that this one reaches, but is '{rank_env.address}' "
+                f"instead: {error}."
+            ) from None
+    return address
