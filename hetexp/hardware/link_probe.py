@@ -62,19 +62,28 @@ def in_words(link: Link) -> str:
     return f"The network between the hosts has {rate:,.0f} Mbit/s after {latency:.2g} ms, as measured."
 
 
-def received(connection: socket.socket, length: int) -> bytes:
+def received(connection: socket.socket, length: int, deadline: float | None = None) -> bytes:
     """Return so many bytes.
 
+    Args:
+        deadline: when all of them must have come, by the monotonic clock; `None`: the socket's own timeout.
+
     Raises:
-        OSError: the other end is gone, or silent.
+        OSError: the other end is gone, or too slow.
     """
-    found = b""
-    while len(found) < length:
-        piece = connection.recv(length - len(found))
+    pieces, left = [], length
+    while left:
+        if deadline is not None:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                raise TimeoutError("it did not answer in time")
+            connection.settimeout(seconds)
+        piece = connection.recv(min(left, FIRST_BYTES))
         if not piece:
-            raise OSError("the other end is gone")
-        found += piece
-    return found
+            raise ConnectionResetError("it closed the connection")
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
 
 
 def _take(connection: socket.socket, length: int) -> None:

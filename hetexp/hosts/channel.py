@@ -11,17 +11,19 @@ bytes after the handshake.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import hmac
 import json
 import secrets
 import socket
+import socketserver
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from hetexp.hardware.link_probe import received
 
 PROTOCOL = 1
 """Version of handshake and messages; machines with different versions refuse each other."""
@@ -138,6 +140,8 @@ class Channel:
         self._out, self._in = (b"leader", b"member") if leads else (b"member", b"leader")
         self._sent = self._received = 0
         self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def send(self, value: dict[str, Any]) -> None:
         """Send a message; any thread may.
@@ -164,85 +168,60 @@ class Channel:
         self._received += 1
         return _parsed(body)
 
-    def close(self) -> None:
-        """End the connection; a thread that waits in it wakes up."""
-        close_socket(self.connection)
-
-    def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
-        return hmac.digest(self._key, direction + number.to_bytes(8, "big") + body, "sha256")
-
-
-class HeartbeatChannel:
-    """A channel whose ends exchange heartbeats, so that each notices the loss of the other.
-
-    Args:
-        channel: belongs to this object from now on.
-        silence_seconds: longest silence before the other end counts as lost.
-        name: of the threads.
-        receive: gets each message that is no heartbeat.
-        lost: gets the reason, once, when no more messages can come.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        silence_seconds: float,
-        name: str,
-        receive: Callable[[dict[str, Any]], None],
-        lost: Callable[[str], None],
+    def listen(
+        self, silence_seconds: float, receive: Callable[[dict[str, Any]], None], lost: Callable[[str], None]
     ) -> None:
-        self._channel, self._silence = channel, silence_seconds
-        self._receive, self._lost = receive, lost
-        self._closed = threading.Event()
-        channel.connection.settimeout(silence_seconds)
-        self._reader, self._beater = (
-            threading.Thread(target=target, name=name, daemon=True) for target in (self._read, self._beat)
-        )
+        """Exchange heartbeats with the other end, and receive its messages, in two threads.
 
-    def start(self) -> None:
-        """Start to receive messages and to send heartbeats."""
-        self._beater.start()  # first, because the reader may close both at once
-        self._reader.start()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: the other end is gone.
+        Args:
+            silence_seconds: longest silence before the other end counts as lost.
+            receive: gets each message that is no heartbeat.
+            lost: gets the reason, once, when no more messages can come.
         """
-        self._channel.send(message)
+        self.connection.settimeout(silence_seconds)
+        beats = (self._beat, (silence_seconds / HEARTBEATS,))
+        reads = (self._read, (silence_seconds, receive, lost))
+        self._threads = [
+            threading.Thread(target=target, args=arguments, name="channel", daemon=True)
+            for target, arguments in (beats, reads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Return when the other end has closed the connection, or the time is over."""
-        self._reader.join(seconds)
+        """Return when the other end has closed the connection that `listen` reads, or the time is over."""
+        self._threads[-1].join(seconds)
 
     def close(self) -> None:
-        """End the connection and both threads."""
+        """End the connection and the threads of `listen`."""
         self._closed.set()
-        self._channel.close()
-        for thread in (self._reader, self._beater):
+        close_socket(self.connection)
+        for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(5.0)
 
-    def _read(self) -> None:
+    def _read(
+        self, silence_seconds: float, receive: Callable[[dict[str, Any]], None], lost: Callable[[str], None]
+    ) -> None:
         try:
             while True:
-                message = self._channel.receive(time.monotonic() + self._silence)
+                message = self.receive(time.monotonic() + silence_seconds)
                 if message["op"] != "beat":
-                    self._receive(message)
+                    receive(message)
         except TimeoutError:
-            self._lost(f"gave no sign of life for {self._silence:g} s (cluster.silence_seconds)")
+            lost(f"gave no sign of life for {silence_seconds:g} s (cluster.silence_seconds)")
         except OSError as error:
-            self._lost("closed its connection" + (f" ({error.strerror})" if error.strerror else ""))
+            lost("closed its connection" + (f" ({error.strerror})" if error.strerror else ""))
         except (WireError, KeyError, TypeError, ValueError) as error:
-            self._lost(f"sent what it should not ({error})")
+            lost(f"sent what it should not ({error})")
 
-    def _beat(self) -> None:
-        while not self._closed.wait(self._silence / HEARTBEATS):
-            try:
-                self._channel.send({"op": "beat"})
-            except OSError:  # the reading thread reports it
-                return
+    def _beat(self, pause_seconds: float) -> None:
+        with contextlib.suppress(OSError):  # the reading thread reports it
+            while not self._closed.wait(pause_seconds):
+                self.send({"op": "beat"})
+
+    def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
+        return hmac.digest(self._key, direction + number.to_bytes(8, "big") + body, "sha256")
 
 
 def connect_within(
@@ -290,58 +269,59 @@ def close_socket(connection: socket.socket) -> None:
     connection.close()
 
 
-class Listener:
-    """Accepts connections, each of which a thread of its own serves.
+class Listener(socketserver.ThreadingTCPServer):
+    """Accepts connections; a thread serves each of them, and closes it unless it is kept.
 
     Args:
-        server: the listening socket; it belongs to this object from now on.
-        serve: gets each connection and the address that it comes from.
-        name: of the threads.
+        address: to listen on, with the port.
+        serve: gets each connection and the address that it comes from; returns whether to keep it open.
+
+    Raises:
+        OSError: the port cannot be opened there.
     """
 
-    def __init__(self, server: socket.socket, serve: Callable[[socket.socket, str], None], name: str) -> None:
-        self._server, self._serve, self._name = server, serve, name
-        self.port: int = server.getsockname()[1]
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 16
+
+    def __init__(self, address: tuple[str, int], serve: Callable[[socket.socket, str], bool]) -> None:
+        super().__init__(address, socketserver.BaseRequestHandler)
+        self._serve = serve
         self.open: set[socket.socket] = set()
         """Connections that `close` ends."""
-        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=(0.05,), name="listener", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.05)  # this process may have no free descriptors for a moment
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        kept = False
+        try:
+            kept = self._serve(request, client_address[0])
+        finally:
+            self.open.discard(request)
+            if not kept:
+                close_socket(request)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        self.open.add(request)
+        return True
 
     def close(self) -> None:
         """Close the port and the open connections."""
-        close_socket(self._server)
-        self._thread.join()
+        self.shutdown()
+        self.server_close()
         for connection in list(self.open):
             close_socket(connection)
-
-    @contextlib.contextmanager
-    def holding(self, connection: socket.socket) -> Iterator[None]:
-        """End another connection with the port, for as long as the context lasts."""
-        self.open.add(connection)
-        try:
-            yield
-        finally:
-            self.open.discard(connection)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._server.accept()
-            except OSError as error:
-                if error.errno not in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.EINTR):
-                    return
-                time.sleep(0.05)  # this process has no free descriptors for a moment
-                continue
-            self.open.add(connection)
-            threading.Thread(
-                target=self._serve_one, args=(connection, peer[0]), name=self._name, daemon=True
-            ).start()
-
-    def _serve_one(self, connection: socket.socket, peer: str) -> None:
-        try:
-            self._serve(connection, peer)
-        finally:
-            self.open.discard(connection)
 
 
 def _refuse(connection: socket.socket, why: str) -> None:
@@ -382,23 +362,7 @@ def _send(connection: socket.socket, body: bytes) -> None:
 
 
 def _receive(connection: socket.socket, most_bytes: int, deadline: float | None) -> bytes:
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
+    (length,) = _LENGTH.unpack(received(connection, _LENGTH.size, deadline))
     if length > most_bytes:
         raise WireError(f"a message of {length} bytes, where {most_bytes} are the most")
-    return _exactly(connection, length, deadline)
-
-
-def _exactly(connection: socket.socket, count: int, deadline: float | None) -> bytes:
-    pieces, left = [], count
-    while left:
-        if deadline is not None:
-            seconds = deadline - time.monotonic()
-            if seconds <= 0:
-                raise TimeoutError("it did not answer in time")
-            connection.settimeout(seconds)
-        piece = connection.recv(min(left, 2**16))
-        if not piece:
-            raise ConnectionResetError("it closed the connection")
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)
+    return received(connection, length, deadline)

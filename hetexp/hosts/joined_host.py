@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hetexp.hosts.channel import Channel, HeartbeatChannel, WireError
+from hetexp.hosts.channel import Channel, WireError
+from hetexp.hosts.leader_server import JoinRequest
 from hetexp.launch.processes.failure import RankFailure, failure_path, stack_path, write_failure
 from hetexp.launch.processes.hosts import Host
 from hetexp.launch.processes.process import Elsewhere, Start
@@ -78,9 +79,7 @@ class JoinedHost(Host):
     """A machine that has joined.
 
     Args:
-        name: of the machine.
-        address: from which it came, for people.
-        channel: to its launcher.
+        request: with which it joined.
         silence_seconds: longest silence before it counts as lost.
         show: shows a line to the user.
         allow: called with each start, so that the rank there reaches what it needs of this machine.
@@ -89,19 +88,17 @@ class JoinedHost(Host):
 
     def __init__(
         self,
-        name: str,
-        address: str,
-        channel: Channel,
+        request: JoinRequest,
         silence_seconds: float,
         show: Callable[[str], None],
         allow: Callable[[Start], None],
         rejoin: Callable[[Callable[[], bool]], Channel | None],
     ) -> None:
-        self.name, self.address = name, address
+        self.name, self.address = request.facts.name, request.address
         self._silence, self._show, self._allow, self._rejoin = silence_seconds, show, allow, rejoin
         self._next = 0
         self._lock = threading.Lock()
-        self._begin(channel)
+        self._begin(request.channel)
 
     def _begin(self, channel: Channel) -> None:
         """Listen to the machine over a connection on which no rank has been started yet."""
@@ -109,10 +106,8 @@ class JoinedHost(Host):
         self._ending = False
         self.lost_because: str | None = None
         """Why it is lost; `None` while it is there."""
-        self._channel = HeartbeatChannel(
-            channel, self._silence, f"host {self.name}", self._receive, self._lose
-        )
-        self._channel.start()
+        self._channel = channel
+        channel.listen(self._silence, self._receive, self._lose)
 
     def comes_back(self, wakes: Callable[[], bool]) -> bool:
         if self.lost_because is None:

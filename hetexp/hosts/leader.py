@@ -45,14 +45,9 @@ def all_joined(info: HostInfo, folder: Path, console: Console) -> Iterator[Joine
         joined = leader.joined_cluster(requests)
         for name, request in requests.items():
             request.channel.send({"op": "welcome"})
+            rejoin = partial(leader.gather_again, request)
             hosts[name] = JoinedHost(
-                name,
-                request.address,
-                request.channel,
-                cluster.silence_seconds,
-                leader.show,
-                leader.server.allow,
-                partial(leader.gather_again, request),
+                request, cluster.silence_seconds, leader.show, leader.server.allow, rejoin
             )
         code, text = 1, "the leader was interrupted"
         try:

@@ -54,15 +54,19 @@ class LeaderServer:
     def __init__(self, address: str, port: int, token: bytes, answer_seconds: float, folder: Path) -> None:
         self._token, self._seconds, self._folder = token, answer_seconds, folder
         self._unproved = threading.BoundedSemaphore(MAX_UNPROVED)
-        self._joining = threading.Condition()
-        self._requests: list[JoinRequest] = []
+        self._requests: queue.SimpleQueue[JoinRequest] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[tuple[str, socket.socket]] = queue.SimpleQueue()
         self._stores: set[int] = set()
         self._folders: set[str] = set()
         self._lines = 0
         self.refusals: Counter[str] = Counter()
         """Address of each refused connection, with the reason."""
-        self._listener = Listener(_listen(address, port), self._serve, "leader")
+        try:
+            self._listener = Listener((address, port), self._serve)
+        except OSError as error:
+            accepted = f"a port that this process may open at {address}"
+            reason = error.strerror or str(error)
+            raise SetupError(must_be("cluster.port", accepted, port, f"{reason}.")) from None
         self.close = self._listener.close
         """Close the port and its connections, except the control channels of machines."""
 
@@ -72,13 +76,13 @@ class LeaderServer:
         Args:
             wakes: asked now and then whether to stop waiting.
         """
-        with self._joining:
-            while not self._requests:
-                left = deadline - time.monotonic()
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._requests.get(timeout=max(min(left, 0.2), 0.0))
+            except queue.Empty:
                 if left <= 0 or wakes():
                     return None
-                self._joining.wait(min(left, 0.2))
-            return self._requests.pop(0)
 
     def next_probe(self, name: str, seconds: float) -> socket.socket:
         """Return the connection to a machine over which the link to it is measured.
@@ -99,9 +103,7 @@ class LeaderServer:
     def close_early(self) -> list[JoinRequest]:
         """Close the port; return the requests that nobody has answered yet."""
         self.close()
-        with self._joining:
-            left, self._requests = self._requests, []
-        return left
+        return [self._requests.get() for _ in range(self._requests.qsize())]
 
     def allow(self, start: Start) -> None:
         """Let machines reach what a rank needs: its store and its checkpoint."""
@@ -109,8 +111,8 @@ class LeaderServer:
         if start.checkpoint is not None:
             self._folders.add(start.checkpoint)
 
-    def _serve(self, connection: socket.socket, peer: str) -> None:
-        kept = False
+    def _serve(self, connection: socket.socket, peer: str) -> bool:
+        """Do what a connection is for; return whether it stays open."""
         try:
             purpose, name, channel = self._prove(connection)
             if purpose == "member":
@@ -121,14 +123,12 @@ class LeaderServer:
                 self._send_files(channel)
             else:
                 self._connect_to_store(channel)
-            kept = purpose in ("member", "probe")
+            return purpose in ("member", "probe")
         except RefusedError as error:
             self._log_refusal(peer, str(error))
         except (WireError, OSError, UnicodeError) as error:
             self._log_refusal(peer, f"it does not speak as hetexp does ({error})")
-        finally:
-            if not kept:
-                close_socket(connection)
+        return False
 
     def _prove(self, connection: socket.socket) -> tuple[str, str, Channel]:
         if not self._unproved.acquire(blocking=False):
@@ -142,9 +142,7 @@ class LeaderServer:
         facts = HostFacts.from_dict(channel.receive(time.monotonic() + self._seconds))
         if facts.name != name:
             raise WireError("two names")
-        with self._joining:
-            self._requests.append(JoinRequest(facts, channel, peer, time.time()))
-            self._joining.notify_all()
+        self._requests.put(JoinRequest(facts, channel, peer, time.time()))
 
     def _connect_to_store(self, channel: Channel) -> None:
         """Connect a rank of another machine to the store."""
@@ -153,8 +151,7 @@ class LeaderServer:
             raise WireError(f"no store at port {port}")
         store = socket.create_connection(("127.0.0.1", port), timeout=self._seconds)
         channel.send({"open": True})
-        with self._listener.holding(store):
-            relay(channel.connection, store)
+        relay(channel.connection, store, self._listener.open)
 
     def _send_files(self, channel: Channel) -> None:
         """Send a checkpoint from which ranks of another machine resume."""
@@ -173,17 +170,3 @@ class LeaderServer:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with (self._folder / LOG).open("a", encoding="utf-8") as file:
                     file.write(f"{moment} refused {peer}: {why}\n")
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-        listener.listen(MAX_UNPROVED)
-    except OSError as error:
-        listener.close()
-        accepted = f"a port that this process may open at {address}"
-        reason = error.strerror or str(error)
-        raise SetupError(must_be("cluster.port", accepted, port, f"{reason}.")) from None
-    return listener

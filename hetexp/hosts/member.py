@@ -23,7 +23,6 @@ from hetexp.hardware.detection.lease import Leases
 from hetexp.hardware.link_probe import answer as answer_probe
 from hetexp.hosts.channel import (
     Channel,
-    HeartbeatChannel,
     RefusedError,
     WireError,
     connect_within,
@@ -156,7 +155,7 @@ class _MemberLauncher:
     def __init__(
         self, info: HostInfo, channel: Channel, address: str, folder: Path, working_dir: Path
     ) -> None:
-        self._info, self._address = info, address
+        self._info, self._channel, self._address = info, channel, address
         self._folder, self._working_dir = folder, working_dir
         self._ranks: dict[int, _Rank] = {}
         self._resumed: str | None = None
@@ -164,14 +163,11 @@ class _MemberLauncher:
         self._forwards: dict[int, PortForward] = {}
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._leader = info.cluster.leader.name
-        self._channel = HeartbeatChannel(
-            channel, info.cluster.silence_seconds, "leader", self._commands.put, self._lose
-        )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Receive commands and send heartbeats; at the end remove all that was started."""
-        self._channel.start()
+        self._channel.listen(self._info.cluster.silence_seconds, self._commands.put, self._lose)
         try:
             yield
         finally:

@@ -12,7 +12,7 @@ from hetexp.hosts.channel import Listener, close_socket
 CHUNK_BYTES = 2**16
 
 
-class PortForward:
+class PortForward(Listener):
     """A port of this machine's loopback that forwards connections to the leader.
 
     Args:
@@ -21,21 +21,21 @@ class PortForward:
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
         self._connect = connect
-        self._listener = Listener(socket.create_server(("127.0.0.1", 0)), self._forward, "forward")
-        self.port, self.close = self._listener.port, self._listener.close
+        super().__init__(("127.0.0.1", 0), self._forward)
 
-    def _forward(self, near: socket.socket, _: str) -> None:
-        try:
-            far = self._connect()
-        except Exception:  # whatever it is, the rank sees its connection end, and tries again
-            close_socket(near)
-            return
-        with self._listener.holding(far):
-            relay(near, far)
+    def _forward(self, near: socket.socket, _: str) -> bool:
+        with contextlib.suppress(Exception):  # the rank sees its connection end, and tries again
+            relay(near, self._connect(), self.open)
+        return False
 
 
-def relay(near: socket.socket, far: socket.socket) -> None:
-    """Copy all bytes between two connections in both directions until one of them ends, and close both."""
+def relay(near: socket.socket, far: socket.socket, opened: set[socket.socket]) -> None:
+    """Copy all bytes between two connections in both directions until one of them ends, and close both.
+
+    Args:
+        opened: contains the far connection meanwhile.
+    """
+    opened.add(far)
     for connection in (near, far):
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -43,6 +43,7 @@ def relay(near: socket.socket, far: socket.socket) -> None:
     back.start()
     _copy(near, far)
     back.join()
+    opened.discard(far)
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

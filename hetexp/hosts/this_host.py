@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,10 @@ def this_host(
     if len(named) == 1:
         return named[0]
     addresses = local_addresses() if addresses is None else addresses
-    matching = [host for host in cluster.hosts if _resolved(host.address) & addresses.keys()]
+    matching = []
+    for host in cluster.hosts:
+        with suppress(OSError):
+            matching += [host] if addresses.keys() & _resolved(host.address) else []
     if len(matching) == 1:
         return matching[0]
     names = ", ".join(cluster.names)
@@ -127,8 +131,7 @@ def resolve(host: HostEntry, cluster: ClusterConfig) -> str:
     """
     key = f"cluster.hosts[{cluster.hosts.index(host)}].address"
     try:
-        found = socket.getaddrinfo(host.address, None, socket.AF_INET, socket.SOCK_STREAM)
-        address = str(found[0][4][0])
+        address = _resolved(host.address)[0]
     except OSError as error:
         reason = error.strerror or str(error)
         raise SetupError(
@@ -163,12 +166,9 @@ def local_addresses() -> dict[str, str]:
     }
 
 
-def _resolved(address: str) -> set[str]:
-    try:
-        found = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
-        return set()
-    return {str(entry[4][0]) for entry in found}
+def _resolved(address: str) -> list[str]:
+    found = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
 
 
 def _without_loopback(addresses: Mapping[str, str]) -> str:
