@@ -16,6 +16,7 @@ from hetexp.comm.communicator import Communicator, ProcessGroupCommunicator
 from hetexp.comm.connections.pulse import Pulse
 from hetexp.comm.connections.sockets import remembered
 from hetexp.core.errors import HandshakeError, SetupError
+from hetexp.core.section import flatten
 
 GLOO_TRIES = 5
 """Times its timeout that gloo waits for a connection, as measured (torch 2.13)."""
@@ -83,7 +84,7 @@ def compare_facts(facts: list[dict[str, Any]], names: list[str]) -> None:
     Raises:
         HandshakeError: names every fact that differs, with its value on each rank.
     """
-    flat = [_flatten(fact) for fact in facts]
+    flat = [flatten(fact) for fact in facts]
     keys = list(dict.fromkeys(key for fact in flat for key in fact))
     differing = []
     for key in keys:
@@ -94,14 +95,6 @@ def compare_facts(facts: list[dict[str, Any]], names: list[str]) -> None:
     if differing:
         shown = differing[:8] + ([f"and {len(differing) - 8} more"] if len(differing) > 8 else [])
         raise HandshakeError("the ranks do not agree: " + "; ".join(shown) + ".")
-
-
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        name = f"{prefix}{key}"
-        flat |= _flatten(item, f"{name}.") if isinstance(item, Mapping) else {name: item}
-    return flat
 
 
 def limit_of_forming(timeout_seconds: float, forming_seconds: float | None) -> timedelta:

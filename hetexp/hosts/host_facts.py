@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 import hetexp
 from hetexp.core.device import DeviceSpec
+from hetexp.core.section import flatten
 from hetexp.hosts.channel import WireError
 
 MAX_SHOWN = 6
@@ -47,7 +48,7 @@ class HostFacts:
             torch = version("torch")
         except PackageNotFoundError:
             torch = "missing"
-        shared = {key: value for key, value in _flat(config).items() if key not in LOCAL_KEYS}
+        shared = {key: value for key, value in flatten(config).items() if key not in LOCAL_KEYS}
         python = platform.python_version()
         return cls(
             name, tuple(devices), tuple(threads), shared, hetexp.__version__, torch, python, time.time()
@@ -112,15 +113,6 @@ def differences(leader: HostFacts, other: HostFacts, other_time: float, limit_se
 def _release(text: str) -> str:
     """Return `2.13` for `2.13.0+cu130`."""
     return ".".join(text.partition("+")[0].split(".")[:2])
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        flat |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def _shown(flat: Mapping[str, Any], key: str) -> str:

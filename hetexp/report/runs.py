@@ -12,6 +12,7 @@ from typing import Any
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
+from hetexp.core.section import flatten
 from hetexp.core.sweep.folder import SWEEP_FILE, SweepRow, key_of, of_a_run, read_rows
 
 SUMMARY, PLAN, METRICS = "summary.json", "plan.json", "metrics.jsonl"
@@ -127,7 +128,7 @@ class RunRecord:
     @cached_property
     def configured(self) -> dict[str, Any]:
         """The resolved configuration with dotted keys."""
-        return {} if self.plan is None else flat(self.plan.config)
+        return {} if self.plan is None else flatten(self.plan.config)
 
     def setting(self, key: str) -> str | None:
         """Return what a key was, typed or not; None if it is unknown or absent."""
@@ -242,16 +243,6 @@ def _metrics(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         # Evaluations of one step, of each device's model and of the merged one, tell different things.
         kept[step, trains] = line if trains else kept.get((step, trains), {}) | line
     return [kept[key] for key in sorted(kept, key=lambda key: (key[0], not key[1]))]
-
-
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration with dotted keys; lists are values."""
-    if not isinstance(node, dict):
-        return {prefix: node}
-    result: dict[str, Any] = {}
-    for name, child in node.items():
-        result |= flat(child, f"{prefix}.{name}" if prefix else str(name))
-    return result
 
 
 def canonical(value: object) -> str:
