@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import signal
 import threading
 import time
@@ -37,21 +36,12 @@ class RemoteRank(Elsewhere):
         self._code: int | None = None
         self._bytes = 0
         self._ended = threading.Event()
-        self._sentinel, self._open = os.pipe()
-
-    @property
-    def sentinel(self) -> int | None:
-        return self._sentinel if self._sentinel >= 0 else None
 
     def poll(self) -> int | None:
-        if self._ended.is_set() and self._sentinel >= 0:
-            os.close(self._sentinel)
-            self._sentinel = -1
         return self._code
 
     def wait(self, timeout_seconds: float) -> None:
         self._ended.wait(timeout_seconds)
-        self.poll()
 
     def send(self, number: signal.Signals, group: bool) -> None:
         if not self._ended.is_set():
@@ -62,7 +52,6 @@ class RemoteRank(Elsewhere):
         if not self._ended.is_set():
             self._code = code
             self._ended.set()
-            os.close(self._open)
 
     def append(self, kind: str, data: bytes) -> None:
         """Store what it has written."""

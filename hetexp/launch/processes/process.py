@@ -82,10 +82,7 @@ class Elsewhere(ABC):
 
     pid = 2**31 - 1
     """No process of this machine has this number, so that whoever asks the kernel learns nothing."""
-
-    @property
-    @abstractmethod
-    def sentinel(self) -> int | None: ...
+    sentinel = None
 
     @abstractmethod
     def poll(self) -> int | None: ...
