@@ -1,7 +1,7 @@
-"""Membership: which processes train together, from when on, and by which plan.
+"""Membership: which processes train together, and by which plan.
 
-The launcher alone decides it. Each decision is an epoch, written into the launcher's store; ranks form their
-group again for it. Epoch 0 is the plan that the run began with, and needs no word.
+Only the launcher decides it. Each decision is an epoch in the launcher's store, for which the ranks form
+their group again. Epoch 0 is the plan of the run's start, and is not in the store.
 """
 
 from __future__ import annotations
@@ -17,38 +17,37 @@ LATEST_REQUEST = "request/latest"
 
 @dataclass(frozen=True)
 class Departure:
-    """A member that trains no more."""
+    """A member that has left the training."""
 
     member: int
     device: str
     """Its id in the plan, such as `cuda:1`."""
     kind: str
-    """What became of it: `SIGKILL`, `Frozen`, `CudaError`, `dropped` …"""
+    """Why it left: `SIGKILL`, `Frozen`, `CudaError`, `dropped` …"""
     time: float
     """Seconds since the epoch when the launcher noticed."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Who trains from now on.
+    """The members of the training from now on.
 
-    A member is a process; its number is never given again. Those that a run begins with are numbered as the
-    ranks of its plan, what comes back or is added later gets the next free number. A member's rank is its
-    place in `members`.
+    A member is a process, and its number is never used again. The first members have the numbers of their
+    ranks in the plan. A process that joins later gets the next free number. The rank of a member is its index
+    in `members`.
     """
 
     number: int
     members: tuple[int, ...]
     plan: str
-    """Absolute path, in the launcher's machine, of the plan that holds from this epoch on, for people; ranks
-    read the same text from the store (`plan_key`). Its devices are in the order of `members`."""
+    """Absolute path of this epoch's plan on the launcher's machine, for people. Ranks read the same text from
+    the store (`plan_key`). Its devices are in the order of `members`."""
     joined: tuple[int, ...] = ()
-    """Those of them that were not in the epoch before and need the training's state."""
+    """Members that were not in the previous epoch, and need the state of the training."""
     left: tuple[Departure, ...] = ()
-    """Who has gone since the epoch before."""
+    """Members that have left since the previous epoch."""
     urgent: bool = True
-    """Whether the group before is broken. Else its members finish the step that they are in, and change
-    together."""
+    """Whether the previous group is broken. Otherwise its members finish their step, and change together."""
 
     @staticmethod
     def key(number: int) -> str:
@@ -66,17 +65,17 @@ class Epoch:
     @classmethod
     def from_json(cls, text: str | bytes) -> Epoch:
         raw = json.loads(text)
-        left = tuple(Departure(**one) for one in raw.pop("left"))
+        left = tuple(Departure(**departure) for departure in raw.pop("left"))
         return cls(**{**raw, "members": tuple(raw["members"]), "joined": tuple(raw["joined"])}, left=left)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a person, a signal or a program asks of a running training; all ranks act at one step's end."""
+    """A request of the user, a signal or a program to the training; all ranks act after the same step."""
 
     number: int
     name: str
-    """`checkpoint`, `stop`, or what a handler was registered for."""
+    """`checkpoint`, `stop`, or the name of a registered handler."""
     argument: str = ""
 
     @staticmethod
@@ -98,20 +97,20 @@ def plan_key(number: int) -> str:
 
 
 def beat_key(member: int) -> str:
-    """Return the store key under which a member counts its signs of life."""
+    """Return the store key under which a member counts its heartbeats."""
     return f"beat/{member}"
 
 
 def prepared_key(member: int) -> str:
-    """Return the store key by which a process that is to join says that it can be taken in."""
+    """Return the store key that a joining process sets when it is ready."""
     return f"prepared/{member}"
 
 
 def reformed_key(number: int) -> str:
-    """Return the store key under which the first rank of an epoch tells how its group formed (JSON)."""
+    """Return the store key under which the first rank of an epoch reports how its group formed (JSON)."""
     return f"reformed/{number}"
 
 
 def answer_key(number: int) -> str:
-    """Return the store key under which the first rank answers a request (JSON; `error`: it was not done)."""
+    """Return the store key under which the first rank answers a request (JSON; `error`: it failed)."""
     return f"answer/{number}"

@@ -1,8 +1,7 @@
-"""Which rank of a job this process is, where an engine other than hetexp's launcher started it.
+"""Which rank of a job this process is, if an engine other than hetexp's launcher started it.
 
-torchrun, Ray Train and whatever else speaks torch's own variables set RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT; SLURM's `srun` sets variables of its own. `HETEXP_ENGINE=none` takes no notice of
-any of them.
+torchrun, Ray Train and other engines set torch's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT. SLURM's `srun` sets variables of its own. `HETEXP_ENGINE=none` ignores all of them.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from dataclasses import dataclass
 from hetexp.core.errors import ConfigError
 
 ENGINE = "HETEXP_ENGINE"
-"""Variable that says `none` where hetexp's own launcher is wanted all the same."""
+"""Variable; `none` makes hetexp's own launcher start the ranks."""
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _NODE = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 """Number of this process's node among the job's: torchrun's, Ray Train's, SLURM's."""
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 _FIRST_PORT, _PORTS = 15000, 16000
-"""Ports that a SLURM job's number leads to: below those that systems give to whoever asks for any."""
+"""Range of the ports for SLURM jobs, below the ports that systems assign by themselves."""
 _IN_BRACKETS = re.compile(r"([^\[,]+)\[(\d+)[^\]]*\]([^,]*)")
 
 
@@ -32,22 +31,22 @@ class RankEnv:
     """One process's place in a job."""
 
     engine: str
-    """`torchrun`, `slurm`, or `torch` for whatever else sets torch's variables, as Ray Train does."""
+    """`torchrun`, `slurm`, or `torch` for any other engine that sets torch's variables, such as Ray Train."""
     rank: int
     world_size: int
     local_rank: int
-    """Among the processes of its host: which of the host's devices it drives."""
+    """Number among the processes of its host; the process drives the device with this number."""
     address: str
-    """Where rank 0's host listens."""
+    """Address of the host of rank 0."""
     port: int
     node: str
-    """What tells its host from the job's others: the node's number where the engine tells it."""
+    """Identifies its host within the job: the number of the node if the engine sets it."""
     host: str
     """Name of its host, for people."""
     attempt: str = "0"
-    """Which start of the job this is: torchrun starts all processes again when one has failed."""
+    """Number of the job's start: torchrun starts all processes again when one has failed."""
     store_is_there: bool = False
-    """Whether the engine itself hosts a store at that address; else rank 0 does."""
+    """Whether the engine hosts a store at that address; otherwise rank 0 does."""
 
     @property
     def leads(self) -> bool:
@@ -56,10 +55,10 @@ class RankEnv:
 
 
 def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
-    """Return this process's place in another engine's job, `None` where hetexp's launcher is to start one.
+    """Return this process's place in another engine's job; `None`: hetexp's launcher starts the ranks.
 
     Raises:
-        ConfigError: the variables are not all there, or contradict each other; all of it in one line.
+        ConfigError: variables are missing or contradict each other; names all of them in one line.
     """
     environ = os.environ if environ is None else environ
     wanted = environ.get(ENGINE, "auto")
@@ -100,8 +99,8 @@ def _of_slurm(environ: Mapping[str, str]) -> RankEnv:
             f"is not known. {_OTHERWISE}"
         )
     job, step = (environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    own = 7 * int(job) + int(step) if job.isdigit() and step.isdigit() else 0
-    port = environ.get("MASTER_PORT") or str(_FIRST_PORT + own % _PORTS)
+    offset = 7 * int(job) + int(step) if job.isdigit() and step.isdigit() else 0
+    port = environ.get("MASTER_PORT") or str(_FIRST_PORT + offset % _PORTS)
     if not port.isdigit():
         raise ConfigError(f"`MASTER_PORT` must be a port, but is '{port}' instead.")
     return RankEnv(
@@ -123,11 +122,12 @@ _OTHERWISE = f"Or set {ENGINE}=none: hetexp's own launcher starts the ranks then
 def _numbers(
     environ: Mapping[str, str], names: tuple[str, ...], needed: tuple[str, ...], engine: str
 ) -> dict[str, int]:
-    """Return the variables that must be whole numbers, once all that are needed are there.
+    """Return the variables that must be whole numbers.
 
     Args:
-        names: of those that must be numbers; the first three are the rank, the number of ranks, and the rank
-            on this host.
+        names: of these variables; the first three are the rank, the number of ranks, and the rank on this
+            host.
+        needed: variables that must be set.
     """
     who = {"slurm": "SLURM", "torch": "an engine that sets RANK or WORLD_SIZE"}.get(engine, engine)
     absent = [name for name in needed if not environ.get(name)]
