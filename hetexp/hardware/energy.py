@@ -1,35 +1,26 @@
-"""What devices draw while they train, by counters that are read at the ends of each stretch of it."""
+"""Measures the energy that devices draw while they train, by counters read before and after each stretch."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hetexp.core.device import DeviceSpec
+from hetexp.hardware.base import Backend, Counter
 from hetexp.hardware.detection.machine import Machine
 
-if TYPE_CHECKING:
-    from hetexp.hardware.backend import Backend
-
-Counter = Callable[[], float | None]
-"""Returns the joules that a device has drawn since some moment of its own, `None` where it does not tell."""
 LONGEST_SECONDS = 60.0
-"""Between two readings, where there are chances: Intel's drivers notice an overflow of their 32 bits only if
-they are asked in time (minutes at full power: i915_hwmon.c, `hwm_energy`)."""
-MOST_OF_LIMIT = 1.5
-"""Mean power ÷ power limit above which a counter is not believed. Less than a second counts as one: a counter
-moves a few times a second only."""
+"""Longest time between two readings, if `keep_up` is called. Intel's drivers notice an overflow of their 32
+bits only if they are asked in time (minutes at full power: i915_hwmon.c, `hwm_energy`)."""
 
 
 @dataclass
 class _Account:
-    """One device."""
+    """The energy of one device."""
 
-    spec: DeviceSpec
+    device: Backend
     counter: Counter | None
     before: float | None = None
     joules: float = 0.0
@@ -38,7 +29,7 @@ class _Account:
         self.before = self._read()
 
     def go_on(self) -> None:
-        """Add what was drawn since the last reading; a counter that fails or falls is asked no more."""
+        """Add the energy since the last reading; a counter that fails or falls is asked no more."""
         now = self._read()
         if now is None or self.before is None or now < self.before:
             self.counter = None
@@ -46,18 +37,23 @@ class _Account:
         self.joules += now - self.before
         self.before = now
 
+    def total(self, seconds: float) -> float | None:
+        """Return the joules of these seconds, `None` if they cannot be believed."""
+        believed = self.counter is not None and self.joules > 0
+        return self.joules if believed and self.device.energy_is_plausible(self.joules, seconds) else None
+
     def _read(self) -> float | None:
         return self.counter() if self.counter is not None else None
 
 
 class EnergyMeter:
-    """Adds up what devices draw from each `start` to the next `stop`.
+    """Adds up the energy that devices draw from each `start` to the next `stop`.
 
     Args:
         devices: their backends, in this rank's process.
         beside: all devices of the run. The counter of a card that several of them share is not used.
         machine: that they are in.
-        clock: tells seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -81,7 +77,7 @@ class EnergyMeter:
             return
         if self._accounts is None:
             pairs = zip(self._devices, self._shared, strict=True)
-            self._accounts = [_Account(one.spec, self._counter(one, shared)) for one, shared in pairs]
+            self._accounts = [_Account(device, self._counter(device, shared)) for device, shared in pairs]
         self._runs, self._read_at = True, self._clock()
         for account in self._accounts:
             account.begin()
@@ -93,19 +89,21 @@ class EnergyMeter:
             self._runs = False
 
     def keep_up(self) -> None:
-        """Read the counters where the last reading is long ago."""
+        """Read the counters if the last reading is long ago."""
         if self._runs and self._clock() - self._read_at >= LONGEST_SECONDS:
             self._read()
 
     def joules(self) -> list[float | None]:
-        """Stop, close the counters, and return what each device drew.
+        """Stop, close the counters, and return each device's energy.
 
-        `None` where it has no counter that can be believed: one that failed, fell, stood still, or showed
-        more than the card may draw.
+        `None` if a device has no counter that can be believed: the counter failed, fell, stood still, or
+        showed more than the card may draw.
         """
         self.stop()
         self._open.close()
-        return [self._told(account) for account in self._accounts or ()] or [None] * len(self._devices)
+        if not self._accounts:
+            return [None] * len(self._devices)
+        return [account.total(self._seconds) for account in self._accounts]
 
     def _counter(self, device: Backend, shared: bool) -> Counter | None:
         return None if shared else self._open.enter_context(device.energy_counter(self._machine))
@@ -117,15 +115,7 @@ class EnergyMeter:
         for account in self._accounts or ():
             account.go_on()
 
-    def _told(self, account: _Account) -> float | None:
-        if account.counter is None or account.joules <= 0:
-            return None
-        limit, modelled = account.spec.power_limit_watts, account.spec.backend == "emulated"
-        most = MOST_OF_LIMIT * (limit or math.inf) * max(self._seconds, 1.0)
-        # A modelled device's seconds are not those of this clock.
-        return account.joules if modelled or account.joules <= most else None
-
 
 def _card_of(spec: DeviceSpec) -> str:
-    """Return what tells a card from others; two ranks may share one."""
+    """Return the identity of a device's card; two ranks may share a card."""
     return spec.uuid or spec.pci or spec.id

@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import partial
 
 from hetexp.core.device import DeviceSpec
+from hetexp.hardware.base import CardLostError, Gauge
 from hetexp.hardware.detection.detected import DetectedCard, Reading
-from hetexp.hardware.detection.inventory import detect
+from hetexp.hardware.detection.inventory import detect, gauges
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.probe import torch_devices
-from hetexp.hardware.gauges import CardLostError, Gauge, gauges
 from hetexp.monitor.processor import Processor
 from hetexp.monitor.runs import RunWatch
 from hetexp.monitor.sample import Device, Sample, User, of_reading

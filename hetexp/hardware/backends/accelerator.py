@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.errors import SetupError
-from hetexp.hardware.backend import Backend
+from hetexp.hardware.base import Backend
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 
 class AcceleratorBackend(Backend):
@@ -78,11 +77,11 @@ class AcceleratorBackend(Backend):
             return False
         return True
 
-    def limit_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        assert self.spec.memory_bytes is not None
+    def limit_memory(self, num_bytes: int) -> bool:
         module = self._module()
         total = module.get_device_properties(0).total_memory
-        module.set_per_process_memory_fraction(min(1.0, self.spec.memory_bytes / total), 0)
+        module.set_per_process_memory_fraction(min(1.0, num_bytes / total), 0)
+        return True
 
     def free_memory_bytes(self) -> int | None:
         module = self._module()

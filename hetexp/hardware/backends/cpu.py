@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.backend import Backend
+from hetexp.hardware.base import Backend
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ _HALF_FLAGS = {
 class CpuBackend(Backend):
     """Computes on the cores that the rank's thread count allows."""
 
+    name: ClassVar[str] = "cpu"
     computes_on_cpu: ClassVar[bool] = True
 
     @classmethod

@@ -14,17 +14,18 @@ from hetexp.hardware.backends import nvml
 from hetexp.hardware.backends.accelerator import CudaNamespaceBackend
 from hetexp.hardware.backends.cuda_mask import MASK, Mask
 from hetexp.hardware.backends.pci_names import chip, unnamed
+from hetexp.hardware.base import CardLostError, Counter, Gauge
 from hetexp.hardware.detection.builds import TorchBuild
 from hetexp.hardware.detection.detected import DetectedCard, Reading, Seen
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import PciCard
-from hetexp.hardware.energy import Counter
-from hetexp.hardware.gauges import CardLostError, Gauge
+from hetexp.hardware.detection.probe import torch_sees
 
 
 class CudaBackend(CudaNamespaceBackend):
     """Drives one NVIDIA card, or one MIG instance, the only one that its process sees."""
 
+    name: ClassVar[str] = "cuda"
     built_for: ClassVar[str] = "cuda"
     vendor: ClassVar[str] = "nvidia"
     wheel: ClassVar[str] = "cuda"
@@ -257,7 +258,7 @@ def _without_nvml(machine: Machine, on_bus: Sequence[PciCard], why: str) -> list
     """
     found: list[DetectedCard] = []
     if any(machine.path(name).exists() for name in ("/dev/dxg", "/dev/nvidia0")):
-        seen = machine.torch_sees("cuda")
+        seen = torch_sees("cuda", machine)
         found = [_seen(card, seen) for card in seen]
     return found + _missing(on_bus, found, machine, why)
 

@@ -18,6 +18,7 @@ from hetexp.hardware.backends import nvml
 from hetexp.hardware.backends.accelerator import bare_uuid
 from hetexp.hardware.detection.detected import DetectedCard, Seen
 from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.detection.probe import torch_sees
 
 MASK = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -148,7 +149,7 @@ class Mask:
         """CUDA's numbers → the places of that card, or of its instances; `None`: the order is not known."""
         if self._why_unclear() is None:
             return dict(enumerate(self._units))
-        return {one.index: self._seen_as(one) for one in self.machine.torch_sees("cuda")} or None
+        return {one.index: self._seen_as(one) for one in torch_sees("cuda", self.machine)} or None
 
     def _why_unclear(self) -> str | None:
         """Return why CUDA's order does not follow from the bus, `None` where it does."""

@@ -17,12 +17,11 @@ from hetexp.core.errors import SetupError
 from hetexp.hardware.backends import amd_smi, hip_mask, kfd, sysfs
 from hetexp.hardware.backends.accelerator import CudaNamespaceBackend, bare_uuid, seen_uuid
 from hetexp.hardware.backends.pci_names import WORDS, chip, unnamed
+from hetexp.hardware.base import CardLostError, Counter, Gauge
 from hetexp.hardware.detection.builds import TorchBuild
 from hetexp.hardware.detection.detected import DetectedCard, Process, Reading
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import PciCard, pci_cards
-from hetexp.hardware.energy import Counter
-from hetexp.hardware.gauges import CardLostError, Gauge
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +42,7 @@ _CONTAINER = "--device /dev/kfd --device /dev/dri"
 class HipBackend(CudaNamespaceBackend):
     """Drives one AMD card, the only one that its process sees; RCCL answers as `nccl`."""
 
+    name: ClassVar[str] = "hip"
     built_for: ClassVar[str] = "hip"
     vendor: ClassVar[str] = "amd"
     wheel: ClassVar[str] = "rocm"

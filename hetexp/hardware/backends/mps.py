@@ -12,15 +12,14 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.backends.accelerator import AcceleratorBackend
 from hetexp.hardware.backends.sysfs import positive
+from hetexp.hardware.base import Gauge
 from hetexp.hardware.detection.builds import TorchBuild
 from hetexp.hardware.detection.detected import DetectedCard, Reading
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import PciCard
-from hetexp.hardware.gauges import Gauge
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 FACTS = ("machdep.cpu.brand_string", "hw.memsize", "kern.osproductversion", "hw.optional.arm64")
 """What `sysctl` is asked: chip, memory in bytes, version of macOS, and whether the chip is Apple's."""
@@ -39,6 +38,7 @@ _BFLOAT16_FROM = 3
 class MpsBackend(AcceleratorBackend):
     """Drives the GPU of a Mac; torch's module for it lacks much of what the others' have."""
 
+    name: ClassVar[str] = "mps"
     torch_type: ClassVar[str] = "mps"
     vendor: ClassVar[str] = "apple"
 
@@ -104,13 +104,11 @@ class MpsBackend(AcceleratorBackend):
             )
         return torch.device("mps", 0)
 
-    def limit_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        assert self.spec.memory_bytes is not None
+    def limit_memory(self, num_bytes: int) -> bool:
         module = self._module()
         # The fraction is of what Metal lends; 0 would mean no limit.
-        module.set_per_process_memory_fraction(
-            min(1.0, self.spec.memory_bytes / module.recommended_max_memory())
-        )
+        module.set_per_process_memory_fraction(min(1.0, num_bytes / module.recommended_max_memory()))
+        return True
 
     def free_memory_bytes(self) -> int | None:
         module = self._module()

@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
-from hetexp.hardware.backend import Backend
 from hetexp.hardware.backends import sysfs, sysman, xpu_mask
 from hetexp.hardware.backends.accelerator import AcceleratorBackend
 from hetexp.hardware.backends.pci_names import chip, unnamed
+from hetexp.hardware.base import CardLostError, Counter, Gauge
 from hetexp.hardware.detection.builds import TorchBuild
 from hetexp.hardware.detection.detected import DetectedCard, Process, Reading
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import PciCard
-from hetexp.hardware.energy import Counter
-from hetexp.hardware.gauges import CardLostError, Gauge
+from hetexp.hardware.detection.probe import torch_sees
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +72,7 @@ _LOG = logging.getLogger(__name__)
 class XpuBackend(AcceleratorBackend):
     """Drives one Intel card, the only one that its process sees."""
 
+    name: ClassVar[str] = "xpu"
     torch_type: ClassVar[str] = "xpu"
     vendor: ClassVar[str] = "intel"
     wheel: ClassVar[str] = "xpu"
@@ -167,11 +167,9 @@ class XpuBackend(AcceleratorBackend):
         finally:
             model.train(training)
 
-    def limit_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if hasattr(self._module(), "set_per_process_memory_fraction"):
-            super().limit_memory(model, optimizer)
-        else:  # an older torch
-            Backend.limit_memory(self, model, optimizer)
+    def limit_memory(self, num_bytes: int) -> bool:
+        known = hasattr(self._module(), "set_per_process_memory_fraction")  # an older torch lacks it
+        return known and super().limit_memory(num_bytes)
 
     @cached_property
     def _events_tell_time(self) -> bool:
@@ -321,7 +319,7 @@ def _with_memory(found: list[DetectedCard], machine: Machine) -> list[DetectedCa
     open_cards = [c for c in found if c.spec.memory_bytes is None and c.undriven is None and c.lost is None]
     if not open_cards:
         return found
-    seen = machine.torch_sees("xpu")
+    seen = torch_sees("xpu", machine)
     result = []
     for card in found:
         sizes = {one.memory_bytes for one in seen if _same(one.name, card.spec.name)} - {None}

@@ -1,17 +1,19 @@
-"""All cards of the machine in one list: numbered alike for everybody, with what keeps each of them from use.
+"""Lists all cards of the machine: numbered the same way for all vendors, with what keeps each from use.
 
 The order is that of the PCI bus, not that of a vendor's tool: NVML counts along the bus, CUDA from the
-fastest card, HIP along the driver's own list, Level Zero discrete cards first. What no bus has comes last. A
-visibility variable hides cards and changes no number.
+fastest card, HIP along the driver's own list, Level Zero discrete cards first. Cards without a bus come last.
+A visibility variable hides cards and changes no number.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from hetexp.hardware.backend import ACCELERATORS, backend_class
+from hetexp.hardware.base import Gauge
 from hetexp.hardware.detection.builds import TorchBuild, known_builds
 from hetexp.hardware.detection.detected import DetectedCard
 from hetexp.hardware.detection.machine import Machine
@@ -37,24 +39,24 @@ def detect(
     """Return every card of the machine.
 
     Args:
-        machine: this one by default.
+        machine: this machine by default.
         builds: torch builds that may drive the cards; this process's own and the recorded ones by default.
         busy: says who uses a card, `None` if it is free; by default the users are not looked up.
     """
     machine = machine or Machine()
     builds = known_builds() if builds is None else builds
     on_bus = pci_cards(machine)
-    found: list[DetectedCard] = []
+    cards: list[DetectedCard] = []
     for name in ACCELERATORS:
         backend = backend_class(name)
-        found += backend.cards(machine, [card for card in on_bus if card.vendor == backend.vendor])
-    inventory = Inventory(numbered(found), builds=list(builds))
+        cards += backend.cards(machine, [card for card in on_bus if card.vendor == backend.vendor])
+    inventory = Inventory(numbered(cards), builds=list(builds))
     for name in ACCELERATORS:
         places = [i for i, card in enumerate(inventory.cards) if card.spec.backend == name]
-        cards, problems = backend_class(name).hide([inventory.cards[i] for i in places], machine)
-        for place, card in zip(places, cards, strict=True):
+        marked, problems = backend_class(name).hide([inventory.cards[i] for i in places], machine)
+        for place, card in zip(places, marked, strict=True):
             inventory.cards[place] = card
-        if problems and cards:
+        if problems and marked:
             inventory.mask_problems[name] = problems
     inventory.cards = [_usable(card, builds) for card in inventory.cards]
     if busy is not None:
@@ -62,18 +64,34 @@ def detect(
     return inventory
 
 
-def numbered(found: Sequence[DetectedCard]) -> list[DetectedCard]:
+@contextmanager
+def gauges(cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
+    """Open the gauges of cards of any vendors; each vendor's library is opened once.
+
+    Yields:
+        The gauge of each card in the order given; `None` if nothing can be read of it.
+    """
+    opened: dict[str, Gauge | None] = {}
+    with ExitStack() as stack:
+        for name in dict.fromkeys(card.spec.backend for card in cards):
+            present = [card for card in cards if card.spec.backend == name and card.lost is None]
+            if present:
+                readers = stack.enter_context(backend_class(name).gauges(present, machine))
+                opened |= {card.spec.id: gauge for card, gauge in zip(present, readers, strict=True)}
+        yield [opened.get(card.spec.id) for card in cards]
+
+
+def numbered(cards: Sequence[DetectedCard]) -> list[DetectedCard]:
     """Return the cards in their lasting order, with their numbers and ids."""
-    ordered = sorted(found, key=lambda card: (card.spec.pci is None, card.spec.pci or "", card.spec.index))
+    ordered = sorted(cards, key=lambda card: (card.spec.pci is None, card.spec.pci or "", card.spec.index))
     counts: dict[str, int] = defaultdict(int)
-    cards = []
+    result = []
     for number, card in enumerate(ordered):
-        backend = card.spec.backend
-        index = counts[backend]
-        counts[backend] += 1
-        spec = replace(card.spec, number=number, index=index, id=f"{backend}:{index}")
-        cards.append(replace(card, spec=spec))
-    return cards
+        name = backend_class(card.spec.backend).name
+        spec = replace(card.spec, number=number, index=counts[name], id=f"{name}:{counts[name]}")
+        counts[name] += 1
+        result.append(replace(card, spec=spec))
+    return result
 
 
 def _usable(card: DetectedCard, builds: Sequence[TorchBuild]) -> DetectedCard:

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
+from hetexp.hardware.backend import backend_class
 
 try:
     import fcntl
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 
 ACQUIRE_SECONDS = 0.2
 """Longest wait for a lease: another process that only asks who holds it has it for a moment."""
-_UNLEASED = ("cpu", "emulated")
-"""Backends whose devices any number of runs may use."""
 _CHOOSING = "choosing.lock"
 _FOLDER = "hetexp-leases"
 _EVERYBODYS, _OWN = 0o1777, 0o700
@@ -139,8 +138,8 @@ class Leases:
     def __init__(
         self, devices: Sequence[DeviceSpec], owner: str, cpu: Path | None = None, reserve: bool = False
     ) -> None:
-        self._devices = {_file(d): str(d) for d in devices if d.backend not in _UNLEASED}
-        if cpu is not None and any(d.backend in _UNLEASED for d in devices):
+        self._devices = {_file(d): str(d) for d in devices if not _on_cpu(d)}
+        if cpu is not None and any(_on_cpu(d) for d in devices):
             self._devices[cpu] = "this machine's CPU"
         self._owner, self._reserve = owner, reserve
         self._locks: list[_Lock | FileLock] = []
@@ -189,7 +188,7 @@ class Leases:
             SetupError: another run holds it.
         """
         name = _name(device)
-        if device.backend in _UNLEASED or any(Path(lock.lock_file).name == name for lock in self._locks):
+        if _on_cpu(device) or any(Path(lock.lock_file).name == name for lock in self._locks):
             return
         more = Leases([device], self._owner).__enter__()
         self._locks += more._locks
@@ -208,7 +207,7 @@ class Leases:
 
 def holder(device: DeviceSpec) -> str | None:
     """Return who holds a card, in words; `None` where no other run does."""
-    if device.backend in _UNLEASED:
+    if _on_cpu(device):
         return None
     with contextlib.suppress(SetupError):  # reported when a lease is taken
         return _holder(_file(device))
@@ -321,6 +320,11 @@ def _unsafe(path: Path, mode: int) -> str | None:
     if (mode == _EVERYBODYS and bits & mode == mode) or (own and not bits & (stat.S_IWGRP | stat.S_IWOTH)):
         return None
     return f"it belongs to user {found.st_uid} and has mode {bits:o}"
+
+
+def _on_cpu(device: DeviceSpec) -> bool:
+    """Return whether any number of runs may use a device."""
+    return backend_class(device.backend).computes_on_cpu
 
 
 def _files(pattern: str) -> list[Path]:

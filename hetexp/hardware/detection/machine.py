@@ -13,10 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hetexp.hardware.detection.detected import Seen
+from hetexp.hardware.detection.detected import Seen
 
 COMMAND_SECONDS = 0.6
 """Longest wait for a vendor's command: a hanging driver must not keep the other cards from being listed."""
@@ -40,12 +39,6 @@ def _may_open(path: Path) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
 
 
-def _torch_sees(kind: str) -> list[Seen]:
-    from hetexp.hardware.detection.probe import torch_devices
-
-    return torch_devices(kind)
-
-
 @dataclass(frozen=True)
 class Machine:
     """This machine, or a recorded one."""
@@ -59,10 +52,9 @@ class Machine:
     """Imports a vendor's library; whatever it raises means that the library is not there."""
     run: Callable[[Sequence[str]], str | None] = _run
     """Runs a vendor's command and returns what it printed, `None` where it is absent, fails or hangs."""
-    torch_sees: Callable[[str], list[Seen]] = _torch_sees
-    """Returns the devices that the torch builds of a kind (`cuda`, `hip`, `xpu`) see; it starts their
-    interpreters, hence only where no driver's library can be asked."""
-
+    torch_sees: Callable[[str], list[Seen]] | None = None
+    """Returns the devices that the torch builds of a kind (`cuda`, `hip`, `xpu`) see; `None`: their
+    interpreters are asked (`hetexp.hardware.detection.probe.torch_sees`)."""
     may_open: Callable[[Path], bool] = _may_open
     """Says whether this process may read and write a device file (`/dev/kfd`)."""
 

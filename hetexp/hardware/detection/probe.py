@@ -23,8 +23,8 @@ from typing import Any
 from uuid import UUID
 
 from hetexp.core.files import write_json
-from hetexp.hardware.backend import VISIBILITY
 from hetexp.hardware.backends.pci_names import chip
+from hetexp.hardware.base import VISIBILITY
 from hetexp.hardware.detection.builds import TorchBuild, home, known_builds
 from hetexp.hardware.detection.detected import Seen
 from hetexp.hardware.detection.machine import Machine
@@ -108,6 +108,14 @@ class _Answer:
     devices: tuple[Seen, ...] = ()
     problem: str | None = None
     time: float = 0.0
+
+
+def torch_sees(kind: str, machine: Machine) -> list[Seen]:
+    """Return the devices that the torch builds of a kind see on this or a recorded machine.
+
+    It starts interpreters. So only backends whose driver cannot be asked call it.
+    """
+    return torch_devices(kind, machine=machine) if machine.torch_sees is None else machine.torch_sees(kind)
 
 
 def torch_devices(

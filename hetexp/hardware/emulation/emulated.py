@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.cost.step import Work
 from hetexp.core.device import GIB, DeviceSpec
-from hetexp.hardware.backend import StagePasses
 from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.base import Counter, StagePasses
 from hetexp.hardware.catalogue import Card, card_of
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.emulation.deviation import Deviation
 from hetexp.hardware.emulation.memory_model import ModelledAllocator
+from hetexp.hardware.emulation.ordered_faults import FaultyBackend
 from hetexp.hardware.emulation.pacing import Pacer, count_work
-from hetexp.hardware.energy import Counter
 
 if TYPE_CHECKING:
     import torch
@@ -95,10 +95,10 @@ class CardTimes:
         )
 
 
-class EmulatedBackend(CpuBackend):
+class EmulatedBackend(FaultyBackend, CpuBackend):
     """Paces the passes of one model and limits its memory."""
 
-    computes_on_cpu: ClassVar[bool] = True
+    name: ClassVar[str] = "emulated"
     energy_source: ClassVar[str] = "modelled"
 
     def __init__(self, spec: DeviceSpec) -> None:
@@ -108,6 +108,7 @@ class EmulatedBackend(CpuBackend):
         self._planned: CardTimes | None = None
         self._stage_times: list[CardTimes] = []
         self.pacer: Pacer | None = None
+        self._allocator: ModelledAllocator | None = None
 
     @classmethod
     def describe_card(cls, index: int, card: Card) -> DeviceSpec:
@@ -129,10 +130,16 @@ class EmulatedBackend(CpuBackend):
     def peak_memory_bytes(self) -> int | None:
         return self._allocator.peak_bytes if self._allocator is not None else None
 
+    def free_memory_bytes(self) -> int | None:
+        return self._allocator.free_bytes if self._allocator is not None else None
+
     @contextmanager
     def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
         """Give what the card draws at its power limit while it works, as `hetexp plan` predicts it."""
         yield self._joules if self.spec.power_limit_watts is not None else None
+
+    def energy_is_plausible(self, joules: float, seconds: float) -> bool:
+        return True  # modelled joules belong to modelled seconds
 
     def _joules(self) -> float:
         assert self.spec.power_limit_watts is not None

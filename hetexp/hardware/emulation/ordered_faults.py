@@ -1,4 +1,4 @@
-"""What happens to a device that a sudden fault is ordered for (`fault.events`)."""
+"""Injects the faults of `fault.events` into a device: slow-downs, errors, hangs and the death of its rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,39 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hetexp.core.fault import Due
+from hetexp.core.device import DeviceSpec
+from hetexp.core.fault import Due, FaultSchedule
+from hetexp.hardware.base import Backend
 
 OPEN_FILES = Path("/dev/fd")
 ORDERED = "as `fault.events` orders"
+
+
+class FaultyBackend(Backend):
+    """A backend to whose device the faults of `fault.events` happen."""
+
+    def __init__(self, spec: DeviceSpec) -> None:
+        super().__init__(spec)
+        self.faults = FaultSchedule([], spec.id)
+        self.spared_port: int | None = None
+        """Port of the launcher's store: connections to it survive a fault of the network."""
+        self.deviation_seed: int | None = None
+        """Makes an emulated card differ from its figures (`hardware.deviation_seed`)."""
+        self.slower = spec.slow
+        """How many times slower than by itself the device is made to be at the moment."""
+        self._first_step_at: float | None = None
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        if step < 0:  # a rehearsal
+            return
+        now = time.perf_counter()
+        self._first_step_at = self._first_step_at or now
+        elapsed = now - self._first_step_at
+        self.slower = self.spec.slow * self.faults.factor(step, elapsed)
+        for due in self.faults.due(step, elapsed):
+            suffer(due, str(self.spec), self.spared_port)
 
 
 def suffer(due: Due, device: str, spared_port: int | None = None) -> None:

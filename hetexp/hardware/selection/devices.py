@@ -349,7 +349,7 @@ def _tell_apart(selection: Selection, shared: bool) -> None:
     for device in selection.devices:
         count = counts.get(device.id, 0)
         counts[device.id] = count + 1
-        if count and not (shared and device.backend not in ("cpu", "emulated")):
+        if count and (not shared or backend_class(device.backend).computes_on_cpu):
             fix = (
                 " hardware.share_devices=true lets several ranks share a card."
                 if device.number is not None

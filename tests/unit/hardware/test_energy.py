@@ -24,13 +24,13 @@ from fake_nvml import (
 from fake_nvml import error as nvml_error
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.backend import Backend
+from hetexp.hardware.backend import Backend, Counter
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.backends.cuda import CudaBackend
 from hetexp.hardware.backends.hip import HipBackend
 from hetexp.hardware.backends.xpu import XpuBackend
 from hetexp.hardware.detection.machine import Machine
-from hetexp.hardware.energy import LONGEST_SECONDS, Counter, EnergyMeter
+from hetexp.hardware.energy import LONGEST_SECONDS, EnergyMeter
 
 
 def spec(backend: str, number: int = 0, **facts: object) -> DeviceSpec:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from fake_drivers import GIB, mac_commands, recorded_machine
-from torch import nn
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
@@ -188,7 +187,5 @@ class TestInTheRank:
     ) -> None:
         given: list[float] = []
         metal.set_per_process_memory_fraction = given.append
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        MpsBackend(_spec(memory_bytes=memory, limited=True)).limit_memory(model, optimizer)
+        assert MpsBackend(_spec(memory_bytes=memory, limited=True)).limit_memory(memory)
         assert given == [fraction]

@@ -32,13 +32,14 @@ from torch import nn
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
-from hetexp.hardware.backend import Backend
+from hetexp.hardware.backend import backend_class
 from hetexp.hardware.backends.accelerator import AcceleratorBackend
 from hetexp.hardware.backends.xpu import EXTENSION, XpuBackend, usable_extension
 from hetexp.hardware.detection.builds import TorchBuild
 from hetexp.hardware.detection.detected import DetectedCard, Process, Reading, Seen
 from hetexp.hardware.detection.inventory import detect
 from hetexp.hardware.detection.machine import Machine
+from hetexp.hardware.emulation import altered
 
 XPU = TorchBuild(None, version="2.13.0+xpu", xpu="20250301")
 
@@ -406,17 +407,16 @@ class TestInTheRank:
     def test_an_older_torch_is_limited_by_the_model_of_memory(
         self, drive: Callable[..., XpuBackend], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        backend = drive(spec=_spec(memory_bytes=GIB, limited=True), total_memory=4 * GIB)
+        limited = _spec(memory_bytes=GIB, limited=True)
+        module = drive(spec=limited, total_memory=4 * GIB)._module()
         called: list[str] = []
-        monkeypatch.setattr(Backend, "limit_memory", lambda *_: called.append("model"))
+        monkeypatch.setattr(altered, "ModelledAllocator", lambda *_: called.append("model"))
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        backend.limit_memory(model, optimizer)
+        backend_class("xpu")(limited).attach(model, optimizer, None)
         assert called == ["model"]
-        backend._module().set_per_process_memory_fraction = lambda fraction, index: called.append(
-            str(fraction)
-        )
-        backend.limit_memory(model, optimizer)
+        module.set_per_process_memory_fraction = lambda fraction, index: called.append(str(fraction))
+        backend_class("xpu")(limited).attach(model, optimizer, None)
         assert called == ["model", "0.25"]
 
     def test_the_shared_part_is_that_of_all_accelerators(self) -> None:
@@ -514,7 +514,12 @@ class TestTheOlderPackage:
         trained: tuple[nn.Module, torch.optim.Optimizer],
     ) -> None:
         install(None)
-        limited: list[bool] = []
-        monkeypatch.setattr(XpuBackend, "limit_memory", lambda *_: limited.append(True))
-        XpuBackend(_spec(memory_bytes=GIB, limited=True)).attach(*trained, None)
-        assert limited == [True]
+        limited: list[int] = []
+
+        def limit(_: XpuBackend, num_bytes: int) -> bool:
+            limited.append(num_bytes)
+            return True
+
+        monkeypatch.setattr(XpuBackend, "limit_memory", limit)
+        backend_class("xpu")(_spec(memory_bytes=GIB, limited=True)).attach(*trained, None)
+        assert limited == [GIB]

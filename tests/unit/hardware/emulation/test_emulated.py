@@ -14,7 +14,6 @@ from torch import nn
 from hetexp.core.config import FaultEvent
 from hetexp.core.device import GIB
 from hetexp.core.fault import FaultSchedule
-from hetexp.hardware import backend as backend_module
 from hetexp.hardware.backend import StagePasses
 from hetexp.hardware.catalogue import card
 from hetexp.hardware.detection.machine import Machine
@@ -38,7 +37,6 @@ MEMORY = 936.2e9
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
     monkeypatch.setattr(pacing, "time", fake)
-    monkeypatch.setattr(backend_module, "time", fake)
     monkeypatch.setattr(ordered_faults, "time", fake)
     return fake
 

@@ -16,24 +16,24 @@ from torch import nn
 
 from hetexp.core.config import FaultEvent
 from hetexp.core.fault import FaultSchedule
-from hetexp.hardware import backend as backend_module
+from hetexp.hardware.backend import backend_class
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.emulation import ordered_faults, pacing
+from hetexp.hardware.emulation.ordered_faults import FaultyBackend
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
-    monkeypatch.setattr(backend_module, "time", fake)
     monkeypatch.setattr(ordered_faults, "time", fake)
     monkeypatch.setattr("hetexp.hardware.backends.cpu.time", fake)  # which marks are read from
     monkeypatch.setattr(pacing, "time", fake)
     return fake
 
 
-def device(*events: dict[str, Any], slow: float = 1.0) -> CpuBackend:
+def device(*events: dict[str, Any], slow: float = 1.0) -> FaultyBackend:
     spec = replace(CpuBackend.describe(0), slow=slow)
-    backend = CpuBackend(spec)
+    backend = backend_class("cpu")(spec)
     typed = [FaultEvent.model_validate({"device": spec.id, **event}) for event in events]
     backend.faults = FaultSchedule(typed, spec.id)
     return backend
@@ -71,9 +71,10 @@ def test_death_is_sudden() -> None:
     program = """
         from hetexp.core.config import FaultEvent
         from hetexp.core.fault import FaultSchedule
+        from hetexp.hardware.backend import backend_class
         from hetexp.hardware.backends.cpu import CpuBackend
 
-        backend = CpuBackend(CpuBackend.describe(0))
+        backend = backend_class("cpu")(CpuBackend.describe(0))
         backend.faults = FaultSchedule([FaultEvent(kind="death", device="cpu:0", at_step=2)], "cpu:0")
         for step in range(4):
             backend.begin_step(step)

@@ -36,10 +36,10 @@ from fake_nvml import (
 )
 
 from hetexp.hardware.backends.mps import STATISTICS
+from hetexp.hardware.base import CardLostError, Gauge
 from hetexp.hardware.detection.detected import Reading
-from hetexp.hardware.detection.inventory import detect
+from hetexp.hardware.detection.inventory import detect, gauges
 from hetexp.hardware.detection.machine import Machine
-from hetexp.hardware.gauges import CardLostError, Gauge, gauges
 
 FIELDS = {
     "nvmlDeviceGetMemoryInfo": {"memory_free_bytes"},
