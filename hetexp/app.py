@@ -596,13 +596,16 @@ def detect_for(
     Args:
         pythons: further interpreters that may drive them.
     """
+    from hetexp.hardware.backend import add_backends
     from hetexp.hardware.detection.builds import known_builds, read_builds
     from hetexp.hardware.detection.busy import who_is_busy
     from hetexp.hardware.detection.inventory import detect
     from hetexp.hardware.detection.machine import Machine
 
-    machine = Machine()
+    machine, problems = Machine(), add_backends(hardware.backends)
     named = [str(working_dir / entry.python) for entry in hardware.devices if entry.python is not None]
     named += [str(working_dir / python) for python in pythons]
     builds = [*known_builds(), *read_builds(path for path in named if Path(path).is_file())]
-    return detect(machine, builds, who_is_busy(machine, hardware.busy_memory_mib, leases))
+    inventory = detect(machine, builds, who_is_busy(machine, hardware.busy_memory_mib, leases))
+    inventory.problems += problems
+    return inventory

@@ -8,10 +8,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.support.command_line import above_zero, add_shared, command_parser, print_parts, table
+from hetexp.commands.support.command_line import (
+    above_zero,
+    add_shared,
+    command_parser,
+    exit_code,
+    print_parts,
+    table,
+)
 from hetexp.core.device import GIB
+from hetexp.core.errors import ConfigError
+from hetexp.hardware.backend import add_backends
 from hetexp.hardware.detection.busy import who_is_busy
 from hetexp.hardware.detection.detected import DetectedCard
 from hetexp.hardware.detection.inventory import Inventory, detect
@@ -36,7 +46,21 @@ def main(arguments: Sequence[str]) -> int:
         metavar="SECONDS",
         help="print again every SECONDS (2) until Ctrl-C",
     )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="ask a backend of your own, too, by the dotted path of its class (as `hardware.backends`)",
+    )
     options = parser.parse_args(list(arguments))
+    sys.path.append(str(Path.cwd()))  # the user's own classes, as for `hetexp train`
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    if problems := add_backends(options.backend, "--backend"):
+        raise ConfigError(problems)
     if options.watch is None:
         show(options.json)
         return 0

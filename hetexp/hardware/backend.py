@@ -1,10 +1,16 @@
-"""Finds backends by name. What other packages and users import of them is here."""
+"""Finds backends by name: those of hetexp, and those of others that `hardware.backends` names.
+
+A backend of your own is a subclass of `Backend` with a `name` and its vendor's `cards`. Its dotted path is
+the `backend` of its devices: the plan carries it, so that each rank imports the class by itself.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from hetexp.core.device import DeviceSpec
+from hetexp.core.errors import ConfigError, must_be
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.backends.cuda import CudaBackend
 from hetexp.hardware.backends.hip import HipBackend
@@ -24,6 +30,8 @@ __all__ = [
     "Counter",
     "Gauge",
     "StagePasses",
+    "accelerators",
+    "add_backends",
     "backend_class",
     "environment_together",
     "visible_places",
@@ -35,14 +43,74 @@ BACKENDS: dict[str, type[Backend]] = {
 }
 ACCELERATORS = ("cuda", "hip", "xpu", "mps")
 """Backends of hetexp for cards that a machine can have."""
+_KEY = "hardware.backends"
+_added: dict[str, type[Backend]] = {}
+"""Dotted path → class, of the backends that this process added to its detection."""
 
 
 def backend_class(name: str) -> type[FaultyBackend]:
-    """Return the class of a backend by its name, with ordered faults around it.
+    """Return the class of a backend by its name or dotted path, with ordered faults around it.
 
     Its vendor library is not imported yet.
+
+    Raises:
+        ConfigError: the path leads to no backend.
     """
-    return altered(BACKENDS[name])
+    return altered(BACKENDS[name] if name in BACKENDS else _located(name, _KEY))
+
+
+def accelerators() -> tuple[str, ...]:
+    """Return the backends that detection asks for cards: hetexp's, then the added ones by dotted path."""
+    return (*ACCELERATORS, *_added)
+
+
+def add_backends(paths: Sequence[str], key: str = _KEY) -> list[str]:
+    """Let detection in this process ask backends of others for cards, too, and return what is wrong.
+
+    Args:
+        paths: dotted paths of their classes.
+        key: Hydra key of the paths, for messages.
+    """
+    problems: list[str] = []
+    for position, path in enumerate(paths):
+        here = f"{key}[{position}]"
+        try:
+            backend = _located(path, here)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        owners = {other.name: place for place, other in {**BACKENDS, **_added}.items() if place != path}
+        if backend.name in owners:
+            free = f"a backend whose `name` is free (`{backend.name}` is that of {owners[backend.name]})"
+            problems.append(must_be(here, free, path))
+        else:
+            _added[path] = backend
+    return problems
+
+
+def _located(path: str, key: str) -> type[Backend]:
+    """Return the class of a backend by its dotted path.
+
+    Raises:
+        ConfigError: the path cannot be imported, or leads to no complete backend.
+    """
+    from hetexp.core.instantiate import locate  # it imports pydantic, which `hetexp gpus` does without
+
+    accepted = "the dotted path of a subclass of hetexp.hardware.backend.Backend"
+    try:
+        located = locate(path, key)
+    except ConfigError:
+        raise
+    except Exception as error:  # an import runs any code and so raises anything
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(must_be(key, accepted, path, f"It cannot be imported: {reason}.")) from error
+    if not isinstance(located, type) or not issubclass(located, Backend):
+        raise ConfigError(must_be(key, accepted, path))
+    if missing := sorted(located.__abstractmethods__):
+        raise ConfigError(must_be(key, f"{accepted} that defines {', '.join(missing)}", path))
+    if not re.fullmatch("[a-z]+", getattr(located, "name", "")):
+        raise ConfigError(must_be(key, f"{accepted} with a `name` of small letters", path))
+    return located
 
 
 def environment_together(specs: Sequence[DeviceSpec]) -> dict[str, str]:

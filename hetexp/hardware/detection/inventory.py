@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from hetexp.hardware.backend import ACCELERATORS, backend_class
+from hetexp.hardware.backend import accelerators, backend_class
 from hetexp.hardware.base import Gauge
 from hetexp.hardware.detection.builds import TorchBuild, known_builds
 from hetexp.hardware.detection.detected import DetectedCard
@@ -27,6 +27,8 @@ class Inventory:
     cards: list[DetectedCard] = field(default_factory=list)
     mask_problems: dict[str, list[str]] = field(default_factory=dict)
     """Backend → what is wrong with the visibility variables for its cards."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with `hardware.backends`: their cards may be missing."""
     builds: list[TorchBuild] = field(default_factory=list)
     """The torch builds that were asked, this process's own first."""
 
@@ -47,11 +49,11 @@ def detect(
     builds = known_builds() if builds is None else builds
     on_bus = pci_cards(machine)
     cards: list[DetectedCard] = []
-    for name in ACCELERATORS:
+    for name in accelerators():
         backend = backend_class(name)
         cards += backend.cards(machine, [card for card in on_bus if card.vendor == backend.vendor])
     inventory = Inventory(numbered(cards), builds=list(builds))
-    for name in ACCELERATORS:
+    for name in accelerators():
         places = [i for i, card in enumerate(inventory.cards) if card.spec.backend == name]
         marked, problems = backend_class(name).hide([inventory.cards[i] for i in places], machine)
         for place, card in zip(places, marked, strict=True):

@@ -16,7 +16,6 @@ from hetexp.core.cost.step import Work
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.hardware.base import Counter, StagePasses
-from hetexp.hardware.catalogue import Card, card_of
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.emulation.deviation import Deviation
 from hetexp.hardware.emulation.memory_model import ModelledAllocator
@@ -26,6 +25,8 @@ from hetexp.hardware.emulation.pacing import Pacer, count_work
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from hetexp.hardware.catalogue import Card
 
 OUTRUN_TOLERANCE = 0.02
 """Share of its modelled time that a device may run late before its timings are called invalid."""
@@ -102,6 +103,8 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
     energy_source: ClassVar[str] = "modelled"
 
     def __init__(self, spec: DeviceSpec) -> None:
+        from hetexp.hardware.catalogue import card_of  # it imports pydantic, which detection does without
+
         super().__init__(spec)
         self.card = card_of(spec)
         self.times: CardTimes | None = None

@@ -39,7 +39,9 @@ def select_devices(
     Returns:
         Devices, reasons and problems; with problems the devices are not to be used.
     """
-    selection = Selection()
+    selection = Selection(problems=list(inventory.problems))
+    if selection.problems:
+        return selection
     try:
         known = load_catalogue(config.catalogue)
     except ConfigError as error:  # what the entries mean is not known without it

@@ -111,7 +111,7 @@ def test_the_pci_link_is_not_told_where_memory_is_reached_otherwise(tmp_path: Pa
 
 
 def test_cards_are_found_through_the_whole_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection, "ACCELERATORS", ("cuda",))
+    monkeypatch.setattr(detection, "accelerators", lambda: ("cuda",))
     build = TorchBuild("/envs/cuda/bin/python", version="2.13.0+cu130", cuda="13.0")
     inventory = detection.detect(machine_with(FakeNvml(cards_like(CARD, 2)), tmp_path), [build])
     assert [(card.spec.id, card.spec.number, card.state, card.python) for card in inventory.cards] == [
