@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchlib.tables import table
 
-from hetexp.hardware.catalogue import EFFICIENCY, OVERHEAD_SECONDS, PRECISIONS, Card, catalogue, links
+from hetexp.hardware.catalogue import EFFICIENCY, OVERHEAD_SECONDS, PRECISIONS, Card, shipped
 
 PAGE = Path(__file__).parents[1] / "docs/guide/cards.md"
 VENDORS = {"nvidia": "NVIDIA", "intel": "Intel", "amd": "AMD", "apple": "Apple", "cpu": "CPU"}
@@ -36,7 +36,7 @@ def sources(card: Card) -> list[str]:
 
 
 def page() -> str:
-    cards = sorted(catalogue().values(), key=lambda card: (list(VENDORS).index(card.vendor), card.key))
+    cards = sorted(shipped().cards.values(), key=lambda card: (list(VENDORS).index(card.vendor), card.key))
     head = ["name in hetexp", "card", *PRECISIONS, "GiB", "GB/s", "W", "link"]
     lines = [
         "# Cards",
@@ -61,7 +61,7 @@ def page() -> str:
             number(link.latency_seconds * 1e6),
             link.source,
         ]
-        for name, link in links().items()
+        for name, link in shipped().links.items()
     ]
     lines += ["", "## Links", "", table(link_head, link_rows), "", "## Sources", ""]
     lines += [line for card in cards for line in sources(card)]

@@ -162,16 +162,6 @@ def shipped() -> Catalogue:
     return _resolve(_shipped_raw())
 
 
-def catalogue() -> dict[str, Card]:
-    """Return all shipped cards by their catalogue name."""
-    return dict(shipped().cards)
-
-
-def links() -> dict[str, Link]:
-    """Return all shipped links by their name."""
-    return dict(shipped().links)
-
-
 def card(name: str) -> Card:
     """Return one shipped card.
 

@@ -1,12 +1,14 @@
-"""What the vendors' backends have in common: torch's modules for devices (`torch.cuda` …) agree."""
+"""The part that the vendors' backends share: torch's modules for devices (`torch.cuda` …) agree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.base import Backend
+from hetexp.hardware.detection.builds import TorchBuild
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,17 @@ class AcceleratorBackend(Backend):
 
     torch_type: ClassVar[str]
     """torch's word for such devices: `cuda` (AMD cards, too), `xpu`, `mps`."""
+    platform: ClassVar[str]
+    """Name of the vendor's platform in messages: `CUDA`, `ROCm`."""
+
+    @classmethod
+    def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
+        owner = build.python or "this interpreter"
+        if build.problem is not None:
+            return f"{owner} cannot drive it: {build.problem}"
+        if build.kind != cls.name:
+            return f"torch {build.version} of {owner} is not built for {cls.platform}"
+        return None
 
     def torch_device(self) -> torch.device:
         import torch
@@ -127,13 +140,12 @@ class CudaNamespaceBackend(AcceleratorBackend):
 
     torch_type: ClassVar[str] = "cuda"
     copies_page_locked: ClassVar[bool] = True
-    built_for: ClassVar[str]
-    """Attribute of `torch.version` that a build for this vendor has: `cuda` or `hip`."""
 
     def torch_device(self) -> torch.device:
         import torch
 
-        if getattr(torch.version, self.built_for) is None and torch.cuda.is_available():
+        # torch.version has `cuda` or `hip`, by the vendor that it is built for.
+        if getattr(torch.version, self.name) is None and torch.cuda.is_available():
             raise SetupError(  # the other vendor's build
                 f"{self.spec} cannot be driven by torch {torch.__version__}, {self._build()}. Give the "
                 "device an interpreter whose torch can (`python:` in `hardware.devices`, hetexp env create "

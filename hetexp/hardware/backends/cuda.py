@@ -13,7 +13,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.hardware.backends import nvml
 from hetexp.hardware.backends.accelerator import CudaNamespaceBackend
 from hetexp.hardware.backends.cuda_mask import MASK, Mask
-from hetexp.hardware.backends.pci_names import chip, unnamed
+from hetexp.hardware.backends.pci_names import chip
 from hetexp.hardware.base import CardLostError, Counter, Gauge
 from hetexp.hardware.detection.builds import TorchBuild
 from hetexp.hardware.detection.detected import DetectedCard, Reading, Seen
@@ -26,7 +26,7 @@ class CudaBackend(CudaNamespaceBackend):
     """Drives one NVIDIA card, or one MIG instance, the only one that its process sees."""
 
     name: ClassVar[str] = "cuda"
-    built_for: ClassVar[str] = "cuda"
+    platform: ClassVar[str] = "CUDA"
     vendor: ClassVar[str] = "nvidia"
     wheel: ClassVar[str] = "cuda"
     native_collective: ClassVar[str | None] = "nccl"
@@ -35,40 +35,37 @@ class CudaBackend(CudaNamespaceBackend):
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         try:
             with nvml.opened(machine) as library:
-                found = _listed(library, machine, on_bus)
+                cards = _listed(library, machine, on_bus)
         except nvml.NotAnsweringError as problem:
             return _without_nvml(machine, on_bus, str(problem))
-        return found + _missing(on_bus, found, machine, _NOT_LISTED)
+        return cards + _missing(on_bus, cards, machine, _NOT_LISTED)
 
     @classmethod
-    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
+    def hide(cls, cards: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
         value = machine.environ.get(MASK)
-        if value is None or not found:
-            return list(found), []
-        visible, problems = Mask(value, found, machine).visible()
+        if value is None or not cards:
+            return list(cards), []
+        visible, problems = Mask(value, cards, machine).visible()
         hidden_by = f"{MASK}={value}"
-        cards = [
+        marked = [
             card if place in visible else replace(card, hidden_by=hidden_by)
-            for place, card in enumerate(found)
+            for place, card in enumerate(cards)
         ]
-        return cards, problems
+        return marked, problems
 
     @classmethod
     def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
-        whose = build.python or "this interpreter"
-        if build.problem is not None:
-            return f"{whose} cannot drive it: {build.problem}"
-        torch_of = f"torch {build.version} of {whose}"
-        if build.kind != "cuda" or build.cuda is None:
-            return f"{torch_of} is not built for CUDA"
-        why = _without_code_for(spec.architecture, build)
-        return f"{torch_of} has no code for {spec.architecture}: {why}" if why is not None else None
+        problem = super().build_problem(spec, build)
+        if problem is None and (why := _without_code_for(spec.architecture, build)) is not None:
+            owner = build.python or "this interpreter"
+            problem = f"torch {build.version} of {owner} has no code for {spec.architecture}: {why}"
+        return problem
 
     @classmethod
     def environment(cls, spec: DeviceSpec) -> dict[str, str]:
         mask = spec.mask or spec.uuid or str(spec.index)
         if mask.isdigit():
-            # Only where there is no UUID. Our numbers follow the bus, CUDA's by default the cards' speed.
+            # Only without a UUID. Our numbers follow the bus, CUDA's by default the cards' speed.
             return {MASK: mask, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return {MASK: mask}
 
@@ -91,8 +88,8 @@ class CudaBackend(CudaNamespaceBackend):
                 known = [part for card in nvml.cards(library) for part in (*card.instances, card)]
             except nvml.NotAnsweringError:
                 known = []
-            matching = [next((one for one in known if _is(one, card.spec)), None) for card in cards]
-            yield [partial(_gauged, one, machine) if one is not None else None for one in matching]
+            matching = [next((part for part in known if _is(part, card.spec)), None) for card in cards]
+            yield [partial(_gauged, match, machine) if match is not None else None for match in matching]
 
     def _seen_uuid(self, module: Any) -> str | None:
         # CUDA runtimes differ in whether they tell an instance's own UUID or its card's.
@@ -112,45 +109,46 @@ _NOT_LISTED = (
 
 
 def _listed(library: Any, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
-    cards = nvml.cards(library)
+    known = nvml.cards(library)
     driver = nvml.driver_version(library)
-    _place(cards, on_bus)
-    found: list[DetectedCard] = []
-    for card in cards:
-        parts = [_found(one, driver, machine, on_bus) for one in card.instances or [card]]
+    _place(known, on_bus)
+    cards: list[DetectedCard] = []
+    for card in known:
+        parts = [_detected(part, driver, machine, on_bus) for part in card.instances or [card]]
         lost = next((part.lost for part in parts if part.lost is not None), card.lost)
-        found += [replace(part, lost=lost) for part in parts]
-    if any(card.lost is not None for card in found):
-        found = [_without_number(card) for card in found]
-    return found
+        cards += [replace(part, lost=lost) for part in parts]
+    if any(card.lost is not None for card in cards):
+        cards = [_without_number(card) for card in cards]
+    return cards
 
 
 def _place(cards: Sequence[nvml.Card], on_bus: Sequence[PciCard]) -> None:
-    """Give cards whose address NVML does not tell the addresses that are left, where that is clear.
+    """Give addresses to the cards that have none from NVML, if as many addresses are left on the bus.
 
-    NVML counts along the bus, so that as many left on the bus as without an address are these, in order.
+    NVML counts along the bus, so the cards without an address come in the same order.
     """
     known = {card.pci for card in cards}
     nowhere = [card for card in cards if card.pci is None]
     left = [card.address for card in on_bus if card.driver == "nvidia" and card.address not in known]
     if len(nowhere) == len(left):
         for card, address in zip(nowhere, left, strict=True):
-            card.pci = address
-            for one in card.instances:
-                one.pci = address
+            for part in (card, *card.instances):
+                part.pci = address
 
 
-def _found(card: nvml.Card, driver: str | None, machine: Machine, on_bus: Sequence[PciCard]) -> DetectedCard:
+def _detected(
+    card: nvml.Card, driver: str | None, machine: Machine, on_bus: Sequence[PciCard]
+) -> DetectedCard:
     total, free = nvml.memory(card, machine)
     generation, lanes = nvml.pcie_link(card)
     reading = nvml.reading(card, free)
-    known = next((chip("nvidia", one.device_id) for one in on_bus if one.address == card.pci), None)
-    architecture = card.architecture or (known.architecture if known is not None else None)
+    known = chip("nvidia", next((bus.device_id for bus in on_bus if bus.address == card.pci), None))
+    architecture = card.architecture or known.architecture
     spec = DeviceSpec(
         id=f"cuda:{card.index}",
         backend="cuda",
         index=card.index,
-        name=card.name or (known.name if known is not None else unnamed("nvidia", None)),
+        name=card.name or known.name,
         vendor="nvidia",
         memory_bytes=total,
         uuid=card.uuid,
@@ -204,32 +202,31 @@ def _without_number(card: DetectedCard) -> DetectedCard:
 
 
 def _missing(
-    on_bus: Sequence[PciCard], found: Sequence[DetectedCard], machine: Machine, bound_but_missing: str
+    on_bus: Sequence[PciCard], cards: Sequence[DetectedCard], machine: Machine, bound_but_missing: str
 ) -> list[DetectedCard]:
-    """Return the cards of the bus that are not among `found`.
+    """Return the cards of the bus that are not among `cards`.
 
     Args:
-        bound_but_missing: why not, of those that NVIDIA's driver is bound to.
+        bound_but_missing: why they are missing if NVIDIA's driver is bound to them.
     """
-    known = {card.spec.pci for card in found}
+    known = {card.spec.pci for card in cards}
     return [
-        _undriven(card, len(found) + place, machine, bound_but_missing)
+        _undriven(card, len(cards) + place, machine, bound_but_missing)
         for place, card in enumerate(card for card in on_bus if card.address not in known)
     ]
 
 
 def _undriven(card: PciCard, index: int, machine: Machine, bound_but_missing: str) -> DetectedCard:
     known = chip("nvidia", card.device_id)
-    architecture = known.architecture if known is not None else None
     spec = DeviceSpec(
         id=f"cuda:{index}",
         backend="cuda",
         index=index,
-        name=known.name if known is not None else unnamed("nvidia", card.device_id),
+        name=known.name,
         vendor="nvidia",
         pci=card.address,
-        architecture=architecture,
-        precisions=native_precisions(architecture),
+        architecture=known.architecture,
+        precisions=native_precisions(known.architecture),
     )
     if card.driver == "nvidia":
         return DetectedCard(spec, undriven=bound_but_missing)
@@ -256,11 +253,11 @@ def _without_nvml(machine: Machine, on_bus: Sequence[PciCard], why: str) -> list
     Windows' subsystem for Linux has /dev/dxg and no card on the bus; a container may have the driver's device
     files without its libraries.
     """
-    found: list[DetectedCard] = []
+    cards: list[DetectedCard] = []
     if any(machine.path(name).exists() for name in ("/dev/dxg", "/dev/nvidia0")):
         seen = torch_sees("cuda", machine)
-        found = [_seen(card, seen) for card in seen]
-    return found + _missing(on_bus, found, machine, why)
+        cards = [_seen(card, seen) for card in seen]
+    return cards + _missing(on_bus, cards, machine, why)
 
 
 def _seen(card: Seen, beside: Sequence[Seen]) -> DetectedCard:
@@ -269,8 +266,7 @@ def _seen(card: Seen, beside: Sequence[Seen]) -> DetectedCard:
         uuid = f"GPU-{uuid}"  # torch leaves it out
     mask, undriven = uuid, None
     if uuid is None:
-        addresses = [one.pci for one in beside]
-        along_bus = sorted(address for address in addresses if address is not None)
+        along_bus = sorted(other.pci for other in beside if other.pci is not None)
         if len(beside) == 1:
             mask = "0"
         elif card.pci is not None and len(set(along_bus)) == len(beside):
@@ -291,7 +287,7 @@ def _seen(card: Seen, beside: Sequence[Seen]) -> DetectedCard:
         pci=card.pci,
         architecture=card.architecture,
         unified_memory=card.integrated,
-        precisions=native_precisions(card.architecture) or card.precisions or None,
+        precisions=native_precisions(card.architecture),
         mask=mask,
     )
     return DetectedCard(spec, undriven=undriven)

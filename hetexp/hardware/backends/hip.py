@@ -16,9 +16,8 @@ from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.backends import amd_smi, hip_mask, kfd, sysfs
 from hetexp.hardware.backends.accelerator import CudaNamespaceBackend, bare_uuid, seen_uuid
-from hetexp.hardware.backends.pci_names import WORDS, chip, unnamed
+from hetexp.hardware.backends.pci_names import WORDS, Chip, chip
 from hetexp.hardware.base import CardLostError, Counter, Gauge
-from hetexp.hardware.detection.builds import TorchBuild
 from hetexp.hardware.detection.detected import DetectedCard, Process, Reading
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import PciCard, pci_cards
@@ -43,7 +42,7 @@ class HipBackend(CudaNamespaceBackend):
     """Drives one AMD card, the only one that its process sees; RCCL answers as `nccl`."""
 
     name: ClassVar[str] = "hip"
-    built_for: ClassVar[str] = "hip"
+    platform: ClassVar[str] = "ROCm"
     vendor: ClassVar[str] = "amd"
     wheel: ClassVar[str] = "rocm"
     native_collective: ClassVar[str | None] = "nccl"
@@ -58,29 +57,20 @@ class HipBackend(CudaNamespaceBackend):
         busy = kfd.computing(machine, [node.gpu_id for node in nodes.values()])
         with amd_smi.opened(machine) as reported:
             facts = [_Facts(a, by_address.get(a), nodes.get(a), reported.get(a)) for a in addresses]
-            return [_found(one, machine, busy) for one in facts]
+            return [_detected(card, machine, busy) for card in facts]
 
     @classmethod
-    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
+    def hide(cls, cards: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
         nodes = kfd.nodes(machine)
-        if not found or not nodes:  # ROCm sees no card whatever the variables say
-            return list(found), []
+        if not cards or not nodes:  # ROCm sees no card whatever the variables say
+            return list(cards), []
         nvidia_too = any(card.vendor == "nvidia" for card in pci_cards(machine))
         hidden, problems = hip_mask.hidden(nodes, machine.environ, nvidia_too)
-        return [replace(card, hidden_by=hidden.get(card.spec.pci or "")) for card in found], problems
-
-    @classmethod
-    def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
-        whose = build.python or "this interpreter"
-        if build.problem is not None:
-            return f"{whose} cannot drive it: {build.problem}"
-        if build.kind != "hip":
-            return f"torch {build.version} of {whose} is not built for ROCm"
-        return None
+        return [replace(card, hidden_by=hidden.get(card.spec.pci or "")) for card in cards], problems
 
     @classmethod
     def environment(cls, spec: DeviceSpec) -> dict[str, str]:
-        # One variable, the first that is applied: a second one would count what this one leaves.
+        # Only the variable that is applied first: a second variable would count the cards that it leaves.
         return {hip_mask.ROCR: spec.mask or spec.uuid or str(spec.index)}
 
     def torch_device(self) -> torch.device:
@@ -126,7 +116,7 @@ class HipBackend(CudaNamespaceBackend):
 
 @dataclass(frozen=True)
 class _Facts:
-    """One card as each of those who know it tells it."""
+    """One card as the kernel's lists and AMD SMI describe it."""
 
     address: str
     bus: PciCard | None
@@ -134,15 +124,13 @@ class _Facts:
     smi: amd_smi.Smi | None
 
     @property
-    def device_id(self) -> int | None:
-        return self.bus.device_id if self.bus is not None else self.node.device_id if self.node else None
+    def chip(self) -> Chip:
+        known = self.bus or self.node
+        return chip("amd", known.device_id if known is not None else None)
 
     @property
     def architecture(self) -> str | None:
-        if self.node is not None and self.node.architecture is not None:
-            return self.node.architecture
-        known = chip("amd", self.device_id) if self.device_id is not None else None
-        return known.architecture if known is not None else None
+        return (self.node.architecture if self.node is not None else None) or self.chip.architecture
 
 
 def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
@@ -157,7 +145,7 @@ def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
     return ("float64", "float32", *half)
 
 
-def _found(card: _Facts, machine: Machine, busy: dict[int, tuple[Process, ...]]) -> DetectedCard:
+def _detected(card: _Facts, machine: Machine, busy: dict[int, tuple[Process, ...]]) -> DetectedCard:
     integrated, unified = _part_of_processor(card, machine)
     total, free = _memory(card.address, unified, machine)
     node = card.node
@@ -189,16 +177,14 @@ def _name(card: _Facts, machine: Machine) -> str:
     """Return the card's name with its vendor: AMD SMI's, the board's own, that of its PCI id."""
     name = card.smi.name() if card.smi is not None else None
     name = name or machine.text(sysfs.device_folder(machine, card.address) / "product_name") or None
-    if name is not None:
-        return name if name.startswith(WORDS["amd"]) else f"{WORDS['amd']} {name}"
-    known = chip("amd", card.device_id) if card.device_id is not None else None
-    return known.name if known is not None else unnamed("amd", card.device_id)
+    if name is None:
+        return card.chip.name
+    return name if name.startswith(WORDS["amd"]) else f"{WORDS['amd']} {name}"
 
 
 def _part_of_processor(card: _Facts, machine: Machine) -> tuple[bool, bool]:
     """Return whether a card is part of a processor, and whether its memory is the host's."""
-    known = chip("amd", card.device_id) if card.device_id is not None else None
-    if known is not None and "MI300A" in known.name:  # what its machine was bought for
+    if "MI300A" in card.chip.name:  # what its machine was bought for
         return False, True
     if card.architecture is not None:
         integrated = card.architecture in IN_PROCESSORS
@@ -247,7 +233,7 @@ def _reading(
         average = sysfs.scaled(machine, sensors / "power1_average", 1e6)
         power = average if average is not None else sysfs.scaled(machine, sensors / "power1_input", 1e6)
         limit = sysfs.scaled(machine, sensors / "power1_cap", 1e6)
-    utilisation = busy / 100 if busy is not None and 0 <= busy <= 100 else None
+    utilisation = sysfs.percent(busy)
     if smi is not None:
         utilisation = smi.utilisation() if utilisation is None else utilisation
         heat = smi.temperature() if heat is None else heat

@@ -13,7 +13,6 @@ from hetexp.core.errors import SetupError
 from hetexp.hardware.backends.accelerator import AcceleratorBackend
 from hetexp.hardware.backends.sysfs import positive
 from hetexp.hardware.base import Gauge
-from hetexp.hardware.detection.builds import TorchBuild
 from hetexp.hardware.detection.detected import DetectedCard, Reading
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import PciCard
@@ -39,6 +38,7 @@ class MpsBackend(AcceleratorBackend):
     """Drives the GPU of a Mac; torch's module for it lacks much of what the others' have."""
 
     name: ClassVar[str] = "mps"
+    platform: ClassVar[str] = "Apple's GPUs"
     torch_type: ClassVar[str] = "mps"
     vendor: ClassVar[str] = "apple"
 
@@ -78,15 +78,6 @@ class MpsBackend(AcceleratorBackend):
     @contextmanager
     def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
         yield [partial(_gauged, card.spec, machine) for card in cards]
-
-    @classmethod
-    def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
-        whose = build.python or "this interpreter"
-        if build.problem is not None:
-            return f"{whose} cannot drive it: {build.problem}"
-        if build.kind != "mps":
-            return f"torch {build.version} of {whose} is not built for Apple's GPUs"
-        return None
 
     @classmethod
     def environment(cls, spec: DeviceSpec) -> dict[str, str]:

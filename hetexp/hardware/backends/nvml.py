@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetexp.hardware.backends.sysfs import host_memory
+from hetexp.hardware.backends.sysfs import host_memory, percent, positive
 from hetexp.hardware.detection.detected import Process, Reading
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import normalised
@@ -50,42 +50,18 @@ class NotAnsweringError(Exception):
     """NVML cannot be asked; the text says why, with the fix."""
 
 
-@dataclass
-class Handle:
-    """A card or an instance of one as NVML knows it, and what is wrong with it."""
-
-    library: Any
-    handle: Any
-    lost: str | None = None
-    """What the driver said when it could no longer reach the card; nothing more is asked then."""
-
-    def ask(self, *names: str, args: Sequence[Any] = ()) -> Any | None:
-        """Return the answer to the first of these queries that library and driver know, else `None`."""
-        for name in names:
-            if self.lost is not None or self.handle is None:
-                return None
-            try:
-                return getattr(self.library, name)(self.handle, *args)
-            except AttributeError:  # an older library
-                continue
-            except (
-                Exception
-            ) as error:  # any code of NVML, or what a library makes of an answer it does not know
-                if code_of(error) in (GPU_IS_LOST, RESET_REQUIRED) or "fallen off the bus" in str(error):
-                    self.lost = str(error)
-                if code_of(error) != FUNCTION_NOT_FOUND:
-                    return None
-        return None
-
-
 _COHERENT = ("GH200", "GB200", "GB300")
 """Chips that reach the host's memory by NVLink-C2C, whatever PCI Express link they have."""
 
 
 @dataclass
-class Card(Handle):
-    """What tells one card, or one instance of it, from the others."""
+class Card:
+    """One card, or one instance of a card, as NVML knows it."""
 
+    library: Any
+    handle: Any
+    lost: str | None = None
+    """What the driver said when it could no longer reach the card; nothing more is asked then."""
     index: int = 0
     """NVML's number of the card, along the PCI bus; of an instance: within its card."""
     name: str | None = None
@@ -106,6 +82,22 @@ class Card(Handle):
         """Whether the host's memory is its memory."""
         words = (self.name or "").replace("-", " ").split()
         return self.architecture in INTEGRATED or any(word in words for word in _INTEGRATED_NAMES)
+
+    def ask(self, *names: str, args: Sequence[Any] = ()) -> Any | None:
+        """Return the answer to the first of these queries that library and driver know, else `None`."""
+        for name in names:
+            if self.lost is not None or self.handle is None:
+                return None
+            try:
+                return getattr(self.library, name)(self.handle, *args)
+            except AttributeError:  # an older library
+                continue
+            except Exception as error:  # any code of NVML, or an answer that the library does not know
+                if code_of(error) in (GPU_IS_LOST, RESET_REQUIRED) or "fallen off the bus" in str(error):
+                    self.lost = str(error)
+                if code_of(error) != FUNCTION_NOT_FOUND:
+                    return None
+        return None
 
 
 @contextmanager
@@ -192,24 +184,24 @@ def _describe(card: Card) -> None:
 
 
 def _instances(parent: Card) -> list[Card]:
-    found: list[Card] = []
+    instances: list[Card] = []
     for place in range(parent.ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
         handle = parent.ask("nvmlDeviceGetMigDeviceHandleByIndex", args=(place,))
         if handle is None:  # a place that no instance is made on
             continue
-        one = Card(parent.library, handle, index=len(found), pci=parent.pci, parent=parent)
-        _describe(one)
-        one.architecture = one.architecture or parent.architecture
-        one.name = one.name or _instance_name(one, parent)
-        one.ids = one.ask("nvmlDeviceGetGpuInstanceId"), one.ask("nvmlDeviceGetComputeInstanceId")
-        found.append(one)
-    return found
+        part = Card(parent.library, handle, index=len(instances), pci=parent.pci, parent=parent)
+        _describe(part)
+        part.architecture = part.architecture or parent.architecture
+        part.name = part.name or _instance_name(part, parent)
+        part.ids = part.ask("nvmlDeviceGetGpuInstanceId"), part.ask("nvmlDeviceGetComputeInstanceId")
+        instances.append(part)
+    return instances
 
 
-def _instance_name(one: Card, parent: Card) -> str:
-    """Return `… MIG 1g.5gb`, as NVML itself writes it where it can."""
-    facts = one.ask("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes")
-    kind = str(one.index)
+def _instance_name(part: Card, parent: Card) -> str:
+    """Return `… MIG 1g.5gb`, as NVML itself writes it if it can."""
+    facts = part.ask("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes")
+    kind = str(part.index)
     if facts is not None:
         kind = f"{facts.gpuInstanceSliceCount}g.{math.ceil(facts.memorySizeMB / 1024)}gb"
     return f"{parent.name or 'NVIDIA GPU'} MIG {kind}"
@@ -224,7 +216,7 @@ def memory(card: Card, machine: Machine) -> tuple[int | None, int | None]:
         if total is not None:
             return total, free
     answer = card.ask("nvmlDeviceGetMemoryInfo")
-    total = _positive(getattr(answer, "total", None))
+    total = positive(getattr(answer, "total", None))
     # Beside a total a free of 0 is a full card; without one the driver has filled in nothing.
     return total, int(answer.free) if answer is not None and total is not None else None
 
@@ -243,7 +235,7 @@ def find(library: Any, uuid: str | None, pci: str | None) -> Card | None:
 
 def energy_joules(card: Card) -> float | None:
     """Return what a whole card has drawn since the driver was loaded; Volta and newer tell it."""
-    drawn = _positive(card.ask("nvmlDeviceGetTotalEnergyConsumption"))
+    drawn = positive(card.ask("nvmlDeviceGetTotalEnergyConsumption"))
     return drawn / 1000 if drawn is not None else None
 
 
@@ -255,8 +247,8 @@ def pcie_link(card: Card) -> tuple[int | None, int | None]:
     whole = card.parent or card
     if card.integrated or any(chip in (whole.name or "") for chip in _COHERENT):
         return None, None
-    generation = _positive(whole.ask("nvmlDeviceGetMaxPcieLinkGeneration"))
-    return generation, _positive(whole.ask("nvmlDeviceGetMaxPcieLinkWidth"))
+    generation = positive(whole.ask("nvmlDeviceGetMaxPcieLinkGeneration"))
+    return generation, positive(whole.ask("nvmlDeviceGetMaxPcieLinkWidth"))
 
 
 def reading(card: Card, memory_free_bytes: int | None, processes: bool = True) -> Reading:
@@ -271,20 +263,20 @@ def reading(card: Card, memory_free_bytes: int | None, processes: bool = True) -
     whole = card.parent or card
     busy = getattr(card.ask("nvmlDeviceGetUtilizationRates"), "gpu", None)
     heat = whole.ask("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", args=(0,))
-    power = _positive(card.ask("nvmlDeviceGetPowerUsage")) if card.parent is None else None
+    power = positive(card.ask("nvmlDeviceGetPowerUsage")) if card.parent is None else None
     fan = whole.ask("nvmlDeviceGetFanSpeed")
     limit = None
     if card.parent is None:
-        limit = _positive(card.ask("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementLimit"))
+        limit = positive(card.ask("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementLimit"))
     return Reading(
         memory_free_bytes=memory_free_bytes,
-        utilisation=busy / 100 if busy is not None and 0 <= busy <= 100 else None,
+        utilisation=percent(busy),
         temperature_celsius=float(heat) if heat is not None else None,
         power_watts=power / 1000 if power is not None else None,
         power_limit_watts=limit / 1000 if limit is not None else None,
-        clock_mhz=_positive(whole.ask("nvmlDeviceGetClockInfo", args=(_SM_CLOCK,))),
-        memory_clock_mhz=_positive(whole.ask("nvmlDeviceGetClockInfo", args=(_MEMORY_CLOCK,))),
-        fan=fan / 100 if fan is not None and 0 <= fan <= 100 else None,
+        clock_mhz=positive(whole.ask("nvmlDeviceGetClockInfo", args=(_SM_CLOCK,))),
+        memory_clock_mhz=positive(whole.ask("nvmlDeviceGetClockInfo", args=(_MEMORY_CLOCK,))),
+        fan=percent(fan),
         throttled=_throttled(whole),
         processes=_processes(card) if processes else None,
     )
@@ -309,18 +301,14 @@ def _processes(card: Card) -> tuple[Process, ...] | None:
         return None
     by_pid: dict[int, Process] = {}
     for kind, processes in kinds.items():  # one that draws and computes counts as one that computes
-        for one in processes or ():
-            by_pid[one.pid] = Process(one.pid, _known(one.usedGpuMemory), kind == "Compute")
+        for process in processes or ():
+            by_pid[process.pid] = Process(process.pid, _known(process.usedGpuMemory), kind == "Compute")
     return tuple(by_pid.values())
 
 
 def _known(size: int | None) -> int | None:
     """Return a size, `None` for what NVML writes where it does not know it: 2⁶⁴ − 1, or nothing."""
-    return None if size is None or size >= 2**64 - 1 else _positive(size)
-
-
-def _positive(value: int | None) -> int | None:
-    return int(value) if value is not None and value > 0 else None
+    return None if size is None or size >= 2**64 - 1 else positive(size)
 
 
 def _address(bus_id: str | bytes | None) -> str | None:

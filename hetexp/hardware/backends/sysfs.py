@@ -81,8 +81,13 @@ def energy_joules(machine: Machine, address: str) -> float | None:
 
 
 def positive(number: int | None) -> int | None:
-    """Return a size, `None` for 0, which is what a driver writes that does not know it."""
+    """Return a number, `None` for 0, which drivers write if they do not know it."""
     return number if number is not None and number > 0 else None
+
+
+def percent(number: float | None) -> float | None:
+    """Return a percentage as a fraction, `None` if it is none."""
+    return number / 100 if number is not None and 0 <= number <= 100 else None
 
 
 def host_memory(machine: Machine) -> tuple[int | None, int | None]:

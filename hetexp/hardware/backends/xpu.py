@@ -25,9 +25,8 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.backends import sysfs, sysman, xpu_mask
 from hetexp.hardware.backends.accelerator import AcceleratorBackend
-from hetexp.hardware.backends.pci_names import chip, unnamed
+from hetexp.hardware.backends.pci_names import Chip, chip
 from hetexp.hardware.base import CardLostError, Counter, Gauge
-from hetexp.hardware.detection.builds import TorchBuild
 from hetexp.hardware.detection.detected import DetectedCard, Process, Reading
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import PciCard
@@ -73,6 +72,7 @@ class XpuBackend(AcceleratorBackend):
     """Drives one Intel card, the only one that its process sees."""
 
     name: ClassVar[str] = "xpu"
+    platform: ClassVar[str] = "XPU"
     torch_type: ClassVar[str] = "xpu"
     vendor: ClassVar[str] = "intel"
     wheel: ClassVar[str] = "xpu"
@@ -87,30 +87,21 @@ class XpuBackend(AcceleratorBackend):
         held = sysfs.drm_processes(machine) if driven else None
         by_address = {card.address: card for card in on_bus}
         facts = [_Facts(a, by_address.get(a), known.get(a), machine) for a in sorted({*by_address, *known})]
-        found = [_found(one, held.get(one.address, ()) if held is not None else None) for one in facts]
-        return _with_masks(_with_memory(found, machine))
+        cards = [_detected(card, held.get(card.address, ()) if held is not None else None) for card in facts]
+        return _with_masks(_with_memory(cards, machine))
 
     @classmethod
-    def hide(cls, found: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
-        counted = [card.spec for card in found if card.undriven is None and card.lost is None]
+    def hide(cls, cards: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
+        counted = _counted(cards)
         if not counted:  # Level Zero sees no card whatever the variables say
-            return list(found), []
+            return list(cards), []
         tiles = {spec.id: _tiles(spec) for spec in counted}
         hidden, problems = xpu_mask.hidden(counted, machine.environ, tiles)
-        unclear = _unclear_count(found, machine)
+        unclear = _unclear_count(cards, machine)
         if unclear is not None:
             mask, problem = unclear
             hidden, problems = {spec.id: f"{mask}={machine.environ[mask]}" for spec in counted}, [problem]
-        return [replace(card, hidden_by=hidden.get(card.spec.id)) for card in found], problems
-
-    @classmethod
-    def build_problem(cls, spec: DeviceSpec, build: TorchBuild) -> str | None:
-        whose = build.python or "this interpreter"
-        if build.problem is not None:
-            return f"{whose} cannot drive it: {build.problem}"
-        if build.kind != "xpu":
-            return f"torch {build.version} of {whose} is not built for XPU"
-        return None
+        return [replace(card, hidden_by=hidden.get(card.spec.id)) for card in cards], problems
 
     @classmethod
     def environment(cls, spec: DeviceSpec) -> dict[str, str]:
@@ -125,9 +116,9 @@ class XpuBackend(AcceleratorBackend):
     def _check_card(self, module: Any) -> None:
         super()._check_card(module)
         seen = getattr(module.get_device_properties(0), "device_id", None)
-        known = chip("intel", seen) if isinstance(seen, int) else None
+        known = chip("intel", seen if isinstance(seen, int) else None)
         # A card whose id is known has its name from the same table.
-        if known is not None and self.spec.architecture is not None and known.name != self.spec.name:
+        if known.listed and self.spec.architecture is not None and known.name != self.spec.name:
             raise SetupError(
                 f"{self.spec} was chosen, but torch sees another card ({known.name}). Remove variables that "
                 f"a start-up file of the interpreter sets ({xpu_mask.MASK}, {xpu_mask.BUS_ORDER})."
@@ -216,7 +207,7 @@ def usable_extension() -> Any | None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """One card as each of those who know it tells it."""
+    """One card as the kernel and Sysman describe it."""
 
     address: str
     bus: PciCard | None
@@ -227,11 +218,14 @@ class _Facts:
     def folder(self) -> Path:
         return sysfs.device_folder(self.machine, self.address)
 
-    @cached_property
+    @property
+    def chip(self) -> Chip:
+        return chip("intel", self.bus.device_id if self.bus is not None else None)
+
+    @property
     def integrated(self) -> bool:
-        known = chip("intel", self.bus.device_id) if self.bus is not None else None
-        # Graphics in Intel's processors have sat here since there are any.
-        return known.integrated if known is not None else self.address == "0000:00:02.0"
+        # Graphics in Intel's processors have always had this address.
+        return self.chip.integrated if self.chip.listed else self.address == "0000:00:02.0"
 
     @cached_property
     def details(self) -> dict[str, Any]:
@@ -243,9 +237,8 @@ class _Facts:
         return {}
 
 
-def _found(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCard:
-    known = chip("intel", card.bus.device_id) if card.bus is not None else None
-    architecture = known.architecture if known is not None else None
+def _detected(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCard:
+    architecture = card.chip.architecture
     module = card.bus.driver if card.bus is not None else None
     lost = sysfs.off_the_bus(card.machine, card.address)
     undriven = _undriven(card, architecture)
@@ -273,15 +266,14 @@ def _found(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCard:
 
 def _name(card: _Facts, ask: bool) -> str:
     """Return the card's name with its vendor: that of its PCI id, which no version of a driver changes."""
-    known = chip("intel", card.bus.device_id) if card.bus is not None else None
-    if known is not None:
-        return known.name
+    if card.chip.listed:
+        return card.chip.name
     name = card.reported.name if card.reported is not None else None
     if name is None and ask:
         name = card.details.get("device_name")
     if isinstance(name, str) and name.strip():
         return plain_name(name)
-    return unnamed("intel", card.bus.device_id if card.bus is not None else None)
+    return card.chip.name
 
 
 def plain_name(name: str) -> str:
@@ -314,45 +306,49 @@ def _memory(card: _Facts, ask: bool) -> tuple[int | None, int | None]:
     return total, min(free, total) if free is not None and total is not None else None
 
 
-def _with_memory(found: list[DetectedCard], machine: Machine) -> list[DetectedCard]:
+def _counted(cards: Sequence[DetectedCard]) -> list[DeviceSpec]:
+    """Return the cards that Level Zero can open."""
+    return [card.spec for card in cards if card.undriven is None and card.lost is None]
+
+
+def _with_memory(cards: list[DetectedCard], machine: Machine) -> list[DetectedCard]:
     """Ask torch for the unknown memory of discrete cards, if its answer is clearly about them."""
-    open_cards = [c for c in found if c.spec.memory_bytes is None and c.undriven is None and c.lost is None]
-    if not open_cards:
-        return found
+    unknown = {spec.pci for spec in _counted(cards) if spec.memory_bytes is None}
+    if not unknown:
+        return cards
     seen = torch_sees("xpu", machine)
     result = []
-    for card in found:
-        sizes = {one.memory_bytes for one in seen if _same(one.name, card.spec.name)} - {None}
-        if card in open_cards and len(sizes) == 1:
+    for card in cards:
+        sizes = {device.memory_bytes for device in seen if _model(device.name) == _model(card.spec.name)}
+        sizes.discard(None)
+        if card.spec.pci in unknown and len(sizes) == 1:
             card = replace(card, spec=replace(card.spec, memory_bytes=sizes.pop()))
         result.append(card)
     return result
 
 
-def _same(one: str, other: str) -> bool:
-    """Return whether two names mean one model: torch and pci.ids differ in some words."""
-    words = [plain_name(name).removesuffix(" Graphics").casefold() for name in (one, other)]
-    return words[0] == words[1]
+def _model(name: str) -> str:
+    """Return a name without the words in which torch and pci.ids differ."""
+    return plain_name(name).removesuffix(" Graphics").casefold()
 
 
-def _with_masks(found: list[DetectedCard]) -> list[DetectedCard]:
+def _with_masks(cards: list[DetectedCard]) -> list[DetectedCard]:
     """Give each card its number among those that Level Zero can open, as `environment` has it count."""
-    counted = [card.spec for card in found if card.undriven is None and card.lost is None]
-    order = [spec.pci for spec in xpu_mask.in_level_zero_order(counted)]
+    order = [spec.pci for spec in xpu_mask.in_level_zero_order(_counted(cards))]
     return [
         replace(card, spec=replace(card.spec, mask=str(order.index(card.spec.pci))))
         if card.spec.pci in order
         else card
-        for card in found
+        for card in cards
     ]
 
 
-def _unclear_count(found: Sequence[DetectedCard], machine: Machine) -> tuple[str, str] | None:
-    """Return a mask whose numbers depend on the driver, and what to tell of it.
+def _unclear_count(cards: Sequence[DetectedCard], machine: Machine) -> tuple[str, str] | None:
+    """Return a mask whose numbers depend on the driver, and the problem with it.
 
     Along the bus, graphics before Xe in the processor come first, and only some versions count them.
     """
-    old = next((card.spec for card in found if card.spec.architecture in _TOO_OLD), None)
+    old = next((card.spec for card in cards if card.spec.architecture in _TOO_OLD), None)
     mask = next((v for v in (xpu_mask.MASK, xpu_mask.SELECTOR) if v in machine.environ), None)
     if old is None or mask is None or machine.environ.get(xpu_mask.BUS_ORDER) != "1":
         return None

@@ -51,9 +51,9 @@ class Seen:
     pci: str | None = None
     """Address as the kernel writes it."""
     architecture: str | None = None
-    precisions: tuple[str, ...] = ()
-    """What it computes in natively; emulated bf16 does not count."""
+    """`sm_86`; of NVIDIA's cards only."""
     integrated: bool = False
+    """Whether its memory is the host's; of NVIDIA's and AMD's cards only."""
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from hetexp.core.files import write_json
-from hetexp.hardware.backends.pci_names import chip
 from hetexp.hardware.base import VISIBILITY
 from hetexp.hardware.detection.builds import TorchBuild, home, known_builds
 from hetexp.hardware.detection.detected import Seen
@@ -44,25 +42,6 @@ _DRIVERS = (
 )
 _NODES = ("/dev/nvidia[0-9]*", "/dev/dri/renderD*", "/dev/kfd", "/dev/dxg")
 """What a container may have or lack, and a user may read or not."""
-_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
-"""AMD architectures whose matrix instructions take bf16 (https://llvm.org/docs/AMDGPUUsage.html#processors)."""
-_GRAPHICS_IP = {
-    (12, 55): "xe-hpg",
-    (12, 56): "xe-hpg",
-    (12, 57): "xe-hpg",
-    (12, 60): "xe-hpc",
-    (12, 61): "xe-hpc",
-    (12, 70): "xe-lpg",
-    (12, 71): "xe-lpg",
-    (12, 74): "xe-lpg+",
-    (20, 1): "xe2-hpg",
-    (20, 2): "xe2-hpg",
-    (20, 4): "xe2-lpg",
-    (30, 0): "xe3-lpg",
-    (30, 1): "xe3-lpg",
-}
-"""Version and release of Intel's graphics IP, as in SYCL's names of architectures (`intel_gpu_12_55_8`,
-https://github.com/intel/llvm, `sycl_ext_oneapi_device_architecture`)."""
 
 _SCRIPT = """
 import json, os, sys
@@ -92,13 +71,8 @@ else:
             problem = str(error).strip().partition(chr(10))[0]
 os.write(answer, json.dumps([devices, problem]).encode())
 """
-_PROPERTIES = (
-    "name,total_memory,uuid,major,minor,gcnArchName,is_integrated,pci_domain_id,pci_bus_id,pci_device_id,"
-    "architecture,device_id,is_integrated_gpu,has_fp16,has_fp64,has_bfloat16_conversions,"
-    "has_subgroup_matrix_multiply_accumulate"
-)
-"""Of `torch.cuda.get_device_properties` and `torch.xpu.get_device_properties`; builds differ in which of them
-there are."""
+_PROPERTIES = "name,total_memory,uuid,major,minor,is_integrated,pci_domain_id,pci_bus_id,pci_device_id"
+"""Of `torch.cuda.get_device_properties` and `torch.xpu.get_device_properties`; builds lack some of them."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +174,7 @@ def _remembered(build: TorchBuild, key: Sequence[Any]) -> _Answer | None:
         raw = json.loads(_path(build).read_text(encoding="utf-8"))
         if raw["key"] != [_python(build), build.version, *key]:
             return None
-        seen = tuple(Seen(**{**one, "precisions": tuple(one["precisions"])}) for one in raw["devices"])
-        answer = _Answer(seen, raw["problem"], float(raw["time"]))
+        answer = _Answer(tuple(Seen(**seen) for seen in raw["devices"]), raw["problem"], float(raw["time"]))
     except (OSError, ValueError, TypeError, KeyError):  # absent, or broken: then it is asked again
         return None
     age = time.time() - answer.time
@@ -322,68 +295,17 @@ def _claimed(build: TorchBuild, limit_seconds: float) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- what torch's properties mean
-
-
 def _seen(kind: str, index: int, facts: dict[str, Any]) -> Seen:
-    if kind == "mps":
-        return Seen(index, str(facts["name"]), integrated=True)
-    device_id = facts.get("device_id")
-    known = chip("intel", device_id) if kind == "xpu" and isinstance(device_id, int) else None
-    integrated = facts.get("is_integrated_gpu" if kind == "xpu" else "is_integrated")
-    if integrated is None and known is not None:
-        integrated = known.integrated
-    architecture = known.architecture if known is not None else _architecture(kind, facts)
+    architecture = f"sm_{facts['major']}{facts['minor']}" if kind == "cuda" else None
     return Seen(
         index=index,
         name=str(facts["name"]),
         memory_bytes=facts.get("total_memory"),
         uuid=facts.get("uuid"),
-        pci=_intel_pci(facts.get("uuid")) if kind == "xpu" else _pci(facts),
+        pci=_pci(facts),
         architecture=architecture,
-        precisions=_precisions(kind, facts, architecture),
-        integrated=bool(integrated),
+        integrated=bool(facts.get("is_integrated")),
     )
-
-
-def _architecture(kind: str, facts: dict[str, Any]) -> str | None:
-    if kind == "cuda":
-        return f"sm_{facts['major']}{facts['minor']}"
-    if kind == "hip":  # gfx90a:sramecc+:xnack-
-        return (facts.get("gcnArchName") or "").partition(":")[0] or None
-    number = facts.get("architecture")
-    if not isinstance(number, int):
-        return None
-    ip = number >> 8  # above 8 bits that SYCL keeps for itself: version, release and revision as in GMD_ID
-    return _GRAPHICS_IP.get((ip >> 22, ip >> 14 & 0xFF))
-
-
-def _precisions(kind: str, facts: dict[str, Any], architecture: str | None) -> tuple[str, ...]:
-    """Return what the device computes in natively, as the catalogue names it.
-
-    `torch.cuda.is_bf16_supported(including_emulation=False)` asks for the same compute capability, but of the
-    current device, and making each one current would create a context on it. It says yes to all AMD cards.
-    """
-    if kind == "cuda":
-        capability = (facts["major"], facts["minor"])
-        has = {
-            "float64": True,
-            "tf32": capability >= (8, 0),
-            "bfloat16": capability >= (8, 0),
-            "float16": capability >= (5, 3),
-        }
-    elif kind == "hip":
-        has = {"float64": True, "bfloat16": (architecture or "").startswith(_BFLOAT16), "float16": True}
-    else:
-        in_matrices = facts.get("has_subgroup_matrix_multiply_accumulate")
-        has = {
-            "float64": bool(facts.get("has_fp64")),
-            "bfloat16": bool(in_matrices or facts.get("has_bfloat16_conversions")),
-            "float16": bool(facts.get("has_fp16")),
-        }
-    has["float32"] = True
-    order = ("float64", "float32", "tf32", "bfloat16", "float16")
-    return tuple(name for name in order if has.get(name))
 
 
 def _pci(facts: dict[str, Any]) -> str | None:
@@ -391,18 +313,3 @@ def _pci(facts: dict[str, Any]) -> str | None:
     if bus is None or device is None:
         return None
     return f"{domain or 0:04x}:{bus:02x}:{device:02x}.0"
-
-
-def _intel_pci(uuid: str | None) -> str | None:
-    """Return the address that Intel's driver puts into a device's UUID.
-
-    Bytes 0–1 vendor, 2–3 device, 4–5 revision, 6–7 domain, 8 bus, 9 device, 10 function, little endian
-    (`DeviceUUID` in `shared/source/device/device.cpp` of github.com/intel/compute-runtime).
-    """
-    try:
-        raw = UUID(uuid or "").bytes
-    except ValueError:
-        return None
-    if int.from_bytes(raw[:2], "little") != 0x8086:
-        return None
-    return f"{int.from_bytes(raw[6:8], 'little'):04x}:{raw[8]:02x}:{raw[9]:02x}.{raw[10]:x}"

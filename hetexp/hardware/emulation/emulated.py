@@ -107,9 +107,10 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
 
         super().__init__(spec)
         self.card = card_of(spec)
-        self.times: CardTimes | None = None
+        self.times: list[CardTimes] = []
+        """Of each module that it paces."""
         self._planned: CardTimes | None = None
-        self._stage_times: list[CardTimes] = []
+        """Times of the first module as planner and policies see the card: without deviation."""
         self.pacer: Pacer | None = None
         self._allocator: ModelledAllocator | None = None
 
@@ -149,46 +150,46 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
         return self.spec.power_limit_watts * (self.pacer.modelled_seconds if self.pacer is not None else 0.0)
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
-        """Count the model's work on `inputs` and hook the passes; nothing is delayed until `start_pacing`."""
-        forward, backward, fractions = count_work(model, inputs)
-        weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        deviation = Deviation(self.deviation_seed, self.spec.index)
-        # Under autocast the weights stay in float32 and most of the work does not.
-        precision = self.precision or str(next(model.parameters()).dtype).removeprefix("torch.")
-        figures = (self.card, precision, forward, backward, UPDATE_PASSES * weights)
-        self.times = CardTimes(*figures, deviation)
-        self._planned = CardTimes(*figures)  # as planner and policies see the card
-        self.pacer = Pacer(model, self.times, fractions)
-        capacity = self.spec.memory_bytes
-        assert capacity is not None
-        self._allocator = ModelledAllocator(model, optimizer, capacity, str(self.spec))
+        """Count the model's work on `inputs` and hook its passes; delays begin with `start_pacing`."""
+        self._attach([StagePasses(model, inputs, 0, 0)], model, optimizer)
 
     def attach_stages(
         self, stages: Sequence[StagePasses], model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
+        self._attach(stages, model, optimizer, [stage.module for stage in stages])
+
+    def _attach(
+        self,
+        stages: Sequence[StagePasses],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        """Pace some modules, and limit the memory of the model that they are a part of."""
         weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         deviation = Deviation(self.deviation_seed, self.spec.index)
-        assert self.precision is not None
+        # Under autocast the weights stay in float32 and most of the work does not.
+        precision = self.precision or str(next(model.parameters()).dtype).removeprefix("torch.")
         for stage in stages:
             forward, backward, fractions = count_work(stage.module, stage.inputs)
-            figures = (self.card, self.precision, forward, backward, UPDATE_PASSES * weights)
+            figures = (self.card, precision, forward, backward, UPDATE_PASSES * weights)
             times = CardTimes(*figures, deviation, stage.takes_bytes, stage.gives_bytes)
-            self._stage_times.append(times)
+            self.times.append(times)
+            self._planned = self._planned or CardTimes(*figures)
             if self.pacer is None:
                 self.pacer = Pacer(stage.module, times, fractions)
             else:
                 self.pacer.follow(stage.module, times, fractions)
         assert self.spec.memory_bytes is not None
-        modules = [stage.module for stage in stages]
-        self._allocator = ModelledAllocator(model, optimizer, self.spec.memory_bytes, str(self.spec), modules)
+        name = str(self.spec)
+        self._allocator = ModelledAllocator(model, optimizer, self.spec.memory_bytes, name, modules)
 
     def begin_step(self, step: int) -> None:
         if self.pacer is not None:
             self.pacer.end_update()
         super().begin_step(step)
-        for times in (self.times, *self._stage_times):
-            if times is not None:
-                times.slower = self.slower
+        for times in self.times:
+            times.slower = self.slower
 
     def begin_update(self) -> None:
         if self.pacer is not None:

@@ -22,14 +22,13 @@ from hetexp.hardware.catalogue import (
     Card,
     card,
     card_of,
-    catalogue,
-    links,
     load_catalogue,
     named,
+    shipped,
 )
 
 ROOT = Path(__file__).parents[3]
-CARDS = catalogue()
+CARDS = shipped().cards
 NAMES = sorted(CARDS)
 ASKED_FOR = {
     "nvidia": "rtx_3090 rtx_4090 rtx_2080_ti rtx_3080 rtx_5090 a100 v100 t4 l4 h100 h200 rtx_a6000",
@@ -108,7 +107,7 @@ def test_every_card_is_complete(name: str) -> None:
     assert set(known.tflops) <= set(PRECISIONS)
     assert 0 < known.efficiency <= 1
     assert 0 < known.overhead_seconds < 1
-    assert known.host_link == links()[known.link]
+    assert known.host_link == shipped().links[known.link]
     assert known.unified_memory == (known.vendor in ("apple", "cpu"))
     assert (known.power_limit_watts is None) == (known.vendor == "apple")
     assert known.match is not None
@@ -195,7 +194,7 @@ def test_an_unknown_card_is_refused_with_the_known_names(wrong: str) -> None:
 
 
 def test_link_seconds_by_hand() -> None:
-    link = links()["pcie4x16"]
+    link = shipped().links["pcie4x16"]
     assert link.seconds(0) == link.latency_seconds
     megabytes_64 = 64 * 1024**2
     expected = 1e-5 + megabytes_64 / (31.508e9 * 0.8)
@@ -207,17 +206,19 @@ def test_link_seconds_by_hand() -> None:
     [("pcie3x16", 8, 16), ("pcie4x8", 16, 8), ("pcie4x16", 16, 16), ("pcie5x16", 32, 16)],
 )
 def test_pcie_rates_follow_from_the_specification(name: str, gigatransfers: float, lanes: int) -> None:
-    assert links()[name].gb_per_second == pytest.approx(gigatransfers * lanes * 128 / 130 / 8, rel=1e-4)
+    assert shipped().links[name].gb_per_second == pytest.approx(
+        gigatransfers * lanes * 128 / 130 / 8, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("gigabits", [1, 10, 25, 100])
 def test_ethernet_rates(gigabits: int) -> None:
-    assert links()[f"ethernet_{gigabits}g"].gb_per_second == gigabits / 8
+    assert shipped().links[f"ethernet_{gigabits}g"].gb_per_second == gigabits / 8
 
 
-@pytest.mark.parametrize("name", sorted(links()))
+@pytest.mark.parametrize("name", sorted(shipped().links))
 def test_every_link_is_complete(name: str) -> None:
-    link = links()[name]
+    link = shipped().links[name]
     assert 0 < link.efficiency <= 1
     assert 0 < link.latency_seconds < 1e-3
     assert len(link.source.split()) >= 4
@@ -294,10 +295,10 @@ def test_a_card_of_ones_own(tmp_path: Path) -> None:
     assert set(known.cards) == {*NAMES, "rtx_3060"}
     mine = known.card("rtx_3060")
     assert mine.compute_seconds(12.74e12, "float32") == pytest.approx(OVERHEAD_SECONDS + 1 / EFFICIENCY)
-    assert mine.host_link == links()["pcie4x16"]
+    assert mine.host_link == shipped().links["pcie4x16"]
     assert mine.source("memory_gib") == "NVIDIA product page, GeForce RTX 3060"
     assert mine.source("tflops.float16") == path  # whoever states a figure is its source
-    assert "rtx_3060" not in catalogue()
+    assert "rtx_3060" not in shipped().cards
 
 
 def test_the_path_is_relative_to_the_working_directory(
@@ -326,7 +327,7 @@ def test_a_link_of_ones_own(tmp_path: Path) -> None:
     content = {"links": {"riser": riser}, "cards": {"rtx_3090": {"link": "riser"}}}
     known = load_catalogue(written(tmp_path, content))
     assert known.card("rtx_3090").host_link.gb_per_second == 0.985
-    assert known.card("rtx_4090").host_link == links()["pcie4x16"]
+    assert known.card("rtx_4090").host_link == shipped().links["pcie4x16"]
 
 
 def test_a_changed_shipped_link_reaches_the_cards_on_it(tmp_path: Path) -> None:

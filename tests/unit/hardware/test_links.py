@@ -11,7 +11,7 @@ from hetexp.comm.compression import compressor_of
 from hetexp.core.cost.step import Channel, Wire
 from hetexp.core.device import DeviceSpec
 from hetexp.hardware.backends.cpu import CpuBackend
-from hetexp.hardware.catalogue import card, links
+from hetexp.hardware.catalogue import card, shipped
 from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.hardware.links import (
     HOST_EXCHANGE,
@@ -35,11 +35,11 @@ REAL = DeviceSpec("cuda:0", "cuda", 0, "NVIDIA GeForce RTX 4090", "nvidia", 24 *
 
 
 def test_a_link_carries_what_it_reaches_of_its_rate() -> None:
-    found = channel(links()["ethernet_10g"])
+    found = channel(shipped().links["ethernet_10g"])
     assert found.latency_seconds == 5e-5
     assert found.bytes_per_second == pytest.approx(1.25e9 * 0.9)
     assert found.seconds(1.125e9) == pytest.approx(1.0 + 5e-5)
-    assert channel(links()["pcie4x16"]) == PCIE4_X16
+    assert channel(shipped().links["pcie4x16"]) == PCIE4_X16
 
 
 def test_one_vendor_exchanges_over_its_own_links() -> None:
@@ -111,7 +111,7 @@ def test_a_real_device_beside_an_emulated_one(real: DeviceSpec) -> None:
 @pytest.mark.parametrize("cards", [("rtx_3090", "rtx_3090"), ("rtx_3090", "arc_a770")])
 def test_two_hosts_add_the_network(cards: tuple[str, str], name: str, rate: float) -> None:
     here, there = emulated(*cards)
-    network = links()[name].model_dump()
+    network = shipped().links[name].model_dump()
     near = build_links([here, there], network)
     assert len(near.exchange) == 1
     far = build_links([here, replace(there, host="b")], network)
@@ -126,13 +126,13 @@ def test_hosts_of_several_meet_by_one_rank_each() -> None:
     """Three and two cards: memory on each host, then a ring of two over gloo and the network."""
     devices = emulated("rtx_3090", "arc_a770", "rtx_3090", "rtx_3090", "arc_a770")
     hosts = [replace(device, host=host) for device, host in zip(devices, "aaabb", strict=True)]
-    network = links()["ethernet_10g"].model_dump()
+    network = shipped().links["ethernet_10g"].model_dump()
     built = build_links(hosts, network)
     memory = 1e-4 + (3 * 3 - 2) / 4 * 1e9 / SHARED_EXCHANGE.bytes_per_second
     ring = 2e-4 + 1e9 / 1.7e9 + 1e-4 + 1e9 / (1.25e9 * 0.9)
     assert built.exchange_seconds(1e9) == pytest.approx(memory + ring)
     flat = build_links(hosts, network, shared_memory=False)
-    assert flat.exchange == (HOST_EXCHANGE, channel(links()["ethernet_10g"]))
+    assert flat.exchange == (HOST_EXCHANGE, channel(shipped().links["ethernet_10g"]))
     assert flat.exchange_seconds(1e9) == pytest.approx(8 * 1.5e-4 + 1.6 * (1e9 / 1.7e9 + 1e9 / 1.125e9))
 
 

@@ -241,9 +241,7 @@ MACHINES = {
     ),
     "WSL without NVML": Recorded(
         cards=[],
-        more={
-            "seen": [Seen(0, "NVIDIA GeForce RTX 3090", 24 * GIB, RTX_3090.uuid, None, "sm_86", ("float32",))]
-        },
+        more={"seen": [Seen(0, "NVIDIA GeForce RTX 3090", 24 * GIB, RTX_3090.uuid, None, "sm_86")]},
         builds=[CUDA],
         listed=[("cuda:0", "RTX 3090", "available")],
         chosen=["cuda:0"],

@@ -10,7 +10,7 @@ import pytest
 
 from hetexp.hardware.backends import pci_names
 from hetexp.hardware.backends.hip import IN_PROCESSORS, native_precisions
-from hetexp.hardware.backends.pci_names import card_name, chip, unnamed
+from hetexp.hardware.backends.pci_names import Chip, chip
 from hetexp.hardware.backends.xpu import _PRECISIONS, _TOO_OLD
 
 TABLE = Path(pci_names.__file__).with_name("pci_names.txt")
@@ -33,18 +33,18 @@ ROW = re.compile(r"  \S.*\S: [0-9a-f]{4}( [0-9a-f]{4})*")
     ],
 )
 def test_common_cards_have_names(vendor: str, device_id: int, name: str) -> None:
-    assert card_name(vendor, device_id) == name
+    assert chip(vendor, device_id).name == name
+    assert chip(vendor, device_id).listed
 
 
 def test_an_id_means_a_card_of_its_vendor_only() -> None:
     assert chip("intel", 0x1902) != chip("amd", 0x1902)
-    assert card_name("intel", 0x744C) is None
+    assert not chip("intel", 0x744C).listed
 
 
 def test_a_card_that_the_table_has_not_is_told_by_its_id() -> None:
-    assert card_name("amd", 0x0001) is None
-    assert unnamed("amd", 0x744C) == "AMD GPU 0x744c"
-    assert unnamed("intel", None) == "Intel GPU"
+    assert chip("amd", 0x0001) == Chip("AMD GPU 0x0001")
+    assert chip("intel", None) == Chip("Intel GPU")
 
 
 def test_every_line_of_the_table_is_read() -> None:
@@ -60,7 +60,7 @@ def test_every_line_of_the_table_is_read() -> None:
         assert ROW.fullmatch(line), f"line {number}"
         ids.update((vendor, one) for one in line.rpartition(": ")[2].split())
     assert [one for one, count in ids.items() if count > 1] == []
-    assert all(chip(vendor, int(number, 16)) is not None for vendor, number in ids)
+    assert all(chip(vendor, int(number, 16)).listed for vendor, number in ids)
 
 
 def test_what_is_known_of_architectures_covers_the_table() -> None:
