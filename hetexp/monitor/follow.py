@@ -120,5 +120,5 @@ def _start(plan: Plan, config: MonitorConfig) -> subprocess.Popen[bytes] | None:
 def _import_paths() -> list[str]:
     """Return where the process imports from: hetexp itself where it is not installed, what the person set."""
     root = Path(hetexp.__file__).resolve().parent.parent
-    own = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
-    return [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
+    package = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
+    return [*package, *filter(None, [os.environ.get("PYTHONPATH")])]

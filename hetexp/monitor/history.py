@@ -63,7 +63,7 @@ def read_history(
     stretch = max(1, math.ceil((until - since) * 1000 / max(1, min(max_points, MOST_POINTS))))
     # Stretches begin at multiples of their length: the same ones for whoever asks a moment later.
     begin = cast(device_metrics.c.time_ms, BigInteger) // stretch * stretch
-    own = (
+    means = (
         select(device_metrics.c.device_id, begin.label("begin"), *_means())
         .where(
             device_metrics.c.device_id.in_([number for number, *_ in chosen]),
@@ -73,9 +73,9 @@ def read_history(
         .group_by(device_metrics.c.device_id, "begin")
     )
     if view == "per_gpu":
-        rows = connection.execute(own.order_by(device_metrics.c.device_id, "begin")).all()
+        rows = connection.execute(means.order_by(device_metrics.c.device_id, "begin")).all()
         return _per_device(rows, chosen)
-    return [_series(None, None, connection.execute(_together(own)).all())]
+    return [_series(None, None, connection.execute(_together(means)).all())]
 
 
 def _chosen(connection: Connection, keys: Sequence[str] | None, together: bool) -> list[tuple[int, str, str]]:
@@ -97,9 +97,9 @@ def _means() -> list[ColumnElement[Any]]:
     ]
 
 
-def _together(own: Select[Any]) -> Select[Any]:
+def _together(means: Select[Any]) -> Select[Any]:
     """Return the query that puts the devices' means together."""
-    part = own.subquery()
+    part = means.subquery()
     columns = part.c
     known_total = case((columns.memory_used_bytes.is_not(None), columns.memory_total_bytes))
     combined = {
@@ -119,10 +119,10 @@ def _together(own: Select[Any]) -> Select[Any]:
 
 
 def _per_device(rows: Sequence[Any], chosen: Sequence[tuple[int, str, str]]) -> list[Series]:
-    own: dict[int, list[Any]] = {}
+    by_device: dict[int, list[Any]] = {}
     for row in rows:
-        own.setdefault(row[0], []).append(row)
-    return [_series(key, device, own[number]) for number, key, device in chosen if number in own]
+        by_device.setdefault(row[0], []).append(row)
+    return [_series(key, device, by_device[number]) for number, key, device in chosen if number in by_device]
 
 
 def _series(key: str | None, device: str | None, rows: Sequence[Any]) -> Series:

@@ -28,18 +28,18 @@ def roll_up(connection: Connection, retention: RetentionConfig, host: str, now: 
     Returns:
         How many rows went.
     """
-    own = select(devices.c.id).where(devices.c.host == host)
+    local = select(devices.c.id).where(devices.c.host == host)
     steps = (
         (RAW, TEN_SECONDS, 10_000, now - retention.raw_hours * HOUR),
         (TEN_SECONDS, MINUTE, 60_000, now - retention.ten_seconds_days * DAY),
     )
     gone = 0
     for level, into, length_ms, before in steps:
-        gone += _average(connection, own, level, into, length_ms, round(before * 1000))
+        gone += _average(connection, local, level, into, length_ms, round(before * 1000))
     oldest = round((now - retention.minutes_days * DAY) * 1000)
     table = device_metrics.c
     old = delete(device_metrics).where(
-        table.level == MINUTE, table.time_ms < oldest, table.device_id.in_(own)
+        table.level == MINUTE, table.time_ms < oldest, table.device_id.in_(local)
     )
     gone += connection.execute(old).rowcount
     without = ~exists().where(table.device_id == devices.c.id)
@@ -48,13 +48,15 @@ def roll_up(connection: Connection, retention: RetentionConfig, host: str, now: 
     return gone
 
 
-def _average(connection: Connection, own: Any, level: int, into: int, length_ms: int, before_ms: int) -> int:
+def _average(
+    connection: Connection, local: Any, level: int, into: int, length_ms: int, before_ms: int
+) -> int:
     """Replace whole stretches of one level that ended before a moment by their means."""
     table = device_metrics.c
     end = before_ms // length_ms * length_ms
     due = (
         select(device_metrics)
-        .where(table.level == level, table.time_ms < end, table.device_id.in_(own))
+        .where(table.level == level, table.time_ms < end, table.device_id.in_(local))
         .order_by(table.time_ms)
         .limit(_AT_ONCE)
     )
@@ -68,7 +70,7 @@ def _average(connection: Connection, own: Any, level: int, into: int, length_ms:
     for row in rows:
         begin = row["time_ms"] // length_ms * length_ms
         stretches.setdefault((row["device_id"], begin), []).append(row)
-    gone = delete(device_metrics).where(table.level == level, table.time_ms < end, table.device_id.in_(own))
+    gone = delete(device_metrics).where(table.level == level, table.time_ms < end, table.device_id.in_(local))
     connection.execute(gone)
     means = [_mean(number, begin, into, parts) for (number, begin), parts in stretches.items()]
     # A mean that is there already is of more samples than those that came late.
@@ -88,7 +90,7 @@ def _mean(number: int, begin: int, level: int, rows: Sequence[Any]) -> dict[str,
         "state": state,
         "reason": next((row["reason"] for row in reversed(rows) if row["state"] == state), None),
         **{name: _mean_of(name, [row[name] for row in rows if row[name] is not None]) for name in VALUES},
-        "throttled": list(dict.fromkeys(why for one in throttled for why in one)) if throttled else None,
+        "throttled": list(dict.fromkeys(why for row in throttled for why in row)) if throttled else None,
         "users": [dict(pairs) for pairs in dict.fromkeys(tuple(sorted(user.items())) for user in users)],
     }
 

@@ -76,13 +76,13 @@ class RunWatch:
 
     def modelled(self, spec: DeviceSpec) -> Modelled:
         """Return what an emulated device does, as the run's last line tells."""
-        own = {name: self.line.get(f"device/{spec.id}/{name}") for name in _OWN}
-        gib, speed = own["peak_memory_gib"], own["samples_per_second"]
+        values = {name: self.line.get(f"device/{spec.id}/{name}") for name in _OWN}
+        gib, speed = values["peak_memory_gib"], values["samples_per_second"]
         memory = round(gib * GIB) if gib is not None else None
         if self.plan is None or self._silent() or len(self.plan.replica_batch_sizes) > 1:
             return Modelled(None, memory)
         # Each stage of a pipeline computes all samples; elsewhere a device has a share of them.
-        share = 1.0 if self.plan.stages else own["share"]
+        share = 1.0 if self.plan.stages else values["share"]
         if share == 0:
             return Modelled(0.0, memory)
         total = self.line.get("samples_per_second")

@@ -1,21 +1,21 @@
-"""What is known of a device at one moment. What is not known is null, never 0."""
+"""Samples: the state of a device at one moment. An unknown value is null, never 0."""
 
 from __future__ import annotations
 
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from hetexp.core.device import DeviceSpec
-from hetexp.hardware.detection.detected import Reading
+from hetexp.hardware.detection.detected import Reading, Sensors
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device that is sampled."""
+    """A device that is sampled."""
 
     key: str
-    """The same for one device for ever, and no other's on any machine."""
+    """Identity of the device: it never changes, and no other device of any machine has it."""
     host: str
     device: str
     """`cuda:0`, as plans and `hetexp gpus` call it; the processor is `cpu`."""
@@ -38,12 +38,12 @@ class Device:
         """Return a device of this machine.
 
         Args:
-            run_id: of the run whose device it is, where it is emulated: another's has the same name.
+            run_id: the run of an emulated device, as emulated devices of several runs share their names.
         """
         host = host_name()
-        own = spec.uuid or spec.pci or spec.id
+        identity = spec.uuid or spec.pci or spec.id
         return cls(
-            key="/".join([host, *([run_id] if run_id is not None else []), own]),
+            key="/".join(part for part in (host, run_id, identity) if part is not None),
             host=host,
             device=spec.id,
             number=spec.number,
@@ -70,54 +70,30 @@ class User:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One device at one moment; `None` if a value is not known."""
+class Sample(Sensors):
+    """One device at one moment; a modelled device is busy while it computes."""
 
     device: Device
     state: str = "ok"
     """`ok`; `lost`: its driver cannot reach it any more; `unusable`: no program can use it."""
     reason: str | None = None
     """Why it is not `ok`."""
-    utilisation: float | None = None
-    """Fraction of the last moments in which it was busy, 0 to 1; modelled, in which it computed."""
     memory_used_bytes: int | None = None
-    """What is not free; of an emulated device the most that its rank needed so far."""
+    """Memory that is not free; of an emulated device the most that its rank needed so far."""
     memory_total_bytes: int | None = None
-    temperature_celsius: float | None = None
-    power_watts: float | None = None
-    power_limit_watts: float | None = None
-    clock_mhz: float | None = None
-    memory_clock_mhz: float | None = None
-    fan: float | None = None
-    """Fraction of its highest speed."""
-    fan_rpm: float | None = None
-    throttled: tuple[str, ...] | None = None
-    """Why its clocks are held back; empty where they are not."""
     users: tuple[User, ...] = ()
 
 
 def of_reading(device: Device, reading: Reading, total: int | None, users: tuple[User, ...]) -> Sample:
-    """Return the sample of a card from what its driver says.
+    """Return the sample of a card from its driver's reading.
 
     Args:
         total: bytes of its memory.
     """
     free = reading.memory_free_bytes
-    return Sample(
-        device,
-        utilisation=reading.utilisation,
-        memory_used_bytes=max(0, total - free) if total is not None and free is not None else None,
-        memory_total_bytes=total,
-        temperature_celsius=reading.temperature_celsius,
-        power_watts=reading.power_watts,
-        power_limit_watts=reading.power_limit_watts,
-        clock_mhz=reading.clock_mhz,
-        memory_clock_mhz=reading.memory_clock_mhz,
-        fan=reading.fan,
-        fan_rpm=reading.fan_rpm,
-        throttled=reading.throttled,
-        users=users,
-    )
+    used = max(0, total - free) if total is not None and free is not None else None
+    sensors = {field.name: getattr(reading, field.name) for field in fields(Sensors)}
+    return Sample(device, memory_used_bytes=used, memory_total_bytes=total, users=users, **sensors)
 
 
 def as_dict(sample: Sample) -> dict[str, Any]:

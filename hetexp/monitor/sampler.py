@@ -84,7 +84,7 @@ class Sampler:
             return
         self._listed_at = self._clock()
         cards = [self._as_known(card) for card in detect(self._machine, builds=[]).cards]
-        known = {one.spec.id: (one.spec.uuid, one.spec.pci, one.lost) for one in self._cards}
+        known = {old.spec.id: (old.spec.uuid, old.spec.pci, old.lost) for old in self._cards}
         if (
             self._cards
             and not lost
@@ -98,7 +98,7 @@ class Sampler:
 
     def _as_known(self, card: DetectedCard) -> DetectedCard:
         """Return a lost card, whose driver tells next to nothing, with the facts that it had."""
-        before = [one.spec for one in self._cards if one.spec.pci == card.spec.pci]
+        before = [old.spec for old in self._cards if old.spec.pci == card.spec.pci]
         if card.lost is None or card.spec.uuid is not None or card.spec.pci is None or len(before) != 1:
             return card
         return replace(card, spec=before[0])
@@ -113,7 +113,8 @@ class Sampler:
 
     def _card(self, reader: _Reader, runs: Sequence[RunWatch], patience: float) -> Sample:
         spec = reader.card.spec
-        users = tuple(User(run.name, rank) for run in runs for mine, rank in run.devices if _same(mine, spec))
+        ranks = [(run, device, rank) for run in runs for device, rank in run.devices]
+        users = tuple(User(run.name, rank) for run, device, rank in ranks if _same(device, spec))
         reading = reader.answer(patience)
         if reader.lost is not None:
             return Sample(
@@ -191,13 +192,13 @@ class _Reader:
             self._answered.set()
 
 
-def _same(one: DeviceSpec, other: DeviceSpec) -> bool:
+def _same(planned: DeviceSpec, card: DeviceSpec) -> bool:
     """Return whether a plan's device is a card of this machine."""
-    if one.backend != other.backend:
+    if planned.backend != card.backend:
         return False
-    if one.uuid is not None or other.uuid is not None:
-        return one.uuid == other.uuid
-    return (one.pci or one.id) == (other.pci or other.id)
+    if planned.uuid is not None or card.uuid is not None:
+        return planned.uuid == card.uuid
+    return (planned.pci or planned.id) == (card.pci or card.id)
 
 
 def _modelled(run: RunWatch, spec: DeviceSpec, rank: int) -> Sample:

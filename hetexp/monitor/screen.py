@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,10 +28,9 @@ STATE_STYLES = {
     "failed": "bold red",
     "stopped": "magenta",
 }
-KEYS = {
-    "aggregated": "a each device",
-    "per_gpu": "a all together",
-}
+KEYS = {"aggregated": "a each device", "per_gpu": "a all together"}
+COMMON_WORDS = re.compile(r"NVIDIA |AMD |Intel |Intel\(R\) |GeForce | Graphics| Processor| \(emulated\)")
+"""Words that all of a vendor's names have."""
 
 
 @dataclass
@@ -128,13 +128,13 @@ def _foot(shown: Shown, width: int) -> Text:
 
 
 def _stoppable(shown: Shown) -> bool:
-    return any(one["state"] in ("pending", "running") for one in shown.trainings)
+    return any(row["state"] in ("pending", "running") for row in shown.trainings)
 
 
 def _together(shown: Shown, width: int) -> list[Text]:
     """Return a few lines about all devices; the processor counts where there is no other."""
-    cards = [one for one in shown.devices if one["backend"] != "cpu"] or shown.devices
-    ok = [one for one in cards if one["state"] == "ok"]
+    cards = [row for row in shown.devices if row["backend"] != "cpu"] or shown.devices
+    ok = [row for row in cards if row["state"] == "ok"]
     series = shown.history.get(None)
     values = series.values if series is not None else {}
     bar = 20
@@ -144,75 +144,45 @@ def _together(shown: Shown, width: int) -> list[Text]:
     used, total = _sum(ok, "memory_used_bytes"), _sum(ok, "memory_total_bytes", beside="memory_used_bytes")
     watts, limit = _sum(ok, "power_watts"), _sum(ok, "power_limit_watts", beside="power_watts")
     heat = max(
-        (one["temperature_celsius"] for one in ok if one["temperature_celsius"] is not None), default=None
+        (row["temperature_celsius"] for row in ok if row["temperature_celsius"] is not None), default=None
     )
-    rows = [
-        ("utilisation", use, _number(use, ".0%"), sparkline(values.get("utilisation", ()), spark, 1.0)),
-        (
-            "memory",
-            _ratio(used, total),
-            _pair(used, total, GIB, "GiB"),
-            _spark(values, "memory_used_bytes", spark, total),
-        ),
-        (
-            "power",
-            _ratio(watts, limit),
-            _pair(watts, limit, 1, "W"),
-            _spark(values, "power_watts", spark, limit),
-        ),
-        (
-            "hottest",
-            _ratio(heat, 100.0),
-            _number(heat, ".0f", " °C"),
-            _spark(values, "temperature_celsius", spark, 100.0),
-        ),
+    rows: list[tuple[str, str, float | None, str, float | None]] = [
+        ("utilisation", "utilisation", use, _number(use, ".0%"), 1.0),
+        ("memory", "memory_used_bytes", _ratio(used, total), _pair(used, total, GIB, "GiB"), total),
+        ("power", "power_watts", _ratio(watts, limit), _pair(watts, limit, 1, "W"), limit),
     ]
+    if heat is not None:
+        rows.append(("hottest", "temperature_celsius", heat / 100, _number(heat, ".0f", " °C"), 100.0))
     lines = [_count(cards)]
-    for name, fraction, reading, history in rows:
-        if name == "hottest" and heat is None:
-            continue
-        line = Text(f" {name:<12}") + meter(fraction, bar, _fill(name, fraction)) + Text(f"  {reading:<19}  ")
-        lines.append(line + history)
+    for label, name, fraction, reading, most in rows:
+        line = (
+            Text(f" {label:<12}") + meter(fraction, bar, _fill(label, fraction)) + Text(f"  {reading:<19}  ")
+        )
+        lines.append(line + sparkline(values.get(name, ()), spark, most))
     return lines + _troubles(cards, width)
 
 
 def _troubles(cards: Sequence[dict[str, Any]], width: int) -> list[Text]:
     """Say what is wrong with cards, and why clocks are held back; a few lines at most."""
     troubles = [
-        Text(f" {one['device']} is {one['state']}: {one['reason']}"[:width], style="bold red")
-        for one in cards
-        if one["state"] != "ok"
+        Text(f" {row['device']} is {row['state']}: {row['reason']}"[:width], style="bold red")
+        for row in cards
+        if row["state"] != "ok"
     ]
     troubles += [
-        Text(f" {one['device']} holds its clocks back: {', '.join(one['throttled'])}"[:width], style="yellow")
-        for one in cards
-        if one["throttled"]
+        Text(f" {row['device']} holds its clocks back: {', '.join(row['throttled'])}"[:width], style="yellow")
+        for row in cards
+        if row["throttled"]
     ]
     return troubles[:TROUBLES]
 
 
-def _short(name: str) -> str:
-    """Return a name without what all of a vendor's have."""
-    for word in (
-        "NVIDIA ",
-        "AMD ",
-        "Intel ",
-        "Intel(R) ",
-        "GeForce ",
-        " Graphics",
-        " Processor",
-        " (emulated)",
-    ):
-        name = name.replace(word, "")
-    return name
-
-
 def _count(cards: Sequence[dict[str, Any]]) -> Text:
-    emulated = sum(one["emulated"] for one in cards)
+    emulated = sum(row["emulated"] for row in cards)
     text = f" {len(cards)} device{'s' if len(cards) != 1 else ''}"
     text += f", {emulated} of them emulated" if 0 < emulated < len(cards) else ""
     text += ", emulated" if emulated == len(cards) else ""
-    states = {state: sum(one["state"] == state for one in cards) for state in ("lost", "unusable")}
+    states = {state: sum(row["state"] == state for row in cards) for state in ("lost", "unusable")}
     line = Text(text, style="bold")
     for state, number in states.items():
         if number:
@@ -223,7 +193,7 @@ def _count(cards: Sequence[dict[str, Any]]) -> Text:
 def _each(shown: Shown, width: int, room: int) -> tuple[int, Table]:
     """Return how many lines there are, and a line a device."""
     wide = width >= WIDE
-    hosts = len({one["host"] for one in shown.devices}) > 1
+    hosts = len({row["host"] for row in shown.devices}) > 1
     table = Table(box=None, padding=(0, 1), expand=True, show_edge=False, pad_edge=False)
     bar, spark = (10, min(40, 14 + max(0, width - 120) // 2)) if wide else (6, 10)
     table.add_column(" device", no_wrap=True)
@@ -238,9 +208,9 @@ def _each(shown: Shown, width: int, room: int) -> tuple[int, Table]:
         table.add_column("fan", justify="right", no_wrap=True)
         table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=16)
     kept = shown.devices[: max(1, room - 2)]
-    for one in kept:
-        label = f" {one['host']}/{one['device']}" if hosts else f" {one['device']}"
-        table.add_row(*_cells(one, shown, label, bar, spark, wide))
+    for row in kept:
+        label = f" {row['host']}/{row['device']}" if hosts else f" {row['device']}"
+        table.add_row(*_cells(row, shown, label, bar, spark, wide))
     lines = len(kept) + 1
     if len(kept) < len(shown.devices):
         table.add_row(Text(f" … {len(shown.devices) - len(kept)} more", style="dim"))
@@ -249,18 +219,18 @@ def _each(shown: Shown, width: int, room: int) -> tuple[int, Table]:
 
 
 def _cells(
-    one: dict[str, Any], shown: Shown, label: str, bar: int, spark: int, wide: bool
+    row: dict[str, Any], shown: Shown, label: str, bar: int, spark: int, wide: bool
 ) -> list[RenderableType]:
-    name = Text(one["name"] if wide else _short(one["name"]))
-    if one["state"] != "ok":
-        return [Text(label, style="bold red"), name, Text(one["state"], style="bold red")]
-    series = shown.history.get(one["key"])
-    use, used, total = one["utilisation"], one["memory_used_bytes"], one["memory_total_bytes"]
-    heat = one["temperature_celsius"]
+    name = Text(row["name"] if wide else COMMON_WORDS.sub("", row["name"]))
+    if row["state"] != "ok":
+        return [Text(label, style="bold red"), name, Text(row["state"], style="bold red")]
+    series = shown.history.get(row["key"])
+    use, used, total = row["utilisation"], row["memory_used_bytes"], row["memory_total_bytes"]
+    heat = row["temperature_celsius"]
     hot = "bold red" if heat is not None and heat >= 85 else ""
-    held = "bold yellow" if one["throttled"] else ""
+    held = "bold yellow" if row["throttled"] else ""
     cells: list[RenderableType] = [
-        Text(label, style="yellow" if one["emulated"] else "bold"),
+        Text(label, style="yellow" if row["emulated"] else "bold"),
         name,
         meter(use, bar, _fill("utilisation", use)) + Text(f"{_number(use, '.0%'):>5}"),
         sparkline(series.values["utilisation"] if series is not None else (), spark, 1.0),
@@ -269,12 +239,12 @@ def _cells(
             style=_fill("memory", _ratio(used, total), text=True),
         ),
         Text(_number(heat, ".0f", "°"), style=hot),
-        Text(_number(one["power_watts"], ".0f", " W"), style=held),
+        Text(_number(row["power_watts"], ".0f", " W"), style=held),
     ]
     if wide:
-        clock = Text(_number(one["clock_mhz"], ".0f"), style=held)
-        users = ", ".join(f"{short_id(user['run'])}{_rank(user)}" for user in one["users"])
-        cells += [clock, Text(_fan(one)), Text(users or "–", style="dim" if not users else "")]
+        clock = Text(_number(row["clock_mhz"], ".0f"), style=held)
+        users = ", ".join(f"{short_id(user['run'])}{_rank(user)}" for user in row["users"])
+        cells += [clock, Text(_fan(row)), Text(users or "–", style="dim" if not users else "")]
     return cells
 
 
@@ -287,10 +257,10 @@ def _rank(user: dict[str, Any]) -> str:
     return f" #{user['rank']}" if user["rank"] is not None else ""
 
 
-def _fan(one: dict[str, Any]) -> str:
-    if one["fan"] is None and one["fan_rpm"] is not None:
-        return f"{one['fan_rpm']:.0f}/min"
-    return _number(one["fan"], ".0%")
+def _fan(row: dict[str, Any]) -> str:
+    if row["fan"] is None and row["fan_rpm"] is not None:
+        return f"{row['fan_rpm']:.0f}/min"
+    return _number(row["fan"], ".0%")
 
 
 def _trainings(shown: Shown, width: int, room: int) -> list[RenderableType]:
@@ -307,20 +277,20 @@ def _trainings(shown: Shown, width: int, room: int) -> list[RenderableType]:
     if width >= WIDE:
         table.add_column("id", no_wrap=True)
         table.add_column("devices", no_wrap=True, overflow="ellipsis", max_width=28)
-    chosen = next((one for one in shown.trainings if one["id"] == shown.chosen), None)
+    chosen = next((row for row in shown.trainings if row["id"] == shown.chosen), None)
     error = chosen["error"] if chosen is not None else None
     kept = shown.trainings[: max(1, room - 3)]
-    for one in kept:
-        mark = "› " if one["id"] == shown.chosen else "  "
-        state = Text(one["state"], style=STATE_STYLES[one["state"]])
-        steps = f"{one['step']:,}" if one["step"] is not None else "–"
-        steps += f"/{one['steps']:,}" if one["steps"] is not None else ""
-        bar = meter(one["progress"], 8, "green") + Text(f"{_number(one['progress'], '.0%'):>5}")
-        speed, loss = _number(one["samples_per_second"], ",.0f"), _number(one["loss"], ".4f")
-        cells = [Text(mark + one["name"]), state, bar, Text(steps), Text(speed), Text(loss)]
+    for row in kept:
+        mark = "› " if row["id"] == shown.chosen else "  "
+        state = Text(row["state"], style=STATE_STYLES[row["state"]])
+        steps = f"{row['step']:,}" if row["step"] is not None else "–"
+        steps += f"/{row['steps']:,}" if row["steps"] is not None else ""
+        bar = meter(row["progress"], 8, "green") + Text(f"{_number(row['progress'], '.0%'):>5}")
+        speed, loss = _number(row["samples_per_second"], ",.0f"), _number(row["loss"], ".4f")
+        cells = [Text(mark + row["name"]), state, bar, Text(steps), Text(speed), Text(loss)]
         if width >= WIDE:
-            cells += [Text(short_id(one["id"])), Text(",".join(one["gpu_ids"]))]
-        table.add_row(*cells, style="bold" if one is chosen else "")
+            cells += [Text(short_id(row["id"])), Text(",".join(row["gpu_ids"]))]
+        table.add_row(*cells, style="bold" if row is chosen else "")
     reason = Text(f"   {error}"[:width], style="red") if error else Text("")
     return [table, reason]
 
@@ -333,10 +303,6 @@ def _fill(what: str, fraction: float | None, text: bool = False) -> str:
         if fraction >= 0.85:
             return "yellow"
     return "" if text else "green"
-
-
-def _spark(values: dict[str, list[float | None]], name: str, width: int, most: float | None) -> Text:
-    return sparkline(values.get(name, ()), width, most)
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:

@@ -127,7 +127,7 @@ class Service:
 
     def _runs(self, store: Store) -> list[RunWatch]:
         """Return the runs that go on here, with what is new of them."""
-        folders = [Path(one["run_dir"]) for one in store.trainings(ACTIVE, host_name())]
+        folders = [Path(row["run_dir"]) for row in store.trainings(ACTIVE, host_name())]
         wanted = dict.fromkeys([*folders, *leased()])
         for folder in self._watches.keys() - wanted.keys():
             self._watches.pop(folder).close()

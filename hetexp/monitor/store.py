@@ -32,7 +32,6 @@ from hetexp.monitor.tables import (
 
 ACTIVE = ("pending", "running")
 """States of trainings that have not ended."""
-STATES = (*ACTIVE, "completed", "failed", "stopped")
 ABANDONED = "its launcher was killed, and reported nothing"
 
 
@@ -145,8 +144,8 @@ class Store:
     def training(self, training_id: str) -> dict[str, Any] | None:
         """Return one training."""
         with self.engine.connect() as connection:
-            found = connection.execute(select(trainings).where(trainings.c.id == training_id))
-            row = found.mappings().first()
+            result = connection.execute(select(trainings).where(trainings.c.id == training_id))
+            row = result.mappings().first()
         return dict(row) if row is not None else None
 
     def forget(self, training_id: str) -> None:
@@ -157,9 +156,9 @@ class Store:
     def bury(self, now: float | None = None) -> list[str]:
         """Mark trainings of this host as failed whose launcher is gone; return their ids."""
         gone = [
-            one["id"]
-            for one in self.trainings(ACTIVE, host_name())
-            if one["pid"] is not None and not lives(one["pid"], one["process_mark"])
+            row["id"]
+            for row in self.trainings(ACTIVE, host_name())
+            if row["pid"] is not None and not lives(row["pid"], row["process_mark"])
         ]
         if not gone:
             return []
@@ -175,14 +174,14 @@ class Store:
 
     def _know(self, connection: Connection, wanted: Sequence[Device]) -> None:
         """Learn the numbers of devices; new ones, and those of which something changed, are written."""
-        new = [one for one in wanted if one.key not in self._ids or self._ids[one.key][1] != one]
+        new = [device for device in wanted if self._ids.get(device.key, (0, None))[1] != device]
         if not new:
             return
         insert = insert_into(connection, devices)
         rest = {field.name: insert.excluded[field.name] for field in fields(Device) if field.name != "key"}
         upsert = insert.on_conflict_do_update(index_elements=["key"], set_=rest)
-        connection.execute(upsert, [asdict(one) for one in new])
-        by_key = {one.key: one for one in new}
+        connection.execute(upsert, [asdict(device) for device in new])
+        by_key = {device.key: device for device in new}
         query = select(devices.c.key, devices.c.id).where(devices.c.key.in_(list(by_key)))
         self._ids |= {key: (number, by_key[key]) for key, number in connection.execute(query)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from hetexp.core.errors import SetupError
 from hetexp.hardware.detection.builds import home
+from hetexp.monitor.sample import Device
 
 SCHEMA = 1
 """Version of the tables; a database of a newer one is refused."""
@@ -47,24 +49,16 @@ metadata = MetaData()
 
 about = Table("monitor_schema", metadata, Column("version", Integer, primary_key=True))
 
-devices = Table(
-    "devices",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("key", Text, nullable=False, unique=True),
-    Column("host", Text, nullable=False),
-    Column("device", Text, nullable=False),
-    Column("number", Integer),
-    Column("name", Text, nullable=False),
-    Column("vendor", Text, nullable=False),
-    Column("backend", Text, nullable=False),
-    Column("uuid", Text),
-    Column("pci", Text),
-    Column("integrated", Boolean, nullable=False),
-    Column("unified_memory", Boolean, nullable=False),
-    Column("emulated", Boolean, nullable=False),
-    Column("run_id", Text),
-)
+_KINDS = {"str": Text, "int": Integer, "bool": Boolean}
+
+
+def _column(field: Field[Any]) -> Column[Any]:
+    """Return the column of a field of `Device`."""
+    kind, _, optional = str(field.type).partition(" | ")
+    return Column(field.name, _KINDS[kind](), nullable=bool(optional), unique=field.name == "key" or None)
+
+
+devices = Table("devices", metadata, Column("id", Integer, primary_key=True), *map(_column, fields(Device)))
 
 RAW, TEN_SECONDS, MINUTE = 0, 1, 2
 """Levels of samples: as taken, and means."""

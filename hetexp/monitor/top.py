@@ -56,14 +56,14 @@ class Top:
         try:
             shown.devices = self._store.latest(now - self._fresh)
             self._trainings = self._listed()
-            keys = [one["key"] for one in shown.devices]
+            keys = [row["key"] for row in shown.devices]
             if keys:
                 views: tuple[View, ...] = ("aggregated",) if self.mode == "aggregated" else ("per_gpu",)
-                cards = [one["key"] for one in shown.devices if one["backend"] != "cpu"] or keys
+                cards = [row["key"] for row in shown.devices if row["backend"] != "cpu"] or keys
                 for view in views:
                     wanted = cards if view == "aggregated" else keys
                     series = self._store.history(now - SPAN_SECONDS, now, view, POINTS, wanted)
-                    shown.history |= {one.key: one for one in series}
+                    shown.history |= {row.key: row for row in series}
         except SQLAlchemyError as error:
             shown.message = unreachable(error)
         shown.trainings = self._trainings
@@ -90,57 +90,57 @@ class Top:
 
     def _listed(self) -> list[dict[str, Any]]:
         rows = self._store.trainings(limit=50)
-        active = [one for one in rows if one["state"] in ACTIVE]
-        return active + [one for one in rows if one["state"] not in ACTIVE][:ENDED_SHOWN]
+        active = [row for row in rows if row["state"] in ACTIVE]
+        return active + [row for row in rows if row["state"] not in ACTIVE][:ENDED_SHOWN]
 
     def _choose(self) -> None:
         """Keep what a person has chosen; else take the first one, of those that go on where there are any."""
-        ids = [one["id"] for one in self._trainings]
+        ids = [row["id"] for row in self._trainings]
         if not self._by_hand or self.chosen not in ids:
             self._by_hand = False
             self.chosen = ids[0] if ids else None
 
     def _move(self, by: int) -> None:
-        ids = [one["id"] for one in self._trainings]
+        ids = [row["id"] for row in self._trainings]
         if self.chosen in ids:
             self._by_hand = True
             self.chosen = ids[max(0, min(len(ids) - 1, ids.index(self.chosen) + by))]
 
     def _ask(self) -> None:
-        one = self._of(self.chosen)
-        if one is None:
+        row = self._of(self.chosen)
+        if row is None:
             self._say("No run is chosen.")
-        elif one["state"] not in ACTIVE:
-            self._say(f"This run has ended already ({one['state']}).")
-        elif one["host"] != host_name():
-            self._say(f"This run is on {one['host']}: stop it there.")
+        elif row["state"] not in ACTIVE:
+            self._say(f"This run has ended already ({row['state']}).")
+        elif row["host"] != host_name():
+            self._say(f"This run is on {row['host']}: stop it there.")
         else:
-            self._asked = one["id"]
+            self._asked = row["id"]
 
     def _stop(self, training_id: str) -> None:
         """End a run as SIGTERM ends it: all ranks, in order, with what `fault.stop_seconds` allows."""
-        one = self._of(training_id)
-        if one is None or one["pid"] is None or not lives(one["pid"], one["process_mark"]):
+        row = self._of(training_id)
+        if row is None or row["pid"] is None or not lives(row["pid"], row["process_mark"]):
             self._say("This run's launcher is gone already.")
             return
         try:
-            self._send(one["pid"], signal.SIGTERM)
+            self._send(row["pid"], signal.SIGTERM)
         except OSError as error:
             self._say(f"It cannot be stopped: {error.strerror or error}.")
         else:
             self._say("It was asked to stop.")
 
     def _of(self, training_id: str | None) -> dict[str, Any] | None:
-        return next((one for one in self._trainings if one["id"] == training_id), None)
+        return next((row for row in self._trainings if row["id"] == training_id), None)
 
     def _say(self, text: str) -> None:
         self._note = (text, time.time() + 5.0)
 
     def _message(self, now: float) -> str | None:
-        one = self._of(self._asked)
-        if one is not None:
-            name = one["name"] if len(one["name"]) <= 24 else f"{one['name'][:23]}…"
-            return f"Stop {name} (process {one['pid']})?   y yes   any other key no"
+        row = self._of(self._asked)
+        if row is not None:
+            name = row["name"] if len(row["name"]) <= 24 else f"{row['name'][:23]}…"
+            return f"Stop {name} (process {row['pid']})?   y yes   any other key no"
         if self._note is not None and now < self._note[1]:
             return self._note[0]
         return None

@@ -189,16 +189,16 @@ def _part_of_processor(card: _Facts, machine: Machine) -> tuple[bool, bool]:
     if card.architecture is not None:
         integrated = card.architecture in IN_PROCESSORS
         return integrated, integrated
-    own, shared = _pools(card.address, machine)
-    integrated = own is not None and shared is not None and own <= _SMALL_BYTES < shared
+    dedicated, shared = _pools(card.address, machine)
+    integrated = dedicated is not None and shared is not None and dedicated <= _SMALL_BYTES < shared
     return integrated, integrated
 
 
 def _pools(address: str, machine: Machine) -> tuple[int | None, int | None]:
     """Return the bytes that a card has of its own and those of the host's that it may use."""
     folder = sysfs.device_folder(machine, address)
-    own, shared = (machine.number(folder / f"mem_info_{pool}_total") for pool in ("vram", "gtt"))
-    return sysfs.positive(own), sysfs.positive(shared)
+    dedicated, shared = (machine.number(folder / f"mem_info_{pool}_total") for pool in ("vram", "gtt"))
+    return sysfs.positive(dedicated), sysfs.positive(shared)
 
 
 def _memory(address: str, unified: bool, machine: Machine) -> tuple[int | None, int | None]:
@@ -208,10 +208,10 @@ def _memory(address: str, unified: bool, machine: Machine) -> tuple[int | None, 
     firmware set aside, or what the driver may borrow (`apu_prefer_gtt` in Linux's amdgpu). Their sum would
     promise memory that no program gets, and no more can be borrowed than the host has.
     """
-    own, shared = _pools(address, machine)
+    dedicated, shared = _pools(address, machine)
     host, available = sysfs.host_memory(machine)
-    pool, total = "vram", own
-    if unified and shared is not None and shared > (own or 0):
+    pool, total = "vram", dedicated
+    if unified and shared is not None and shared > (dedicated or 0):
         pool, total = "gtt", min(shared, host) if host is not None else shared
     used = machine.number(sysfs.device_folder(machine, address) / f"mem_info_{pool}_used")
     if total is None or used is None:
@@ -239,11 +239,11 @@ def _reading(
         heat = smi.temperature() if heat is None else heat
         power = smi.power() if power is None else power
     return Reading(
-        free,
-        utilisation,
-        heat,
-        power,
-        limit,
+        memory_free_bytes=free,
+        utilisation=utilisation,
+        temperature_celsius=heat,
+        power_watts=power,
+        power_limit_watts=limit,
         clock_mhz=sysfs.scaled(machine, sensors / "freq1_input", 1e6) if sensors is not None else None,
         memory_clock_mhz=sysfs.scaled(machine, sensors / "freq2_input", 1e6) if sensors is not None else None,
         fan=sysfs.fan(machine, sensors),

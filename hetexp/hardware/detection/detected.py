@@ -18,25 +18,31 @@ class Process:
     """Whether it computes; `False`: it only draws."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What a driver says of a card at one moment; `None` where it does not say, never 0."""
+@dataclass(frozen=True, kw_only=True)
+class Sensors:
+    """Sensor values of a device at one moment; `None` if a value is not known, never 0."""
 
-    memory_free_bytes: int | None = None
     utilisation: float | None = None
     """Fraction of the last moments in which it was busy, 0 to 1."""
     temperature_celsius: float | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
     clock_mhz: float | None = None
-    """Of its cores."""
+    """Clock of its cores."""
     memory_clock_mhz: float | None = None
     fan: float | None = None
     """Speed of its fan as a fraction of the highest, 0 to 1."""
     fan_rpm: float | None = None
     """The same in turns a minute, if the driver reports only that."""
     throttled: tuple[str, ...] | None = None
-    """Why its clocks are held back, in words; empty where they are not."""
+    """Why its clocks are held back, in words; empty if they are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(Sensors):
+    """What a driver says of a card at one moment."""
+
+    memory_free_bytes: int | None = None
     processes: tuple[Process, ...] | None = None
 
 
