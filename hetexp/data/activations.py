@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from hetexp.core.errors import ConfigError, must_be
+from hetexp.data.base import DataSource
 from hetexp.data.shards import SUFFIXES, Rows, Shard, find_shards
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Vectors:
         return [(vector, vector) for vector in vectors]
 
 
-class Activations:
+class Activations(DataSource):
     """Every `*.npy` and `*.safetensors` of a folder, in the order of their names, mapped into memory.
 
     A file holds one array [vectors, width] of float16, bfloat16, float32 or float64, all of them of one width
@@ -85,9 +86,6 @@ class Activations:
         ConfigError: the folder is missing, or its files hold no such vectors.
     """
 
-    train: Dataset[Any]
-    evaluation: Dataset[Any] | None
-    facts: Mapping[str, Any]
     source: Source | None
 
     def __init__(
@@ -110,10 +108,10 @@ class Activations:
             raise ConfigError(_too_few(folder, count))
         length, mean = _measure(rows, end)
         factor = math.sqrt(rows.shards[0].shape[1]) / length if normalise == "mean_norm" else 1.0
-        self.train = Vectors(rows, 0, end, factor)  # type: ignore[assignment]
+        self.train: Dataset[Any] = Vectors(rows, 0, end, factor)  # type: ignore[assignment]
         judged = Rows(evaluation) if evaluation else rows
         first = 0 if evaluation else count - num_test
-        self.evaluation = Vectors(judged, first, len(judged), factor)  # type: ignore[assignment]
+        self.evaluation: Dataset[Any] | None = Vectors(judged, first, len(judged), factor)  # type: ignore[assignment]
         path = Path(folder).expanduser() / SOURCE
         self.source = Source(path, loss_recovered, tuple(trust or ())) if loss_recovered else None
         self.facts = {"input_size": len(mean), "mean": (mean * factor).tolist(), "scale": factor}

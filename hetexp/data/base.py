@@ -74,8 +74,8 @@ def same_shape(dataset: Dataset[Any]) -> Dataset[Any]:
     devices count one for all.
     """
     tell = getattr(dataset, "same_shape", None)
-    found: Dataset[Any] = tell() if callable(tell) else dataset
-    return found
+    uniform: Dataset[Any] = tell() if callable(tell) else dataset
+    return uniform
 
 
 def _is_map_style(value: Any) -> bool:

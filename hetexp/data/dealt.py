@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hetexp.core.split import apportion
-from hetexp.data.sampler import GlobalSampler, Indices, Position
+from hetexp.data.sampler import GlobalSampler, Indices, Position, random_order
 
 
 class DealtSampler(GlobalSampler):
@@ -34,7 +34,7 @@ class DealtSampler(GlobalSampler):
         self._full, self._counts = full, apportion(global_batch_size, shares).counts
         self._left = apportion(left, shares).counts
         sizes = [full * count + rest for count, rest in zip(self._counts, self._left, strict=True)]
-        dealt = _order(seed, (0, 1), num_samples)  # no epoch has this key
+        dealt = random_order(seed, (0, 1), num_samples)  # no epoch has this key
         self.parts: tuple[Indices, ...] = tuple(np.split(dealt, np.cumsum(sizes)[:-1]))
         """The samples of each rank."""
 
@@ -48,7 +48,7 @@ class DealtSampler(GlobalSampler):
         cached = self._cached  # the loader's thread may be about to replace it
         if cached is None or cached[0] != epoch:
             place = np.empty(self.num_samples, dtype=np.int64)
-            place[_order(self.seed, (epoch,), self.num_samples)] = np.arange(self.num_samples)
+            place[random_order(self.seed, (epoch,), self.num_samples)] = np.arange(self.num_samples)
             mixed = [part[np.argsort(place[part], kind="stable")] for part in self.parts]
             pieces = [
                 part[batch * count : (batch + 1) * count]
@@ -58,9 +58,3 @@ class DealtSampler(GlobalSampler):
             pieces += [part[self._full * count :] for part, count in zip(mixed, self._counts, strict=True)]
             cached = self._cached = (epoch, np.concatenate(pieces))
         return cached[1]
-
-
-def _order(seed: int, key: tuple[int, ...], count: int) -> Indices:
-    """Return a random order that every version of NumPy draws alike, as `GlobalSampler` does."""
-    source = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key))
-    return np.argsort(source.random_raw(count), kind="stable").astype(np.int64)

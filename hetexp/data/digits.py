@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from hetexp.core.errors import ConfigError, must_be
+from hetexp.data.base import DataSource
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
+    from hetexp.data.in_memory import InMemory
 
 NUM_IMAGES = 1797
 NUM_CLASSES = 10
 
 
-class Digits:
+class Digits(DataSource):
     """The 1,797 images of 8x8 pixels of the UCI digits test set (`sklearn.datasets.load_digits`).
 
     A sample is (image, class): float32 [1, 8, 8] in [0, 1], and int64 [].
@@ -29,10 +29,6 @@ class Digits:
     Raises:
         ConfigError: a part would be too small to hold every class.
     """
-
-    train: Dataset[Any]
-    evaluation: Dataset[Any] | None
-    facts: Mapping[str, Any]
 
     def __init__(
         self,
@@ -53,8 +49,11 @@ class Digits:
         train, test = train_test_split(
             range(len(images)), test_size=test_fraction, random_state=seed, stratify=classes
         )
-        self.train = InMemory(pixels[train], labels[train])
-        self.evaluation = InMemory(pixels[test], labels[test])
+        self._prepare(InMemory(pixels[train], labels[train]), InMemory(pixels[test], labels[test]))
+
+    def _prepare(self, train: InMemory, evaluation: InMemory) -> None:
+        """Set the samples and facts from the two parts of the images."""
+        self.train, self.evaluation = train, evaluation
         self.facts = {"input_shape": [1, 8, 8], "num_classes": NUM_CLASSES}
 
     @staticmethod
@@ -68,7 +67,7 @@ class Digits:
         return [must_be("data.test_fraction", accepted, test_fraction, fix)]
 
 
-class DigitVectors:
+class DigitVectors(Digits):
     """The same images as vectors to be reconstructed: a sample is (pixels, pixels), float32 [64].
 
     All are multiplied by one number, so that the mean length is 8, the root of the width, as
@@ -82,22 +81,11 @@ class DigitVectors:
         ConfigError: a part would be too small to hold every class.
     """
 
-    train: Dataset[Any]
-    evaluation: Dataset[Any] | None
-    facts: Mapping[str, Any]
-
-    def __init__(
-        self,
-        test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2,
-        seed: Annotated[int, Field(ge=0, lt=2**32)] = 0,
-    ) -> None:
+    def _prepare(self, train: InMemory, evaluation: InMemory) -> None:
         from hetexp.data.in_memory import InMemory
 
-        images = Digits(test_fraction, seed)
-        pixels = [part.tensors[0].flatten(1) for part in (images.train, images.evaluation)]  # type: ignore[union-attr]
+        pixels = [images.tensors[0].flatten(1) for images in (train, evaluation)]
         scale = math.sqrt(pixels[0].shape[1]) / float(pixels[0].double().norm(dim=1).mean())
-        train, test = (part * scale for part in pixels)
-        self.train, self.evaluation = InMemory(train, train), InMemory(test, test)
-        self.facts = {"input_size": train.shape[1], "mean": train.mean(0).tolist(), "scale": scale}
-
-    check = staticmethod(Digits.check)
+        known, held_out = (vectors * scale for vectors in pixels)
+        self.train, self.evaluation = InMemory(known, known), InMemory(held_out, held_out)
+        self.facts = {"input_size": known.shape[1], "mean": known.mean(0).tolist(), "scale": scale}

@@ -96,8 +96,8 @@ def local_batches(
     """
     drawn = _drawn(sampler, start, num_steps, split, rank, accumulate, microbatch_size, first_step)
     if num_workers:
-        own = torch.Generator().manual_seed(torch.initial_seed() + first_step) if first_step else None
-        yield from _by_processes(dataset, drawn, collate, num_workers, prefetch_factor, page_locked, own)
+        seeds = torch.Generator().manual_seed(torch.initial_seed() + first_step) if first_step else None
+        yield from _by_processes(dataset, drawn, collate, num_workers, prefetch_factor, page_locked, seeds)
         return
     # torch's `DataLoader` draws a number when it begins: else dropout would depend on `num_workers`. Not
     # where a run goes on, which has drawn it at its first step.
@@ -172,7 +172,7 @@ def _drawn(
         shared = split(step, len(indices))
         first, end = shared.bounds(rank)
         ends = accumulated(cut(end - first, accumulate, microbatch_size), initial=first)
-        pieces = [indices[one:other] for one, other in pairwise(ends)]
+        pieces = [indices[start:end] for start, end in pairwise(ends)]
         yield _Step(pieces, len(indices), position, shared)
 
 

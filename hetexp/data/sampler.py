@@ -115,9 +115,15 @@ class GlobalSampler:
     def _order(self, epoch: int) -> Indices:
         cached = self._cached  # the loader's thread may be about to replace it
         if cached is None or cached[0] != epoch:
-            # Ranks may run different NumPy versions. NumPy keeps the raw stream of a bit generator for good,
-            # but not what `Generator.permutation` makes of it: hence random sort keys.
-            source = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
-            order = np.argsort(source.random_raw(self.num_samples), kind="stable").astype(np.int64)
-            cached = self._cached = (epoch, order)
+            cached = self._cached = (epoch, random_order(self.seed, (epoch,), self.num_samples))
         return cached[1]
+
+
+def random_order(seed: int, key: tuple[int, ...], count: int) -> Indices:
+    """Return a random order, the same with every version of NumPy: ranks may run different ones.
+
+    NumPy never changes the raw stream of a bit generator, but may change `Generator.permutation`. So the
+    order is that of random sort keys.
+    """
+    source = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key))
+    return np.argsort(source.random_raw(count), kind="stable").astype(np.int64)

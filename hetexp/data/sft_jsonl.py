@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from hetexp.core.errors import ConfigError, must_be
+from hetexp.data.base import DataSource
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
     from hetexp.data.padded import Row
 
 SHIPPED = Path(__file__).parent / "corpus" / "questions.jsonl"
@@ -25,7 +23,7 @@ FEW = 3
 log = logging.getLogger(__name__)
 
 
-class SftJsonl:
+class SftJsonl(DataSource):
     """A line is `{"messages": [{"role": …, "content": …}, …]}` or `{"prompt": …, "completion": …}`.
 
     A sample is (tokens, for each the token to predict): int64 [seq] twice. What is not part of an answer has
@@ -48,9 +46,6 @@ class SftJsonl:
         ConfigError: a file or tokenizer cannot be read, a line is no sample, or none is left.
     """
 
-    train: Dataset[Any]
-    evaluation: Dataset[Any] | None
-    facts: Mapping[str, Any]
     report: dict[str, dict[str, int]]
     """Of `train` and `evaluation`: `lines`, `truncated`, `unanswered`, `tokens` and `counted` ones."""
 
@@ -165,7 +160,7 @@ class _Reader:
     ) -> None:
         self.tokenizer, self._max_length, self._unanswered = tokenizer, max_length, unanswered
         ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self.padding: int = next(one for one in ids if one is not None)
+        self.padding: int = next(number for number in ids if number is not None)
 
     def read(self, key: str, file: str | None, lines: list[tuple[int, str]]) -> _Part:
         """Return the rows of these lines.

@@ -50,11 +50,11 @@ def encode(line: Any, tokenizer: Any) -> Tokens:
 
 def _instruction(prompt: str, completion: str, tokenizer: Any) -> Tokens:
     """Tokens of both as one text, with what the tokenizer puts around any, and an end."""
-    found = _split(prompt + completion, [(len(prompt), len(prompt + completion))], tokenizer, True)
+    tokens = _split(prompt + completion, [(len(prompt), len(prompt + completion))], tokenizer, True)
     end = tokenizer.eos_token_id
-    if end is not None and found.numbers[-1:] != [end]:
-        return Tokens([*found.numbers, end], [*found.answers, True])
-    return found
+    if end is not None and tokens.numbers[-1:] != [end]:
+        return Tokens([*tokens.numbers, end], [*tokens.answers, True])
+    return tokens
 
 
 def _chat(messages: Sequence[Any], tokenizer: Any) -> Tokens:
@@ -89,7 +89,7 @@ def _chat(messages: Sequence[Any], tokenizer: Any) -> Tokens:
 
 def _split(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any, around: bool) -> Tokens:
     """Return a text's tokens; those that begin within one of the spans are part of an answer."""
-    found = tokenizer(text, add_special_tokens=around, return_offsets_mapping=True)
-    places = found["offset_mapping"]
+    encoded = tokenizer(text, add_special_tokens=around, return_offsets_mapping=True)
+    places = encoded["offset_mapping"]
     answers = [end > start and any(a <= start < b for a, b in spans) for start, end in places]
-    return Tokens(list(found["input_ids"]), answers)
+    return Tokens(list(encoded["input_ids"]), answers)

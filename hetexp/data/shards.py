@@ -106,11 +106,11 @@ def _read_safetensors(path: Path) -> Shard:
     names = ["activations"] if "activations" in header else list(header)
     if len(names) != 1:
         raise ValueError(f"must hold one tensor, or one named activations, but holds {sorted(names)[:5]}")
-    found = header[names[0]]
-    if found["dtype"] not in _TYPES:
-        raise ValueError(f"holds {found['dtype']}, and not one of {', '.join(_TYPES)}")
-    dtype = "bfloat16" if found["dtype"] == "BF16" else _TYPES[found["dtype"]]
-    return Shard(path, dtype, tuple(found["shape"]), 8 + length + found["data_offsets"][0])
+    facts = header[names[0]]
+    if facts["dtype"] not in _TYPES:
+        raise ValueError(f"holds {facts['dtype']}, and not one of {', '.join(_TYPES)}")
+    dtype = "bfloat16" if facts["dtype"] == "BF16" else _TYPES[facts["dtype"]]
+    return Shard(path, dtype, tuple(facts["shape"]), 8 + length + facts["data_offsets"][0])
 
 
 class Rows:

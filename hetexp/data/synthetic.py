@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
+from hetexp.data.base import DataSource
 
+if TYPE_CHECKING:
     Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 IGNORED = -100
@@ -20,7 +20,7 @@ NOISE = 0.1
 """Chance of a random token, and standard deviation of a regression's noise."""
 
 
-class Synthetic:
+class Synthetic(DataSource):
     """Random samples of a task that `seed` draws.
 
     | kind | input | target |
@@ -41,10 +41,6 @@ class Synthetic:
         mask_fraction: expected part of the tokens without a target. It differs a lot between samples: many
             have nearly all of their targets or nearly none, but always one.
     """
-
-    train: Dataset[Any]
-    evaluation: Dataset[Any] | None
-    facts: Mapping[str, Any]
 
     def __init__(
         self,

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
 
 from hetexp.core.errors import ConfigError, must_be
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
+from hetexp.data.base import DataSource
 
 SHIPPED = Path(__file__).parent / "corpus"
 
 
-class Text:
+class Text(DataSource):
     """Every `*.txt` of a folder, in the order of their names, cut into windows that do not overlap.
 
     A sample is (characters, the characters that follow each): int64 [seq] twice.
@@ -30,9 +27,6 @@ class Text:
         ConfigError: the folder is missing, holds no readable text, or too little of it.
     """
 
-    train: Dataset[Any]
-    evaluation: Dataset[Any] | None
-    facts: Mapping[str, Any]
     characters: str
     """The vocabulary: token `i` is the character `characters[i]`."""
 

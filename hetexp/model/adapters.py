@@ -54,14 +54,14 @@ def keep_trained_only(model: nn.Module) -> None:
 
 
 def _leave_out(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    own = {prefix + name for name in _trained(model)}
-    for name in [name for name in state if name.startswith(prefix) and name not in own]:
+    trained = {prefix + name for name in _trained(model)}
+    for name in [name for name in state if name.startswith(prefix) and name not in trained]:
         del state[name]
 
 
 def _ask_for_none(model: nn.Module, incompatible: Any) -> None:
-    own = _trained(model)
-    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in own]
+    trained = _trained(model)
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in trained]
 
 
 def _trained(model: nn.Module) -> set[str]:
@@ -78,10 +78,10 @@ def exported(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Expor
     """
     from peft import LoraConfig
 
-    found, targets = {}, set()
+    renamed, targets = {}, set()
     for name, tensor in tensors.items():
         place, factor = re.fullmatch(rf"lm\.(.+)\.(lora_[AB])\.{NAME}\.weight", name, re.ASCII).groups()  # type: ignore[union-attr]
-        found[f"base_model.model.{place}.{factor}.weight"] = tensor
+        renamed[f"base_model.model.{place}.{factor}.weight"] = tensor
         targets.add(place.rpartition(".")[2])
     config = LoraConfig(
         r=section["rank"],
@@ -95,4 +95,4 @@ def exported(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Expor
     described = {
         key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()
     }
-    return Exported("adapter_model.safetensors", found, {"adapter_config.json": described})
+    return Exported("adapter_model.safetensors", renamed, {"adapter_config.json": described})

@@ -55,6 +55,9 @@ def build_model(node: Mapping[str, Any], facts: Mapping[str, Any], recompute: bo
     return built
 
 
-def unknown(key: str) -> str:
-    """Return the sentence for an argument that neither the configuration nor the data gives."""
-    return f"`model.{key}` must be given where the data does not tell it, but is null instead."
+def unknown(**given: object) -> list[str]:
+    """Return a sentence for each argument that neither the configuration nor the data gives."""
+    missing = [key for key, value in given.items() if value is None]
+    return [
+        f"`model.{key}` must be given if the data does not tell it, but is null instead." for key in missing
+    ]

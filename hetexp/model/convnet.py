@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.model.base import unknown
-from hetexp.model.layered import Pieces
+from hetexp.model.layered import LayerChain
 
 
-class ConvNet(nn.Module):
+class ConvNet(LayerChain):
     """Stages of 3x3 convolutions, each but the first at half the height and width; then a channel's maximum.
+
+    From images [batch, channels, height, width] to logits [batch, num_classes].
 
     Args:
         widths: channels of each stage; all stages but the first halve height and width.
@@ -45,8 +47,7 @@ class ConvNet(nn.Module):
     ) -> None:
         super().__init__()
         problems = self.check(widths=widths, groups=groups, input_shape=input_shape, norm=norm)
-        given = {"input_shape": input_shape, "num_classes": num_classes}
-        problems += [unknown(key) for key, value in given.items() if value is None]
+        problems += unknown(input_shape=input_shape, num_classes=num_classes)
         if problems or input_shape is None or num_classes is None:
             raise ConfigError(problems)
         layers: list[nn.Module] = []
@@ -57,15 +58,6 @@ class ConvNet(nn.Module):
             channels = width
         layers += [_Maximum(), nn.Linear(channels, num_classes)]
         self.layers = nn.Sequential(*layers)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits [batch, num_classes] of images [batch, channels, height, width]."""
-        logits: Tensor = self.layers(images)
-        return logits
-
-    def pieces(self) -> Pieces:
-        """Return where the model may be cut (`hetexp.model.layered`)."""
-        return Pieces(tuple(f"layers.{index}" for index in range(len(self.layers))))
 
     @staticmethod
     def check(

@@ -123,7 +123,7 @@ class Piece(nn.Module):
         modules = dict(model.named_modules(remove_duplicate=False))
         self.ends = nn.ModuleList(modules[name] for name in ends if name in modules)
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.own = nn.ParameterList(parameters[name] for name in ends if name in parameters)
+        self.end_parameters = nn.ParameterList(parameters[name] for name in ends if name in parameters)
 
     def forward(self, payload: Any = None, **inputs: Any) -> Any:
         """Return what the next piece takes, or the model's output."""

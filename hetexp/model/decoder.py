@@ -133,8 +133,8 @@ class _StandIn(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        own = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-        for name, value in own.items():
+        attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        for name, value in attributes.items():
             if not isinstance(value, (nn.Module, Tensor)) and name != "training":
                 setattr(self, name, value)
         self.came: Any = None
@@ -161,8 +161,8 @@ def _alone(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _stream_type(layer: nn.Module) -> torch.dtype:
-    own = (p.dtype for p in layer.parameters() if p.is_floating_point() and not p.requires_grad)
-    return next(own, torch.get_default_dtype())
+    types = (p.dtype for p in layer.parameters() if p.is_floating_point() and not p.requires_grad)
+    return next(types, torch.get_default_dtype())
 
 
 def _shallow(module: nn.Module, replaced: dict[str, nn.Module]) -> Any:

@@ -15,7 +15,7 @@ def without_dropout(model: nn.Module) -> list[str]:
     Returns:
         What was above 0, by name: `blocks.0.dropout.p 0.1`.
     """
-    found = []
+    switched_off = []
     for name, module in model.named_modules():
         # A class of its own beside torch's modules may be a dropout, too: `StochasticDepth`, `DropPath`.
         drops = "drop" in type(module).__name__.lower()
@@ -23,5 +23,5 @@ def without_dropout(model: nn.Module) -> list[str]:
             named = "drop" in key.lower() or (drops and key in ("p", "prob"))
             if named and type(value) is float and 0.0 < value <= 1.0:
                 setattr(module, key, 0.0)
-                found.append(f"{name}.{key} {value:g}".lstrip("."))
-    return found
+                switched_off.append(f"{name}.{key} {value:g}".lstrip("."))
+    return switched_off

@@ -80,8 +80,8 @@ class Modelled(nn.Linear):
         self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        own = input.to(self.computed_in)
-        out: Tensor = _Multiply.apply(own, self.weight, self.out_features)  # type: ignore[no-untyped-call]
+        converted = input.to(self.computed_in)
+        out: Tensor = _Multiply.apply(converted, self.weight, self.out_features)  # type: ignore[no-untyped-call]
         return (out if self.bias is None else out + self.bias).to(input.dtype)
 
 

@@ -57,8 +57,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         problems = self.check(num_heads, embedding_size, num_experts, experts_per_token)
-        given = {"sequence_length": sequence_length, "vocab_size": vocab_size}
-        problems += [unknown(key) for key, value in given.items() if value is None]
+        problems += unknown(sequence_length=sequence_length, vocab_size=vocab_size)
         if problems or sequence_length is None or vocab_size is None:
             raise ConfigError(problems)
         self.sequence_length = sequence_length

@@ -145,7 +145,7 @@ class HFCausalLM(nn.Module):
 
     def constant_names(self) -> list[str]:
         """Return the parameters and buffers that stay equal on all ranks and need not be sent."""
-        frozen = [name for name, one in self.named_parameters() if not one.requires_grad]
+        frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         return frozen + [name for name, _ in self.named_buffers()]
 
     def facts(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _base(
             given = dict(SMALL if architecture is None else architecture)
             given.setdefault("vocab_size", vocab_size)
             if given["vocab_size"] is None:
-                raise ConfigError(unknown("vocab_size"))
+                raise ConfigError(unknown(vocab_size=None))
             config = AutoConfig.for_model(**given)
             lm = AutoModelForCausalLM.from_config(config, dtype=dtype, **about)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -46,11 +46,11 @@ class _Step(torch.autograd.Function):
 
 def jump(values: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
     """Return values [batch, features] that are above their threshold [features], and 0 for the others."""
-    found: Tensor = _Jump.apply(values, threshold, bandwidth)  # type: ignore[no-untyped-call]
-    return found
+    passed: Tensor = _Jump.apply(values, threshold, bandwidth)  # type: ignore[no-untyped-call]
+    return passed
 
 
 def step(values: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
     """Return 1 for values [batch, features] that are above their threshold [features], and 0 for others."""
-    found: Tensor = _Step.apply(values, threshold, bandwidth)  # type: ignore[no-untyped-call]
-    return found
+    above: Tensor = _Step.apply(values, threshold, bandwidth)  # type: ignore[no-untyped-call]
+    return above

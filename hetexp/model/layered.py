@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hetexp.model.hooks import ModelHooks
 
@@ -38,6 +38,21 @@ class Pieces:
     """Modules without parameters that every layer needs, such as tables of positions: each piece has them."""
     uniform: bool = False
     """Whether each layer gives what it takes in shape and type, so that both are known without a run."""
+
+
+class LayerChain(nn.Module):
+    """A model whose `layers` follow each other, so that it may be cut between any two of them."""
+
+    layers: nn.Sequential
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the output of the last layer."""
+        output: Tensor = self.layers(inputs)
+        return output
+
+    def pieces(self) -> Pieces:
+        """Return the layers, between which the model may be cut."""
+        return Pieces(tuple(f"layers.{index}" for index in range(len(self.layers))))
 
 
 def pieces_of(model: nn.Module) -> Pieces | None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
-from torch import Tensor, nn
+from torch import nn
 
 from hetexp.core.errors import ConfigError
 from hetexp.model.base import unknown
-from hetexp.model.layered import Pieces
+from hetexp.model.layered import LayerChain
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -21,8 +21,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-class MLP(nn.Module):
-    """Fully connected layers over a flattened input.
+class MLP(LayerChain):
+    """Fully connected layers, from inputs [batch, *input_shape] to logits [batch, num_classes].
 
     Args:
         hidden_sizes: width of each hidden layer; `[]` makes a linear model.
@@ -45,8 +45,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         if input_shape is None or num_classes is None:
-            given = {"input_shape": input_shape, "num_classes": num_classes}
-            raise ConfigError([unknown(key) for key, value in given.items() if value is None])
+            raise ConfigError(unknown(input_shape=input_shape, num_classes=num_classes))
         layers: list[nn.Module] = [nn.Flatten()]
         width = math.prod(input_shape)
         for size in hidden_sizes:
@@ -56,12 +55,3 @@ class MLP(nn.Module):
             width = size
         layers.append(nn.Linear(width, num_classes))
         self.layers = nn.Sequential(*layers)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return logits [batch, num_classes] of inputs [batch, *input_shape]."""
-        logits: Tensor = self.layers(inputs)
-        return logits
-
-    def pieces(self) -> Pieces:
-        """Return where the model may be cut (`hetexp.model.layered`)."""
-        return Pieces(tuple(f"layers.{index}" for index in range(len(self.layers))))

@@ -87,7 +87,7 @@ class SAE(ModelHooks, nn.Module):
     ) -> None:
         super().__init__()
         if input_size is None:
-            raise ConfigError(unknown("input_size"))
+            raise ConfigError(unknown(input_size=None))
         features = num_features if num_features is not None else expansion * input_size
         if problems := self.check(features, activation=activation, k=k):
             raise ConfigError(problems)
