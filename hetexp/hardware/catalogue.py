@@ -254,13 +254,13 @@ def _read(path: str) -> dict[str, Any]:
     return {key: {str(name): entry for name, entry in raw[key].items()} for key in raw}
 
 
-def _merged(base: Mapping[str, Any], own: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _merged(base: Mapping[str, Any], added: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Lay a person's entries over the shipped ones, key by key; what they state is theirs to answer for."""
     merged = {kind: dict(base[kind]) for kind in ("cards", "links")}
-    for name, entry in own.get("links", {}).items():
+    for name, entry in added.get("links", {}).items():
         source = {"source": path} if "gb_per_second" in entry else {}
         merged["links"][name] = {**merged["links"].get(name, {}), **source, **entry}
-    for name, entry in own.get("cards", {}).items():
+    for name, entry in added.get("cards", {}).items():
         old = merged["cards"].get(name, {})
         new = {**old, **entry}
         stated = {key: path for key in entry if key in _FIGURES and key != "tflops"}

@@ -48,20 +48,20 @@ def build_links(
     one_vendor = (
         len(emulated) == len(devices) and len({d.vendor for d in devices}) == 1 and devices[0].vendor != "cpu"
     )
-    own = tuple(channel(card_of(d).host_link) if d in emulated else UNPACED for d in devices)
+    device_links = tuple(channel(card_of(d).host_link) if d in emulated else UNPACED for d in devices)
     hosts = Counter(device.host for device in devices)
     between = (channel(Link.model_validate(network)),) if len(hosts) > 1 else ()
     if one_vendor:
-        slowest = min(own, key=lambda c: c.bytes_per_second)
-        inside = Channel(max(c.latency_seconds for c in own), slowest.bytes_per_second)
-        return Links(device=own, exchange=(inside, *between), staged=False, wire=wire)
+        slowest = min(device_links, key=lambda c: c.bytes_per_second)
+        inside = Channel(max(c.latency_seconds for c in device_links), slowest.bytes_per_second)
+        return Links(device=device_links, exchange=(inside, *between), staged=False, wire=wire)
     if not shared_memory:
-        return Links(device=own, exchange=(HOST_EXCHANGE, *between), wire=wire)
+        return Links(device=device_links, exchange=(HOST_EXCHANGE, *between), wire=wire)
     if not between:
-        return Links(device=own, exchange=(SHARED_EXCHANGE,), wire=wire)
+        return Links(device=device_links, exchange=(SHARED_EXCHANGE,), wire=wire)
     inside = replace(SHARED_EXCHANGE, ranks=max(hosts.values()))
-    leaders = (replace(one, ranks=len(hosts)) for one in (HOST_EXCHANGE, *between))
-    return Links(device=own, exchange=(inside, *leaders), wire=wire)
+    leaders = (replace(link, ranks=len(hosts)) for link in (HOST_EXCHANGE, *between))
+    return Links(device=device_links, exchange=(inside, *leaders), wire=wire)
 
 
 def links_of(
@@ -80,8 +80,8 @@ def links_of(
 
 def wire_of(plan: Plan, wire: str) -> float:
     """Return the bytes that travel ÷ those of the numbers that a plan's ranks compute."""
-    own = 8.0 if "float64" in plan.precisions else 4.0
-    return WIRE_BYTES.get(wire, own) / own
+    computed = 8.0 if "float64" in plan.precisions else 4.0
+    return WIRE_BYTES.get(wire, computed) / computed
 
 
 def channel(link: Link) -> Channel:

@@ -100,13 +100,13 @@ class Smi:
 
 
 def _cards(library: Any) -> dict[str, Smi]:
-    found = {}
+    cards = {}
     with suppress(Exception):
         for handle in library.amdsmi_get_processor_handles():
             with suppress(Exception):  # one that was lost hides no other
                 address = library.amdsmi_get_gpu_device_bdf(handle)
-                found[normalised(address)] = Smi(library, handle)
-    return found
+                cards[normalised(address)] = Smi(library, handle)
+    return cards
 
 
 def _succeeds(library: Any, function: str) -> bool:

@@ -42,9 +42,9 @@ class Mask:
         found: the NVIDIA cards along the bus.
     """
 
-    def __init__(self, value: str, found: Sequence[DetectedCard], machine: Machine) -> None:
+    def __init__(self, value: str, cards: Sequence[DetectedCard], machine: Machine) -> None:
         self.value = value
-        self.found = found
+        self.cards = cards
         self.machine = machine
         self.entries = [entry.strip() for entry in value.split(",")]
         while self.entries and not self.entries[-1]:
@@ -72,7 +72,7 @@ class Mask:
                 ended = True
                 continue
             if place in named:
-                which = entry if named[place] == entry else self.found[place].spec.id
+                which = entry if named[place] == entry else self.cards[place].spec.id
                 problems.append(
                     f"`{MASK}` must name each card once, but names {which} twice ({self.value!r})."
                 )
@@ -85,14 +85,14 @@ class Mask:
     def _units(self) -> list[list[int]]:
         """Places of the cards that CUDA could count, along the bus; the instances of one card together."""
         units: dict[object, list[int]] = {}
-        for place, card in enumerate(self.found):
+        for place, card in enumerate(self.cards):
             if card.undriven is None:
                 together = card.spec.pci if self._is_instance(place) else None
                 units.setdefault(together or place, []).append(place)
         return list(units.values())
 
     def _is_instance(self, place: int) -> bool:
-        return (self.found[place].spec.uuid or "").startswith("MIG-")
+        return (self.cards[place].spec.uuid or "").startswith("MIG-")
 
     def _names_all_by_number(self) -> bool:
         """Whether each number occurs once: then the order does not matter."""
@@ -102,7 +102,7 @@ class Mask:
 
     def _uncounted(self) -> bool:
         """Whether NVML counts a card that CUDA may not: closed to this user, or without MIG instances."""
-        return any(card.undriven is not None and card.spec.driver is not None for card in self.found)
+        return any(card.undriven is not None and card.spec.driver is not None for card in self.cards)
 
     @cached_property
     def _in_numbers(self) -> bool:
@@ -149,11 +149,11 @@ class Mask:
         """CUDA's numbers → the places of that card, or of its instances; `None`: the order is not known."""
         if self._why_unclear() is None:
             return dict(enumerate(self._units))
-        return {one.index: self._seen_as(one) for one in torch_sees("cuda", self.machine)} or None
+        return {seen.index: self._seen_as(seen) for seen in torch_sees("cuda", self.machine)} or None
 
     def _why_unclear(self) -> str | None:
         """Return why CUDA's order does not follow from the bus, `None` where it does."""
-        cards = [self.found[unit[0]] for unit in self._units]
+        cards = [self.cards[unit[0]] for unit in self._units]
         if any(card.lost is not None for card in cards):
             return "beside a lost card CUDA may count otherwise"
         if self._uncounted():
@@ -167,23 +167,23 @@ class Mask:
         return "CUDA counts unequal cards from the fastest" if self._only_speed_is_unclear() else None
 
     def _only_speed_is_unclear(self) -> bool:
-        cards = [self.found[unit[0]].spec for unit in self._units]
+        cards = [self.cards[unit[0]].spec for unit in self._units]
         located = all(card.pci is not None for card in cards)
         return located and not _alike(cards) and self.machine.environ.get(ORDER) != "PCI_BUS_ID"
 
-    def _seen_as(self, one: Seen) -> list[int]:
+    def _seen_as(self, seen: Seen) -> list[int]:
         for unit in self._units:
             for place in unit:
-                uuid = self.found[place].spec.uuid
-                if one.uuid is not None and uuid is not None and bare_uuid(one.uuid) == bare_uuid(uuid):
+                uuid = self.cards[place].spec.uuid
+                if seen.uuid is not None and uuid is not None and bare_uuid(seen.uuid) == bare_uuid(uuid):
                     return [place]
         for unit in self._units:
-            if one.pci is not None and self.found[unit[0]].spec.pci == one.pci:
+            if seen.pci is not None and self.cards[unit[0]].spec.pci == seen.pci:
                 return unit
         return []
 
     def _by_uuid(self, entry: str) -> list[int]:
-        uuids = [card.spec.uuid or "" for card in self.found]
+        uuids = [card.spec.uuid or "" for card in self.cards]
         wanted = _written_as_nvml(entry)
         if wanted in uuids:
             return [uuids.index(wanted)]
@@ -199,35 +199,35 @@ class Mask:
         old = _OLD_INSTANCE.fullmatch(entry)
         card, ids = (old[1], (old[2], old[3])) if old is not None else (entry, None)
         return [
-            one.uuid
-            for one in self._instances
-            if one.uuid is not None
-            and one.parent is not None
-            and (one.parent.uuid or "").startswith(card)
-            and ids in (None, (str(one.ids[0]), str(one.ids[1])))
+            part.uuid
+            for part in self._instances
+            if part.uuid is not None
+            and part.parent is not None
+            and (part.parent.uuid or "").startswith(card)
+            and ids in (None, (str(part.ids[0]), str(part.ids[1])))
         ]
 
     @cached_property
     def _instances(self) -> list[nvml.Card]:
-        if not any(self._is_instance(place) for place in range(len(self.found))):
+        if not any(self._is_instance(place) for place in range(len(self.cards))):
             return []
         try:
             with nvml.opened(self.machine) as library:
-                return [one for card in nvml.cards(library) for one in card.instances]
+                return [part for card in nvml.cards(library) for part in card.instances]
         except nvml.NotAnsweringError:
             return []
 
     def _names_nothing(self, entry: str) -> _UnclearError:
         if not entry:
             return _UnclearError(f"name a card between two commas, but is {self.value!r} instead.")
-        uuids = [card.spec.uuid for card in self.found if card.spec.uuid is not None]
+        uuids = [card.spec.uuid for card in self.cards if card.spec.uuid is not None]
         return _UnclearError(
             f"name NVIDIA cards of this machine by number or UUID, but names {entry!r}{self._whole(entry)}."
             f"{did_you_mean(entry, uuids)}"
         )
 
     def _names_several(self, entry: str, places: Sequence[int]) -> _UnclearError:
-        known = " and ".join(str(self.found[place].spec.uuid) for place in places)
+        known = " and ".join(str(self.cards[place].spec.uuid) for place in places)
         if all(self._is_instance(place) for place in places) and not entry.startswith("MIG-"):
             return _UnclearError(
                 f"name one instance of a card in MIG mode, but names the whole card by {entry!r}"

@@ -68,16 +68,16 @@ def _named(nodes: Sequence[Node], value: str) -> tuple[list[Node], str | None]:
             break
         if entry.isascii() and entry.isdecimal():
             place = int(entry) if len(entry) < 10 else len(nodes)
-            found = list(nodes[place : place + 1])
+            named = list(nodes[place : place + 1])
         else:
-            found = _with_uuid(nodes, entry)
-        if not found:
+            named = _with_uuid(nodes, entry)
+        if not named:
             return visible, f"names {entry!r}"
-        if len(found) > 1:
-            return visible, f"{entry!r} begins the UUIDs of {len(found)}"
-        if found[0] in visible:
+        if len(named) > 1:
+            return visible, f"{entry!r} begins the UUIDs of {len(named)}"
+        if named[0] in visible:
             return visible, f"names one twice by {entry!r}"
-        visible += found
+        visible += named
     return visible, None
 
 

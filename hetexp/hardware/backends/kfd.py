@@ -41,7 +41,7 @@ def nodes(machine: Machine) -> list[Node]:
     A node that this process may not read (another container's), or whose device file is not here, does not
     count for ROCr, and so not here.
     """
-    found: list[Node] = []
+    listed: list[Node] = []
     for folder in _numbered(machine.path(NODES)):
         gpu_id = machine.number(folder / "gpu_id")
         facts = _facts(machine.text(folder / "properties"))
@@ -51,9 +51,9 @@ def nodes(machine: Machine) -> list[Node]:
         if minor and not machine.path(f"/dev/dri/renderD{minor}").exists():
             continue
         unique = facts.get("unique_id")
-        found.append(
+        listed.append(
             Node(
-                index=len(found),
+                index=len(listed),
                 gpu_id=gpu_id,
                 address=_address(facts.get("domain", 0), facts.get("location_id", 0)),
                 architecture=_architecture(facts.get("gfx_target_version")),
@@ -61,7 +61,7 @@ def nodes(machine: Machine) -> list[Node]:
                 uuid=f"GPU-{unique:016x}" if unique else None,
             )
         )
-    return found
+    return listed
 
 
 def computing(machine: Machine, gpu_ids: Sequence[int]) -> dict[int, tuple[Process, ...]]:
@@ -73,14 +73,14 @@ def computing(machine: Machine, gpu_ids: Sequence[int]) -> dict[int, tuple[Proce
     folders = _numbered(machine.path(PROCESSES)) if machine.path(PROCESSES).is_dir() else None
     if folders is None:
         return {}
-    found: dict[int, list[Process]] = {gpu_id: [] for gpu_id in gpu_ids}
+    holders: dict[int, list[Process]] = {gpu_id: [] for gpu_id in gpu_ids}
     for folder in folders:
         queues = {machine.number(queue / "gpuid") for queue in _numbered(folder / "queues")}
         for gpu_id in gpu_ids:
             memory = machine.number(folder / f"vram_{gpu_id}") or None
             if memory is not None or gpu_id in queues:
-                found[gpu_id].append(Process(int(folder.name), memory))
-    return {gpu_id: tuple(processes) for gpu_id, processes in found.items()}
+                holders[gpu_id].append(Process(int(folder.name), memory))
+    return {gpu_id: tuple(processes) for gpu_id, processes in holders.items()}
 
 
 def _facts(text: str | None) -> dict[str, int]:

@@ -137,12 +137,12 @@ class MpsBackend(AcceleratorBackend):
 
 def _facts(machine: Machine) -> dict[str, str]:
     """Return what `sysctl` tells of `FACTS`; those that it does not know are left out."""
-    found = {}
+    facts = {}
     for line in (machine.run(["sysctl", *FACTS]) or "").splitlines():
         name, colon, value = line.partition(": ")
         if colon and name in FACTS:
-            found[name] = value.strip()
-    return found
+            facts[name] = value.strip()
+    return facts
 
 
 def _memory(facts: dict[str, str]) -> int | None:

@@ -62,7 +62,8 @@ def fan(machine: Machine, folder: Path | None) -> float | None:
     if folder is None:
         return None
     pairs = (("fan1_input", "fan1_max"), ("pwm1", "pwm1_max"))
-    for speed, most in ((machine.number(folder / one), machine.number(folder / top)) for one, top in pairs):
+    for pair in pairs:
+        speed, most = (machine.number(folder / name) for name in pair)
         if speed is not None and most is not None and 0 <= speed <= most and most > 0:
             return speed / most
     return None
@@ -105,10 +106,10 @@ def driver_version(machine: Machine, module: str | None) -> str | None:
     """Return `amdgpu 6.12.12`, or `xe of Linux 6.14.0` for one that comes with the kernel."""
     if module is None:
         return None
-    own = machine.text(f"/sys/module/{module}/version")
+    version = machine.text(f"/sys/module/{module}/version")
     kernel = machine.text("/proc/sys/kernel/osrelease")
-    if own:
-        return f"{module} {own}"
+    if version:
+        return f"{module} {version}"
     return f"{module} of Linux {kernel}" if kernel else module
 
 
@@ -191,11 +192,11 @@ def drm_processes(machine: Machine) -> dict[str, tuple[Process, ...]]:
     for folder in _sorted(machine.path("/proc")):
         if folder.name.isdecimal():
             _read_clients(folder, int(folder.name), clients)
-    found: dict[str, list[Process]] = {}
+    holders: dict[str, list[Process]] = {}
     for (address, pid), client in sorted(clients.items()):
         large = client.memory is not None and client.memory >= COMPUTES_FROM_BYTES
-        found.setdefault(address, []).append(Process(pid, client.memory, client.computed or large))
-    return {address: tuple(processes) for address, processes in found.items()}
+        holders.setdefault(address, []).append(Process(pid, client.memory, client.computed or large))
+    return {address: tuple(processes) for address, processes in holders.items()}
 
 
 def _read_clients(folder: Path, pid: int, clients: dict[tuple[str, int], _Client]) -> None:

@@ -42,8 +42,8 @@ def cards(machine: Machine) -> dict[str, Card]:
         return {}
     with suppress(Exception):  # whatever a binding makes of a driver that is not as it expects
         if library.zesInit(0) == _OK:
-            found = [_card(library, device) for device in _devices(library)]
-            return {card.address: card for card in found if card is not None}
+            described = [_card(library, device) for device in _devices(library)]
+            return {card.address: card for card in described if card is not None}
     return {}
 
 
@@ -81,27 +81,27 @@ class Watch:
 def watches(machine: Machine) -> dict[str, Watch]:
     """Return what tells Intel's cards' state, by address; none where the library or its driver is absent."""
     library = machine.library("pyzes")
-    found: dict[str, Watch] = {}
+    by_address: dict[str, Watch] = {}
     with suppress(Exception):
         if library is not None and library.zesInit(0) == _OK:
             for device in _devices(library):
                 address = _address(library, device)
                 if address is not None:
-                    found[address] = Watch(library, device)
-    return found
+                    by_address[address] = Watch(library, device)
+    return by_address
 
 
 def _whole_engine(library: Any, device: Any) -> Any | None:
     """Return the handle that counts all engines of a card; `None`: it has none, or several tiles have one."""
-    found = []
+    engines = []
     with suppress(Exception):
         for engine in _listed(library.zesDeviceEnumEngineGroups, (device,), library.zes_engine_handle_t):
             facts = _filled(
                 library, "zesEngineGetProperties", engine, "zes_engine_properties_t", "ENGINE_PROPERTIES"
             )
             if facts is not None and facts.type == _ALL_ENGINES:
-                found.append(engine)
-    return found[0] if len(found) == 1 else None
+                engines.append(engine)
+    return engines[0] if len(engines) == 1 else None
 
 
 def _address(library: Any, device: Any) -> str | None:

@@ -100,7 +100,7 @@ def _masked(
         seen.add(place)
     visible = []
     for card in cards:
-        of_card = {place for place, one in enumerate(places) if one is card}
+        of_card = {place for place, other in enumerate(places) if other is card}
         if of_card & seen and not of_card <= seen:
             raise _UnclearError(
                 f"name all tiles of {card.name} or none, because hetexp drives no part of a card, but is "

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,8 +83,8 @@ def own_build() -> TorchBuild:
 def read_builds(pythons: Iterable[str]) -> list[TorchBuild]:
     """Ask interpreters side by side; one that fails says so in its `problem`."""
     pythons = list(dict.fromkeys(pythons))
-    asked = [(python, _ask(python)) for python in pythons]
-    return [_answer(python, process) for python, process in asked]
+    questions = [(python, Question([python, "-I", "-c", _WHERE], ANSWER_SECONDS)) for python in pythons]
+    return [_answer(python, question) for python, question in questions]
 
 
 def known_builds() -> list[TorchBuild]:
@@ -89,35 +92,58 @@ def known_builds() -> list[TorchBuild]:
     return [own_build(), *read_builds(recorded_interpreters().values())]
 
 
-def _ask(python: str) -> subprocess.Popen[str] | str:
-    try:
-        return subprocess.Popen(
-            [python, "-I", "-c", _WHERE],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    except OSError as error:
-        return error.strerror or str(error)
+class Question:
+    """A program that another process runs and whose standard output is the answer.
+
+    Args:
+        limit_seconds: longest time for it, from now on.
+        environ: of the process; `None`: this one's.
+    """
+
+    def __init__(
+        self, command: Sequence[str], limit_seconds: float, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._limit, self._deadline = limit_seconds, time.monotonic() + limit_seconds
+        self._process: subprocess.Popen[str] | None = None
+        self.problem: str | None = None
+        """Why there is no answer."""
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environ,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.problem = f"it cannot be started: {error.strerror or error}"
+
+    def answer(self) -> str | None:
+        """Wait for the answer, and return it; `None` if there is none (`problem`)."""
+        if self._process is None:
+            return None
+        try:
+            out, err = self._process.communicate(timeout=max(self._deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self.problem = f"it did not answer within {self._limit:g} s"
+            return None
+        if self._process.returncode != 0:
+            lines = [line.strip() for line in err.splitlines() if line.strip()]
+            self.problem = lines[-1] if lines else f"it ended with exit code {self._process.returncode}"
+            return None
+        return out
 
 
-def _answer(python: str, process: subprocess.Popen[str] | str) -> TorchBuild:
-    if isinstance(process, str):
-        return TorchBuild(python, problem=process)
-    try:
-        out, err = process.communicate(timeout=ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return TorchBuild(python, problem=f"it did not answer within {ANSWER_SECONDS:g} s")
-    if process.returncode != 0:
-        return TorchBuild(python, problem=_last_line(err.splitlines(), process.returncode))
-    return _read(python, out.strip() or None)
-
-
-def _last_line(lines: Sequence[str], code: int) -> str:
-    return lines[-1] if lines else f"it ended with exit code {code}"
+def _answer(python: str, question: Question) -> TorchBuild:
+    origin = question.answer()
+    if origin is None:
+        return TorchBuild(python, problem=question.problem)
+    return _read(python, origin.strip() or None)
 
 
 def _read(python: str | None, origin: str | None) -> TorchBuild:

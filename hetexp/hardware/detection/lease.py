@@ -196,7 +196,7 @@ class Leases:
     def release(self, device: DeviceSpec) -> None:
         """Give the lease of a device back before the others."""
         name = _name(device)
-        for lock in [one for one in self._locks if Path(one.lock_file).name == name]:
+        for lock in [held for held in self._locks if Path(held.lock_file).name == name]:
             self._locks.remove(lock)
             _let_go(lock)
 
@@ -225,12 +225,12 @@ def owners() -> list[tuple[str, int]]:
 
     The locks are not touched. One that was killed leaves its note: whoever asks looks whether it lives.
     """
-    found = []
+    notes = []
     for path in _files("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             note = _read_note(path)
-            found.append((str(note["owner"]), int(note["pid"])))
-    return list(dict.fromkeys(found))
+            notes.append((str(note["owner"]), int(note["pid"])))
+    return list(dict.fromkeys(notes))
 
 
 @contextlib.contextmanager
@@ -280,11 +280,11 @@ def folder() -> Path:
     unsafe = _unsafe(shared, _EVERYBODYS)
     if unsafe is None:
         return shared
-    own = shared.with_name(f"{_FOLDER}-{os.geteuid()}")
-    if (problem := _unsafe(own, _OWN)) is not None:
+    private = shared.with_name(f"{_FOLDER}-{os.geteuid()}")
+    if (problem := _unsafe(private, _OWN)) is not None:
         raise SetupError(
-            f"`{own}` must be a folder that only you may write to, but {problem}. Remove it, set TMPDIR to a "
-            "folder of your own, or share the cards (hardware.share_devices=true)."
+            f"`{private}` must be a folder that only you may write to, but {problem}. Remove it, set TMPDIR "
+            "to a folder of your own, or share the cards (hardware.share_devices=true)."
         )
     if shared not in _warned:
         _warned.add(shared)
@@ -293,9 +293,9 @@ def folder() -> Path:
             "does not see those of other users.",
             shared,
             unsafe,
-            own,
+            private,
         )
-    return own
+    return private
 
 
 def _unsafe(path: Path, mode: int) -> str | None:
@@ -306,20 +306,21 @@ def _unsafe(path: Path, mode: int) -> str | None:
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(_OWN, parents=True)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode):
-            return "it is a link" if stat.S_ISLNK(found.st_mode) else "it is no folder"
-        own = found.st_uid == os.geteuid()
-        if own and stat.S_IMODE(found.st_mode) != mode:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            return "it is a link" if stat.S_ISLNK(status.st_mode) else "it is no folder"
+        is_own = status.st_uid == os.geteuid()
+        if is_own and stat.S_IMODE(status.st_mode) != mode:
             with contextlib.suppress(OSError):
                 path.chmod(mode)
-            found = path.lstat()
+            status = path.lstat()
     except OSError as error:
         return f"it cannot be used ({error.strerror})"
-    bits = stat.S_IMODE(found.st_mode)
-    if (mode == _EVERYBODYS and bits & mode == mode) or (own and not bits & (stat.S_IWGRP | stat.S_IWOTH)):
+    bits = stat.S_IMODE(status.st_mode)
+    writable_by_others = bits & (stat.S_IWGRP | stat.S_IWOTH)
+    if (mode == _EVERYBODYS and bits & mode == mode) or (is_own and not writable_by_others):
         return None
-    return f"it belongs to user {found.st_uid} and has mode {bits:o}"
+    return f"it belongs to user {status.st_uid} and has mode {bits:o}"
 
 
 def _on_cpu(device: DeviceSpec) -> bool:

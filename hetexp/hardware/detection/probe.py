@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +21,7 @@ from typing import Any
 
 from hetexp.core.files import write_json
 from hetexp.hardware.base import VISIBILITY
-from hetexp.hardware.detection.builds import TorchBuild, home, known_builds
+from hetexp.hardware.detection.builds import Question, TorchBuild, home, known_builds
 from hetexp.hardware.detection.detected import Seen
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import pci_cards
@@ -195,51 +193,27 @@ def _ask(
     kind: str, builds: Sequence[TorchBuild], key: Sequence[Any], machine: Machine, limit_seconds: float
 ) -> dict[TorchBuild, _Answer]:
     """Ask interpreters side by side and remember what they say."""
-    deadline = time.monotonic() + limit_seconds
-    started = [(build, _start(kind, build, machine)) for build in builds]
+    environ = {name: value for name, value in machine.environ.items() if name not in VISIBILITY}
+    questions = {}
+    for build in builds:
+        # Another interpreter's torch must not come from this one's PYTHONPATH; own packages may well do.
+        isolated = ["-I"] if build.python is not None else []
+        command = [_python(build), *isolated, "-c", _SCRIPT, kind, _PROPERTIES]
+        questions[build] = Question(command, limit_seconds, environ)
     answers = {}
-    for build, process in started:
-        answers[build] = _answer(kind, process, deadline, limit_seconds)
+    for build, question in questions.items():
+        answers[build] = _answer(kind, question)
         _remember(build, key, answers[build])
     return answers
 
 
-def _start(kind: str, build: TorchBuild, machine: Machine) -> subprocess.Popen[str] | str:
-    # Another interpreter's torch must not come from this one's PYTHONPATH; own packages may well do.
-    isolated = ["-I"] if build.python is not None else []
+def _answer(kind: str, question: Question) -> _Answer:
+    text = question.answer()
     try:
-        return subprocess.Popen(
-            [_python(build), *isolated, "-c", _SCRIPT, kind, _PROPERTIES],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={name: value for name, value in machine.environ.items() if name not in VISIBILITY},
-            start_new_session=True,
-        )
-    except OSError as error:
-        return f"it cannot be started: {error.strerror or error}"
-
-
-def _answer(
-    kind: str, process: subprocess.Popen[str] | str, deadline: float, limit_seconds: float
-) -> _Answer:
-    if isinstance(process, str):
-        return _Answer(problem=process, time=time.time())
-    try:
-        out, err = process.communicate(timeout=max(deadline - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return _Answer(problem=f"it did not answer within {limit_seconds:g} s", time=time.time())
-    try:
-        devices, problem = json.loads(out)
+        devices, problem = json.loads(text or "")
         seen = tuple(_seen(kind, index, facts) for index, facts in enumerate(devices))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        lines = [line.strip() for line in err.splitlines() if line.strip()]
-        why = lines[-1] if lines else f"it ended with exit code {process.returncode}"
-        return _Answer(problem=why, time=time.time())
+    except (ValueError, TypeError, KeyError):
+        return _Answer(problem=question.problem or "its answer cannot be read", time=time.time())
     return _Answer(seen, problem, time.time())
 
 

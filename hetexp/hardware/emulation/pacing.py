@@ -318,10 +318,10 @@ def _fractions(model: nn.Module, counts: dict[str, int]) -> Iterator[tuple[torch
     root = type(model).__name__
     weights: dict[torch.nn.Parameter, float] = {}
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
         work = counts.get(f"{root}.{name}" if name else root, 0) if not list(module.children()) else 0
-        for parameter in own:
-            weights[parameter] = weights.get(parameter, 0.0) + work / len(own)
+        for parameter in trainable:
+            weights[parameter] = weights.get(parameter, 0.0) + work / len(trainable)
     total = sum(weights.values())
     for parameter, weight in weights.items():
         yield parameter, weight / total if total else 1.0 / len(weights)

@@ -335,12 +335,12 @@ def _sized(value: Any, size: int, precision: str) -> Any:
 
     floating = torch.float64 if precision == "float64" else torch.float32
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
         shape = (size, *tensor.shape[1:]) if tensor.dim() else ()
         dtype = floating if tensor.is_floating_point() else tensor.dtype
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    return tree_map_only(torch.Tensor, one, value)
+    return tree_map_only(torch.Tensor, resized, value)
 
 
 def _is_meta(value: Any) -> bool:

@@ -177,7 +177,8 @@ def attention(
         scale = scale if scale is not None else size**-0.5
         padding = -size % 8
         if padding:
-            query, key, value = (torch.nn.functional.pad(one, (0, padding)) for one in (query, key, value))
+            pad = functools.partial(torch.nn.functional.pad, pad=(0, padding))
+            query, key, value = pad(query), pad(key), pad(value)
         out: torch.Tensor = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]

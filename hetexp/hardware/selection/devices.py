@@ -180,9 +180,9 @@ def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> d
         if entry.vendor is None or entry.device is not None:
             continue
         if entry.vendor == "cpu":
-            own = CpuBackend.describe(0)
-            matches = entry.match is None or named(entry.match, own.name)
-            real[position] = [DetectedCard(own)] if matches else []
+            cpu = CpuBackend.describe(0)
+            matches = entry.match is None or named(entry.match, cpu.name)
+            real[position] = [DetectedCard(cpu)] if matches else []
             continue
         there = pool.of_vendor(entry.vendor, entry.match)
         free = [card for card in there if pool.why_not(card, entry.python) is None]

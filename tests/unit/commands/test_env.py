@@ -75,7 +75,7 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "torch": None,
         "built_for": None,
         "devices": [],
-        "problem": "No such file or directory",
+        "problem": "it cannot be started: No such file or directory",
     }
 
 
