@@ -28,7 +28,7 @@ MEASURED_VECTORS = 65_536
 
 @dataclass(frozen=True)
 class Source:
-    """Where vectors came from, and how much of the source model's evaluation data is to judge by."""
+    """Origin of vectors, and how many evaluation samples of the source model judge them."""
 
     path: Path
     """Of `source.json`."""

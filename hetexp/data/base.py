@@ -1,4 +1,4 @@
-"""What a data source is, and how the configuration becomes one."""
+"""The interface of a data source, and how the configuration becomes a data source."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class DataSource(Protocol):
     train: Dataset[Any]
     """Map-style: `len` and `__getitem__`, which gives `(input, target)` as tensors of one sample.
 
-    `__getitems__`, where there is one, gives a list of samples at once. A class whose samples draw no random
+    `__getitems__`, if there is one, gives a list of samples at once. A class whose samples draw no random
     numbers of torch, NumPy or Python, and may be read by two threads at a time, says so by
     `prefetchable = True`: then a thread loads them while the step computes (`hetexp.data.loader`).
     One whose samples depend in shape on those that they are asked for with has a method `same_shape`, which
     gives the same samples in the shape of the largest of training and evaluation (`hetexp.data.padded`).
     """
     evaluation: Dataset[Any] | None
-    """Like `train`; `None` where there is nothing to evaluate on."""
+    """Like `train`; `None` if there is nothing to evaluate on."""
     facts: Mapping[str, Any]
     """Model arguments that the data decides, such as `{"input_shape": [1, 8, 8], "num_classes": 10}`."""
 
 
 @dataclass
 class _Parts:
-    """A data source put together from what a person's own class offers."""
+    """A data source made of the parts that a user's own class offers."""
 
     train: Dataset[Any]
     evaluation: Dataset[Any] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     source: Any = None
-    """`hetexp.data.activations.Source`, where it has one."""
+    """`hetexp.data.activations.Source`, if it has one."""
 
 
 def build_data(node: Mapping[str, Any]) -> DataSource:
     """Build the data source that the `data` section describes.
 
-    A plain map-style dataset is training data without evaluation; its `facts` are used where it has any.
+    A plain map-style dataset is training data without evaluation; its `facts` are used if it has any.
 
     Args:
         node: the section, with `_target_`.
@@ -68,7 +68,7 @@ def build_data(node: Mapping[str, Any]) -> DataSource:
 
 
 def same_shape(dataset: Dataset[Any]) -> Dataset[Any]:
-    """Return data whose samples all have one shape, where those of this may differ; else this.
+    """Return data whose samples all have one shape, if those of this may differ; else this.
 
     Stages send each other tensors of fixed size; a memory estimate is of the largest sample, and emulated
     devices count one for all.

@@ -24,7 +24,7 @@ from hetexp.data.sampler import GlobalSampler, Indices, Position
 PREFETCH = 2
 """Microbatches that each process of a `DataLoader` loads ahead, torch's own default."""
 THREAD_AHEAD = 1
-"""Steps that a thread loads ahead, where there are no such processes."""
+"""Steps that a thread loads ahead, if there are no such processes."""
 NOTHING: Indices = np.empty(0, dtype=np.int64)
 
 
@@ -33,11 +33,11 @@ class LocalBatch:
     """What one rank computes in one optimizer step."""
 
     microbatches: list[Any]
-    """`(inputs, targets)` each, on the host; empty where this rank's share of the batch is empty."""
+    """`(inputs, targets)` each, on the host; empty if this rank's share of the batch is empty."""
     local_samples: int
     global_samples: int
     position: Position
-    """Where the global sampler stands after this batch."""
+    """Position of the global sampler after this batch."""
     indices: list[list[int]] = field(default_factory=list)
     """Of each microbatch the places of its samples in the training data."""
     counts: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ def cut(num_samples: int, accumulate: int, microbatch_size: int | None) -> list[
     """Return the sizes of the microbatches of a local batch; they differ by at most one sample.
 
     Args:
-        accumulate: number of pieces, where `microbatch_size` is `None`; never more than samples.
+        accumulate: number of pieces, if `microbatch_size` is `None`; never more than samples.
         microbatch_size: most samples of a piece; the number of pieces follows.
     """
     if num_samples == 0:
@@ -78,8 +78,8 @@ def local_batches(
 ) -> Generator[LocalBatch, None, None]:
     """Yield this rank's part of the next `num_steps` global batches.
 
-    Samples are loaded by processes where there are any, which live as long as the generator; else by a
-    thread, a step ahead, where that changes nothing (`is_prefetchable`, samples collated as by default); else
+    Samples are loaded by processes if there are any, which live as long as the generator; else by a
+    thread, a step ahead, if that changes nothing (`is_prefetchable`, samples collated as by default); else
     when they are asked for. What is yielded is the same. Closing the generator ends processes and thread.
 
     Args:
@@ -124,7 +124,7 @@ def read_ahead(
 
 
 def _may_thread(dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> bool:
-    """Tell whether loading in a thread changes nothing; a person's own collate function may draw numbers."""
+    """Tell whether loading in a thread changes nothing; the user's own collate function may draw numbers."""
     return collate is default_collate and is_prefetchable(dataset)
 
 

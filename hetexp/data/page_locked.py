@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class PageLocked:
-    """Gives microbatches page-locked memory, or ordinary memory where that is not wanted.
+    """Gives microbatches page-locked memory, or ordinary memory if that is not wanted.
 
     torch keeps what is given back and gives it again, not before the copies from it have ended: only the
-    first steps pay for locking. Where the system has no more of it, a warning says so once, and memory is
+    first steps pay for locking. If the system has no more of it, a warning says so once, and memory is
     ordinary from then on.
 
     Args:
@@ -35,7 +35,7 @@ class PageLocked:
         return torch.empty(shape, dtype=dtype)
 
     def hold(self, value: Any) -> Any:
-        """Return what a collate function made with its tensors copied here, where memory is page-locked.
+        """Return what a collate function made with its tensors copied here, if memory is page-locked.
 
         Dicts, lists and tuples stay what they are; what has a method `pin_memory` of its own is asked by it.
         """

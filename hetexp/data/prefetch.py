@@ -1,4 +1,4 @@
-"""What an iterator gives next, taken by a thread while the step computes."""
+"""Takes the next items of an iterator in a thread while the step computes."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _END: Any = object()
 
 
 class _Ahead(Generic[T]):
-    """The thread, and what was taken.
+    """The thread and the items that it took.
 
-    Whoever comes first takes the next item: where all cores are busy the thread may not have come to it, and
-    to wait for it would take longer than to load a small microbatch.
+    The consumer or the thread takes the next item, whichever comes first. On busy cores the thread may be
+    late, and waiting for it would take longer than loading a small microbatch.
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
         self._items = items
-        self._found: queue.SimpleQueue[tuple[T, BaseException | None]] = queue.SimpleQueue()
+        self._items_taken: queue.SimpleQueue[tuple[T, BaseException | None]] = queue.SimpleQueue()
         self._taking = threading.Lock()
         self._taken, self._limit = 0, depth
         self._ended = False
@@ -68,13 +68,13 @@ class _Ahead(Generic[T]):
 
     def next(self) -> T:
         """Return the next item, and let the thread go on by one."""
-        if self._found.empty() and self._taking.acquire(blocking=False):
+        if self._items_taken.empty() and self._taking.acquire(blocking=False):
             try:
-                if self._found.empty():
+                if self._items_taken.empty():
                     self._take()
             finally:
                 self._taking.release()
-        item, error = self._found.get()
+        item, error = self._items_taken.get()
         if error is not None:
             raise error
         self._limit += 1
@@ -102,4 +102,4 @@ class _Ahead(Generic[T]):
             error = raised
         self._ended |= item is _END
         self._taken += 1
-        self._found.put((item, error))
+        self._items_taken.put((item, error))

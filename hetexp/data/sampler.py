@@ -54,7 +54,7 @@ class GlobalSampler:
         global_batch_size: samples of one optimizer step, over all ranks.
         seed: the order of an epoch follows from this and the number of the epoch.
         drop_last: leave out what is left of an epoch when it no longer fills a batch.
-        overfit_batches: where above 0, every epoch is the first so many batches of epoch 0, in that order.
+        overfit_batches: if above 0, every epoch is the first so many batches of epoch 0, in that order.
 
     Raises:
         ConfigError: there are no samples, or fewer than one batch with `drop_last`.

@@ -24,7 +24,7 @@ class Tokens:
     """Whether each is part of an answer."""
 
     def row(self, max_length: int) -> Row:
-        """Return tokens and, for each, the next one where that is part of an answer.
+        """Return tokens and, for each, the next one if that is part of an answer.
 
         Args:
             max_length: most tokens of the row; those beyond are cut off at the end.

@@ -1,4 +1,4 @@
-"""Vectors in files that stay on the disk, `*.npy` and `*.safetensors`: read where a sample is asked for."""
+"""Vectors in files that stay on the disk, `*.npy` and `*.safetensors`: read when a sample is asked for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shard:
     """Of NumPy, or `bfloat16`."""
     shape: tuple[int, ...]
     offset: int
-    """Where the numbers begin, in bytes."""
+    """Offset of the numbers, in bytes."""
     fortran: bool = False
 
     def open(self) -> np.ndarray[Any, Any]:
@@ -114,7 +114,7 @@ def _read_safetensors(path: Path) -> Shard:
 
 
 class Rows:
-    """Vectors of several shards, one after another, as float32 (float64 where they are).
+    """Vectors of several shards, one after another, as float32 (float64 if they are).
 
     Args:
         shards: of one width and type.

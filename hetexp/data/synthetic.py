@@ -27,7 +27,7 @@ class Synthetic(DataSource):
     |---|---|---|
     | classification | float32 [*input_shape]: the mean of its class plus noise | int64 []: the class |
     | regression | float32 [*input_shape] | float32 [num_classes]: a linear map of the input plus noise |
-    | tokens | int64 [sequence_length] | int64 [sequence_length]: the next token, or -100 where it is masked |
+    | tokens | int64 [sequence_length] | int64 [sequence_length]: the next token, or -100 if it is masked |
 
     Args:
         num_samples: size of the training data.

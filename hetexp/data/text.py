@@ -1,4 +1,4 @@
-"""Text as a sequence of characters: of a person's own folder, or of the novel that ships with hetexp."""
+"""Text as a sequence of characters: of the user's own folder, or of the novel that ships with hetexp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer from a person's folder, or a small one that needs no file: a token a byte."""
+"""A tokenizer from the user's folder, or a small one that needs no file: a token a byte."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What is known of cards that are not in this machine. Unknown cards are refused, never guessed.
 
-The figures are data: `catalogue.yaml` beside this file, and a person's own file of the same form that
+The figures are data: `catalogue.yaml` beside this file, and the user's own file of the same form that
 `hardware.catalogue` names. Two figures are assumptions of ours and are stated here, once.
 """
 
@@ -80,7 +80,7 @@ class CardEntry(Section):
     """Peak rate a native precision, dense, in 10^12 floating-point operations a second."""
     bandwidth_gb_per_second: PositiveFloat
     power_limit_watts: PositiveFloat | None = None
-    """`None` where the maker states none."""
+    """`None` if the maker states none."""
     link: str
     """Key of the link to the host's memory."""
     unified_memory: bool = False
@@ -111,7 +111,7 @@ class Card(CardEntry):
         return self.overhead_seconds + flops / (self.tflops[precision] * 1e12 * self.efficiency)
 
     def source(self, figure: str) -> str | None:
-        """Return the source of `memory_gib`, `tflops.float16`, …; `None` where none is stated."""
+        """Return the source of `memory_gib`, `tflops.float16`, …; `None` if none is stated."""
         return self.sources.get(figure) or self.sources.get(figure.partition(".")[0])
 
     def figures(self) -> list[str]:
@@ -131,7 +131,7 @@ class Catalogue:
         """Return one card by its name or an alias.
 
         Args:
-            name: as a person writes it.
+            name: as the user writes it.
             subject: what the message says must be a known card.
 
         Raises:
@@ -172,7 +172,7 @@ def card(name: str) -> Card:
 
 
 def load_catalogue(path: str | None) -> Catalogue:
-    """Return the shipped cards and links with those of a person's own file over them.
+    """Return the shipped cards and links with those of the user's own file over them.
 
     Args:
         path: `hardware.catalogue`, relative to the working directory; `None`: only what is shipped.
@@ -185,7 +185,7 @@ def load_catalogue(path: str | None) -> Catalogue:
     try:
         return _resolve(_merged(_shipped_raw(), _read(path), path))
     except ConfigError as error:
-        raise ConfigError([_told(path, problem) for problem in error.problems]) from None
+        raise ConfigError([_in_file(path, problem) for problem in error.problems]) from None
 
 
 def card_of(spec: DeviceSpec) -> Card:
@@ -222,7 +222,7 @@ def _shipped_raw() -> dict[str, Any]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Read a person's file; report every problem that keeps it from being cards and links."""
+    """Read the user's file; report every problem that keeps it from being cards and links."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -255,7 +255,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], added: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Lay a person's entries over the shipped ones, key by key; what they state is theirs to answer for."""
+    """Lay the user's entries over the shipped ones, key by key; what they state is theirs to answer for."""
     merged = {kind: dict(base[kind]) for kind in ("cards", "links")}
     for name, entry in added.get("links", {}).items():
         source = {"source": path} if "gb_per_second" in entry else {}
@@ -350,7 +350,7 @@ def _wrong_names(entries: Mapping[str, CardEntry]) -> list[str]:
     return problems
 
 
-def _told(path: str, problem: str) -> str:
+def _in_file(path: str, problem: str) -> str:
     """Say which key of which file: "`hardware.catalogue: cards.mine.link` (my.yaml) must be …"."""
     if problem.startswith(f"`{_KEY}`"):
         return problem

@@ -30,7 +30,7 @@ def answer(connection: socket.socket) -> None:
 
 
 def measured(connection: socket.socket) -> Link:
-    """Return latency and rate of the way to whoever answers at the other end, and let it go.
+    """Return latency and rate of the network to the answering end, and let that end go.
 
     Raises:
         OSError: it does not answer.
@@ -49,7 +49,7 @@ def measured(connection: socket.socket) -> Link:
 
 
 def slowest(links: Sequence[Link]) -> Link | None:
-    """Return the least rate with the longest latency; `None` where there is no link."""
+    """Return the least rate with the longest latency; `None` if there is no link."""
     if not links:
         return None
     latency = max(link.latency_seconds for link in links)

@@ -34,10 +34,10 @@ def build_links(
 
     Within one vendor the ring runs over the cards' own links; across vendors buckets go through the host.
     Between hosts (`DeviceSpec.host`) they travel over the network as well: by gloo between one rank of each
-    where the ranks of a host share memory, else in one ring of all.
+    if the ranks of a host share memory, else in one ring of all.
 
     Args:
-        network: figures of the link between hosts; needed where there are several.
+        network: figures of the link between hosts; needed if there are several.
         measured: the all-reduce between real devices; without it that is taken for free.
         shared_memory: whether ranks of a host sum in memory that they share; otherwise gloo does it.
         wire: bytes that travel ÷ bytes of the gradients.

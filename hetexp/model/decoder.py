@@ -109,7 +109,7 @@ class Decoder:
 
 
 def answers(inputs: Tensor) -> AbstractContextManager[Any]:
-    """Let a model run without data, where its inputs have none (memory is estimated so).
+    """Let a model run on inputs without data, as an estimate of memory does.
 
     transformers asks whether a sample is several that were packed into one. None is here; without data there
     would be no answer.
@@ -148,7 +148,7 @@ class _StandIn(nn.Module):
 
 @functools.cache
 def _alone(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of layers that know what they get beside the stream, where they are given nothing."""
+    """Return a class of layers that know what they get beside the stream, if they are given nothing."""
 
     def forward(self: Any, hidden: Tensor, *others: Any, **arguments: Any) -> Any:
         if others or arguments:  # the whole model's own forward pass

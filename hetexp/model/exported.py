@@ -24,7 +24,7 @@ class Exported:
     described: dict[str, dict[str, Any]]
     """JSON files by name."""
     retype: Callable[[dict[str, dict[str, Any]], torch.dtype], None] = lambda described, dtype: None
-    """Changes `described` where it names the tensors' type."""
+    """Sets another type of the tensors in `described`."""
 
     def to(self, dtype: torch.dtype) -> Exported:
         """Return the same with floating-point tensors of this type."""

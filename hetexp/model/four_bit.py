@@ -19,7 +19,7 @@ BLOCK, NESTED_BLOCK, CODES = 64, 256, 16
 def keep_in_four_bits(module: nn.Module, kind: Kind, computed_in: torch.dtype) -> None:
     """Let the linear layers of a module keep their weights in 4 bits, in place; they are frozen then.
 
-    What is on the meta device, where memory is estimated, gets layers that take the same memory.
+    On the meta device, when memory is estimated, they become layers that take the same memory.
 
     Args:
         computed_in: type in which they multiply.

@@ -221,7 +221,7 @@ class _Experts(nn.Module):
     The balance loss is that of single sequences (DeepSeek-V3, arXiv:2412.19437, equations 17-20), so that it
     does not depend on how a batch is cut: with f the fraction of a sequence's choices that fall on an expert
     and P the mean of the probabilities that the router gives it, `balance_weight` · num_experts · Σ f · P.
-    It is at least `balance_weight`, and just that where tokens spread evenly.
+    It is at least `balance_weight`, and exactly that if tokens spread evenly.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""What is built where neither a folder nor an architecture is given."""
+"""Architecture of the model if neither a folder nor an architecture is given."""
 DType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -52,7 +52,7 @@ class HFCausalLM(nn.Module):
     Everything else, the base, is frozen: it has no gradient and no moments, is never exchanged, and no
     checkpoint holds it. Ranks build the same base from the same folder, or from the same random numbers.
 
-    Samples are padded at their end, where a causal model needs no mask: no token sees what comes after it.
+    Samples are padded at their end. A causal model needs no mask for it: no token sees later tokens.
 
     Args:
         folder: folder of a Hugging Face model, with `config.json` and weights, as `save_pretrained` writes
@@ -70,7 +70,7 @@ class HFCausalLM(nn.Module):
 
     Raises:
         ConfigError: the folder holds no such model, or nothing in it has one of the names.
-        SetupError: `four_bit` where bitsandbytes does not load.
+        SetupError: `four_bit` if bitsandbytes does not load.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a model may do between steps: hold a constraint, count over all samples, change weights by itself.
+"""Hooks of a model between steps: hold a constraint, count over all samples, change weights by itself.
 
 A model that derives from `ModelHooks` defines those methods that it needs. The loop calls them on every rank:
 
@@ -43,13 +43,13 @@ class Shared:
     step: int
     """Optimizer steps done, this one included."""
     before: int
-    """Those done at the last call: one less, but where ranks meet only now and then."""
+    """Steps done at the last call: one less, or several if ranks meet only now and then."""
     samples: int
     """Samples trained on since then, of all ranks."""
     tally: Tensor
     """[`tally_size`], int64, on the rank's device: what the outputs' `tally` add up to over these samples."""
     probe: Probe | None = None
-    """Where `probe_size` has asked for one."""
+    """`None` unless `probe_size` asked for samples."""
 
 
 class ModelHooks:
@@ -63,7 +63,7 @@ class ModelHooks:
     def project_gradients(self) -> None:
         """Change the gradient of the whole batch in place; linearly, since a loss scale may be in it.
 
-        Where ranks take steps of their own, it is each one's own gradient.
+        If ranks take steps of their own, it is each one's own gradient.
         """
 
     def after_update(self) -> None:

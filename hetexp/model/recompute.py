@@ -1,4 +1,4 @@
-"""Computing a layer's activations again in backward instead of keeping them (Chen et al. 2016).
+"""Computes a layer's activations again in backward instead of keeping them (Chen et al. 2016).
 
 Only what goes from layer to layer is kept. That is `torch.utils.checkpoint` without reentry, around the
 layers that the model tells of, with two differences: the state of the random generators is kept for every
@@ -27,7 +27,7 @@ _here = threading.local()
 
 
 def once(compute: Callable[[], Value]) -> Value:
-    """Return what `compute` gives, or what it gave before where a layer is being computed again."""
+    """Return what `compute` gives, or what it gave before if a layer is being computed again."""
     call: _Call | None = getattr(_here, "call", None)
     if call is None:
         return compute()
@@ -92,7 +92,7 @@ class _Recomputed:
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
         self._forward = layer.__dict__.get("forward")
-        """Where something else has taken the method's place before."""
+        """A replacement of the method that was there before, if any."""
 
     def of(self, layer: nn.Module) -> _Recomputed:
         """Return what stands in for the method of a copy of the layer."""

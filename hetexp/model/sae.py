@@ -172,7 +172,7 @@ class SAE(ModelHooks, nn.Module):
             self.threshold.clamp_(min=0.0)
 
     def probe_size(self, shared: Shared) -> int:
-        """Ask for candidates where it is time to resample and a feature is dead."""
+        """Ask for candidates when it is time to resample and a feature is dead."""
         due = self._resamples(shared) and bool((self._counted(shared) >= self.dead_after).any())
         return self.resample_candidates if due else 0
 
@@ -195,7 +195,7 @@ class SAE(ModelHooks, nn.Module):
     def _counted(self, shared: Shared) -> Tensor:
         """Return for each feature the samples since it last fired, the step's included.
 
-        Where ranks count together only now and then, the samples in between have no order.
+        If ranks count together only now and then, the samples in between have no order.
         """
         return (self.since_fired + shared.samples).masked_fill(shared.tally > 0, 0)
 

@@ -25,18 +25,18 @@ from hetexp.core.plan import Plan
 END_SECONDS = 5.0
 """Longest wait for the process to tell how the run ended."""
 LOG = "monitor.log"
-"""In the run's folder of logs, where something went wrong."""
+"""Name of the log in the run's folder of logs; written only if something goes wrong."""
 _RUN = "import sys; sys.path = [p for p in sys.path if p]; from hetexp.monitor.main import main; main()"
 
 
 class Follower:
-    """What the launcher tells the process beside it; nothing where there is none."""
+    """What the launcher tells the process beside it; nothing if there is none."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self._process = process
 
     def ready(self, steps: int) -> None:
-        """Say that all ranks train, and how many steps there are; 0: only a person's script knows."""
+        """Say that all ranks train, and how many steps there are; 0: only the user's script knows."""
         self._tell({"steps": steps})
 
     def end(self, error: BaseException | None) -> None:
@@ -82,7 +82,7 @@ def can_follow(config: MonitorConfig) -> bool:
     """Return whether what the monitor needs is installed.
 
     Raises:
-        SetupError: it is not, and a person has named a database.
+        SetupError: it is not, and the user has named a database.
     """
     missing = "SQLAlchemy" if find_spec("sqlalchemy") is None else None
     extra = "monitor"
@@ -118,7 +118,7 @@ def _start(plan: Plan, config: MonitorConfig) -> subprocess.Popen[bytes] | None:
 
 
 def _import_paths() -> list[str]:
-    """Return where the process imports from: hetexp itself where it is not installed, what the person set."""
+    """Return the import paths of the process: hetexp's own unless it is installed, then those of the user."""
     root = Path(hetexp.__file__).resolve().parent.parent
     package = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
     return [*package, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -54,14 +54,14 @@ def read_history(
         since, until: seconds since the epoch.
         max_points: most points of a series, and never more than `MOST_POINTS`. Points are means of equal
             stretches, in which each sample counts alike.
-        keys: of the devices; all of them by default. Together, those of a processor are left out where there
+        keys: of the devices; all of them by default. Together, those of a processor are left out if there
             is any other device.
     """
     chosen = _chosen(connection, keys, together=view == "aggregated")
     if not chosen or until <= since:
         return []
     stretch = max(1, math.ceil((until - since) * 1000 / max(1, min(max_points, MOST_POINTS))))
-    # Stretches begin at multiples of their length: the same ones for whoever asks a moment later.
+    # Stretches begin at multiples of their length: a later query gets the same ones.
     begin = cast(device_metrics.c.time_ms, BigInteger) // stretch * stretch
     means = (
         select(device_metrics.c.device_id, begin.label("begin"), *_means())

@@ -1,4 +1,4 @@
-"""Keys as they are pressed, without Enter, where the standard input is a terminal."""
+"""Keys as they are pressed, without Enter, if the standard input is a terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Keys:
         self._number = number
 
     def wait(self, seconds: float) -> str | None:
-        """Return the next key (`a`, `up`), `None` where none comes in time, `q` where no more can come."""
+        """Return the next key (`a`, `up`), `None` if none comes in time, `q` if no more can come."""
         if self._number is None:
             return self._wait_windows(seconds)
         import select

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hetexp.monitor.training import Training
 
 NICE = 10
-"""How far the ranks come before it, where both want a core."""
+"""How far the ranks come before it, if both want a core."""
 _LOG = logging.getLogger(__name__)
 
 

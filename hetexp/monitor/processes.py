@@ -1,4 +1,4 @@
-"""Whether a process that somebody noted is still that process: numbers are given again."""
+"""Tells whether a noted process still runs: the system gives its number to other processes later."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class RunWatch:
         return self._clock() - self._line_at > max(SILENT_SECONDS, 3 * self._pause)
 
     def _read_plan(self) -> None:
-        """Read the newest epoch's plan where membership has changed, else that which the run began with."""
+        """Read the newest epoch's plan if membership has changed, else that which the run began with."""
         changed = sorted((self.folder / "plans").glob("epoch_*.json"), key=_epoch)
         path = changed[-1] if changed else self.folder / "plan.json"
         if path != self._plan_path:

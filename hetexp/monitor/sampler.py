@@ -76,7 +76,7 @@ class Sampler:
         return samples
 
     def _list(self) -> None:
-        """List the cards where that is due, and open what tells of them."""
+        """List the cards when that is due, and open their gauges."""
         lost = any(reader.lost is not None for reader in self._readers)
         if self._clock() - self._listed_at < (LOST_SECONDS if lost else LIST_SECONDS):
             return

@@ -132,7 +132,7 @@ def _stoppable(shown: Shown) -> bool:
 
 
 def _together(shown: Shown, width: int) -> list[Text]:
-    """Return a few lines about all devices; the processor counts where there is no other."""
+    """Return a few lines about all devices; the processor counts if there is no other."""
     cards = [row for row in shown.devices if row["backend"] != "cpu"] or shown.devices
     ok = [row for row in cards if row["state"] == "ok"]
     series = shown.history.get(None)

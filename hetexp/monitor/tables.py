@@ -39,7 +39,7 @@ SCHEMA = 1
 BUSY_SECONDS = 30.0
 """Longest wait for another writer."""
 UNREACHABLE = "The monitor's database cannot be reached"
-"""How whoever uses it begins to tell that."""
+"""Beginning of the message."""
 WRITES = "hetexp_writes"
 """Execution option of connections that write: SQLite's lock is then taken at once, not after a read."""
 _LOCK = 0x68657465
@@ -118,7 +118,7 @@ trainings = Table(
 
 
 def default_path() -> Path:
-    """Return the file of the database where no URL names another."""
+    """Return the file of the database if no URL names another."""
     return home() / "monitor.sqlite"
 
 
@@ -135,7 +135,9 @@ def open_engine(url: str | None) -> Engine:
     engine = _sqlite(url) if url is None or url.startswith("sqlite") else _postgresql(url)
     try:
         with engine.execution_options(**{WRITES: True}).begin() as connection:
-            if connection.dialect.name == "postgresql":  # IF NOT EXISTS may fail where two make one at once
+            if (
+                connection.dialect.name == "postgresql"
+            ):  # IF NOT EXISTS may fail if two processes create a table at once
                 connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK})
             _make_tables(connection)
     except BaseException as error:

@@ -94,7 +94,7 @@ class Top:
         return active + [row for row in rows if row["state"] not in ACTIVE][:ENDED_SHOWN]
 
     def _choose(self) -> None:
-        """Keep what a person has chosen; else take the first one, of those that go on where there are any."""
+        """Keep the user's choice; else choose the first run, which goes on if any does."""
         ids = [row["id"] for row in self._trainings]
         if not self._by_hand or self.chosen not in ids:
             self._by_hand = False

@@ -35,7 +35,7 @@ class Training:
         self._written: dict[str, Any] = {}
         self._now: dict[str, Any] = {"state": "pending"}
         self.error: str | None = None
-        """What the launcher said that ended it, where it wrote no summary."""
+        """What the launcher said that ended it, if it wrote no summary."""
         self.said_goodbye = False
         """Whether the launcher ended by itself."""
 
@@ -43,7 +43,7 @@ class Training:
         """Note that all ranks train.
 
         Args:
-            steps: of the whole run; 0 where only a person's script knows.
+            steps: of the whole run; 0 if only the user's script knows.
         """
         self._steps = steps or None
         self._now |= {"state": "running", "started": time.time(), "steps": self._steps}

@@ -63,7 +63,7 @@ class AcceleratorBackend(Backend):
             )
 
     def _seen_uuid(self, module: Any) -> str | None:
-        """Return the UUID of the card that torch sees, `None` where it does not tell one to compare."""
+        """Return the UUID of the card that torch sees, `None` if it does not tell one to compare."""
         return seen_uuid(module)
 
     def _build(self) -> str:
@@ -182,7 +182,7 @@ class CudaNamespaceBackend(AcceleratorBackend):
 
 
 def seen_uuid(module: Any) -> str | None:
-    """Return the UUID of the only device that torch sees, `None` where this torch does not tell it."""
+    """Return the UUID of the only device that torch sees, `None` if this torch does not tell it."""
     uuid = getattr(module.get_device_properties(0), "uuid", None)
     return str(uuid) if uuid is not None else None
 

@@ -14,7 +14,7 @@ from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import normalised
 
 _SENSORS = ("EDGE", "HOTSPOT", "JUNCTION")
-"""Where a card's temperature is measured; MI300 has no sensor at its edge."""
+"""Sensors of a card's temperature, the preferred first; MI300 has none at its edge."""
 _POWERS = ("current_socket_power", "average_socket_power", "socket_power")
 """What a card draws: newer ones tell the first, older ones the second."""
 
@@ -25,7 +25,7 @@ hot spot (36) is left out: cards at their highest clock set it, too."""
 
 @contextmanager
 def opened(machine: Machine) -> Iterator[dict[str, Smi]]:
-    """Open AMD SMI and give what it can be asked about each card, by PCI address; nothing where it fails."""
+    """Open AMD SMI and yield its cards by PCI address; none if it fails."""
     library = machine.library("amdsmi")
     if library is None or not _succeeds(library, "amdsmi_init"):
         yield {}

@@ -157,7 +157,7 @@ def _detected(
         pcie_generation=generation,
         pcie_lanes=lanes,
         architecture=architecture,
-        # `integrated` stays False: where NVIDIA's GPU is part of the processor, it is the one to train on.
+        # `integrated` stays False: an NVIDIA GPU that is part of the processor is the one to train on.
         unified_memory=card.integrated,
         precisions=native_precisions(architecture),
         mask=card.uuid or (str(card.index) if card.parent is None else None),
@@ -297,7 +297,7 @@ def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
     """Return the precisions that a card computes in natively and at a useful rate, `None`: not known.
 
     CUDA C++ Programming Guide, Throughput of Native Arithmetic Instructions: float16 from 5.3 on, but for 6.1
-    2 a clock where float32 has 128; bfloat16 and TF32 from 8.0 on, before which they are emulated.
+    only 2 a clock, against 128 of float32; bfloat16 and TF32 from 8.0 on, before which they are emulated.
 
     Args:
         architecture: `sm_86`.
@@ -319,7 +319,7 @@ def _capability(architecture: str | None) -> int | None:
 
 
 def _without_code_for(architecture: str | None, build: TorchBuild) -> str | None:
-    """Return why a torch built for CUDA cannot compute on a card, `None` where it can or that is not known.
+    """Return why a torch built for CUDA cannot compute on a card, `None` if it can or that is not known.
 
     Sources: for all builds, CUDA 13.0 release notes, Deprecated Architectures. For PyTorch's own wheels, by
     their version, the CUDA Support Matrix in its RELEASE.md (2.9 to 2.14) and the release notes of 2.8.

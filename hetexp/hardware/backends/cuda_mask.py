@@ -1,7 +1,7 @@
-"""`CUDA_VISIBLE_DEVICES` as a person or a scheduler left it: which cards it names, and what in it names none.
+"""Reads `CUDA_VISIBLE_DEVICES` as a user or a scheduler left it: the cards that it names, and its mistakes.
 
 The rules are those of the CUDA C++ Programming Guide (CUDA Environment Variables) and of the MIG User Guide.
-Where CUDA would quietly leave cards out, it is said; where a number could mean several cards, CUDA is asked.
+A message says so if CUDA would silently leave cards out. CUDA is asked if a number could mean several cards.
 What the guides leave open is as driver 580 does it: a list ends where numbers and UUIDs mix, the digits of a
 UUID may be in either case, and a card that is named twice hides all.
 """
@@ -32,7 +32,7 @@ _OLD_INSTANCE = re.compile(r"MIG-(GPU-[^/]+)/([0-9]+)/([0-9]+)")
 
 
 class _UnclearError(Exception):
-    """An entry does not name exactly one card; the text is what to tell the person."""
+    """An entry does not name exactly one card; the text is the message to the user."""
 
 
 class Mask:
@@ -152,7 +152,7 @@ class Mask:
         return {seen.index: self._seen_as(seen) for seen in torch_sees("cuda", self.machine)} or None
 
     def _why_unclear(self) -> str | None:
-        """Return why CUDA's order does not follow from the bus, `None` where it does."""
+        """Return why CUDA's order does not follow from the bus, `None` if it does."""
         cards = [self.cards[unit[0]] for unit in self._units]
         if any(card.lost is not None for card in cards):
             return "beside a lost card CUDA may count otherwise"
@@ -239,7 +239,7 @@ class Mask:
         )
 
     def _whole(self, entry: str) -> str:
-        """Return the whole value in brackets, where the entry is not all of it."""
+        """Return the whole value in brackets, if the entry is not all of it."""
         return f" ({self.value!r})" if entry != self.value.strip() else ""
 
 

@@ -1,7 +1,7 @@
 """AMD cards: found by the kernel and AMD SMI without torch, driven by a ROCm build of torch as `cuda`.
 
 A card is identified by its address on the bus. ROCm counts in its own order, GPUs in processors included
-(`hetexp.hardware.backends.kfd`), so that a rank gets its card by UUID where the card has one.
+(`hetexp.hardware.backends.kfd`), so that a rank gets its card by UUID if the card has one.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _pools(address: str, machine: Machine) -> tuple[int | None, int | None]:
 def _memory(address: str, unified: bool, machine: Machine) -> tuple[int | None, int | None]:
     """Return a card's total and free bytes.
 
-    Where the memory is the host's, ROCm takes all of it from one of two pools, the larger one: what the
+    If the memory is the host's, ROCm takes all of it from one of two pools, the larger one: what the
     firmware set aside, or what the driver may borrow (`apu_prefer_gtt` in Linux's amdgpu). Their sum would
     promise memory that no program gets, and no more can be borrowed than the host has.
     """

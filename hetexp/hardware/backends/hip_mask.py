@@ -2,7 +2,7 @@
 
 ROCr: BuildUsrDeviceList in ROCR-Runtime's amd_filter_device.cpp. HIP: Device::init in clr's rocdevice.cpp and
 https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html. Two things are read otherwise, so that no
-card is used that a person wanted hidden: an empty list hides all cards from HIP, too; and beside NVIDIA's
+card is used that the user wanted hidden: an empty list hides all cards from HIP, too; and beside NVIDIA's
 cards CUDA_VISIBLE_DEVICES, which is meant for those, hides AMD's without complaint.
 """
 

@@ -29,7 +29,7 @@ _INTEGRATED_NAMES = ("GB10", "N1X", "Thor", "Orin", "Xavier", "Tegra", "Jetson")
 
 _HELD_BACK = ((0x04, "power cap"), (0x20, "too hot"), (0x40, "far too hot"), (0x80, "power brake"))
 """Bits of `nvmlClocksEventReason…`: software power cap, software and hardware thermal slowdown, and a signal
-of the power supply. An idle card's low clocks, or clocks that a person has set, are no such reason."""
+of the power supply. An idle card's low clocks, or clocks that the user has set, are no such reason."""
 _SLOWDOWN = (0x08, "hardware slowdown")
 """Comes with each of the hardware's reasons; old cards tell no other."""
 
@@ -122,7 +122,7 @@ def opened(machine: Machine) -> Iterator[Any]:
 
 
 def sentence(error: Exception) -> str:
-    """Return NVML's error as a sentence, with the fix where there is one."""
+    """Return NVML's error as a sentence, with the fix if there is one."""
     fix = _FIXES.get(code_of(error) or 0)
     return f"NVIDIA's driver does not answer ({error})" + (f"; {fix}" if fix else "")
 
@@ -222,7 +222,7 @@ def memory(card: Card, machine: Machine) -> tuple[int | None, int | None]:
 
 
 def find(library: Any, uuid: str | None, pci: str | None) -> Card | None:
-    """Return the whole card with this UUID, or where there is none, with this address; never an instance.
+    """Return the whole card with this UUID, or if there is none, with this address; never an instance.
 
     Raises:
         NotAnsweringError: NVML cannot list the cards.
@@ -292,7 +292,7 @@ def _throttled(card: Card) -> tuple[str, ...] | None:
 
 
 def _processes(card: Card) -> tuple[Process, ...] | None:
-    """Return who holds the card, each once; `None` where the driver does not say who computes on it."""
+    """Return who holds the card, each once; `None` if the driver does not say who computes on it."""
     kinds = {}
     for kind in ("Graphics", "Compute"):
         name = f"nvmlDeviceGet{kind}RunningProcesses"

@@ -35,7 +35,7 @@ def device_folder(machine: Machine, address: str) -> Path:
 
 
 def drm_node(machine: Machine, address: str, kind: str) -> Path | None:
-    """Return the DRM folder of a PCI device, `None` where its driver made none.
+    """Return the DRM folder of a PCI device, `None` if its driver made none.
 
     Args:
         kind: `card` (`…/drm/card1`) or `renderD` (`…/drm/renderD128`).
@@ -114,7 +114,7 @@ def driver_version(machine: Machine, module: str | None) -> str | None:
 
 
 def off_the_bus(machine: Machine, address: str) -> str | None:
-    """Return in words that a card no longer answers on the PCI bus, `None` where it does.
+    """Return in words that a card no longer answers on the PCI bus, `None` if it does.
 
     A sleeping card is not woken: nothing is known to be wrong with it.
     """
@@ -144,7 +144,7 @@ def wrong_driver(card: PciCard, wanted: tuple[str, ...]) -> str | None:
 
 
 def closed(machine: Machine, name: str, container: str) -> str | None:
-    """Return why this process cannot open a device file, with the fix; `None` where it can.
+    """Return why this process cannot open a device file, with the fix; `None` if it can.
 
     Args:
         name: `/dev/dri/renderD128`.

@@ -36,7 +36,7 @@ class Card:
 
 
 def cards(machine: Machine) -> dict[str, Card]:
-    """Return Intel's cards by address; none where the library is absent or its driver does not answer."""
+    """Return Intel's cards by address; none if the library is absent or its driver does not answer."""
     library = machine.library("pyzes")
     if library is None:
         return {}
@@ -79,7 +79,7 @@ class Watch:
 
 
 def watches(machine: Machine) -> dict[str, Watch]:
-    """Return what tells Intel's cards' state, by address; none where the library or its driver is absent."""
+    """Return what tells Intel's cards' state, by address; none if the library or its driver is absent."""
     library = machine.library("pyzes")
     by_address: dict[str, Watch] = {}
     with suppress(Exception):
@@ -158,7 +158,7 @@ def _memory(library: Any, device: Any) -> tuple[int | None, int | None]:
 
 
 def _sum(numbers: list[int | None]) -> int | None:
-    """Return a sum, `None` where a part of it is not known or there are no parts."""
+    """Return a sum, `None` if a part of it is not known or there are no parts."""
     known = [number for number in numbers if number is not None]
     return sum(known) if known and len(known) == len(numbers) else None
 
@@ -190,7 +190,7 @@ def _listed(function: Any, of: tuple[Any, ...], kind: Any) -> list[Any]:
 
 
 def _filled(library: Any, function: str, handle: Any, structure: str, kind: str) -> Any | None:
-    """Return a structure that a function fills, `None` where it does not."""
+    """Return a structure that a function fills, `None` if it does not."""
     with suppress(Exception):
         facts = getattr(library, structure)()
         facts.stype = getattr(library, f"ZES_STRUCTURE_TYPE_{kind}")

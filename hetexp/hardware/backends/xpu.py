@@ -1,7 +1,7 @@
 """Intel cards: found by the kernel and Sysman without torch, driven by an XPU build of torch as `xpu`.
 
 torch drives them natively. intel-extension-for-pytorch came before that; it was archived upstream in March
-2026, and 2.8 is its last version. Where an XPU build of it that fits this torch is installed, its `optimize`
+2026, and 2.8 is its last version. If an XPU build of it that fits this torch is installed, its `optimize`
 is applied.
 """
 
@@ -186,7 +186,7 @@ class XpuBackend(AcceleratorBackend):
 
 
 def usable_extension() -> Any | None:
-    """Return intel-extension-for-pytorch where an XPU build for this torch is installed and loads.
+    """Return intel-extension-for-pytorch if an XPU build for this torch is installed and loads.
 
     The version is looked at first: imported beside another torch, or as a CPU build, it ends the process.
     """
@@ -434,7 +434,7 @@ _Sum = tuple[float, float] | None
 
 
 def _ratio(before: _Sum, now: _Sum, most: float = math.inf) -> float | None:
-    """Return how much the first counter grew a unit of the second; `None` where one fell or stood still."""
+    """Return how much the first counter grew a unit of the second; `None` if one fell or stood still."""
     if before is None or now is None or now[1] <= before[1] or now[0] < before[0]:
         return None
     return min(most, (now[0] - before[0]) / (now[1] - before[1]))

@@ -157,5 +157,5 @@ def _places(devices: str, backend: str, count: int, value: str) -> set[int]:
 
 
 def _whole(value: str, part: str) -> str:
-    """Return the whole value in brackets, where the part is not all of it."""
+    """Return the whole value in brackets, if the part is not all of it."""
     return f" ({value!r})" if part != value.strip().casefold() else ""

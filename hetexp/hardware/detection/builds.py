@@ -32,9 +32,9 @@ class TorchBuild:
     python: str | None
     """Path of the interpreter; `None`: this process's own."""
     version: str | None = None
-    """`2.13.0+cpu`; `None` where there is no torch."""
+    """`2.13.0+cpu`; `None` if there is no torch."""
     cuda: str | None = None
-    """CUDA version that it is built for, `None` where it is not."""
+    """CUDA version that it is built for, `None` if it is not."""
     hip: str | None = None
     xpu: str | None = None
     mps: bool = False

@@ -1,4 +1,4 @@
-"""Whether somebody else uses a card: a process that computes on it, or another hetexp run's lease."""
+"""Says who else uses a card: a process that computes on it, or another run of hetexp that holds its lease."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def who_is_busy(
         held = holder(card.spec)
         if held is not None:
             return held if leases else None
-        # What this process itself has put on the card, in a notebook say, does not count.
+        # Memory of this process itself, of a notebook say, does not count.
         others = [p for p in card.reading.processes or () if p.pid != os.getpid()]
         computing = [p for p in others if p.computes]
         heavy = [p for p in computing if p.memory_bytes is None or p.memory_bytes >= least]
         if heavy:
-            return " and ".join(_told(machine, p.pid, p.memory_bytes) for p in heavy)
+            return " and ".join(_described(machine, p.pid, p.memory_bytes) for p in heavy)
         return None if card.reading.processes else _unseen(card)
 
     return busy
 
 
-def _told(machine: Machine, pid: int, memory_bytes: int | None) -> str:
+def _described(machine: Machine, pid: int, memory_bytes: int | None) -> str:
     name = machine.text(f"/proc/{pid}/comm")
     who = f"{name} (process {pid})" if name else f"process {pid}"
     return f"{who} holds {memory_bytes / GIB:.1f} GiB" if memory_bytes else f"{who} computes on it"

@@ -1,4 +1,4 @@
-"""What detection says of a card: its facts, what was read of it a moment ago, and what keeps it from use."""
+"""A detected card: its facts, its latest readings, and the reasons that keep it from use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Process:
 
     pid: int
     memory_bytes: int | None = None
-    """What it holds on the card; `None` where the driver does not tell."""
+    """Memory that it holds on the card; `None` if the driver does not say."""
     computes: bool = True
     """Whether it computes; `False`: it only draws."""
 
@@ -83,7 +83,7 @@ class DetectedCard:
 
     @property
     def why_not(self) -> str | None:
-        """Why it cannot be used now, the most lasting reason first; `None` where it can."""
+        """Why it cannot be used now, the most lasting reason first; `None` if it can."""
         if self.lost is not None:
             return f"lost: {self.lost}"
         hidden = f"hidden by {self.hidden_by}" if self.hidden_by is not None else None

@@ -130,7 +130,7 @@ class Leases:
 
     Args:
         devices: of the run; those that share a card take one lease.
-        owner: words that tell people who holds them: the run's folder.
+        owner: the holder's name in messages: the run's folder.
         cpu: file of one more lease, for devices whose work this machine's CPU does.
         reserve: hold them for all that this process starts: its leases of the same cards need no other.
     """
@@ -159,7 +159,7 @@ class Leases:
             try:
                 lock.acquire(timeout=ACQUIRE_SECONDS)
             except Timeout:
-                taken.append(f"{device} is held by {_told(path)}")
+                taken.append(f"{device} is held by {_run_of(path)}")
                 continue
             except OSError as error:
                 broken.append(_unopened(path, error, f"The lease of {device}", _OR_SHARE))
@@ -201,12 +201,12 @@ class Leases:
             _let_go(lock)
 
     def holders(self) -> list[str]:
-        """Return who holds each device that somebody else holds, in words."""
+        """Return in words who holds each device that another process holds."""
         return [f"{name}, held by {who}" for path, name in self._devices.items() if (who := _holder(path))]
 
 
 def holder(device: DeviceSpec) -> str | None:
-    """Return who holds a card, in words; `None` where no other run does."""
+    """Return who holds a card, in words; `None` if no other run does."""
     if _on_cpu(device):
         return None
     with contextlib.suppress(SetupError):  # reported when a lease is taken
@@ -223,7 +223,7 @@ def held_by_others() -> frozenset[str]:
 def owners() -> list[tuple[str, int]]:
     """Return the run folder and the process of each run that has left a note beside a lease.
 
-    The locks are not touched. One that was killed leaves its note: whoever asks looks whether it lives.
+    The locks are not touched. A killed run leaves its note: the caller checks whether the process lives.
     """
     notes = []
     for path in _files("*.json"):
@@ -260,7 +260,7 @@ def _holder(path: Path) -> str | None:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        return _told(path)
+        return _run_of(path)
     except OSError:  # another user's file that we may not open, or a link
         return None
     lock.release()
@@ -389,7 +389,7 @@ def _read_note(path: Path) -> Any:
         return json.loads(file.read(_LONGEST_NOTE))
 
 
-def _told(path: Path) -> str:
+def _run_of(path: Path) -> str:
     try:
         note = _read_note(_note(path))
         return f"the run {note['owner']} (process {note['pid']} of {note['user']})"

@@ -1,7 +1,7 @@
-"""Where detection reads from: the kernel's files, the vendors' libraries, commands, the environment.
+"""The sources that detection reads: the kernel's files, the vendors' libraries, commands, the environment.
 
-Everything that a detection learns of a machine it learns through one object, so that a test can give it the
-recorded answers of a machine that is not there.
+Detection learns everything of a machine through one object. So a test can give it the recorded answers of
+another machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Machine:
     load: Callable[[str], Any] = importlib.import_module
     """Imports a vendor's library; whatever it raises means that the library is not there."""
     run: Callable[[Sequence[str]], str | None] = _run
-    """Runs a vendor's command and returns what it printed, `None` where it is absent, fails or hangs."""
+    """Runs a vendor's command and returns what it printed, `None` if it is absent, fails or hangs."""
     torch_sees: Callable[[str], list[Seen]] | None = None
     """Returns the devices that the torch builds of a kind (`cuda`, `hip`, `xpu`) see; `None`: their
     interpreters are asked (`hetexp.hardware.detection.probe.torch_sees`)."""
@@ -63,7 +63,7 @@ class Machine:
         return self.root / name.lstrip("/")
 
     def text(self, name: str | Path) -> str | None:
-        """Return a file's text without blanks around it, `None` where it cannot be read."""
+        """Return a file's text without blanks around it, `None` if it cannot be read."""
         path = name if isinstance(name, Path) else self.path(name)
         try:
             return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -71,7 +71,7 @@ class Machine:
             return None
 
     def number(self, name: str | Path) -> int | None:
-        """Return a file's whole number, decimal or `0x…`, `None` where there is none."""
+        """Return a file's whole number, decimal or `0x…`, `None` if there is none."""
         text = self.text(name)
         try:
             return int(text, 0) if text else None
@@ -79,9 +79,9 @@ class Machine:
             return None
 
     def library(self, name: str) -> Any | None:
-        """Return a vendor's library, `None` where it is absent or refuses to load.
+        """Return a vendor's library, `None` if it is absent or refuses to load.
 
-        amdsmi raises KeyError and pyzes OSError where there is no driver.
+        amdsmi raises KeyError and pyzes OSError if there is no driver.
         """
         try:
             return self.load(name)

@@ -31,7 +31,7 @@ class PciCard:
 
 
 def pci_cards(machine: Machine) -> list[PciCard]:
-    """Return the cards of known vendors by address; empty where the system has no such list."""
+    """Return the cards of known vendors by address; empty if the system has no such list."""
     bus = machine.path("/sys/bus/pci/devices")
     cards = []
     for folder in sorted(bus.iterdir()) if bus.is_dir() else []:

@@ -100,7 +100,7 @@ def torch_devices(
 ) -> list[Seen]:
     """Return the devices that the torch builds of a kind see, those included that visibility variables hide.
 
-    Where several interpreters have such a build, the list of the one that sees most is returned.
+    If several interpreters have such a build, the list of the one that sees most is returned.
 
     Args:
         kind: `cuda`, `hip`, `xpu` or `mps` (`TorchBuild.kind`).
@@ -126,7 +126,7 @@ def torch_devices(
 def probe_problem(
     kind: str, *, builds: Sequence[TorchBuild] | None = None, machine: Machine | None = None
 ) -> str | None:
-    """Return why an interpreter of a kind showed no device when last asked, `None` where none failed."""
+    """Return why an interpreter of a kind showed no device when last asked, `None` if none failed."""
     asked = _of_kind(kind, builds)
     key = _fingerprint(machine or Machine()) if asked else []
     for build in asked:
@@ -167,7 +167,7 @@ def _path(build: TorchBuild, suffix: str = "json") -> Path:
 
 
 def _remembered(build: TorchBuild, key: Sequence[Any]) -> _Answer | None:
-    """Return an interpreter's last answer, `None` where there is none or it no longer holds."""
+    """Return an interpreter's last answer, `None` if there is none or it no longer holds."""
     try:
         raw = json.loads(_path(build).read_text(encoding="utf-8"))
         if raw["key"] != [_python(build), build.version, *key]:

@@ -258,7 +258,7 @@ class Slowdown:
 def spread_out(parameters: Sequence[nn.Parameter], count: int) -> list[nn.Parameter]:
     """Return so many of the parameters, about evenly spread over the work, in the order of backward.
 
-    Where there are no more than `count`, all of them; else each ends about as large a part of the elements,
+    If there are no more than `count`, all of them; else each ends about as large a part of the elements,
     and the last one is among them.
     """
     backwards = list(reversed(parameters))

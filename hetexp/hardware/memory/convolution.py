@@ -1,7 +1,7 @@
-"""What cuDNN takes for a float32 convolution beside its operands and results, where it can have it.
+"""What cuDNN takes for a float32 convolution beside its operands and results, if there is enough.
 
 For each pass cuDNN's heuristics list algorithms, the fastest first, and torch takes the first that memory
-suffices for (`Conv_v8.cpp`, `try_configs`). So this memory is used where there is plenty and is not needed:
+suffices for (`Conv_v8.cpp`, `try_configs`). So this memory is used if there is plenty and is not needed:
 of 485 passes that took more than 32 MiB, 444 ran with 16 MiB to spare as well.
 
 How much an algorithm takes is arithmetic: right for all 102 FFTs, and for 198 of 233 by Winograd. Which one

@@ -51,7 +51,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a device must hold for one optimizer step; all fields in bytes, `None` where it is not known."""
+    """What a device must hold for one optimizer step; all fields in bytes, `None` if it is not known."""
 
     microbatch_size: int
     """Samples of one forward pass."""
@@ -72,7 +72,7 @@ class MemoryEstimate:
     """Of the driver; torch does not count it."""
     fragmentation: float = 1.0
     spared: int = 0
-    """How much more is allocated at the peak where there is plenty; where there is less, slower algorithms of
+    """How much more is allocated at the peak if there is plenty; if there is less, slower algorithms of
     convolution do without."""
     reason: str | None = None
     """Why activations, or the optimizer's part, are not known."""
@@ -143,7 +143,7 @@ def estimate_memory(workload: Workload, microbatch_size: int, rules: MemoryRules
         try:
             with on_meta(workload.model) as model:
                 return _measure(workload, model, microbatch_size, rules)
-        except Exception as error:  # the copy of a person's own module runs any code
+        except Exception as error:  # the copy of the user's own module runs any code
             return _static(workload, microbatch_size, rules, _reason(error))
 
 
@@ -164,7 +164,7 @@ def _measure(workload: Workload, model: nn.Module, size: int, rules: MemoryRules
         try:
             if size:
                 output, threads = _passes(workload, model, size, rules, live, phases)
-        except Exception as error:  # a person's own model or loss raises anything
+        except Exception as error:  # the user's own model or loss raises anything
             reason, output = _reason(error), None
             _fill_gradients(trainable)
     gradients = trace.tensor_bytes([p.grad for p in trainable if p.grad is not None], block)
@@ -363,7 +363,7 @@ def largest_microbatch(
     """Return the largest microbatch whose step fits, up to `most` samples; `None` if not even one does.
 
     Between a size that fits and one that does not, each part is taken to grow in a line; what follows is
-    measured, until neighbours are found of which only the smaller fits. Where the line leads only a little
+    measured, until neighbours are found of which only the smaller fits. If the line leads only a little
     way, the gap is halved. Every answer was measured to fit.
 
     Args:
@@ -419,5 +419,5 @@ def _foretold(low: MemoryEstimate, high: MemoryEstimate, capacity_bytes: int) ->
     while other - fitting > 1:  # bisection on the lines costs nothing
         middle = (fitting + other) // 2
         fitting, other = (middle, other) if total(middle) <= capacity_bytes else (fitting, middle)
-    # Where the lines say that the neighbour is the end already, or the end is one before: look there.
+    # If the lines say that the neighbour is the end already, or the end is one before: look there.
     return min(max(fitting, first + 1), last - 1)

@@ -1,7 +1,7 @@
 """Lets a model on the meta device call what it would call on a card: autocast, attention, dropout.
 
-torch's autocast never acts on meta tensors, and fake `cuda` tensors are no way out: where torch has CUDA,
-they open a context on the card, which the launcher must not touch, and where it has none, they fail. So the
+torch's autocast never acts on meta tensors, and fake `cuda` tensors are no way out: if torch has CUDA,
+they open a context on the card, which the launcher must not touch, and if it has none, they fail. So the
 casts are made here, above autograd as torch makes them (`aten/src/ATen/autocast_mode.h`), by its own lists
 for CUDA (documented under torch.amp, "CUDA Ops that can autocast"). The CPU's own lists differ a little.
 """
@@ -42,7 +42,7 @@ FLOAT32 = _names(
 FLOAT32_UNLESS_TYPED = _names(
     "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum"
 )
-"""The same, where the call does not name a type itself."""
+"""The same, if the call does not name a type itself."""
 WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 """Functions that need one type for all arguments and get the widest."""
 

@@ -15,7 +15,7 @@ FRAGMENTATION = 1.15
 """What a caching allocator must have ÷ what is allocated: holes between tensors that nothing fits into. On an
 H100 1.00 to 1.15 for 67 of 71 models, sizes and precisions (`benchmarks/bench_memory.py --limits`)."""
 HEADROOM = 1.09
-"""How much more to leave where a size is advised, which is to run for sure: 70 of the 71 needed less."""
+"""Extra factor for sizes that are advised, which must run for sure: 70 of the 71 needed less."""
 CONTEXT_BYTES = {"cuda": 800 * MIB, "hip": 800 * MIB, "xpu": 256 * MIB, "mps": 256 * MIB}
 """Of driver and kernels. On an H100 527 MiB before the first tensor, and 775 with the kernels of cuBLAS and
 cuDNN; those of the others are assumed."""

@@ -32,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
         block: maps a storage's bytes to what the device's allocator takes for them.
         held: tensors that are there already and are not counted.
         kernels: whether to count what a card's kernels need beside their results.
-        cudnn: whether to count what convolutions take where there is plenty (`memory_convolution.py`).
+        cudnn: whether to count what convolutions take if there is plenty (`memory_convolution.py`).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         """Most bytes held at once since `restart`."""
         self.with_plenty = 0
-        """Most bytes held at once, with what cuDNN takes where there is plenty; never restarted."""
+        """Most bytes held at once, with what cuDNN takes if there is plenty; never restarted."""
         self.multiplies = False
         """Whether matrices were multiplied since `restart`."""
 

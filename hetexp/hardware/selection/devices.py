@@ -34,7 +34,7 @@ def select_devices(
     Args:
         config: the typed section; `catalogue` in it is relative to the working directory.
         inventory: the cards of this machine (`hetexp.hardware.detection.inventory.detect`).
-        need_bytes: number of devices → memory that the run needs on each of them, where that is known.
+        need_bytes: number of devices → memory that the run needs on each of them, if that is known.
 
     Returns:
         Devices, reasons and problems; with problems the devices are not to be used.
@@ -162,7 +162,7 @@ def _entries(config: HardwareConfig, known: Catalogue, selection: Selection) -> 
 
 
 def _as_usual(entry: DeviceEntry, config: HardwareConfig) -> DeviceEntry:
-    """Return an entry with what is said of all emulated cards, where it says nothing else itself."""
+    """Return an entry with what is said of all emulated cards, if it says nothing else itself."""
     figures = ("efficiency", "overhead_seconds")
     usual = {name: getattr(config, name) for name in figures if getattr(entry, name) is None}
     return entry.model_copy(update=usual)
@@ -314,7 +314,7 @@ def _absent(key: str, entry: DeviceEntry, pool: CardPool, mix: Sequence[tuple[st
     """Say that a card of the request is not there.
 
     Args:
-        mix: all entries, where they come from `hardware.cards`.
+        mix: all entries, if they come from `hardware.cards`.
     """
     there = ", ".join(_with_reason(card, pool) for card in pool.cards) or "no accelerator"
     fix = (
@@ -381,7 +381,7 @@ def network_between(config: HardwareConfig, selection: Selection) -> None:
 
 
 def _check_hosts(config: HardwareConfig, selection: Selection, known: Catalogue) -> None:
-    """Look up the network between hosts, where emulated devices are in several."""
+    """Look up the network between hosts, if emulated devices are in several."""
     if len({device.host for device in selection.devices}) < 2:
         return
     selection.network = known.links.get(config.network)

@@ -28,7 +28,7 @@ class Selection:
     reasons: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     network: Link | None = None
-    """Link between the hosts of emulated devices, where they are in several."""
+    """Link between the hosts of emulated devices, if they are in several."""
     threads: tuple[int, ...] = ()
     """CPU threads of each device's rank, if several machines have reported theirs."""
     fallback: dict[str, str] | None = None
@@ -42,7 +42,7 @@ class CardPool:
         config: the typed section.
         inventory: all cards of the machine.
         catalogue: gives the speed of known cards.
-        need_bytes: number of devices → memory that the run needs on each, `None` where it is not known.
+        need_bytes: number of devices → memory that the run needs on each, `None` if it is not known.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class CardPool:
         self._need_bytes = need_bytes
 
     def why_not(self, card: DetectedCard, python: str | None = None, busy_too: bool = False) -> str | None:
-        """Return why a card cannot be taken, `None` where it can.
+        """Return why a card cannot be taken, `None` if it can.
 
         Args:
-            python: the interpreter that a person named for it.
+            python: the interpreter that the user named for it.
             busy_too: whether it may be one that others use.
         """
         if card.lost is not None:
@@ -152,12 +152,12 @@ class CardPool:
         ]
 
     def rates(self, card: DetectedCard) -> dict[str, float] | None:
-        """Return the catalogue's rates of a card by precision, `None` where it does not know the card."""
+        """Return the catalogue's rates of a card by precision, `None` if it does not know the card."""
         known = self._catalogue.real(card.spec)
         return dict(known.tflops) if known is not None else None
 
     def tflops(self, card: DetectedCard) -> float | None:
-        """Return the catalogue's float32 rate of a card, `None` where the catalogue does not know it."""
+        """Return the catalogue's float32 rate of a card, `None` if the catalogue does not know it."""
         return (self.rates(card) or {}).get("float32")
 
     def _take_recommended(self, selection: Selection, count: int, key: str) -> None:

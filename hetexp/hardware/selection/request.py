@@ -45,7 +45,7 @@ def parse_card_request(value: int | str | Sequence[int | str], key: str) -> tupl
     """Return what a value of `gpu_ids` asks for, and what is wrong with it.
 
     Args:
-        key: as the person wrote it, for messages.
+        key: as the user wrote it, for messages.
     """
     entries = [value] if isinstance(value, (int, str)) else list(value)
     if isinstance(value, str) and "," in value:
@@ -92,7 +92,7 @@ def find_card(name: str, cards: Sequence[DetectedCard]) -> DetectedCard | str:
 
 
 def cpu_index(name: str) -> int | None:
-    """Return the number in `cpu:1`, 0 for `cpu`, `None` where the name is not the CPU's."""
+    """Return the number in `cpu:1`, 0 for `cpu`, `None` if the name is not the CPU's."""
     match = _CPU.fullmatch(name)
     return int(match["index"] or 0) if match is not None else None
 
@@ -106,8 +106,8 @@ def rank_cards(
     speed is not known comes after those whose is; ties keep the order of the list.
 
     Args:
-        speed: device id → TFLOP/s of the catalogue, where the card is in it.
-        need_bytes: what the run needs on a card, `None` where that is not known.
+        speed: device id → TFLOP/s of the catalogue, if the card is in it.
+        need_bytes: what the run needs on a card, `None` if that is not known.
     """
 
     def key(card: DetectedCard) -> tuple[bool, float, int]:
