@@ -38,6 +38,8 @@ class FaultSchedule:
         first: Callable[[int], bool] = lambda position: True,
     ) -> None:
         mine = [(place, event) for place, event in enumerate(events) if event.device == device_id]
+        self.events = [event for _, event in mine]
+        """Those of this device."""
         self.lasting = [event for _, event in mine if event.kind in LASTING]
         self._sudden = [(place, event) for place, event in mine if event.kind not in LASTING]
         self._first = first

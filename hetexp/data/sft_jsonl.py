@@ -69,7 +69,8 @@ class SftJsonl(DataSource):
         cut = len(lines) - held
         kept = lines[cut:] if evaluation_file is None else _lines("evaluation_file", evaluation_file)
         parts = {"train": reader.read("file", file, lines[:cut])}
-        parts["evaluation"] = reader.read(*_source(file, evaluation_file), kept)
+        source = ("file", file) if evaluation_file is None else ("evaluation_file", evaluation_file)
+        parts["evaluation"] = reader.read(*source, kept)
         if not parts["train"].rows:
             shown = "the shipped questions" if file is None else file
             raise ConfigError(must_be("data.file", "a file with at least one answer to learn from", shown))
@@ -89,10 +90,6 @@ class SftJsonl(DataSource):
             for key, given in (("file", file), ("evaluation_file", evaluation_file))
             if given is not None and not Path(given).expanduser().is_file()
         ]
-
-
-def _source(file: str | None, evaluation_file: str | None) -> tuple[str, str | None]:
-    return ("file", file) if evaluation_file is None else ("evaluation_file", evaluation_file)
 
 
 def _lines(key: str, file: str | None) -> list[tuple[int, str]]:

@@ -57,13 +57,11 @@ class Top:
             shown.devices = self._store.latest(now - self._fresh)
             self._trainings = self._listed()
             keys = [row["key"] for row in shown.devices]
+            if self.mode == "aggregated":
+                keys = [row["key"] for row in shown.devices if row["backend"] != "cpu"] or keys
             if keys:
-                views: tuple[View, ...] = ("aggregated",) if self.mode == "aggregated" else ("per_gpu",)
-                cards = [row["key"] for row in shown.devices if row["backend"] != "cpu"] or keys
-                for view in views:
-                    wanted = cards if view == "aggregated" else keys
-                    series = self._store.history(now - SPAN_SECONDS, now, view, POINTS, wanted)
-                    shown.history |= {row.key: row for row in series}
+                series = self._store.history(now - SPAN_SECONDS, now, self.mode, POINTS, keys)
+                shown.history = {part.key: part for part in series}
         except SQLAlchemyError as error:
             shown.message = unreachable(error)
         shown.trainings = self._trainings

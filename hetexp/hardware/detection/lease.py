@@ -359,29 +359,25 @@ def _unopened(path: Path, error: OSError, what: str, fix: str) -> str:
 
 def _let_go(lock: _Lock | FileLock) -> None:
     with contextlib.suppress(OSError):
-        _note(Path(lock.lock_file)).unlink()
+        Path(lock.lock_file).with_suffix(".json").unlink()
     lock.release()
-
-
-def _note(path: Path) -> Path:
-    return path.with_suffix(".json")
 
 
 def _write_note(path: Path, note: dict[str, Any]) -> None:
     """Write who has a lease beside it; what lies there already is removed, never written into."""
-    with contextlib.suppress(OSError):  # it is for people only
-        _note(path).unlink(missing_ok=True)
-        descriptor = os.open(_note(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o644)
+    file_name = path.with_suffix(".json")
+    with contextlib.suppress(OSError):  # only messages need it
+        file_name.unlink(missing_ok=True)
+        descriptor = os.open(file_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o644)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(note, file)
 
 
 def _read_note(path: Path) -> Any:
-    """Return what a note says.
+    """Return a note's content.
 
     Raises:
-        OSError: it is a link, no regular file, or may not be read.
-        ValueError: it is no JSON.
+        OSError, ValueError: it is a link or no regular file, may not be read, or is no JSON.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | _NO_LINK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -391,7 +387,7 @@ def _read_note(path: Path) -> Any:
 
 def _run_of(path: Path) -> str:
     try:
-        note = _read_note(_note(path))
+        note = _read_note(path.with_suffix(".json"))
         return f"the run {note['owner']} (process {note['pid']} of {note['user']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another hetexp run"

@@ -37,7 +37,7 @@ class FaultyBackend(Backend):
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
-        if step < 0:  # a rehearsal
+        if step < 0 or not self.faults.events:  # below 0: a rehearsal
             return
         now = time.perf_counter()
         self._first_step_at = self._first_step_at or now

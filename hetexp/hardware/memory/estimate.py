@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from hetexp.core.call import call_model
 from hetexp.core.device import GIB
 from hetexp.hardware.memory.rules import MIB, MemoryRules
 
@@ -214,7 +215,7 @@ def _passes(
         live.restart()
         # In backward, too: checkpointing runs parts of the forward pass again.
         with functions:
-            output = _call(model, _sized(inputs, size, workload.precision))
+            output = call_model(model, _sized(inputs, size, workload.precision))
             total = workload.loss(output, _sized(targets, size, workload.precision))
             functions.forget()
             forward = live.multiplies
@@ -313,12 +314,6 @@ def _static(workload: Workload, size: int, rules: MemoryRules, reason: str) -> M
         fragmentation=rules.fragmentation,
         reason=reason,
     )
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    from hetexp.core.call import call_model
-
-    return call_model(model, inputs)
 
 
 def _fill_gradients(parameters: list[torch.nn.Parameter]) -> None:

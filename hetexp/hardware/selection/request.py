@@ -15,7 +15,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.hardware.detection.detected import DetectedCard
 from hetexp.hardware.detection.pci import normalised
@@ -123,14 +122,10 @@ def described(cards: Sequence[DetectedCard]) -> str:
 
 
 def _by_uuid(name: str, cards: Sequence[DetectedCard]) -> list[DetectedCard]:
-    """The cards whose UUID is or begins with `name`; a whole UUID wins over those that it begins."""
+    """Return the cards whose UUID begins with `name`; a card whose whole UUID is `name` comes alone."""
     wanted = name.lower()
     exact = [card for card in cards if card.spec.uuid is not None and card.spec.uuid.lower() == wanted]
     significant = wanted.removeprefix("gpu-").removeprefix("mig-").removeprefix("gpu-")
     if exact or len(significant) < _SHORTEST_UUID:
         return exact
-    return [card for card in cards if _starts(card.spec, wanted)]
-
-
-def _starts(spec: DeviceSpec, wanted: str) -> bool:
-    return spec.uuid is not None and spec.uuid.lower().startswith(wanted)
+    return [card for card in cards if (card.spec.uuid or "").lower().startswith(wanted)]
