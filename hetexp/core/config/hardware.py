@@ -61,8 +61,8 @@ class HardwareConfig(Section):
     cuda_ids: int | str | list[int | str] | None = None
     """Older name of `gpu_ids`."""
     backends: list[str] = []
-    """Your own backends, by the dotted paths of their classes (`hetexp.hardware.backend.Backend`). Their cards
-    are found and chosen like all others."""
+    """Your own backends, by the dotted paths of their classes (`hetexp.hardware.backend.Backend`). Their
+    cards are found and chosen like all others."""
     default_gpu_selection: Literal["all", "available", "manual"] = "available"
     """Cards that `auto` takes. `available` are those not in use, and `manual` takes none without
     `gpu_ids`."""
