@@ -6,11 +6,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import TYPE_CHECKING
 
-from hetexp.core.config.fault import FaultEvent, Lasting
+if TYPE_CHECKING:
+    from hetexp.core.config import FaultEvent
 
-LASTING = get_args(Lasting)
+LASTING = ("slow", "thermal", "jitter")
+"""Kinds that go on; the others happen once."""
 
 
 @dataclass(frozen=True)

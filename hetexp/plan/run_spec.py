@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hetexp.balancing.base import BalancingPolicy
-from hetexp.core.config import Config
 from hetexp.core.errors import ConfigError
-from hetexp.core.instantiate import instantiate
-from hetexp.hardware.selection.pool import Selection
-from hetexp.plan.strategy import Strategy
+
+if TYPE_CHECKING:  # imported at each start of the command, also to complete a word
+    from hetexp.balancing.base import BalancingPolicy
+    from hetexp.core.config import Config
+    from hetexp.hardware.selection.pool import Selection
+    from hetexp.plan.strategy import Strategy
 
 _BUILT = {"strategy": "strategy", "policy": "balancing"}
 """What a run builds once, and the section of the configuration that it is built from."""
@@ -54,6 +55,8 @@ class RunSpec:
         Raises:
             ConfigError: the configuration of the strategy is wrong.
         """
+        from hetexp.core.instantiate import instantiate
+
         built: Strategy = instantiate(self.config.strategy)
         return built
 
@@ -64,6 +67,8 @@ class RunSpec:
         Raises:
             ConfigError: the configuration of the policy is wrong.
         """
+        from hetexp.core.instantiate import instantiate
+
         built: BalancingPolicy = instantiate(self.config.balancing)
         return built
 

@@ -10,9 +10,19 @@ from hetexp.core.config.hardware import either
 from hetexp.core.errors import must_be
 from hetexp.core.section import Section
 
-Lasting = Literal["slow", "thermal", "jitter"]
-"""Kinds that go on; the others happen once."""
-Kind = Literal[Lasting, "stall", "death", "segfault", "freeze", "hang", "comms", "device_error", "oom"]
+Kind = Literal[
+    "slow",
+    "thermal",
+    "jitter",
+    "stall",
+    "death",
+    "segfault",
+    "freeze",
+    "hang",
+    "comms",
+    "device_error",
+    "oom",
+]
 
 
 class FaultEvent(Section):

@@ -88,7 +88,7 @@ def test_counts_that_are_not_whole_travel_as_they_are(tells: bool) -> None:
 
 
 def test_a_step_starts_with_its_count() -> None:
-    with pytest.raises(AssertionError, match="start"):
+    with pytest.raises(AssertionError, match="comes first"):
         LossNormalizer(StepMessage(SoloCommunicator()), 1).factor()
 
 

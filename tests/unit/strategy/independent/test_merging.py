@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def parts(make_state: MakeState) -> TrainState:
+def state(make_state: MakeState) -> TrainState:
     generator = torch.Generator().manual_seed(0)
     inputs = 3.0 + 2.0 * torch.randn(24, 3, generator=generator)
     data = TensorDataset(inputs, torch.randint(4, (24,), generator=generator))
@@ -94,19 +94,19 @@ def test_the_merged_model_beside_its_parents(state: TrainState, tmp_path: Path) 
     assert not bool(average.tensors["norm.running_mean"].any())
 
 
-def test_any_run_goes_on_from_it(parts: TrainState, tmp_path: Path) -> None:
+def test_any_run_goes_on_from_it(state: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0, 10), parent(tmp_path / "b", 0.5, 30)]
-    merged = merge(parents, Wanted(), parts)
+    merged = merge(parents, Wanted(), state)
     path = write_merged(tmp_path / "merged", parents, merged)
     model = Net(3.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    state = load_checkpoint(path, model, optimizer)
-    assert state.step == 5
+    loaded = load_checkpoint(path, model, optimizer)
+    assert loaded.step == 5
     assert not optimizer.state  # moments of other weights are none of these
     assert torch.equal(model.linear.weight, merged.tensors["linear.weight"])
-    assert [one["id"] for one in state.extra["devices"]] == ["a", "b"]
-    assert state.extra["merged"] == merged.report
-    assert "part" not in state.extra
+    assert [one["id"] for one in loaded.extra["devices"]] == ["a", "b"]
+    assert loaded.extra["merged"] == merged.report
+    assert "part" not in loaded.extra
 
 
 def test_a_soup_takes_in_what_helps(state: TrainState, tmp_path: Path) -> None:
