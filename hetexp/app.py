@@ -222,9 +222,13 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
     from hetexp.launch.sweep.run import run_job
     from hetexp.plan.run_spec import Request
 
+    job = HydraConfig.get()
     if not _typed_here:
         _end_with_parent()
-    job = HydraConfig.get()
+        named = (
+            Path(source.path) for source in job.runtime.config_sources if source.provider == "command-line"
+        )
+        name_own_conf_dir(next(named, None))
     working_dir = Path(hydra.utils.get_original_cwd())
     sweep = working_dir / job.sweep.dir if job.mode == RunMode.MULTIRUN else None
     request = Request(

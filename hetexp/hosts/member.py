@@ -7,7 +7,6 @@ import queue
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hetexp.core.compose.conf_folders import import_paths
 from hetexp.core.errors import HetexpError, RunFailedError, SetupError
 from hetexp.core.plan import Plan
 from hetexp.hardware.detection.lease import Leases
@@ -241,7 +241,7 @@ class _MemberLauncher:
             config=config,
             run_dir=str(folder),
             working_dir=working_dir,
-            import_paths=tuple(dict.fromkeys([working_dir, str(Path(sys.path[0]).absolute())])),
+            import_paths=import_paths(Path(working_dir)),
             store_host="127.0.0.1",
             store_port=self._forwards[port].port,
         )

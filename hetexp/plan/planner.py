@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import secrets
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetexp.core.compose.conf_folders import import_paths
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
@@ -99,9 +99,7 @@ def make_plan(spec: RunSpec) -> Plan:
         script=str(request.script.absolute()) if request.script is not None else None,
         script_arguments=request.script_arguments,
         working_dir=str(request.working_dir),
-        import_paths=tuple(
-            dict.fromkeys(str(Path(path).absolute()) for path in [str(request.working_dir), sys.path[0]])
-        ),
+        import_paths=import_paths(request.working_dir),
     )
     return routed(plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import hetexp
@@ -25,6 +26,20 @@ def own_conf_dirs(working_dir: Path) -> list[Path]:
 
 
 def name_own_conf_dir(folder: Path | None) -> None:
-    """Set the folder of `--config-dir`: Hydra itself searches it last, so that it could not override."""
+    """Set the folder of `--config-dir`, and let Python import modules from it and from the folder around it.
+
+    Hydra itself would search it last, so that it could not override.
+    """
     global _named
     _named = folder.absolute() if folder is not None else None
+    sys.path += [path for path in _module_dirs() if path not in sys.path]
+
+
+def import_paths(working_dir: Path) -> tuple[str, ...]:
+    """Return the folders from which every rank imports the user's own modules, the first of which wins."""
+    folders = [str(working_dir.absolute()), str(Path(sys.path[0]).absolute()), *_module_dirs()]
+    return tuple(dict.fromkeys(folders))
+
+
+def _module_dirs() -> list[str]:
+    return [str(_named), str(_named.parent)] if _named is not None else []
