@@ -20,7 +20,9 @@ class Choosy(DDP):
 
 
 class Loud(DDP):
-    """Trains with a gradient that is one percent too large."""
+    """Claims to be exact, and trains with a gradient that is one percent too large."""
+
+    exact = True
 
     def gradient_divisor(self, world_size: int) -> int:
         """Return what every rank multiplies its sum by, and a hundredth of it."""

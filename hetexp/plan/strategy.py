@@ -58,12 +58,17 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    exact: ClassVar[bool] = True
-    """Whether each step is the one that a single device would take with the global batch."""
+    exact: ClassVar[bool] = False
+    """Whether each step is the one that a single device would take with the global batch. A subclass does not
+    inherit it, since what it changes may change the step: it says so itself."""
     reforms: ClassVar[bool] = False
     """Whether ranks of a running training can form their group again with other members."""
     compiles: ClassVar[bool] = False
     """Whether `wrap` takes a model that `torch.compile` has compiled."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls.exact = cls.__dict__.get("exact", False)
 
     @abstractmethod
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:

@@ -33,6 +33,7 @@ class Auto(Strategy):
     """
 
     name: ClassVar[str] = "auto"
+    exact = True
 
     def __init__(self, among: list[str] | None = None, between_hosts: bool = True) -> None:
         self.among = among

@@ -49,6 +49,7 @@ class DDP(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    exact = True
     reforms = True
     compiles = True
 

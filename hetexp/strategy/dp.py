@@ -45,6 +45,7 @@ class DP(Unexchanged):
     """
 
     name: ClassVar[str] = "dp"
+    exact = True
 
     def __init__(self, output_device: NonNegativeInt = 0, dim: NonNegativeInt = 0) -> None:
         self.output_device = output_device

@@ -32,6 +32,7 @@ class Hybrid(Staged):
     """
 
     name: ClassVar[str] = "hybrid"
+    exact = True
 
     def __init__(
         self,

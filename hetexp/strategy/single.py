@@ -20,6 +20,7 @@ class Single(Unexchanged):
     """Trains on one device and exchanges nothing."""
 
     name: ClassVar[str] = "single"
+    exact = True
     compiles = True
 
     def engine(self) -> Engine:

@@ -35,6 +35,7 @@ class Pipeline(Staged):
     """
 
     name: ClassVar[str] = "pipeline"
+    exact = True
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ class Mean(Strategy):
     """Data parallel as a user may write it."""
 
     name: ClassVar[str] = "mean"
+    exact = True
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         return (
@@ -207,3 +208,20 @@ def test_only_auto_has_candidates() -> None:
     assert set(Auto().candidates(lambda: offered, several_hosts=False)) == {"ddp"}
     assert set(Auto().candidates(lambda: offered, several_hosts=True)) == {"ddp", "hierarchical_sgd"}
     assert set(Auto(between_hosts=False).candidates(lambda: offered, several_hosts=True)) == {"ddp"}
+
+
+class Changed(DDP):
+    """May change anything of a step."""
+
+
+class Same(DDP):
+    """Says that it does not."""
+
+    exact = True
+
+
+def test_no_strategy_inherits_that_it_is_exact() -> None:
+    assert DDP.exact
+    assert not Changed.exact
+    assert not Changed().exact
+    assert Same.exact
