@@ -71,7 +71,7 @@ class DataParallel(Replica):
         state = self.state
         if not state.config.debug.exchange:
             return 0
-        if state.hook is not None:
+        if state.hook is not None and state.hook.sent_bytes:  # a strategy need not use it
             return state.hook.sent_bytes / steps if steps else None
         codec = compressor_of(state.config.comm.wire)
         if state.paced is not None and codec is not None:

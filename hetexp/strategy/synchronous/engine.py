@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from hetexp.comm.summation import Summation
+from hetexp.core.cost.step import Links
 from hetexp.hardware.links import links_of
 from hetexp.strategy.synchronous.exchange import GradientExchange
 from hetexp.training.data_parallel import DataParallel
 from hetexp.training.gradient import Gradient
+from hetexp.training.group import pace_exchange
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.loss_scale import all_finite
 from hetexp.training.normalizer import LossNormalizer
@@ -30,8 +32,11 @@ class _Ranks:
         self._summation = summation
         self.rank, self.world_size = rank, world_size
         self.local_count, self.global_count = local_count, global_count
+        self.summed: list[tuple[int, int]] = []
+        """Elements of each vector and bytes of an element."""
 
     def sum_(self, vector: torch.Tensor) -> torch.Tensor:
+        self.summed.append((len(vector), vector.element_size()))
         return self._summation.sum_(vector)
 
 
@@ -42,14 +47,19 @@ class SynchronousSteps(DataParallel):
         exchange: the strategy's own.
     """
 
+    _links: Links | None = None
+    """Channels of emulated devices."""
+    _ranks: _Ranks | None = None
+    """Of the last exchange."""
+
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     def attach_exchange(self, store: dist.Store) -> None:
-        super().attach_exchange(store)
         state = self.state
-        links = links_of(state.plan) if state.plan.paced else None
-        self._summation = Summation(state.exchange, paced=state.paced, links=links, device=state.device)
+        pace_exchange(state)  # and no hook of DDP's: backward exchanges nothing
+        self._links = links_of(state.plan) if state.plan.paced else None
+        self._summation = Summation(state.exchange, paced=state.paced, links=self._links, device=state.device)
         self._trained = [p for p in state.model.parameters() if p.requires_grad]
 
     def gradient(
@@ -58,21 +68,37 @@ class SynchronousSteps(DataParallel):
         state = self.state
         gradient = super().gradient(step, microbatches, normalizer, meter)
         start = state.backend.mark()
-        own = [p.grad for p in self._trained if p.grad is not None]
+        parts = [p.grad for p in self._trained if p.grad is not None]
         if normalizer.loss_scale is not None:
-            normalizer.loss_scale.unscale(own)
-        bad = gradient.shortage is not None or (state.looks and not all_finite(own))
+            normalizer.loss_scale.unscale(parts)
+        bad = gradient.shortage is not None or (state.looks and not all_finite(parts))
         gradient.finite = not state.communicator.all_reduce(torch.tensor([float(bad)]), "max")
-        if gradient.finite:
+        if gradient.finite and state.config.debug.exchange:
             world = state.communicator.world_size
             counts = normalizer.local_count, gradient.global_count
-            ranks = _Ranks(self._summation, state.rank, world, *counts)
-            _put(self._exchange(_flat(self._trained), ranks), self._trained)
+            self._ranks = ranks = _Ranks(self._summation, state.rank, world, *counts)
+            exchanged = self._exchange(_flat(self._trained), ranks)
+            gradient.finite = not state.looks or all_finite([exchanged])  # a sum of finite parts may overflow
+            _put(exchanged, self._trained)
         meter.waited(start, state.backend.mark())
         return gradient
 
+    def forget(self) -> None:
+        self._summation.sent_bytes = 0
+
     def sent_bytes(self, steps: int) -> float | None:
         return self._summation.sent_bytes / steps if steps else None
+
+    def extra_step_seconds(self) -> float:
+        """Return what a step's sums take on emulated links: to the host, the exchange, and back."""
+        if self._links is None or self._ranks is None:
+            return 0.0
+        return sum(self._seconds(self._links, *vector) for vector in self._ranks.summed)
+
+    def _seconds(self, links: Links, length: int, element_size: int) -> float:
+        num_bytes = length * element_size
+        travel = max(links.to_host_seconds(rank, num_bytes) for rank in range(links.world_size))
+        return 2 * travel + self._summation.seconds(links, length, element_size)
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

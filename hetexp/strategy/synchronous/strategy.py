@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hetexp.core.config import Config
+from hetexp.core.device import DeviceSpec
 from hetexp.strategy.synchronous.exchange import GradientExchange
 from hetexp.strategy.unexchanged import Unexchanged
 
@@ -24,6 +27,10 @@ class Synchronous(Unexchanged):
 
     exact = False
     """A subclass whose steps are those of a single device sets it to true."""
+    predicted_as = "all_reduce"
+
+    def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
+        return []
 
     def engine(self) -> Engine:
         from hetexp.strategy.synchronous.engine import SynchronousSteps

@@ -132,6 +132,7 @@ def _mine(state: TrainState, outcome: Outcome) -> dict[str, Any]:
     totals, settled = outcome.totals, outcome.totals.settled
     working = settled.local_samples and settled.compute_seconds
     share = totals.local_samples / totals.global_samples if totals.steps else None
+    hook = state.hook if state.hook is not None and state.hook.sent_bytes else None
     work = state.engine.work()
     return {
         "facts": state.engine.facts(),
@@ -150,7 +151,7 @@ def _mine(state: TrainState, outcome: Outcome) -> dict[str, Any]:
             - settled.data_seconds,
         },
         "sent": state.engine.sent_bytes(totals.steps),
-        "exchanged": state.hook.exchange_seconds / totals.steps if state.hook and totals.steps else None,
+        "exchanged": hook.exchange_seconds / totals.steps if hook is not None and totals.steps else None,
         "joules": outcome.energy.joules() if outcome.energy is not None else [None] * len(driven(state)),
         "device": {
             **versions(),
