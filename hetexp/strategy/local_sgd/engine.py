@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from hetexp.comm.summation import Summation
 from hetexp.core.cost.step import Links
+from hetexp.core.errors import ConfigError, must_be
 from hetexp.hardware.links import links_of
 from hetexp.strategy.local_sgd.checkpoint import rank_files, restore_rank
 from hetexp.strategy.local_sgd.outer import OuterStep, flat, put
@@ -55,7 +57,7 @@ class LocalSteps(OwnSteps):
             state.exchange, self.settings.wire, state.paced, self._links, state.device
         )
         rounds = self.settings.rounds(state.plan.world_size)
-        self._rounds = [_own_group(groups, state.rank) for groups in rounds]
+        self._rounds = [own_group(groups, state.rank, state.plan.world_size) for groups in rounds]
         groups = sorted({group for group in self._rounds if len(group) > 1})
         self._neighbours = SharedGradients(
             state, [(group, []) for group in groups], [], dist.PrefixStore("rounds", store)
@@ -255,8 +257,16 @@ class LocalSteps(OwnSteps):
             summary["comm"]["wire_dtype"] = self.settings.wire
 
 
-def _own_group(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
-    """Return the group that a rank is in, itself if it is in none."""
+def own_group(groups: Sequence[Sequence[int]], rank: int, world_size: int) -> tuple[int, ...]:
+    """Return the group of a round that a rank is in, itself if it is in none.
+
+    Raises:
+        ConfigError: a rank is in two groups, or is none of the run's.
+    """
+    members = Counter(member for group in groups for member in group)
+    if not members.keys() <= set(range(world_size)) or any(count > 1 for count in members.values()):
+        accepted = f"groups without a common rank, of ranks from 0 to {world_size - 1}"
+        raise ConfigError(must_be("strategy.rounds", accepted, groups))
     return next((tuple(sorted(group)) for group in groups if rank in group), (rank,))
 
 
