@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -10,7 +11,7 @@ from typing import Literal
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.balancing.energy import solve_for_energy, solve_within_watts
 from hetexp.balancing.solver import solo_rates
-from hetexp.core.cost.calibration import DeviceCalibration
+from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
@@ -109,6 +110,12 @@ class PredictionInputs:
         self.layers = cache(layers)
         """Returns the model's layers; raises a `ConfigError` if the model may not be cut."""
         self._best: Choice | str | None = None
+
+    def exchanging(self, exchange: Exchange) -> PredictionInputs:
+        """Return the same devices, which exchange something else in a step."""
+        other = copy(self)
+        other.known, other._best = replace(self.known, exchange=exchange), None
+        return other
 
     @property
     def devices(self) -> list[DeviceCalibration]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import torch.distributed as dist
 
 from hetexp.comm.summation import Summation
 from hetexp.core.cost.step import Links
-from hetexp.core.errors import ConfigError, must_be
 from hetexp.hardware.links import links_of
 from hetexp.strategy.local_sgd.checkpoint import rank_files, restore_rank
 from hetexp.strategy.local_sgd.outer import OuterStep, flat, put
 from hetexp.strategy.local_sgd.own_steps import OwnSteps
+from hetexp.strategy.local_sgd.rounds import mean_of_rounds, rounds_of
 from hetexp.strategy.local_sgd.settings import LocalSettings
 from hetexp.strategy.local_sgd.sync_stats import FIX, SyncStats, explain
 from hetexp.strategy.pipeline.shared_gradients import SharedGradients
@@ -56,8 +55,9 @@ class LocalSteps(OwnSteps):
         self._summation = Summation(
             state.exchange, self.settings.wire, state.paced, self._links, state.device
         )
-        rounds = self.settings.rounds(state.plan.world_size)
-        self._rounds = [own_group(groups, state.rank, state.plan.world_size) for groups in rounds]
+        rounds = rounds_of(self.settings, state.plan.world_size)
+        alone = (state.rank,)
+        self._rounds = [next((group for group in groups if state.rank in group), alone) for groups in rounds]
         groups = sorted({group for group in self._rounds if len(group) > 1})
         self._neighbours = SharedGradients(
             state, [(group, []) for group in groups], [], dist.PrefixStore("rounds", store)
@@ -239,13 +239,21 @@ class LocalSteps(OwnSteps):
             self.synced().step(1.0 / self.state.communicator.world_size)
 
     def extra_step_seconds(self) -> float:
-        """Return a step's part of a sync on emulated links: to the host, the exchange, and back."""
+        """Return a step's part of the averages on emulated links: to the host, the exchange, and back."""
         if self._links is None:
             return 0.0
-        trained = [p for p in self.state.model.parameters() if p.requires_grad]
+        plan, trained = self.state.plan, [p for p in self.state.model.parameters() if p.requires_grad]
         length, size = sum(p.numel() for p in trained), trained[0].element_size()
-        travel = max(self._links.to_host_seconds(r, length * size) for r in range(self._links.world_size))
-        return (2 * travel + self._summation.seconds(self._links, length, size)) / self.settings.sync_every
+        sync = _travel(self._links, length * size) + self._summation.seconds(self._links, length, size)
+        rounds = [
+            [
+                _travel(links, length * size) + links.exchange_seconds(length * size)
+                for links in (links_of(plan, [plan.devices[rank] for rank in group]) for group in groups)
+            ]
+            for groups in rounds_of(self.settings, plan.world_size)
+        ]
+        every = self.settings.sync_every
+        return (sync + (every - 1) * mean_of_rounds(rounds)) / every
 
     def sent_bytes(self, steps: int) -> float | None:
         sent = self.outer.sent_bytes if self.outer is not None else 0
@@ -257,17 +265,9 @@ class LocalSteps(OwnSteps):
             summary["comm"]["wire_dtype"] = self.settings.wire
 
 
-def own_group(groups: Sequence[Sequence[int]], rank: int, world_size: int) -> tuple[int, ...]:
-    """Return the group of a round that a rank is in, itself if it is in none.
-
-    Raises:
-        ConfigError: a rank is in two groups, or is none of the run's.
-    """
-    members = Counter(member for group in groups for member in group)
-    if not members.keys() <= set(range(world_size)) or any(count > 1 for count in members.values()):
-        accepted = f"groups without a common rank, of ranks from 0 to {world_size - 1}"
-        raise ConfigError(must_be("strategy.rounds", accepted, groups))
-    return next((tuple(sorted(group)) for group in groups if rank in group), (rank,))
+def _travel(links: Links, num_bytes: int) -> float:
+    """Return what the slowest rank's bytes take to the host and back."""
+    return 2 * max(links.to_host_seconds(rank, num_bytes) for rank in range(links.world_size))
 
 
 _FIXED = 7 + WIDTH

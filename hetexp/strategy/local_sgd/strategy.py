@@ -17,6 +17,7 @@ from hetexp.plan.exchange_checks import refuse_boundary_wire, refuse_wire, requi
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.plan.strategy import ExchangeText
 from hetexp.strategy.local_sgd.prediction import rows_of, sync_seconds, without_gradients
+from hetexp.strategy.local_sgd.rounds import mean_of_rounds, rounds_of
 from hetexp.strategy.unexchanged import Unexchanged
 
 if TYPE_CHECKING:
@@ -106,11 +107,16 @@ class LocalSGD(Unexchanged):
         return rows_of(inputs, self, self._steps_of)
 
     def step_exchange(self, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]) -> Exchange:
-        """Return what a step exchanges: its part of the average of the weights, which nothing hides."""
+        """Return what a step exchanges: its part of the averages of the weights, which nothing hides."""
         quiet = without_gradients(exchange)
         if len(devices) < 2:
             return quiet
-        seconds = sync_seconds(exchange, plan, devices, self.wire) / self.sync_every
+        rounds = [
+            [sync_seconds(exchange, plan, [devices[rank] for rank in group]) for group in groups]
+            for groups in rounds_of(self, len(devices))
+        ]
+        sync = sync_seconds(exchange, plan, devices, self.wire)
+        seconds = (sync + (self.sync_every - 1) * mean_of_rounds(rounds)) / self.sync_every
         return replace(quiet, other_seconds=seconds)
 
     def averages_gradients(self, plan: Plan) -> bool:
@@ -118,7 +124,9 @@ class LocalSGD(Unexchanged):
 
     def describe_exchange(self, plan: Plan) -> ExchangeText | None:
         what = f"weights as {self.wire}" if self.wire != "float32" else "weights"
-        return ExchangeText(what, "each step" if self.sync_every == 1 else f"every {self.sync_every} steps")
+        when = "each step" if self.sync_every == 1 else f"every {self.sync_every} steps"
+        in_groups = self.sync_every > 1 and any(rounds_of(self, plan.world_size))
+        return ExchangeText(what, f"each step in groups, {when} by all" if in_groups else when)
 
     def ignores_commands(self) -> str:
         return f"strategy={self.name} has no step at whose end all its devices meet."

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hetexp.core.config import Config
+from hetexp.core.cost.calibration import Exchange
 from hetexp.core.device import DeviceSpec
+from hetexp.core.plan import Plan
+from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.strategy.synchronous.exchange import GradientExchange
 from hetexp.strategy.unexchanged import Unexchanged
 
@@ -27,10 +31,17 @@ class Synchronous(Unexchanged):
 
     exact = False
     """A subclass whose steps are those of a single device sets it to true."""
-    predicted_as = "all_reduce"
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         return []
+
+    def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
+        exchange = self.step_exchange(inputs.known.exchange, inputs.plan, inputs.linked.devices)
+        return inputs.exchanging(exchange).all_reduced()
+
+    def step_exchange(self, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]) -> Exchange:
+        """Return what a step exchanges: by default all gradients in one sum, which begins after backward."""
+        return replace(exchange, buckets=((1.0, sum(size for _, size in exchange.buckets)),))
 
     def engine(self) -> Engine:
         from hetexp.strategy.synchronous.engine import SynchronousSteps

@@ -351,7 +351,8 @@ def _beside_work(
     seconds, data = (state.communicator.all_reduce(agreed, "max") / scale).tolist()
     known = Exchange(_buckets(state), measured, data_seconds=data)
     links = links_of(state.plan, measured=measured)
-    other = seconds - joint_seconds(devices, split.counts, links, known)
+    seen = state.strategy.step_exchange(known, state.plan, state.plan.devices)
+    other = seconds - joint_seconds(devices, split.counts, links, seen)
     return replace(known, other_seconds=max(0.0, other))
 
 
