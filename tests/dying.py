@@ -11,6 +11,7 @@ from hurt import Net
 
 from hetexp.comm.connections.watched_store import WatchedStore
 from hetexp.core.errors import SetupError
+from hetexp.training.data_parallel import DataParallel
 from hetexp.training.recovery import rank_recovery
 
 
@@ -32,14 +33,16 @@ class Newcomer(Net):
 
 
 def _fail_once() -> None:
-    module: Any = rank_recovery
-    form = module.join_group
+    form = DataParallel.join
 
-    def fail(*_: Any) -> None:
-        module.join_group = form
+    def fail(self: DataParallel, plan: Any, rank: int, store: Any, agree_on_state: Any = None) -> None:
+        if agree_on_state is None:  # the run's first group
+            form(self, plan, rank, store)
+            return
+        DataParallel.join = form  # type: ignore[method-assign]
         raise SetupError("the connections of this group were cut on purpose")
 
-    module.join_group = fail
+    DataParallel.join = fail  # type: ignore[assignment,method-assign]
 
 
 def _die_after(talks: int) -> None:
