@@ -106,7 +106,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, list[tuple[floa
                     totals = train(parts, Progress()).totals
                 assert totals.start is not None
                 steps = totals.steps - totals.start.steps
-                settled = totals.settled
+                settled = totals.after_warmup
                 found[way].append((settled.data_seconds / steps, settled.train_seconds / steps))
         return found
 

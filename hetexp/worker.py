@@ -1,4 +1,4 @@
-"""One rank: reads the plan, wires the objects, trains. Started by the launcher, never by a person."""
+"""The process of one rank: it reads the plan, builds its objects and trains. Only the launcher starts it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hetexp.launch.processes.parent_death import die_with_parent, end_with_launc
 from hetexp.launch.processes.process import LAUNCHER_PID
 
 HURRIED_SECONDS = 0.5
-"""Longest wait for a save under way where the others wait for this rank's end to go on without it."""
+"""Longest wait for a save under way if the others wait for this rank's end to go on without it."""
 
 if TYPE_CHECKING:
     from hetexp.library.setup import Launched
@@ -101,20 +101,20 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
 
 
 def survived(job: _Rank | _ScriptRank, failure: RankFailure) -> bool:
-    """Tell whether the others go on without this rank, and wait for its end."""
+    """Return whether the others go on without this rank, and wait for its end."""
     return job.survives and not failure.peer_lost and device_trouble(failure, 1) is not None
 
 
 def take_part(plan: Plan, rank: int) -> None:
     """Run one rank in this process, which another engine has started and which goes on afterwards.
 
-    What the rank built is held until the process ends, but for the memory of its device.
+    The rank's objects live until the process ends. Only the memory of its device is freed before.
 
     Raises:
-        Exception: whatever ended the rank; its loggers and its save are closed by then.
+        Exception: the error that ended the rank; its loggers and its save are closed by then.
     """
     job = _Rank(plan, rank)
-    _parts_taken.append(job)
+    _finished_ranks.append(job)
     try:
         job.run()
     except _Terminated:
@@ -131,8 +131,8 @@ def take_part(plan: Plan, rank: int) -> None:
         job.state.optimizer.state.clear()
 
 
-_parts_taken: list[_Rank] = []
-"""Taking a process group down is not safe while this process lives, see `end`."""
+_finished_ranks: list[_Rank] = []
+"""Kept, since destroying a process group is not safe while this process lives (see `end`)."""
 
 
 def terminated_on_request() -> None:
@@ -142,7 +142,7 @@ def terminated_on_request() -> None:
 
 
 def keep_from_ending() -> None:
-    """Let SIGTERM end nothing any more: this process is about to end by itself."""
+    """Ignore SIGTERM from now on: this process is about to end by itself."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -150,9 +150,9 @@ def keep_from_ending() -> None:
 def end(exit_code: int) -> NoReturn:
     """End this process while the model and the process group are still alive.
 
-    Taking them down is not safe: DDP's reducer joins gloo's thread while it holds the interpreter lock, for
-    which that thread may be waiting (torch 2.13). And the interpreter's own exit would join threads of a
-    group whose peers are gone.
+    To destroy them is not safe: DDP's reducer joins gloo's thread while it holds the interpreter lock, for
+    which that thread may be waiting (torch 2.13). The interpreter's own exit would join threads of a group
+    whose peers are gone.
     """
     if exit_code == 0:
         atexit._run_exitfuncs()
@@ -163,7 +163,7 @@ def end(exit_code: int) -> NoReturn:
 
 
 def num_checkpoints(config: Config, done: int, total_steps: int) -> int:
-    """Return how many checkpoints a run is going to write after `done` of its steps; the last one has one."""
+    """Return how many checkpoints a run writes after `done` of its steps, one after the last included."""
     every = config.trainer.checkpoint_every
     if config.trainer.fast_dev_run:
         return total_steps // every - done // every if every else 0
@@ -171,7 +171,7 @@ def num_checkpoints(config: Config, done: int, total_steps: int) -> int:
 
 
 def most_checkpoints(config: Config, done: int, total_steps: int) -> int:
-    """Return how many checkpoints of the steps after `done` there will be at one time, at most."""
+    """Return the most checkpoints of the steps after `done` that exist at one time."""
     from hetexp.checkpoint.rotation import KEPT_TIMED
 
     trainer, count = config.trainer, num_checkpoints(config, done, total_steps)
@@ -182,7 +182,7 @@ def most_checkpoints(config: Config, done: int, total_steps: int) -> int:
 
 
 class _Terminated(SystemExit):
-    """The launcher asked this rank to end; a person's own code may raise `SystemExit`, too."""
+    """Raised by SIGTERM: the launcher asked this rank to end. A user's code may raise `SystemExit`, too."""
 
 
 def _leave(*_: object) -> None:
@@ -190,7 +190,7 @@ def _leave(*_: object) -> None:
 
 
 class _Rank:
-    """The objects of one rank, in the order in which they come to life.
+    """The objects of one rank, in the order in which it builds them.
 
     Args:
         member: number of a process that joins a training under way; `None`: all begin together.
@@ -201,7 +201,7 @@ class _Rank:
         self.newcomer, self.member = member is not None, rank if member is None else member
         self.state: TrainState | None = None  # held until the process ends, see `end`
         self.progress: Progress | None = None
-        self._survival: RankRecovery | None = None
+        self._recovery: RankRecovery | None = None
         self._save_seconds: float | None = None
         """Longest wait for a save under way at the end; `None`: `fault.stop_seconds`."""
 
@@ -212,11 +212,11 @@ class _Rank:
 
     @property
     def survives(self) -> bool:
-        """Whether the others go on where this rank's device fails."""
+        """Whether the others go on if this rank's device fails."""
         return self.state is not None and self.state.survives
 
     def hurry(self) -> None:
-        """Let a save that is under way keep no rank from going on: the others save again."""
+        """Do not wait for this rank's save: the others go on and save again."""
         self._save_seconds = HURRIED_SECONDS
 
     @property
@@ -228,7 +228,7 @@ class _Rank:
         """Meet the other ranks, agree with them, train (or only measure), report."""
         from hetexp.comm.rendezvous import connect_store
         from hetexp.training.measuring.calibrate import calibrate
-        from hetexp.training.measuring.warmup_calibration import rehearse
+        from hetexp.training.measuring.warmup_calibration import calibrate_time_scale
         from hetexp.training.recovery.rank_recovery import RankRecovery
         from hetexp.training.saving.resuming import resume
         from hetexp.training.state import Progress
@@ -237,15 +237,15 @@ class _Rank:
         config = read_config(self.plan.config)
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
         store.set(f"hello/{self.member}", platform.node())
-        self._survival = survival = RankRecovery(store, self.member)
+        self._recovery = recovery = RankRecovery(store, self.member)
         if self.newcomer:
             state = build_newcomer(self.plan, config, self.rank, self.member, store)
             self.state, self.progress = state, Progress()
-            self._train(survival)
+            self._train(recovery)
             return
-        group = store if self.plan.measuring else survival.store
+        group = store if self.plan.measuring else recovery.store
         self.state = state = build_state(self.plan, config, self.rank, group)
-        state.time_scale = rehearse(state)
+        state.time_scale = calibrate_time_scale(state)
         if self.plan.measuring:
             if self.rank == 0:
                 store.set(READY, "0")
@@ -261,9 +261,9 @@ class _Rank:
             check_checkpoint_space(state.checkpoints, needed, count)
             state.loggers = start_loggers(state)
             store.set(READY, str(state.total_steps))
-        self._train(survival)
+        self._train(recovery)
 
-    def _train(self, survival: RankRecovery) -> None:
+    def _train(self, recovery: RankRecovery) -> None:
         """Train to the end, or until the others go on without this rank, and report."""
         from hetexp.training.loop import Outcome, train
         from hetexp.training.measuring.result import report
@@ -273,18 +273,18 @@ class _Rank:
         assert state is not None
         assert progress is not None
         state.survives = state.config.fault.survive and self.plan.reforms and state.strategy.reforms
-        self._give_signs_of_life(state.config)
-        survival.start()
+        self._start_heartbeat(state.config)
+        recovery.start()
         if self.newcomer:
-            survival.prepare()
+            recovery.prepare()
         summary: dict[str, Any] = {}
 
         def conclude(outcome: Outcome) -> None:
             assert state is not None
-            summary.update(report(state, survival.store, outcome, time.perf_counter() - started))
+            summary.update(report(state, recovery.store, outcome, time.perf_counter() - started))
 
         try:
-            train(state, progress, survival, not self.newcomer, conclude)
+            train(state, progress, recovery, not self.newcomer, conclude)
         except DismissedError as error:
             print(f"{error}.", flush=True)
             self.close(0)
@@ -294,18 +294,18 @@ class _Rank:
             write_json(Path(self.plan.run_dir) / "summary.json", summary)
         state.communicator.close()
 
-    def _give_signs_of_life(self, config: Config) -> None:
-        """Tell the launcher from now on that this rank lives, and how far it is."""
+    def _start_heartbeat(self, config: Config) -> None:
+        """Report to the launcher from now on that this rank lives, and how far it is."""
         from hetexp.comm.rendezvous import connect_store
 
         if not config.fault.survive:
             return
-        own = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
+        store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
 
-        def tell() -> tuple[int | None, str]:
+        def status() -> tuple[int | None, str]:
             return self.step, self.state.doing if self.state is not None else ""
 
-        beat(own, self.member, config.fault.heartbeat_seconds, tell)
+        beat(store, self.member, config.fault.heartbeat_seconds, status)
 
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
         """End a save that is under way and close the loggers; safe to call at any time and twice."""
@@ -315,22 +315,22 @@ class _Rank:
         self.state.saver.leave(limit if self._save_seconds is None else self._save_seconds)
         loggers, self.state.loggers = self.state.loggers, ()
         for logger in loggers:
-            # After a failure nothing may keep this rank from ending: the disk may be full.
+            # After a failure this rank must end even if its logger fails: the disk may be full.
             with contextlib.suppress(OSError) if exit_code else contextlib.nullcontext():
                 logger.finish(summary or {}, exit_code)
 
     def end_threads(self) -> None:
         """End the threads of this rank, whose process goes on afterwards."""
-        from hetexp.training.group import end_exchanging
+        from hetexp.training.group import end_exchange_threads
 
-        if self._survival is not None:
-            self._survival.stop()
+        if self._recovery is not None:
+            self._recovery.stop()
         if self.state is not None:
-            end_exchanging(self.state)
+            end_exchange_threads(self.state)
 
 
 class _ScriptRank:
-    """One rank's run of a person's own script, which calls `hetexp.setup`."""
+    """One rank's run of the user's own script, which calls `hetexp.setup`."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
@@ -344,15 +344,15 @@ class _ScriptRank:
 
     @property
     def survives(self) -> bool:
-        """Whether the others go on where this rank's device fails: a script's loop does not."""
+        """Whether the others go on if this rank's device fails: a script's loop does not."""
         return False
 
     def hurry(self) -> None:
-        """Do nothing: it writes nothing in the background."""
+        """Do nothing: a script's rank saves nothing in the background."""
 
     @property
     def waits(self) -> bool:
-        """Whether it has lost another one, and would go on if it could: a script's loop does not."""
+        """Whether this rank has lost another one, and would go on if it could: a script's loop does not."""
         return False
 
     def run(self) -> None:

@@ -1,1 +1,1 @@
-"""Between ranks: agreement before training, collectives during it."""
+"""Communication between ranks: rendezvous before training, collectives during it."""

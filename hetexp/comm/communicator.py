@@ -1,4 +1,4 @@
-"""Collectives on small tensors: counts, metrics, decisions. Gradients travel through the strategy."""
+"""Collectives on small tensors: counts, metrics, decisions. The strategy exchanges gradients."""
 
 from __future__ import annotations
 
@@ -19,37 +19,34 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _HOST_TYPES = ("cpu", "cuda")
 """Device types that gloo reads and writes by itself; every other one is staged through the host."""
 MOST_ASIDE_BYTES = 1 << 16
-"""Of a host's tensor that is reduced on a stream of its own, through pinned memory."""
+"""Largest host tensor that is reduced on a separate stream, through pinned memory."""
 
 
 class Pending(Protocol):
     """A collective under way."""
 
     def wait(self) -> torch.Tensor:
-        """Return the result, on the device of the tensor that was given."""
+        """Return the result, on the device of the original tensor."""
         ...
 
 
 class Communicator(ABC):
-    """What the training loop may ask of the other ranks."""
+    """The training loop's collectives with the other ranks."""
 
     rank: int
     world_size: int
     device = torch.device("cpu")
-    """Where collectives read and write; tensors of other devices are brought there."""
+    """Device on which collectives read and write; tensors of other devices are copied there."""
 
-    def apart(self) -> Communicator:
-        """Return a communicator of the same ranks whose collectives have an order of their own.
-
-        All ranks must call it together.
-        """
+    def duplicate(self) -> Communicator:
+        """Return a communicator of the same ranks with its own order of collectives; all ranks call it."""
         return self
 
     @abstractmethod
     def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        """Start a reduction over all ranks; the same call must be made by each of them in the same order.
+        """Start a reduction over all ranks, which all make the same calls in the same order.
 
-        The given tensor is left as it was. Only sums and maxima: a mean of integers differs by backend.
+        The tensor is left as it was. There are only sums and maxima: a mean of integers differs by backend.
 
         Raises:
             PeerLostError: another rank is gone or did not come in time (here or in `wait`).
@@ -80,28 +77,28 @@ class Communicator(ABC):
         return self.all_reduce_async(tensor, op).wait()
 
     def meet(self) -> None:
-        """Return once every rank has called it, however long it takes those that give signs of life.
+        """Return once every rank has called it, without a time limit for ranks that send heartbeats.
 
         Raises:
-            PeerLostError: a rank is gone or gives none.
+            PeerLostError: a rank is gone or sends no heartbeat.
         """
         self.barrier()
 
-    def alive(self) -> None:  # noqa: B027 - a lone rank keeps no other waiting
-        """Give the others a sign of life, from within work that takes its time."""
+    def alive(self) -> None:  # noqa: B027 - for a lone rank no other waits
+        """Send a heartbeat to the others from within long work."""
 
     def working(self) -> AbstractContextManager[None]:
-        """Give the others signs of life while the block runs."""
+        """Send heartbeats to the others while the block runs."""
         return nullcontext()
 
     def abandon(self) -> None:  # noqa: B027 - most communicators have no connections
-        """Leave the other ranks in the midst of whatever they do with this one; no collective may follow.
+        """Leave the other ranks, also in the midst of a collective; no collective may follow.
 
-        Ranks that wait for this one learn of it, and so does a thread of this rank that waits for them.
+        Ranks that wait for this rank fail at once, and so does a thread of this rank that waits for them.
         """
 
     def close(self) -> None:  # noqa: B027 - most communicators hold nothing
-        """Give up what the communicator holds; no collective may follow."""
+        """Free the communicator's resources; no collective may follow."""
 
 
 class _Done:
@@ -113,7 +110,7 @@ class _Done:
 
 
 class SoloCommunicator(Communicator):
-    """A single rank, without others to talk to."""
+    """A single rank, without any others."""
 
     rank = 0
     world_size = 1
@@ -136,7 +133,7 @@ class ProcessGroupCommunicator(Communicator):
 
     Args:
         device: the rank's own: NCCL's collectives read and write there, gloo's on the CPU.
-        pulse: how the ranks know that the others are alive where they work by themselves.
+        pulse: heartbeats of the ranks during work without collectives.
         group: of all ranks; `None`: the default one.
     """
 
@@ -149,7 +146,7 @@ class ProcessGroupCommunicator(Communicator):
         self.device = device if native else torch.device("cpu")
         self._aside = torch.cuda.Stream(device) if self.device.type == "cuda" else None
 
-    def apart(self) -> Communicator:
+    def duplicate(self) -> Communicator:
         limit = timedelta(seconds=self._pulse.timeout_seconds)
         with remembered():
             group = dist.new_group(backend=dist.get_backend(), timeout=limit)
@@ -166,7 +163,7 @@ class ProcessGroupCommunicator(Communicator):
         return _Reduction(work, staged, tensor.device)
 
     def _reduce_aside(self, tensor: torch.Tensor, op: ReduceOp, stream: torch.cuda.Stream) -> Pending:
-        """Reduce numbers of the host by a library that reads the device, without a wait for the device.
+        """Reduce a host tensor by a library that reads the device, without a wait for queued work.
 
         On the stream of the passes, both copies would wait for all work that is queued there, twice a step.
         """
@@ -185,12 +182,12 @@ class ProcessGroupCommunicator(Communicator):
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         staged = stage(tensor, self.device)
-        everyone = [torch.empty_like(staged) for _ in range(self.world_size)]
+        gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
         try:
-            dist.all_gather(everyone, staged, group=self._group)
+            dist.all_gather(gathered, staged, group=self._group)
         except RuntimeError as error:
             raise peer_lost(error) from error
-        return [one.to(tensor.device) for one in everyone]
+        return [part.to(tensor.device) for part in gathered]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         staged = stage(tensor, self.device)
@@ -247,16 +244,16 @@ class _Aside:
 
 
 def stage(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of `tensor` that a group computing on `device` can reduce.
+    """Return a copy of `tensor` that a group on `device` can reduce.
 
-    gloo has no path for `xpu` and `mps` tensors and none for float64 there, so anything but the CPU's and,
-    in place, CUDA's goes through the host.
+    gloo supports CPU and CUDA tensors in place, but neither `xpu` nor `mps` tensors, nor float64 there: those
+    go through the host.
     """
     home = device if device.type != "cpu" or tensor.device.type not in _HOST_TYPES else tensor.device
     return tensor.detach().to(home, copy=True).contiguous()
 
 
 def peer_lost(error: RuntimeError) -> PeerLostError:
-    """Tell a failed collective in one sentence; the cause is kept for the log."""
+    """Return the error of a failed collective, with the first line of torch's error."""
     first_line = str(error).partition("\n")[0]
     return PeerLostError(f"a collective failed because another rank is gone or late ({first_line})")

@@ -1,7 +1,7 @@
-"""What a vector looks like while it travels: fewer bytes a number, and what that loses.
+"""Compression of the vectors that ranks send: fewer bytes a number, with a loss.
 
-A code that loses something is exact in the long run with error feedback (Seide et al. 2014; Karimireddy et
-al. 2019): what it lost of one vector is added to the next one.
+Lossy compression is exact in the long run with error feedback (Seide et al. 2014; Karimireddy et al. 2019):
+the error of one vector is added to the next one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hetexp.core.cost.step import Wire
 
 BLOCK = 256
 """Numbers that share a scale in int8."""
-PIECE = 2**14 * BLOCK
-"""Numbers of one message, 16 MiB in float32: what coding takes of memory beside the vector."""
+CHUNK = 2**14 * BLOCK
+"""Most numbers of one message, 16 MiB in float32: it bounds the memory for compression."""
 LARGEST = 127
 """Largest magnitude of an int8 code; -128 is not used, so that codes are symmetric."""
 
@@ -37,11 +37,11 @@ class Compressor(ABC):
 
     @abstractmethod
     def num_bytes(self, length: int) -> int:
-        """Return the bytes of a vector of so many numbers."""
+        """Return the bytes of a vector of `length` numbers."""
 
     def sent_bytes(self, length: int) -> int:
-        """Return the bytes of a vector of any length, in messages of `PIECE` numbers at most."""
-        return sum(self.num_bytes(min(PIECE, length - start)) for start in range(0, length, PIECE))
+        """Return the bytes of a vector of any length, in messages of at most `CHUNK` numbers."""
+        return sum(self.num_bytes(min(CHUNK, length - start)) for start in range(0, length, CHUNK))
 
 
 class Bfloat16(Compressor):
@@ -60,9 +60,9 @@ class Bfloat16(Compressor):
 
 
 class Int8(Compressor):
-    """One byte a number and four a block of `BLOCK` numbers: its largest magnitude ÷ 127, in float32.
+    """One byte a number, and four a block of `BLOCK` numbers for its scale, the largest magnitude ÷ 127.
 
-    The last block is filled up with zeros. A block that holds a number that is not finite comes back as NaN.
+    The last block is filled up with zeros. A block with a number that is not finite is decoded as NaN.
     """
 
     name: ClassVar[str] = "int8"
@@ -89,5 +89,5 @@ class Int8(Compressor):
 
 
 def compressor_of(wire: Wire) -> Compressor | None:
-    """Return the code of a wire; `None` for `float32`, where numbers travel as they are."""
+    """Return the compressor of a wire type; `None` for `float32`, which sends numbers as they are."""
     return {"float32": None, "bfloat16": Bfloat16(), "int8": Int8()}[wire]

@@ -1,4 +1,4 @@
-"""A rank without samples takes part in the exchange with gradients of zero, one without memory with NaN."""
+"""Lets a rank without samples exchange gradients of zero, and a rank out of memory NaN."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 
 
 class _Given(torch.autograd.Function):
-    """A scalar 0 that depends on a parameter, and on the one before it, and sends a given gradient.
+    """A scalar 0 that depends on a parameter, and on the zero before it, with a given gradient.
 
-    Multiplying a real output by zero would not do: 0 × inf is NaN, and some layers refuse an empty batch.
+    A real output times zero would not do: 0 × inf is NaN, and some layers refuse an empty batch.
     """
 
     @staticmethod
@@ -36,14 +36,14 @@ class _Given(torch.autograd.Function):
 
 
 def give(before: torch.Tensor | None, parameter: torch.Tensor, gradient: float) -> torch.Tensor:
-    """Return a zero whose backward sends `gradient` to a parameter, and then goes on to the one before."""
+    """Return a zero whose backward gives a parameter this gradient, and then goes on to the zero before."""
     zero: torch.Tensor = _Given.apply(before, parameter, gradient)  # type: ignore[no-untyped-call]
     return zero
 
 
 def given_gradient(parameters: Iterable[nn.Parameter], gradient: float) -> torch.Tensor | None:
-    """Return a zero whose backward sends `gradient` to every element of the trained parameters."""
-    # A chain, so that gradients come in the order of a real backward: DDP takes rank 0's for all.
+    """Return a zero whose backward gives `gradient` to every element of the trained parameters."""
+    # A chain, so that gradients come in the order of a real backward: DDP uses rank 0's order on all ranks.
     zero: torch.Tensor | None = None
     for parameter in parameters:
         if parameter.requires_grad:
@@ -52,7 +52,7 @@ def given_gradient(parameters: Iterable[nn.Parameter], gradient: float) -> torch
 
 
 class PassesTogether(Protocol):
-    """What ranks do together in the midst of a pass, each with its own samples or without any."""
+    """Collectives of all ranks inside a pass, each with its own samples or without any."""
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context for a forward pass with samples."""
@@ -63,15 +63,15 @@ class PassesTogether(Protocol):
         ...
 
     def leave(self) -> None:
-        """Let go of the other ranks for good."""
+        """Leave the other ranks for good."""
         ...
 
 
 class EmptyShareGuard(nn.Module):
-    """Calls the model with inputs, or without any returns a zero that is connected to every parameter.
+    """Calls the model with inputs; without inputs, returns a zero that is connected to every parameter.
 
-    A wrapper such as DDP goes around it: whatever happens to the model, the wrapper's own forward ends, and
-    with it what the ranks do together in it.
+    A wrapper such as DDP goes around it. The wrapper's own forward, with its collectives, then ends even if
+    the model runs out of memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,13 +80,13 @@ class EmptyShareGuard(nn.Module):
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         """Parameters that get a gradient in each step."""
         self.norms: PassesTogether | None = None
-        """The BatchNorm layers, where ranks have common statistics."""
+        """The BatchNorm layers, if ranks have common statistics."""
         self.used: list[nn.Parameter] | None = None
-        """Parameters that get a zero where there are no samples; `None`: all that are trained."""
+        """Parameters that get a zero without samples; `None`: all trained parameters."""
         self.catches = False
-        """Whether the model's running out of memory is kept in `shortage` instead of being raised."""
+        """Whether an out-of-memory error of the model is kept in `shortage` instead of raised."""
         self.shortage: str | None = None
-        """What the device said when its memory ran out; the model is not called until it is `None` again."""
+        """First line of the out-of-memory error; until it is `None` again, the model is not called."""
 
     def forward(self, inputs: Any) -> Any:
         if inputs is not None and self.shortage is None:
@@ -97,7 +97,7 @@ class EmptyShareGuard(nn.Module):
                 if not self.catches or not is_out_of_memory(error):
                     raise
                 self.shortage = first_line(error)
-            # The error is gone here, and with it the frames that held what the pass had computed so far.
+            # Here the error is freed, and with it the frames that held the pass's tensors.
         if self.norms is not None and self.shortage is None:
             return self.norms.without_samples()
         if self.shortage is not None:

@@ -1,6 +1,6 @@
-"""Sums of large tensors over a group of ranks: gradients, and weights where those travel.
+"""Sums of large tensors, such as gradients or weights, over a group of ranks.
 
-What is small or decides something goes through the `Communicator`; an `Exchange` is for bytes that take time.
+The `Communicator` is for small tensors and decisions; an `Exchange` is for bytes that take time.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import peer_lost
-from hetexp.comm.compression import PIECE, Compressor
+from hetexp.comm.compression import CHUNK, Compressor
 
 
 class Exchange(ABC):
-    """A group of ranks that sum tensors; each call is made by all of them, in the same order, by one thread.
+    """A group of ranks that sum tensors; all make the same calls in the same order, each from one thread.
 
-    A call returns when the result is there or, on a device with streams, when it will be for whatever the
-    current stream is given next.
+    A call returns when the result is complete. On a device with streams it may return earlier: later work on
+    the current stream then sees the result.
     """
 
     name: str
-    """What carries the bytes, for people: `gloo`, `nccl`, `shm`."""
+    """Transport, such as `gloo`, `nccl` or `shm`."""
     rank: int
     """This rank's place in the group."""
     size: int
     """Ranks in the group."""
     takes_host: bool = True
-    """Whether it takes tensors of the host, whatever the rank's device; else only those of the device."""
+    """Whether it takes host tensors on any device's rank; otherwise it only takes the device's tensors."""
 
     @abstractmethod
     def sum_(self, tensor: torch.Tensor) -> None:
@@ -48,31 +48,31 @@ class Exchange(ABC):
             PeerLostError: another rank is gone or did not come in time.
         """
 
-    def sum_coded_(self, tensor: torch.Tensor, codec: Compressor, feedback: torch.Tensor) -> None:
-        """Replace a contiguous tensor by the sum over the group of what each rank's codes stand for.
+    def sum_coded_(self, tensor: torch.Tensor, compressor: Compressor, feedback: torch.Tensor) -> None:
+        """Replace a contiguous tensor by the sum over the group of each rank's compressed tensor.
 
-        Codes cannot be added up (int8 would overflow, bfloat16 would round at every rank): each rank's own go
-        to all, and all decode and add them in the group's order, so that every rank gets the same bits.
+        Compressed numbers cannot be added up (int8 would overflow, bfloat16 would round at every rank). So
+        each rank sends its own to all, and all decode and add them in the group's order: every rank gets the
+        same bits.
 
         Args:
             tensor: floating-point numbers of any shape.
-            codec: how they are written.
-            feedback: contiguous, as `tensor`: what the code has lost so far is added before coding, and what
-                it loses now stands there afterwards; 0 where that is not finite, so that one bad step spoils
-                no later one.
+            compressor: of the numbers.
+            feedback: contiguous, of the shape of `tensor`. Its earlier error is added before compression, and
+                it then holds the new error; 0 for values that are not finite, so that one bad step spoils no
+                later one.
 
         Raises:
             PeerLostError: another rank is gone or did not come in time.
         """
-        pieces = zip(tensor.view(-1).split(PIECE), feedback.view(-1).split(PIECE), strict=True)
-        for piece, lost in pieces:
-            wanted = piece + lost
-            piece.zero_()
-            for rank, codes in enumerate(self.gather(codec.encode(wanted))):
-                decoded = codec.decode(codes, len(piece), piece.dtype)
-                piece += decoded
+        for chunk, error in zip(tensor.view(-1).split(CHUNK), feedback.view(-1).split(CHUNK), strict=True):
+            exact = chunk + error
+            chunk.zero_()
+            for rank, codes in enumerate(self.gather(compressor.encode(exact))):
+                decoded = compressor.decode(codes, len(chunk), chunk.dtype)
+                chunk += decoded
                 if rank == self.rank:
-                    torch.sub(wanted, decoded, out=lost).nan_to_num_(0.0, 0.0, 0.0)
+                    torch.sub(exact, decoded, out=error).nan_to_num_(0.0, 0.0, 0.0)
 
     def broadcast_(self, tensor: torch.Tensor) -> None:
         """Replace a contiguous tensor of any type by that of the group's first rank, bit for bit.
@@ -80,15 +80,15 @@ class Exchange(ABC):
         Raises:
             PeerLostError: another rank is gone or did not come in time.
         """
-        taken = self.gather(tensor.view(-1).view(torch.uint8))[0]
+        source = self.gather(tensor.view(-1).view(torch.uint8))[0]
         if self.rank:
-            tensor.view(-1).view(torch.uint8).copy_(taken)
+            tensor.view(-1).view(torch.uint8).copy_(source)
 
-    def abandon(self) -> None:  # noqa: B027 - for most, their connections say so
-        """Tell those that wait for this rank that it takes no further part; only `close` may follow."""
+    def abandon(self) -> None:  # noqa: B027 - most have connections, which are shut
+        """Let ranks that wait for this rank fail; only `close` may follow."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Give up what the exchange holds; safe to call twice, and no call may follow."""
+        """Free the exchange's resources; safe to call twice, and no other call may follow."""
 
 
 class GroupExchange(Exchange):
@@ -102,30 +102,27 @@ class GroupExchange(Exchange):
         self._group = group
         self.name = str(dist.get_backend(group))
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._hosted = self.takes_host = self.name == "gloo"
+        self.takes_host = self.name == "gloo"
 
     def sum_(self, tensor: torch.Tensor) -> None:
-        staged = self._staged(tensor)
+        reduced = staged(tensor, self.name)
         try:
-            dist.all_reduce(staged, group=self._group)
+            dist.all_reduce(reduced, group=self._group)
         except RuntimeError as error:
             raise peer_lost(error) from error
-        if staged is not tensor:
-            tensor.copy_(staged)
+        if reduced is not tensor:
+            tensor.copy_(reduced)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        staged = tensor.to("cpu") if self._hosted else tensor
-        everyone = [torch.empty_like(staged) for _ in range(self.size)]
+        sent = tensor.to("cpu") if self.takes_host else tensor
+        gathered = [torch.empty_like(sent) for _ in range(self.size)]
         try:
-            dist.all_gather(everyone, staged, group=self._group)
+            dist.all_gather(gathered, sent, group=self._group)
         except RuntimeError as error:
             raise peer_lost(error) from error
-        return [one.to(tensor.device) for one in everyone]
-
-    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        return staged(tensor, self.name)
+        return [part.to(tensor.device) for part in gathered]
 
 
 def staged(tensor: torch.Tensor, library: str) -> torch.Tensor:
-    """Return what a library can reduce in place: gloo reads and writes `cpu` and `cuda` tensors only."""
+    """Return a tensor that a library can reduce in place: gloo only supports `cpu` and `cuda` tensors."""
     return tensor if library != "gloo" or tensor.device.type in ("cpu", "cuda") else tensor.to("cpu")

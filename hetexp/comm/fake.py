@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, with a different value on each: for tests and for trying things out."""
+"""Ranks as threads of one process, each with its own values, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class FakeCommunicator(Communicator):
-    """One rank of a `FakeGroup`; reductions really combine what the ranks gave."""
+    """One rank of a `FakeGroup`; reductions really combine the ranks' tensors."""
 
     def __init__(self, group: FakeGroup, rank: int) -> None:
         self.rank, self.world_size = rank, group.world_size
@@ -28,9 +28,9 @@ class FakeCommunicator(Communicator):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self._group.values[self.rank] = tensor.clone()
         self._group.barrier.wait()
-        everyone = [value.clone() for value in self._group.values]
+        gathered = [value.clone() for value in self._group.values]
         self._group.barrier.wait()  # no rank overwrites a value before all have read it
-        return everyone
+        return gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         return self.all_gather(tensor)[source]
@@ -54,7 +54,7 @@ class _FakePending:
 
 
 class FakeExchange(Exchange):
-    """Sums large tensors over the ranks of a communicator, a `FakeCommunicator` as a rule."""
+    """Sums large tensors over the ranks of a communicator, usually a `FakeCommunicator`."""
 
     name = "fake"
 
@@ -84,7 +84,7 @@ class FakeGroup:
             Exception: the first one that a rank raised; the others then stop at their next collective.
         """
 
-        def one(rank: int) -> Result:
+        def run_rank(rank: int) -> Result:
             try:
                 return function(FakeCommunicator(self, rank))
             except BaseException:
@@ -92,7 +92,7 @@ class FakeGroup:
                 raise
 
         with ThreadPoolExecutor(self.world_size) as pool:
-            futures = [pool.submit(one, rank) for rank in range(self.world_size)]
+            futures = [pool.submit(run_rank, rank) for rank in range(self.world_size)]
             errors = [e for e in (f.exception() for f in futures) if e is not None]
         if errors:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])

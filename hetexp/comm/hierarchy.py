@@ -1,4 +1,4 @@
-"""Sums over ranks that no one library joins: inside their groups first, then between the groups' leaders."""
+"""Sums over ranks that no single library connects: first inside groups, then between the groups' leaders."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from hetexp.core.topology import Topology
 
 
 class HierarchicalExchange(Exchange):
-    """Sums level by level, and hands the result back down, so that every rank gets the same bits.
+    """Sums level by level, and broadcasts the result back down, so that every rank gets the same bits.
 
-    Codes travel on the last level only, where bytes cost most: sums inside the groups below it are of numbers
-    as they are, and what the code loses of such a sum is kept by the group's leader. On all other ranks
-    feedback stays 0.
+    Only the last level compresses, as its bytes cost most. Groups below it sum uncompressed numbers, and each
+    group's leader keeps the error of compressing that sum. On all other ranks the feedback stays 0.
 
     Args:
-        levels: of the groups that this rank is in, from within outwards: it leads each but the last.
+        levels: of the groups that this rank is in, innermost first: it leads each but the last.
         route: of all ranks.
         rank: among all ranks.
     """
@@ -33,30 +32,30 @@ class HierarchicalExchange(Exchange):
         self._route = route
         root = route.levels[-1][0]
         self._last = root in groups
-        self.size = sum(len(route.below(one, len(route.levels) - 1)) for one in root.ranks)
+        self.size = sum(len(route.below(leader, len(route.levels) - 1)) for leader in root.ranks)
 
     def sum_(self, tensor: torch.Tensor) -> None:
         for exchange, _ in self._levels:
             exchange.sum_(tensor)
         self._down(tensor)
 
-    def sum_coded_(self, tensor: torch.Tensor, codec: Compressor, feedback: torch.Tensor) -> None:
+    def sum_coded_(self, tensor: torch.Tensor, compressor: Compressor, feedback: torch.Tensor) -> None:
         below = self._levels[:-1] if self._last else self._levels
         for exchange, _ in below:
             exchange.sum_(tensor)
         if self._last:
-            self._levels[-1][0].sum_coded_(tensor, codec, feedback)
+            self._levels[-1][0].sum_coded_(tensor, compressor, feedback)
         self._down(tensor)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         table = tensor.new_zeros((self.size, len(tensor)))
         table[self.rank] = tensor
         for height, (exchange, group) in zip(self._heights, self._levels, strict=True):
-            brought = [list(self._route.below(rank, height)) for rank in group.ranks]
-            most = max(map(len, brought))
-            own = table[brought[exchange.rank]]
-            own = torch.cat([own, own.new_zeros((most - len(own), len(tensor)))])
-            for ranks, rows in zip(brought, exchange.gather(own.view(-1)), strict=True):
+            below = [list(self._route.below(rank, height)) for rank in group.ranks]
+            most = max(map(len, below))
+            local = table[below[exchange.rank]]
+            local = torch.cat([local, local.new_zeros((most - len(local), len(tensor)))])
+            for ranks, rows in zip(below, exchange.gather(local.view(-1)), strict=True):
                 table[ranks] = rows.view(most, len(tensor))[: len(ranks)]
         self._down(table)
         return list(table)
@@ -70,6 +69,6 @@ class HierarchicalExchange(Exchange):
             exchange.close()
 
     def _down(self, tensor: torch.Tensor) -> None:
-        """Give what the last level has to all ranks; those of its group have it."""
+        """Broadcast the last level's result to all ranks; those of its group have it already."""
         for exchange, _ in reversed(self._levels[:-1] if self._last else self._levels):
             exchange.broadcast_(tensor)

@@ -1,4 +1,4 @@
-"""Sums by a library of torch.distributed, over a group of ranks that only its own members know of."""
+"""Sums by a library of torch.distributed over a group that only its members form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._C import _distributed_c10d
 from hetexp.comm.communicator import peer_lost
 from hetexp.comm.connections.sockets import remembered
 from hetexp.comm.exchange import Exchange, staged
-from hetexp.comm.rendezvous import limit_of_forming
+from hetexp.comm.rendezvous import forming_timeout
 from hetexp.core.errors import SetupError
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
@@ -22,19 +22,19 @@ _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "Pro
 class LibraryExchange(Exchange):
     """A communicator of NCCL, XCCL or gloo that is formed directly on a store.
 
-    `dist.new_group` must be called by all ranks of the job, and those of another vendor's build have no such
-    library. Its collectives have an order of their own, so that another thread than the one that trains may
-    start them.
+    All ranks of the job would have to call `dist.new_group`, but another vendor's build of torch does not
+    have the library. The communicator's collectives have their own order, so that another thread than the
+    training's may start them.
 
     Args:
         store: of this group alone.
         rank: within the group.
         size: of the group.
         timeout_seconds: longest wait in a collective.
-        forming_seconds: of gloo, longest wait for a connection, as in `form_group`.
+        forming_seconds: longest wait for a connection of gloo, as in `form_group`.
 
     Raises:
-        SetupError: this build of torch has no such library, or the group did not form.
+        SetupError: this build of torch does not have the library, or the group did not form.
     """
 
     def __init__(
@@ -48,49 +48,49 @@ class LibraryExchange(Exchange):
     ) -> None:
         self.name, self.rank, self.size = library, rank, size
         self.takes_host = library == "gloo"
-        made: Any = getattr(_distributed_c10d, _CLASSES[library], None)
-        if made is None:
+        group_class: Any = getattr(_distributed_c10d, _CLASSES[library], None)
+        if group_class is None:
             raise SetupError(f"torch {torch.__version__} has no {library}.")
         limit = timedelta(seconds=timeout_seconds)
         try:
             if library == "gloo":
                 with remembered():
-                    soon = limit_of_forming(timeout_seconds, forming_seconds)
-                    self._group = made(store, rank, size, timeout=soon)
+                    forming_limit = forming_timeout(timeout_seconds, forming_seconds)
+                    self._group = group_class(store, rank, size, timeout=forming_limit)
                 self._group._set_default_timeout(limit)
             else:  # as torch.distributed itself does it
-                options = made.Options()
+                options = group_class.Options()
                 options._timeout = limit
                 options.group_name, options.global_ranks_in_group = "exchange", list(range(size))
-                self._group = made(store, rank, size, options)
+                self._group = group_class(store, rank, size, options)
         except RuntimeError as error:
             raise SetupError(f"the {library} group of {size} ranks did not form: {error}") from error
 
     def sum_(self, tensor: torch.Tensor) -> None:
-        there = staged(tensor, self.name)
-        self._wait(lambda: self._group.allreduce([there], dist.AllreduceOptions()))
-        if there is not tensor:
-            tensor.copy_(there)
+        reduced = staged(tensor, self.name)
+        self._wait(lambda: self._group.allreduce([reduced], dist.AllreduceOptions()))
+        if reduced is not tensor:
+            tensor.copy_(reduced)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        there = tensor.to("cpu") if self.name == "gloo" else tensor
-        everyone = [torch.empty_like(there) for _ in range(self.size)]
-        self._wait(lambda: self._group.allgather([everyone], [there], _distributed_c10d.AllgatherOptions()))
-        return [one.to(tensor.device) for one in everyone]
+        sent = tensor.to("cpu") if self.name == "gloo" else tensor
+        gathered = [torch.empty_like(sent) for _ in range(self.size)]
+        self._wait(lambda: self._group.allgather([gathered], [sent], _distributed_c10d.AllgatherOptions()))
+        return [part.to(tensor.device) for part in gathered]
 
     def broadcast_(self, tensor: torch.Tensor) -> None:
-        there = staged(tensor, self.name)
+        received = staged(tensor, self.name)
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._wait(lambda: self._group.broadcast([there], options))
-        if there is not tensor:
-            tensor.copy_(there)
+        self._wait(lambda: self._group.broadcast([received], options))
+        if received is not tensor:
+            tensor.copy_(received)
 
     def close(self) -> None:
-        """Give the group up, also in the midst of a collective that hangs: NCCL's kernels are ended."""
+        """Abort the group, also during a collective that hangs: NCCL's kernels are ended."""
         group, self._group = self._group, None
         if group is not None:
-            with suppress(RuntimeError, AttributeError):  # a library without it has nothing to end
+            with suppress(RuntimeError, AttributeError):  # a library without `abort` has nothing to end
                 group.abort()
 
     def _wait(self, start: Any) -> None:

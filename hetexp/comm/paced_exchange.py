@@ -1,9 +1,9 @@
-"""DDP's exchange of gradients at the pace of links that are not there.
+"""DDP's exchange of gradients at the pace of emulated links.
 
-The bytes really travel through the run's own exchange; when a bucket may be used again is decided by the cost
-model. Each rank gives the moment at which its bucket would have reached the host, and all compute the same
-moment at which the exchange would have ended. Moments are those of the machine's monotonic clock, which its
-processes share.
+The bytes really travel through the run's exchange, and the cost model decides when a bucket is ready. Each
+rank sends the moment at which its bucket would have reached the host, and all compute the same moment at
+which the exchange would have ended. Moments are those of the machine's monotonic clock, which its processes
+share.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
@@ -39,18 +39,18 @@ class _Bucket:
 
 
 class PacedExchange(Averaging):
-    """A communication hook for DDP that averages over all ranks, overlapping as the links would.
+    """A communication hook for DDP that averages over all ranks, with the overlap of the emulated links.
 
-    What a wire codes is taken to be coded on the device; what it loses of a bucket is sent in the next step.
+    Compression is assumed to run on the device; it has error feedback.
 
     Args:
-        exchange: of all ranks; buckets are summed through it by a thread of this object's own.
+        exchange: of all ranks; a thread of this object sums buckets through it.
         links: channels of all ranks.
-        rank: this one.
-        settle: waits until a bucket's own computation on the device is over.
-        done: tells how much of backward is done, to record when each bucket left.
+        rank: this rank.
+        settle: waits until the device has computed a bucket.
+        done: returns the fraction of backward done, to record when each bucket left.
         timeout_seconds: longest wait for the other ranks.
-        wire: how gradients travel.
+        wire: type of the gradients on the way.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PacedExchange(Averaging):
     ) -> None:
         super().__init__(exchange, wire, links.world_size)
         self._links, self._rank, self._settle, self._done = links, rank, settle, done
-        # A group of its own: its collectives come from another thread than those of the training loop.
+        # A separate group: its collectives come from another thread than those of the training loop.
         with remembered():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.time_scale = 0.0
@@ -83,7 +83,7 @@ class PacedExchange(Averaging):
             thread.start()
 
     def real_ratio(self) -> float:
-        """Return the median of real ÷ modelled time of a bucket while nothing was delayed yet."""
+        """Return the median of real ÷ modelled time of a bucket before pacing started."""
         return statistics.median(self._ratios) if self._ratios else 0.0
 
     def late_share(self) -> float:
@@ -91,7 +91,7 @@ class PacedExchange(Averaging):
         return self.late_seconds / self.modelled_seconds if self.modelled_seconds else 0.0
 
     def start(self, time_scale: float) -> None:
-        """Pace every bucket from now on; what was sent before was a rehearsal."""
+        """Pace every bucket from now on; forget the warm-up."""
         self.time_scale = time_scale
         self.forget()
 
@@ -114,7 +114,7 @@ class PacedExchange(Averaging):
         self.buckets = []
 
     def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Take a bucket that is complete; the future holds its mean over all ranks."""
+        """Start the exchange of a filled bucket; the future holds its mean over all ranks."""
         self._settle()
         tensor = bucket.buffer()
         self.buckets.append((self._done(), tensor.numel() * tensor.element_size()))
@@ -123,14 +123,14 @@ class PacedExchange(Averaging):
         return future
 
     def travel(self, num_bytes: int, exchange_seconds: float, send: Callable[[], Result]) -> Result:
-        """Do an exchange that is no part of backward, in the time that it takes on the links.
+        """Run an exchange that is no part of backward, in the time that the emulated links would take.
 
         Every rank calls it, from the thread that trains.
 
         Args:
-            num_bytes: that go from the device to the host, and back from it.
+            num_bytes: bytes from the device to the host, and back.
             exchange_seconds: modelled time between these two.
-            send: really exchanges.
+            send: runs the real exchange.
 
         Raises:
             PeerLostError: another rank is gone or did not come in time.
@@ -159,7 +159,7 @@ class PacedExchange(Averaging):
             if failure is None:
                 try:
                     self._exchange(bucket)
-                except Exception as error:  # whatever it is, backward must not wait for ever
+                except Exception as error:  # of any class: backward must not wait for ever
                     failure = error
             if failure is not None:  # no later bucket waits for a rank that is gone
                 bucket.future.set_exception(failure)  # type: ignore[arg-type]
@@ -170,9 +170,8 @@ class PacedExchange(Averaging):
     def _exchange(self, bucket: _Bucket) -> None:
         num_bytes = bucket.tensor.numel() * bucket.tensor.element_size()
         links, scale = self._links, self.time_scale
-        out, back = (
-            way(self._rank, num_bytes) for way in (links.bucket_out_seconds, links.bucket_back_seconds)
-        )
+        out = links.bucket_out_seconds(self._rank, num_bytes)
+        back = links.bucket_back_seconds(self._rank, num_bytes)
         at_host = max(bucket.ready, self._to_host_free) + out * scale
         moment = torch.tensor([at_host], dtype=torch.float64)
         dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=self._group)
@@ -192,7 +191,7 @@ class PacedExchange(Averaging):
             bucket.future.set_result(bucket.tensor)
 
     def _wait_until(self, due: float, ready: float) -> None:
-        """Wait for the moment at which something that left at `ready` is back."""
+        """Wait until `due`, when the data that left at `ready` is back."""
         left = due - time.perf_counter()
         if left > 0:
             time.sleep(left)

@@ -1,4 +1,4 @@
-"""How ranks meet: the launcher's store, what they compare in it, and the process group they form."""
+"""Rendezvous of the ranks: they connect to the launcher's store, compare facts and form a process group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore
     """Connect to the store that the launcher hosts.
 
     Raises:
-        SetupError: no answer came in time; names host, port and limit.
+        SetupError: the store did not answer in time; names host, port and limit.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -44,7 +44,7 @@ def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore
             time.sleep(0.05)
 
 
-def exchange(
+def all_gather_json(
     store: dist.Store,
     topic: str,
     rank: int,
@@ -52,7 +52,7 @@ def exchange(
     value: Mapping[str, Any],
     timeout_seconds: float,
 ) -> list[dict[str, Any]]:
-    """Give `value` to all ranks and return what each of them gave, in rank order. JSON, never pickle.
+    """Return every rank's `value` in rank order, exchanged as JSON through the store; all ranks call it.
 
     Raises:
         HandshakeError: a rank did not come in time; names it, the address and the limit.
@@ -75,11 +75,11 @@ def exchange(
 
 
 def compare_facts(facts: list[dict[str, Any]], names: list[str]) -> None:
-    """Check that all ranks brought the same facts.
+    """Check that all ranks have the same facts.
 
     Args:
         facts: nested mappings, one a rank.
-        names: what to call each rank.
+        names: of the ranks, for the message.
 
     Raises:
         HandshakeError: names every fact that differs, with its value on each rank.
@@ -97,8 +97,8 @@ def compare_facts(facts: list[dict[str, Any]], names: list[str]) -> None:
         raise HandshakeError("the ranks do not agree: " + "; ".join(shown) + ".")
 
 
-def limit_of_forming(timeout_seconds: float, forming_seconds: float | None) -> timedelta:
-    """Return the timeout with which gloo waits for a connection no longer than `forming_seconds`.
+def forming_timeout(timeout_seconds: float, forming_seconds: float | None) -> timedelta:
+    """Return gloo's timeout for waiting for a connection at most `forming_seconds`.
 
     Args:
         timeout_seconds: longest wait in a collective.
@@ -121,14 +121,14 @@ def form_group(
 
     Args:
         timeout_seconds: longest wait in a collective.
-        forming_seconds: longest wait for a connection, where all ranks are known to have begun: gloo itself
-            waits for that of a rank that has died since as long as for a collective. `None`: as long, too.
+        forming_seconds: longest wait for a connection if all ranks are known to have begun, so that a rank
+            that has died since does not delay the others. `None`: gloo waits as long as in a collective.
 
     Raises:
-        SetupError: the group did not form; carries torch's reason.
+        SetupError: the group did not form; contains torch's reason.
     """
-    # torch numbers the groups of a process, meets under that number, and counts one that did not form, which
-    # may be one on some ranks only: they would never meet again.
+    # torch numbers a process's groups and uses the number to meet. It counts groups that did not form, which
+    # may be so on some ranks only: then the numbers would differ for ever.
     dist.distributed_c10d._world.group_count = 0
     try:
         with remembered():
@@ -137,7 +137,7 @@ def form_group(
                 store=dist.PrefixStore("group", store),
                 rank=rank,
                 world_size=world_size,
-                timeout=limit_of_forming(timeout_seconds, forming_seconds),
+                timeout=forming_timeout(timeout_seconds, forming_seconds),
             )
         if forming_seconds is not None and collective_backend == "gloo":
             limit = timedelta(seconds=timeout_seconds)

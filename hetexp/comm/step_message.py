@@ -1,4 +1,4 @@
-"""The one small all-reduce of a step: every rank's count, and what else ranks must know at the step's end."""
+"""The one small all-reduce of a step: every rank's count, and other facts for the end of the step."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ _PART = 2**32
 
 
 class StepMessage:
-    """What ranks tell each other in a step; the numbers travel while the forward pass runs.
+    """The message of all ranks in a step, which travels while the forward pass runs.
 
-    Beside the count of samples or tokens that the loss is the mean of, the training loop may add each rank's
-    seconds of the step before, and what the first rank knows of members, requests and its clock. So all ranks
-    act on it at the end of the same step.
+    It holds the count of samples or tokens that the loss is the mean of. The training loop may add each
+    rank's seconds of the step before, and rank 0's news of members, requests and its clock. So all ranks act
+    on them at the end of the same step.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._pending: Pending | None = None
         self.local_count: float = 0
-        """What this rank sent last."""
+        """This rank's count in the last message."""
         self.seconds: float | None = None
-        """This rank's own work in the step before, sent with the next count: by all ranks or by none."""
+        """This rank's own work in the step before, sent with the next count; set on all ranks or on none."""
         self.all_seconds: list[float] = []
-        """What each rank sent with its last count."""
+        """Each rank's seconds in the last message."""
         self.notices: Callable[[], tuple[int, int, int]] | None = None
-        """Asked on the first rank as a step begins: the newest epoch and request, and whether a checkpoint is
+        """Called on rank 0 as a step begins: the newest epoch and request, and whether a checkpoint is
         due by its clock. Set on all ranks or on none."""
         self.noticed = (0, 0, 0)
-        """What it answered in the last step; the same on every rank."""
+        """Rank 0's notices in the last message; the same on every rank."""
         self.window: tuple[torch.Tensor | float, float] | None = None
         """This rank's sum and count of the loss since the last log line, if all ranks must know the mean
         before any of them changes its weights."""
         self.window_loss: float | None = None
-        """That mean, the same on every rank; `None` if nothing counted."""
+        """The mean loss, the same on every rank; `None` if nothing counted."""
 
     def send(self, local_count: float) -> None:
         """Begin a step with this rank's count; every rank calls it once a step."""
@@ -45,7 +45,7 @@ class StepMessage:
         notices: Sequence[int] = ()
         if self.notices is not None:
             notices = self.notices() if self._communicator.rank == 0 else (0, 0, 0)
-        # In two parts: sums of whole counts stay exact, however large they are.
+        # In two parts, so that sums of whole counts stay exact, however large they are.
         numbers = torch.tensor([*divmod(local_count, _PART), *notices], dtype=torch.float64)
         if self.seconds is not None:
             seconds = torch.zeros(self._communicator.world_size, dtype=torch.float64)
@@ -64,14 +64,14 @@ class StepMessage:
         return int(parts) * _PART + (int(rest) if rest.is_integer() else rest)
 
     def share_loss(self, loss_sum: torch.Tensor) -> None:
-        """Find the mean loss since the last log line, this step's included, if `window` asks for it.
+        """Compute the mean loss since the last log line, with this step, if `window` is set.
 
-        A rank may die between two steps, and its part of a sum with it. What all ranks know before any of
-        them updates its weights is known wherever the step was done.
+        A rank that dies between two steps takes its part of a sum with it. So all ranks learn the mean before
+        any of them updates its weights.
         """
         if self.window is None:
             return
         before, count = self.window
-        own = [float(before + loss_sum.detach()), count + self.local_count]
-        total, number = self._communicator.all_reduce(torch.tensor(own, dtype=torch.float64)).tolist()
+        local = [float(before + loss_sum.detach()), count + self.local_count]
+        total, number = self._communicator.all_reduce(torch.tensor(local, dtype=torch.float64)).tolist()
         self.window_loss = total / number if number else None

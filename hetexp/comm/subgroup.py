@@ -1,4 +1,4 @@
-"""Exchanges of some of a run's ranks, as those that hold the same layers."""
+"""Exchanges of a subset of a run's ranks, such as those that hold the same layers."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def form_subgroup(
 ) -> Exchange:
     """Return an exchange of these ranks for tensors on the host; only they call it, in the same order.
 
-    It is the memory that they share where all are on one host, unless `comm.backend` is gloo; where memory
-    cannot be had, gloo.
+    On one host it uses shared memory, unless `comm.backend` is gloo or there is no memory. Otherwise it uses
+    gloo.
 
     Args:
-        ranks: rising.
+        ranks: in rising order.
         rank: one of them.
-        store: that all ranks of the run share; no other exchange of the same ranks may use it.
-        device: whose runtime is to know of the memory.
+        store: shared by all ranks of the run; no other exchange of the same ranks may use it.
+        device: its runtime page-locks the memory.
 
     Raises:
         HandshakeError: one of the ranks did not come.
         SetupError: gloo's group did not form.
     """
-    own = dist.PrefixStore(f"subgroup/{'-'.join(map(str, ranks))}", store)
+    group_store = dist.PrefixStore(f"subgroup/{'-'.join(map(str, ranks))}", store)
     place, size = list(ranks).index(rank), len(ranks)
-    several_hosts = len({plan.devices[one].host for one in ranks}) > 1
+    several_hosts = len({plan.devices[member].host for member in ranks}) > 1
     if not several_hosts and plan.config.get("comm", {}).get("backend", "auto") != "gloo":
         try:
-            return SharedMemoryExchange.form(own, place, size, timeout_seconds, device)
-        except SetupError as error:  # on every one of them
+            return SharedMemoryExchange.form(group_store, place, size, timeout_seconds, device)
+        except SetupError as error:  # raised on all of these ranks
             log.warning("gloo sums over ranks %s: %s", ", ".join(map(str, ranks)), error)
-    return LibraryExchange("gloo", dist.PrefixStore("gloo", own), place, size, timeout_seconds)
+    return LibraryExchange("gloo", dist.PrefixStore("gloo", group_store), place, size, timeout_seconds)

@@ -1,8 +1,8 @@
-"""From a route to what carries it, tried out before training: the start-up self-test.
+"""Forms the exchange of a route and tests it before training: the start-up self-test.
 
-Cards of different generations have been seen to return zeros from a peer's memory, and to hang there (NCCL's
-and the driver's word on what works is not always right). So each path sums known values once. Where that goes
-wrong on any rank, all ranks take the next path together.
+Cards of different generations have returned zeros from a peer's memory, or hung there, although NCCL and the
+driver reported that it works. So each route sums known values once. If that fails on any rank, all ranks try
+the next route together.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from hetexp.comm.connections.watched_store import WatchedStore, another_connecti
 from hetexp.comm.exchange import Exchange, GroupExchange
 from hetexp.comm.hierarchy import HierarchicalExchange
 from hetexp.comm.library_exchange import LibraryExchange
-from hetexp.comm.rendezvous import exchange, form_group
+from hetexp.comm.rendezvous import all_gather_json, form_group
 from hetexp.core.errors import HandshakeError, PeerLostError, SetupError
 from hetexp.core.topology import Group, Topology
 
 log = logging.getLogger(__name__)
 
 SIZES = (5, 2**21 + 3)
-"""Numbers of a test message: fewer than there are in a block, and more than one chunk of any path."""
+"""Lengths of the test messages: less than a block, and more than one chunk of any exchange."""
 SIZES_AGAIN = (5, 2**19 + 3)
-"""The same where such a path has carried before and the ranks wait for it: the second is a few chunks."""
+"""Lengths if the run has trained by such a route before: the second message has a few chunks."""
 FORMING_SECONDS = 5.0
 """Longest wait for a connection when ranks form again: if one of them dies just then, only this limit ends
 the others' wait in gloo."""
 _PERIOD = 251
-"""Test values repeat after so many numbers: a prime, so that no chunk begins where another one did."""
+"""Period of the test values: a prime, so that no two chunks begin with the same value."""
 _REPORT_SECONDS = 20.0
-"""Longest wait, after its self-test must be over, for what another rank says of it."""
+"""Longest wait for another rank's report after the time limit of its self-test."""
 _LOOK_SECONDS = 0.05
 """Pause between looks at whether another rank has failed."""
 _GRACE_SECONDS = 1.0
-"""How long a rank goes on by itself once another has failed."""
+"""How long a rank's own test may go on after another rank has failed."""
 _FAILED = "failed"
-"""Key that says that a rank has found a path to fail."""
+"""Key that a rank sets if a route fails."""
 _END_SECONDS = 10.0
-"""Longest wait for a path that hangs to be given up."""
+"""Longest wait until a hanging route is aborted."""
 _ADVICE = {
     "nccl": "comm.env={NCCL_P2P_DISABLE: 1} keeps NCCL from reading another card's memory directly, "
-    "comm.env={NCCL_DEBUG: INFO} makes it tell more",
-    "xccl": "comm.env={CCL_LOG_LEVEL: info} makes the library tell more",
+    "comm.env={NCCL_DEBUG: INFO} makes it log more",
+    "xccl": "comm.env={CCL_LOG_LEVEL: info} makes the library log more",
     "shm": "`df -h /dev/shm` shows whether there is room",
     "gloo": "comm.env={GLOO_SOCKET_IFNAME: …} names the network interface",
 }
 
 Build = Callable[[Group, dist.Store, int], Exchange]
-"""Makes what carries one group: of the group, a store of its own and this rank's place in it."""
+"""Builds the exchange of a group, from the group, its own store and this rank's place in it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank brings along to form paths."""
+    """A rank's facts for forming transports."""
 
     store: dist.Store
     rank: int
@@ -72,42 +72,44 @@ class Job:
     timeout_seconds: float
     """Longest wait in a collective."""
     self_test_seconds: float
-    """Longest that a path may take to form and to sum known values."""
-    apart: bool = False
-    """Whether another thread than the training's sums, which may not share the default group with it."""
+    """Longest time for a route to form and to sum known values."""
+    separate: bool = False
+    """Whether another thread than the training's sums, so that the two may not share the default group."""
     again: bool = False
     """Whether the run has trained before, with other members."""
 
 
 @dataclass
-class Paths:
-    """What a rank talks to the others through."""
+class Transports:
+    """A rank's communicator and exchange with the others, and their route."""
 
     communicator: Communicator
     exchange: Exchange
     route: Topology
     fallback: dict[str, str] | None = None
-    """`from` and `to` which route, and the `reason`; `None` where the first one carries."""
+    """The routes `from` and `to`, and the `reason`; `None` if the first route works."""
 
 
-def form_paths(routes: Sequence[Topology], job: Job, build: Build | None = None) -> Paths:
-    """Form the default process group and what carries large sums, by the first route that works on all ranks.
+def form_transports(routes: Sequence[Topology], job: Job, build: Build | None = None) -> Transports:
+    """Form the default process group and the exchange by the first route that works on all ranks.
 
     Every rank calls it with the same routes.
 
     Args:
-        build: makes what carries a group; by default the library that the group names.
+        build: builds the exchange of a group; by default with the library that the group names.
 
     Raises:
-        SetupError: no route works; says what was found of each.
+        SetupError: no route works; contains the problem of each.
         HandshakeError: a rank did not come.
-        PeerLostError: a rank did not say what it found: it is gone.
+        PeerLostError: a rank did not report its result: it is gone.
     """
-    exchange(job.store, "paths", job.rank, job.world_size, {}, job.timeout_seconds)  # all begin together
+    all_gather_json(
+        job.store, "paths", job.rank, job.world_size, {}, job.timeout_seconds
+    )  # all begin together
     attempts: list[_Attempt] = []
     try:
-        return _first_that_carries(routes, job, build or _builder(job), attempts)
-    except Exception:  # a member may be gone meanwhile: the others form another group
+        return _first_that_works(routes, job, build or _builder(job), attempts)
+    except Exception:  # a member may be lost meanwhile: the others form another group
         shut_all()
         for attempt in attempts:
             attempt.give_up()
@@ -116,9 +118,9 @@ def form_paths(routes: Sequence[Topology], job: Job, build: Build | None = None)
         raise
 
 
-def _first_that_carries(
+def _first_that_works(
     routes: Sequence[Topology], job: Job, build: Build, attempts: list[_Attempt]
-) -> Paths:
+) -> Transports:
     communicator: Communicator | None = None
     failed: list[tuple[Topology, str]] = []
     for number, route in enumerate(routes):
@@ -134,7 +136,7 @@ def _first_that_carries(
             fallback = _fallback(failed, route, job.rank) if failed else None
             used = attempt.communicator or communicator
             assert used is not None
-            return Paths(used, attempt.exchange, route, fallback)
+            return Transports(used, attempt.exchange, route, fallback)
         attempt.give_up()
         failed.append((route, reason))
     failures = " ".join(f"{route.name} failed the self-test: {reason}." for route, reason in failed)
@@ -142,7 +144,7 @@ def _first_that_carries(
 
 
 class _Attempt:
-    """One route, formed and tried out in a thread that may be left behind where it hangs."""
+    """One route, formed and tested in a thread that is abandoned if it hangs."""
 
     def __init__(self, route: Topology, store: dist.Store, prefix: str, job: Job, build: Build) -> None:
         self.route = route
@@ -152,35 +154,35 @@ class _Attempt:
         """Whether the default process group itself is the vendor library's."""
         self._formed: list[Exchange] = []
         self._store, self._prefix, self._job, self._build = store, prefix, job, build
-        self._own_store: dist.Store | None = None
-        """The thread's: while it waits for a key that never comes, no other thread can use its connection."""
+        self._thread_store: dist.Store | None = None
+        """The thread's own: while it waits for a key that never comes, it blocks its connection."""
         self._problem: str | None = None
-        self._left = False
-        """Whether the thread is left behind."""
+        self._abandoned = False
+        """Whether the thread hangs and is abandoned."""
 
     def run(self) -> str | None:
-        """Form the route and sum known values; return what went wrong in a few words.
+        """Form the route and sum known values; return the problem in a few words, if any.
 
-        A rank that has found something wrong says so at once: no rank waits longer for it in a collective.
+        A rank with a problem reports it at once, so that the others stop waiting for it in a collective.
 
         Raises:
-            PeerLostError: the launcher has said meanwhile that a member is gone.
+            PeerLostError: the launcher has reported meanwhile that a member is gone.
         """
         thread = threading.Thread(target=self._try, name="self-test", daemon=True)
         thread.start()
         deadline = time.monotonic() + self._job.self_test_seconds
         while thread.is_alive() and time.monotonic() < deadline and not self._store.check([_FAILED]):
             if isinstance(self._job.store, WatchedStore) and self._job.store.obsolete():
-                self._left = True
+                self._abandoned = True
                 raise PeerLostError("the members of this training have changed during a self-test")
             thread.join(_LOOK_SECONDS)
-        # Another rank's failure is reported sooner than this rank's own, which comes with it.
+        # Another rank's failure makes this rank's test fail, too, only a little later.
         thread.join(_GRACE_SECONDS)
-        self._left = thread.is_alive()
-        if not self._left:
+        self._abandoned = thread.is_alive()
+        if not self._abandoned:
             problem = self._problem
         elif self._store.check([_FAILED]):
-            problem = None  # that is the other one's
+            problem = None  # it is the other rank's
         else:
             problem = f"no answer within {self._job.self_test_seconds:g} s (comm.self_test_seconds)"
         if problem is not None:
@@ -188,17 +190,17 @@ class _Attempt:
         return problem
 
     def give_up(self) -> None:
-        """End what was formed, so that the device is free for the next route."""
+        """Close the exchanges, so that the device is free for the next route."""
         ending = threading.Thread(target=self._end, name="end-path", daemon=True)
         ending.start()
         ending.join(_END_SECONDS)
-        if self.native and dist.is_initialized():  # it could not be ended, and another one is to be formed
+        if self.native and dist.is_initialized():  # it could not be aborted, and another one must form
             dist.distributed_c10d._update_default_pg(None)
 
     def _end(self) -> None:
-        for one in self._formed:
-            with suppress(Exception):  # it failed already
-                one.close()
+        for exchange in self._formed:
+            with suppress(Exception):  # it has failed already
+                exchange.close()
         if self.native and dist.is_initialized():
             with suppress(Exception):
                 dist.distributed_c10d._abort_process_group()
@@ -210,34 +212,34 @@ class _Attempt:
                 formed = self._form()
                 sizes = SIZES_AGAIN if self._job.again else SIZES
                 problem = self_test(formed, self._job.device, sizes)
-        except Exception as error:  # whatever it is, the other ranks must learn of it
+        except Exception as error:  # of any class: the other ranks must learn of it
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
-        if not self._left:
+        if not self._abandoned:
             self.exchange, self._problem = formed, problem
 
     def _form(self) -> Exchange:
         job, route = self._job, self.route
-        another = another_connection(job.store)
-        self._own_store = dist.PrefixStore("formed", dist.PrefixStore(self._prefix, another))
+        connection = another_connection(job.store)
+        store = self._thread_store = dist.PrefixStore("formed", dist.PrefixStore(self._prefix, connection))
         if self.native:
             assert route.library is not None
             self.communicator = form_group(
-                self._own_store, job.rank, job.world_size, route.library, job.device, job.timeout_seconds
+                store, job.rank, job.world_size, route.library, job.device, job.timeout_seconds
             )
-            if not job.apart:
+            if not job.separate:
                 return GroupExchange()
         levels = []
         for height, groups in enumerate(route.levels):
             for number, group in enumerate(groups):
                 if job.rank in group.ranks:
-                    own = dist.PrefixStore(f"level{height}/group{number}", self._own_store)
-                    levels.append(self._build(group, own, group.ranks.index(job.rank)))
+                    group_store = dist.PrefixStore(f"level{height}/group{number}", store)
+                    levels.append(self._build(group, group_store, group.ranks.index(job.rank)))
                     self._formed.append(levels[-1])
         return levels[0] if route.library is not None else HierarchicalExchange(levels, route, job.rank)
 
 
 def _beside(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context with a stream of its own: what hangs there keeps no later work waiting."""
+    """Return a context with a separate stream, so that work that hangs there does not block later work."""
     if device.type != "cuda":
         return nullcontext()
     context: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(device))
@@ -245,10 +247,10 @@ def _beside(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def self_test(exchange: Exchange, device: torch.device, sizes: Sequence[int] = SIZES) -> str | None:
-    """Sum and gather known values over a group, and return what came back wrong.
+    """Sum and gather known values over a group; return the first problem, `None` without one.
 
-    Every rank gives other values, small whole numbers whose sum is exact, so that each way between two ranks
-    has to carry what the other one does not know.
+    The ranks send different values, small whole numbers whose sum is exact: so each link between two ranks
+    must carry values that the receiver does not have.
 
     Args:
         sizes: numbers of each test message.
@@ -257,7 +259,7 @@ def self_test(exchange: Exchange, device: torch.device, sizes: Sequence[int] = S
         PeerLostError: another rank is gone, or did not come in time.
     """
     size, problems = exchange.size, []
-    for length in sizes:  # all of them, whatever comes back: the other ranks take part, too
+    for length in sizes:  # all sizes, even after a problem, since the other ranks go on
         places = torch.arange(length, device=device)
         pattern = (places % _PERIOD + 1).float()
         tensor = pattern * (exchange.rank + 1)
@@ -265,47 +267,47 @@ def self_test(exchange: Exchange, device: torch.device, sizes: Sequence[int] = S
         problems.append(_wrong("sum", tensor, pattern * (size * (size + 1) // 2)))
     codes = exchange.gather(((places + 7 * exchange.rank) % _PERIOD).to(torch.uint8))
     for rank, code in enumerate(codes):
-        known = ((places + 7 * rank) % _PERIOD).to(torch.uint8)
-        problems.append(_wrong(f"message of rank {rank}", code, known))
+        expected = ((places + 7 * rank) % _PERIOD).to(torch.uint8)
+        problems.append(_wrong(f"message of rank {rank}", code, expected))
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _wrong(what: str, found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    """Say how many of the numbers are others than they should be; `None`: none is."""
-    if torch.equal(found, wanted):
+def _wrong(what: str, received: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Return a description of wrong numbers, `None` if all are right."""
+    if torch.equal(received, expected):
         return None
-    bad = found != wanted
+    bad = received != expected
     count = int(bad.sum())
-    zeros = int((bad & (found == 0)).sum())
+    zeros = int((bad & (received == 0)).sum())
     first = int(bad.nonzero()[0])
     kind = "zeros" if zeros == count else "wrong"
-    example = f"number {first} is {found[first].item():g} instead of {wanted[first].item():g}"
-    return f"{count} of {len(found)} numbers of a {what} came back {kind} ({example})"
+    example = f"number {first} is {received[first].item():g} instead of {expected[first].item():g}"
+    return f"{count} of {len(received)} numbers of a {what} came back {kind} ({example})"
 
 
 def _agreed(attempt: _Attempt, job: Job) -> str | None:
-    """Run an attempt and return what is wrong with it on any rank, the same on all of them.
+    """Run an attempt and return the problems of all ranks, the same on each of them; `None` without any.
 
     Raises:
-        PeerLostError: a rank did not say.
+        PeerLostError: a rank did not report.
     """
     topic = f"tested/{attempt.route.name}"
-    mine = {"problem": attempt.run()}
+    report = {"problem": attempt.run()}
     limit = job.self_test_seconds + _REPORT_SECONDS
     try:
-        answers = exchange(job.store, topic, job.rank, job.world_size, mine, limit)
+        reports = all_gather_json(job.store, topic, job.rank, job.world_size, report, limit)
     except HandshakeError as error:
         since = f"the self-test of {attempt.route.name}"
         raise PeerLostError(f"another rank is gone since {since} ({error})") from error
-    found: dict[str, list[str]] = {}
-    for rank, one in enumerate(answers):
-        if one["problem"] is not None:
-            found.setdefault(str(one["problem"]), []).append(str(rank))
-    return "; ".join(f"{problem} on rank {', '.join(ranks)}" for problem, ranks in found.items()) or None
+    problems: dict[str, list[str]] = {}
+    for rank, report in enumerate(reports):
+        if report["problem"] is not None:
+            problems.setdefault(str(report["problem"]), []).append(str(rank))
+    return "; ".join(f"{problem} on rank {', '.join(ranks)}" for problem, ranks in problems.items()) or None
 
 
 def _fallback(failed: Sequence[tuple[Topology, str]], used: Topology, rank: int) -> dict[str, str]:
-    """Return what became of the routes before, and let rank 0 tell it."""
+    """Return the record of the failed routes, and warn of them on rank 0."""
     first = failed[0][0]
     reason = "; ".join(f"{route.name}: {why}" if len(failed) > 1 else why for route, why in failed)
     if rank == 0:
@@ -320,13 +322,13 @@ def _fallback(failed: Sequence[tuple[Topology, str]], used: Topology, rank: int)
 
 
 def _advice(route: Topology) -> str:
-    """Say what a person may try."""
+    """Return advice on a failed route."""
     libraries = dict.fromkeys(group.library for level in route.levels for group in level)
     return "Try: " + "; ".join(_ADVICE[library] for library in libraries) + "."
 
 
 def _builder(job: Job) -> Build:
-    """Return what makes an exchange of the library that a group names."""
+    """Return the function that builds an exchange with the library that a group names."""
 
     def build(group: Group, store: dist.Store, rank: int) -> Exchange:
         size = len(group.ranks)

@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.launch.terminal.display import show_merge
-    from hetexp.strategy.independent.merging import Wanted, merge, write_merged
+    from hetexp.strategy.independent.merging import MergeOptions, merge, write_merged
 
     parents = _parents(options.runs)
     if len(parents) < 2:
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
         console.print(f"Nothing is evaluated: {why}", style="yellow", markup=False, highlight=False)
     elif state.eval_data is None:
         console.print("Nothing is evaluated: the runs have no evaluation data.", style="yellow")
-    wanted = Wanted(
+    wanted = MergeOptions(
         weights=tuple(options.weights) if options.weights is not None else None,
         soup=options.soup,
         batch_norm=options.batch_norm,

@@ -1,1 +1,1 @@
-"""hetexp inside a person's own training script: `hetexp.setup` and what it returns."""
+"""hetexp inside the user's own training script: `hetexp.setup` and the `Run` that it returns."""

@@ -1,4 +1,4 @@
-"""A script without a launcher: one device in this process, and a folder once there is something to keep."""
+"""A script without a launcher: one device in this process, and a run folder made for the first line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hetexp.logger.jsonl import MetricsFile
 
 
 def device_alone() -> DeviceSpec:
-    """Return the best device that this process's torch drives: of several cards the current one."""
+    """Return the best device that this process's torch drives; among several cards, the current one."""
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind, None)
         if module is not None and module.is_available():
@@ -40,13 +40,13 @@ def device_alone() -> DeviceSpec:
 
 
 def torch_device_alone(device: DeviceSpec) -> torch.device:
-    """Return the device for tensors; of several cards the one with this index, though others are visible."""
+    """Return the device for tensors; among several visible cards, the one with this index."""
     kind = backend_class(device.backend).torch_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, device.index)
 
 
 def plan_alone(device: DeviceSpec, run_dir: Path) -> Plan:
-    """Return the plan of one device that takes every sample; the script decides the rest."""
+    """Return the plan of one device that takes every sample; `setup` completes it."""
     name = Path(sys.argv[0]).name or "script"
     config: dict[str, Any] = {
         "hardware": {"devices": [device.id.partition(":")[0] if device.backend == "mps" else device.id]},

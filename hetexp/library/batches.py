@@ -1,4 +1,4 @@
-"""What a script's loop is given of its data: this rank's part, on its device."""
+"""The batches of a script's loop: this rank's part of the data, on its device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def check_dataset(name: str, dataset: Any) -> list[str]:
-    """Return what is wrong with a data set, one sentence a problem; a list of samples is one, too."""
+    """Return the problems of a data set, one sentence each; a list of samples is a data set, too."""
     kind = type(dataset)
     if hasattr(kind, "__len__") and hasattr(kind, "__getitem__") and not isinstance(dataset, (str, dict)):
         return [] if len(dataset) else [f"`{name}` must hold at least one sample, but is empty."]
@@ -26,9 +26,9 @@ def check_dataset(name: str, dataset: Any) -> list[str]:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Return a batch with all tensors on the device, in tuples, lists and dicts as they came.
+    """Return a batch with all tensors on the device, in the same tuples, lists and dicts.
 
-    What has a method `to` of its own, as the batches of some libraries have, is asked by it.
+    Other objects with a method `to`, such as the batches of some libraries, are moved by it.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
@@ -42,7 +42,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def steps_left(sampler: GlobalSampler, position: Position) -> tuple[Position, int]:
-    """Return where the next step begins, and how many steps its epoch has from there on."""
+    """Return the position of the next step, and the number of steps that its epoch has left."""
     for start in (position, Position(position.epoch + 1)):
         full, rest = divmod(max(0, sampler.num_samples - start.offset), sampler.global_batch_size)
         steps = full if sampler.drop_last or not rest else full + 1
@@ -62,9 +62,9 @@ def part_batches(
     first, end = bounds
     if first == end:
         return
-    pieces = list(chop(range(first, end), cut(end - first, 1, max(1, most))))
+    batches = list(chop(range(first, end), cut(end - first, 1, max(1, most))))
     loader: DataLoader[Any] = DataLoader(
-        dataset, batch_sampler=pieces, num_workers=num_workers, collate_fn=collate
+        dataset, batch_sampler=batches, num_workers=num_workers, collate_fn=collate
     )
-    for batch, piece in zip(loader, pieces, strict=True):
-        yield batch, len(piece)
+    for batch, indices in zip(loader, batches, strict=True):
+        yield batch, len(indices)

@@ -1,4 +1,4 @@
-"""What a script calls instead of its model: the same model, data parallel while a batch is under way."""
+"""The module that a script calls in place of its model: data parallel while a batch is under way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Call(tuple[tuple[Any, ...], dict[str, Any]]):
-    """The arguments of one call of a model as one value: a wrapper of a strategy hands a single one on."""
+    """The arguments of one call of a model as a single value, since strategies' wrappers pass one on."""
 
 
 class Called(nn.Module):
@@ -30,8 +30,8 @@ class Front(nn.Module):
     """Stands for the model: the same parameters, modes, methods and attributes, called through the run.
 
     Args:
-        model: the person's own.
-        through: what a call becomes.
+        model: the user's own.
+        through: handles each call.
     """
 
     def __init__(self, model: nn.Module, through: Callable[[Call], Any]) -> None:
@@ -51,7 +51,7 @@ class Front(nn.Module):
 
 @contextmanager
 def keeping_modes(model: nn.Module) -> Iterator[None]:
-    """Put every module's mode (training or not) back after the block."""
+    """Restore every module's mode (training or evaluation) after the block."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -62,10 +62,10 @@ def keeping_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keeping_statistics(model: nn.Module) -> Iterator[None]:
-    """Let a forward pass leave running statistics as they are, and take them for those of its batch.
+    """Let a forward pass normalise by the running statistics, without changing them.
 
-    Layers such as BatchNorm neither learn from the samples nor refuse a single one; all others stay as they
-    are, so that the model returns what it returns in training.
+    Layers such as BatchNorm neither learn from the samples nor refuse a single one. All other layers stay in
+    training mode.
     """
     layers = [m for m in model.modules() if m.training and getattr(m, "running_mean", None) is not None]
     with keeping_modes(model), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What `hetexp.setup` returns: a person's own training loop on unequal devices."""
+"""The result of `hetexp.setup`: the user's own training loop on unequal devices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from hetexp.comm.rendezvous import exchange
+from hetexp.comm.rendezvous import all_gather_json
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.errors import UsageError
 from hetexp.core.files import write_json
 from hetexp.data.loader import LocalBatch, local_batches
-from hetexp.library.attach import attach, find_pace
+from hetexp.library.attach import attach, find_time_scale
 from hetexp.library.batches import Collate, on_device, part_batches, steps_left
 from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
@@ -37,15 +37,15 @@ class Run:
 
     Args:
         state: with a model that is wrapped and not attached to its device yet.
-        called: what of it was wrapped.
-        store: through which the ranks exchange what is small.
+        called: the module that the strategy has wrapped.
+        store: for small exchanges of the ranks.
         collate: makes a batch of a list of samples.
     """
 
     def __init__(self, state: TrainState, called: Called, store: dist.Store, collate: Collate) -> None:
         self._state, self._called, self._store, self._collate = state, called, store, collate
         self.model = Front(state.model, self._call)
-        """To be called instead of the model: data parallel, with the same parameters and methods."""
+        """Call it in place of the model: it is data parallel, with the same parameters and methods."""
         self._progress = Progress()
         self._window = MetricsWindow(state)
         self._outcome = Outcome(self._progress, self._window.totals, energy=self._window.energy)
@@ -57,7 +57,7 @@ class Run:
         self._attached = self._rehearsing = self._clock_runs = self._log_due = self._finished = False
         self._evaluations = 0
         self._weight = 1.0
-        """What counted on this rank in the last step."""
+        """The count of this rank's loss in the last step."""
         self._started = time.perf_counter()
         state.optimizer.register_step_pre_hook(lambda *_: self._check_step())
 
@@ -82,12 +82,12 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, those before a resume included."""
+        """Number of optimizer steps done, those before a resume included."""
         return self._progress.step
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that are complete."""
+        """Number of complete passes over the data."""
         return self._progress.position.epoch
 
     @property
@@ -113,13 +113,13 @@ class Run:
     def batches(self) -> Iterator[Any]:
         """Yield this rank's part of each batch of the epoch, collated, on the device.
 
-        The next call goes on with the next epoch, or after a `break` where the loop was left. Which samples
-        a step uses follows from the seed alone, whatever the devices. A part is one microbatch, or as many
-        as `accumulate` or `microbatch_size` ask for. Every rank has the same number of steps: one without
-        samples gets a sample that does not count.
+        The next call continues with the next epoch, or in this one after a `break`. The seed alone determines
+        the samples of a step, whatever the devices. A part is one microbatch, or as many as `accumulate` or
+        `microbatch_size` ask for. Every rank has the same number of steps: a rank without samples gets a
+        sample that does not count.
 
         Raises:
-            UsageError: a batch was not followed by `backward`.
+            UsageError: `backward` was not called for a batch.
         """
         state, trainer = self._state, self._state.config.trainer
         start, steps = steps_left(state.sampler, self._progress.position)
@@ -152,33 +152,33 @@ class Run:
         state.backend.begin_step(self._progress.step)
         if state.paced is not None:
             state.paced.begin_step()
-        self._message.seconds = state.balancer.own_seconds(self._window.meter)
+        self._message.seconds = state.balancer.local_seconds(self._window.meter)
         step = self._step = ScriptStep(state, self._normalizer, self._window.meter, batch)
         while not step.is_over:
             yield on_device(step.next_microbatch(self._stand_in), state.device)
             step.check_gone_back()
 
     def _stand_in(self) -> Any:
-        """Return a batch of a sample, on the host, where this rank has none."""
+        """Return a batch of one sample, on the host, for a rank without samples."""
         return self._collate([self._state.train_data[0]])
 
     def backward(
         self, loss: torch.Tensor, count: Number | None = None, *, reduction: Reduction = "mean"
     ) -> None:
-        """Do `loss.backward()` so that the step's gradient is that of the mean over the whole batch.
+        """Run `loss.backward()` so that the step's gradient is that of the mean over the whole batch.
 
-        Exactly so, however unequal the parts: with the last microbatch the ranks' gradients are added up and
-        divided by the number of all that counts, before this returns. What reads or clips gradients
-        afterwards sees the gradient of the whole batch.
+        This is exact, however unequal the parts. With the last microbatch the ranks' gradients are added up
+        and divided by the global count before this method returns. Code that reads or clips gradients
+        afterwards gets the gradient of the whole batch.
 
         Args:
-            loss: of the last batch, from what `model` returned.
-            count: of how many elements the loss is the mean (unmasked tokens, say), or the sum of their
-                weights; by default the batch's samples. Where it is 0 the loss is not looked at.
-            reduction: `sum` for a loss that is the sum over them.
+            loss: of the last batch, computed from the output of `model`.
+            count: number of elements that the loss is the mean of (unmasked tokens, for instance), or the sum
+                of their weights; by default the batch's samples. If it is 0, the loss is ignored.
+            reduction: `sum` for a loss that is the sum over the elements.
 
         Raises:
-            UsageError: there is no batch, or it does not come out right.
+            UsageError: there is no batch, or its loss or count cannot be used.
         """
         if self._step is None:
             raise UsageError("run.backward must be called within a loop over run.batches().")
@@ -188,9 +188,9 @@ class Run:
             self._account(self._step)
 
     def clip_norm(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradient of the whole batch, log its norm, and return it as it was before.
+        """Clip the gradient of the whole batch, log its norm before, and return that norm.
 
-        `torch.nn.utils.clip_grad_norm_` on the parameters does the same, but for the log.
+        `torch.nn.utils.clip_grad_norm_` on the parameters does the same without the log.
         """
         if not self.step_due:
             raise UsageError("run.clip_norm must follow the last run.backward of a step (run.step_due).")
@@ -212,12 +212,12 @@ class Run:
         attach(self._state, self._called, call)
         step.count_passes()
         self._rehearsing = True
-        find_pace(self._state, call, has_samples=step.rows > 0)
+        find_time_scale(self._state, call, has_samples=step.rows > 0)
         self._rehearsing = False
-        self._window.restart()  # that was no training
+        self._window.restart()  # the time until here was no training
 
     def _account(self, step: ScriptStep) -> None:
-        """Take in a step whose gradient is there; the optimizer's part is the script's."""
+        """Count a step whose gradient is complete; the script itself steps the optimizer."""
         state, progress, batch = self._state, self._progress, step.batch
         rate = float(state.optimizer.param_groups[0]["lr"])
         self._result = StepResult(step.loss_sum, step.global_count, None, rate, local_count=step.count)
@@ -243,21 +243,21 @@ class Run:
     # ------------------------------------------------------------ what is reported
 
     def log(self, values: Mapping[str, Number] | None = None, **named: Number) -> dict[str, float]:
-        """Log means over the ranks, weighted by what counted on each of them in the last step.
+        """Log means over the ranks, weighted by each rank's count in the last step.
 
-        Every rank calls it, with the same names. The mean of the loss is logged by itself, as `train/loss`.
+        Every rank calls it, with the same names. The mean loss is always logged, as `train/loss`.
 
         Returns:
             The means, the same on every rank.
         """
-        mine = {**(values or {}), **named}
+        local = {**(values or {}), **named}
         weight = self._weight
-        # A rank on which nothing counts may hold NaN, which no weight of 0 would mend.
-        sums = [float(value) * weight if weight else 0.0 for value in mine.values()]
+        # A rank on which nothing counts may hold NaN, and NaN × 0 is NaN.
+        sums = [float(value) * weight if weight else 0.0 for value in local.values()]
         *sums, total = self._state.communicator.all_reduce(
             torch.tensor([*sums, weight], dtype=torch.float64)
         ).tolist()
-        means = {name: one / total if total else float("nan") for name, one in zip(mine, sums, strict=True)}
+        means = {name: s / total if total else float("nan") for name, s in zip(local, sums, strict=True)}
         for logger in self._state.loggers:
             logger.log(means, self.step)
         return means
@@ -268,9 +268,9 @@ class Run:
         """Evaluate the model, each rank on its own part of the data; no sample counts twice.
 
         Args:
-            function: gets a batch, as `batches` gives it, and returns sums over its samples by name. Where
-                `count` is among them the means are taken over it instead of the samples.
-            dataset: instead of `eval_dataset` of `setup`.
+            function: gets a batch as from `batches`, and returns sums over its samples by name. If one of the
+                names is `count`, the means are taken over it instead of the samples.
+            dataset: used instead of the `eval_dataset` of `setup`.
 
         Returns:
             The means, and `samples`; the same on every rank, and logged as `eval/<name>`.
@@ -303,18 +303,18 @@ class Run:
         """Add up every rank's sums, in rank order, and divide them."""
         self._evaluations += 1
         topic, limit = f"evaluation/{self._evaluations}", self._state.config.comm.timeout_seconds
-        everyone = exchange(self._store, topic, self.rank, self.world_size, sums, limit)
-        names = dict.fromkeys(name for one in everyone for name in one)
-        totals = {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+        rows = all_gather_json(self._store, topic, self.rank, self.world_size, sums, limit)
+        names = dict.fromkeys(name for row in rows for name in row)
+        totals = {name: sum(row.get(name, 0.0) for row in rows) for name in names}
         samples = totals.pop("samples")
         count = totals.pop("count", samples)
-        means = {name: one / count if count else float("nan") for name, one in totals.items()}
+        means = {name: total / count if count else float("nan") for name, total in totals.items()}
         return means | {"samples": samples}
 
     # ------------------------------------------------------------ what is kept
 
     def save(self) -> str | None:
-        """Write a checkpoint of model, optimizer and place in the data; return its path on rank 0.
+        """Write a checkpoint of model, optimizer and position in the data; return its path on rank 0.
 
         Every rank calls it, after the optimizer's step; rank 0 writes, the others wait.
         """
@@ -324,14 +324,14 @@ class Run:
         return path
 
     def resume(self, path: str | Path | None = None) -> bool:
-        """Go on from a checkpoint, and tell whether one was named.
+        """Resume from a checkpoint, and return whether one was named.
 
         Args:
-            path: of a checkpoint, or of a run whose newest is meant. By default what `resume=` of
-                `hetexp launch` names, which is resumed by `setup` already.
+            path: of a checkpoint, or of a run, whose newest checkpoint is used. By default the path of
+                `resume=` of `hetexp launch`, from which `setup` has resumed already.
 
         Raises:
-            ConfigError, CheckpointError: it is not there, not complete or not of this model.
+            ConfigError, CheckpointError: the checkpoint is missing, incomplete or of another model.
         """
         state = self._state
         if path is not None:
@@ -350,7 +350,7 @@ class Run:
         self._finished = True
         self._stop_clock()
         if self._window.num_steps:
-            self._window.restart()  # the line is no training
+            self._window.restart()  # logging is no training
             self._outcome.train_loss = self._window.log(self._progress)
         seconds = time.perf_counter() - self._started
         summary = report(state, self._store, self._outcome, seconds)
@@ -372,7 +372,7 @@ class Run:
     # ------------------------------------------------------------ the clock
 
     def _write_line(self) -> None:
-        """Log the steps since the last line where one is due; all ranks come here at the same step."""
+        """Log the steps since the last line if a line is due; all ranks call it at the same step."""
         if self._log_due:
             self._log_due = False
             self._outcome.train_loss = self._window.log(self._progress)
@@ -388,7 +388,7 @@ class Run:
 
     @contextmanager
     def _clock_stopped(self) -> Iterator[None]:
-        """Let the block count as no training."""
+        """Do not count the time of the block as training."""
         runs = self._clock_runs
         self._stop_clock()
         yield

@@ -1,4 +1,4 @@
-"""`hetexp.setup`: from a person's model, optimizer and data to a run on the devices that there are."""
+"""`hetexp.setup`: from the user's model, optimizer and data to a run on the available devices."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from hetexp.training.wiring import (
 
 @dataclass
 class Launched:
-    """What `hetexp launch` gives a rank that runs a script."""
+    """The objects of a rank that runs a script under `hetexp launch`."""
 
     plan: Plan
     rank: int
     store: dist.Store
     ready: Callable[[], None]
-    """To be called once all ranks agree."""
+    """Called once all ranks agree."""
     run: Run | None = None
-    """What the script's `setup` returned."""
+    """The result of the script's `setup`."""
 
 
 _launched: Launched | None = None
@@ -85,21 +85,22 @@ def setup(
     log_every: int = 10,
     run_dir: str | Path | None = None,
 ) -> Run:
-    """Put the model on this process's device and make its training a part of one on all devices.
+    """Move the model to this process's device and make its training a part of one on all devices.
 
     Under `hetexp launch` every rank calls it with the same arguments; all begin with rank 0's weights. In any
-    other process it takes the best device that there is: the current CUDA, ROCm or XPU device, MPS, the CPU.
+    other process it uses the best device: the current CUDA, ROCm or XPU device, MPS, or the CPU.
 
     Args:
-        model: stays the object that holds the parameters; moved to the device.
+        model: moved to the device; it stays the object that holds the parameters.
         optimizer: over the model's parameters.
         dataset: map-style; the same on every rank.
         global_batch_size: samples of one optimizer step, over all devices.
         eval_dataset: for `Run.evaluate`.
         accumulate: microbatches that each device cuts its part of a batch into.
-        microbatch_size: or most samples of a microbatch; devices then differ in their number.
+        microbatch_size: most samples of a microbatch, instead of `accumulate`; devices may then differ in
+            their number of microbatches.
         seed: of the order of samples, and under `hetexp launch` of dropout and random samples.
-        drop_last: leave out the rest of an epoch that fills no batch.
+        drop_last: whether to leave out the last batch of an epoch if it is not full.
         num_workers: data loader processes of each device.
         prefetch_factor: microbatches that each of them loads ahead.
         collate: makes a batch of a list of samples, as `collate_fn` of torch's `DataLoader`.
@@ -131,7 +132,8 @@ def setup(
     if launched is None:
         _refuse_other_launchers()
         plan = plan_alone(device_alone(), Path(run_dir) if run_dir is not None else _new_folder())
-        rank, store = 0, _store_alone()
+        rank = 0
+        store: dist.Store = dist.HashStore()
     else:
         if launched.run is not None:
             raise UsageError("hetexp.setup must be called once in a script, but is called again.")
@@ -139,8 +141,8 @@ def setup(
     plan = _decided(plan, given, model)
     config = read_config(plan.config)
     sampler = GlobalSampler(len(dataset), global_batch_size, seed, drop_last)  # type: ignore[arg-type]
-    own = _Given(model, optimizer, dataset, eval_dataset, given, collate)
-    state = _state(plan, config, rank, store, own, sampler)
+    arguments = _Given(model, optimizer, dataset, eval_dataset, given, collate)
+    state = _state(plan, config, rank, store, arguments, sampler)
     called = Called(model)
     assert isinstance(state.engine, Replica), "`hetexp launch` has refused other strategies"
     state.engine.connect(plan, store, again=False)
@@ -152,14 +154,14 @@ def setup(
     launched.run = Run(state, called, store, collate)
     launched.run.resume()
     if rank == 0:
-        state.loggers = start_loggers(state)  # which tell what is gone on from
+        state.loggers = start_loggers(state)  # after `resume`, whose run they name
         launched.ready()
     return launched.run
 
 
 @dataclass(frozen=True)
 class _Given:
-    """What the script gave."""
+    """The script's arguments."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -176,7 +178,7 @@ class _Given:
 
 
 class _OfTheScript(Loss):
-    """Stands where a configured loss would be: a script computes its own."""
+    """A placeholder for the configured loss: a script computes its own."""
 
     def count(self, targets: Any) -> float:
         raise NotImplementedError
@@ -207,7 +209,7 @@ def _state(
             seed_all(config.trainer.seed + 1 + rank)
     _move(model, optimizer, device)
     settings = policy.settings if policy.follows else None
-    # The script steps a schedule of its own; what counts steps here must touch no rate of its optimizer.
+    # The script steps its own schedule; this one only counts steps, and must not touch the script's rates.
     steps = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=0.0)
     return TrainState(
         plan=plan,
@@ -236,10 +238,10 @@ def _state(
 
 
 def _decided(plan: Plan, given: Mapping[str, Any], model: nn.Module) -> Plan:
-    """Return the plan with what the script decides: the batch, its parts, and a model of float64 as it is.
+    """Return the plan with the script's options: batch, microbatches, and float64 if the model has it.
 
     Raises:
-        ConfigError: a device does not compute in float64, or the exchange does not carry it.
+        ConfigError: a device does not compute in float64, or the exchange does not support it.
     """
     config = {**plan.config, "trainer": {**plan.config["trainer"], **given}}
     counts = apportion(given["global_batch_size"], plan.shares).counts
@@ -249,7 +251,7 @@ def _decided(plan: Plan, given: Mapping[str, Any], model: nn.Module) -> Plan:
     if precision_problems("float64", plan.devices):
         lacking = [str(d) for d in plan.devices if d.precisions is not None and "float64" not in d.precisions]
         raise ConfigError(
-            "`model` must be of float32 where a device does not compute in float64, but is of float64 "
+            "`model` must be of float32 if a device does not compute in float64, but is of float64 "
             f"instead: {', '.join(lacking)}."
         )
     if plan.wire != "float32":
@@ -258,25 +260,25 @@ def _decided(plan: Plan, given: Mapping[str, Any], model: nn.Module) -> Plan:
 
 
 def _move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the model, and let the optimizer follow where that makes other parameters of the old ones."""
+    """Move the model, and replace the optimizer's parameters if the move creates new ones."""
     before = list(model.parameters())
     model.to(device)
     now = dict(zip(map(id, before), model.parameters(), strict=True))
     for group in optimizer.param_groups:
         group["params"] = [now.get(id(parameter), parameter) for parameter in group["params"]]
-    if optimizer.state:  # of a training that went on before: each state to its parameter
+    if optimizer.state:  # of an earlier training: it moves to the parameters' device
         optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _check_arguments(given: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the numbers that a script gives, one sentence a problem."""
+    """Return the problems of the script's numbers, one sentence each."""
     problems = []
     least = {"global_batch_size": 1, "accumulate": 1, "seed": 0, "num_workers": 0, "prefetch_factor": 1}
     least["log_every"] = 1
     if given["microbatch_size"] is not None:
         least["microbatch_size"] = 1
         if given["accumulate"] != 1:
-            accepted = "1 where `microbatch_size` is given"
+            accepted = "1 if `microbatch_size` is given"
             fix = "Both cut the local batch: keep one of them."
             problems.append(must_be("accumulate", accepted, given["accumulate"], fix))
     for name, smallest in least.items():
@@ -287,33 +289,30 @@ def _check_arguments(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return what is wrong with the optimizer's parameters."""
-    own = {id(parameter) for parameter in model.parameters()}
+    """Return the problems of the optimizer's parameters."""
+    parameters = {id(parameter) for parameter in model.parameters()}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held <= own:
+    if held <= parameters:
         return []
+    others = len(held - parameters)
     return [
-        f"`optimizer` must hold parameters of the model only, but {len(held - own)} of its {len(held)} are "
+        f"`optimizer` must hold parameters of the model only, but {others} of its {len(held)} are "
         "others, whose gradients would not be exchanged. Modules that train together belong into one, and "
         "the optimizer is made after the last change of the model."
     ]
 
 
 def _refuse_other_launchers() -> None:
-    """Refuse to be one of the ranks of torchrun, which would train apart from each other.
+    """Refuse to run as a rank of torchrun, whose ranks would train independently.
 
     Raises:
-        SetupError: this process is one.
+        SetupError: this process is a rank of torchrun.
     """
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         raise SetupError(
             "hetexp.setup does not take part in the ranks of torchrun (WORLD_SIZE is "
             f"{os.environ['WORLD_SIZE']}). Start the script with `hetexp launch {Path(sys.argv[0]).name}`."
         )
-
-
-def _store_alone() -> dist.Store:
-    return dist.HashStore()
 
 
 def _new_folder() -> Path:

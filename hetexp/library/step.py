@@ -1,4 +1,4 @@
-"""One optimizer step of a script: what its batches, calls and backward passes add up to."""
+"""One optimizer step of a script: it combines the batches, calls and backward passes of the script."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Reduction = Literal["mean", "sum"]
 class ScriptStep:
     """A step under way: its local batch, one microbatch after another.
 
-    The counts of the later microbatches are not known at the first backward pass. So sums of losses go
-    backwards, and the exchanged gradient is multiplied by the normaliser's factor at the end.
+    The counts of the later microbatches are unknown at the first backward pass. So backward runs on sums of
+    losses, and the exchanged gradient is multiplied by the normaliser's factor at the end.
 
-    A rank without samples is given a real one, so that the script's loop runs as on any other: its model is
-    called and learns nothing, its loss is not looked at, and gradients of zero take part in the exchange. So
-    is one with fewer microbatches than others where all must do equally many passes.
+    A rank without samples gets a stand-in sample, so that the script's loop runs as on any other rank: the
+    model learns nothing from it, the loss is ignored, and gradients of zero take part in the exchange. So
+    does a rank with fewer microbatches than others if all ranks must run equally many passes.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class ScriptStep:
         self._outputs: list[Any] = []
         self.loss_sum = torch.zeros((), dtype=state.dtype, device=state.device)
         self.count: float = 0
-        """Elements that the loss is the mean of, on this rank, so far."""
+        """Elements that this rank's loss is the mean of, so far."""
         self.global_count: float = 0
 
     @property
     def rows(self) -> int:
-        """Samples of the microbatch; 0 where one stands in that does not count."""
+        """Samples of the microbatch; 0 for a stand-in, which does not count."""
         return self._rows[self._number] if self._number < len(self._rows) else 0
 
     @property
@@ -64,11 +64,11 @@ class ScriptStep:
         return self.is_last and self._gone_back
 
     def count_passes(self) -> None:
-        """Find out how many passes this rank does, once the ranks have agreed on what they do together."""
+        """Set this rank's number of passes, once the strategy is attached to the group."""
         self._num_passes = max(1, len(self._rows), self._state.num_passes(self.batch.counts))
 
     def next_microbatch(self, stand_in: Callable[[], Any]) -> Any:
-        """Begin with the next microbatch and return it, or what stands in where this rank has none."""
+        """Begin the next microbatch and return it, or a stand-in if this rank has none."""
         self._number += 1
         self._called = self._gone_back = False
         self._start = None
@@ -76,10 +76,10 @@ class ScriptStep:
         return self.batch.microbatches[self._number] if self.rows else stand_in()
 
     def check_gone_back(self) -> None:
-        """Check that the microbatch is over.
+        """Check that `backward` was called for the microbatch.
 
         Raises:
-            UsageError: `backward` was not called.
+            UsageError: it was not.
         """
         if not self._gone_back:
             raise UsageError(
@@ -88,7 +88,7 @@ class ScriptStep:
             )
 
     def call(self, call: Call) -> Any:
-        """Call the model for a loss to go back from."""
+        """Call the model in a training pass."""
         state = self._state
         self._called = True
         if self._start is None:
@@ -103,12 +103,12 @@ class ScriptStep:
             return widened(state.model(*args, **kwargs))
 
     def backward(self, loss: torch.Tensor, count: float | torch.Tensor | None, reduction: Reduction) -> None:
-        """Go back from the microbatch's loss; after the last one exchange, and scale the gradient."""
+        """Run backward from the microbatch's loss; after the last one, exchange and scale the gradient."""
         self._check_backward(loss, reduction)
         given = self.rows if count is None else as_count(count)
         if given is None:
             raise UsageError(must_be("count", "a finite number from 0 on", count))
-        if self.rows:  # what stands in is no work of this device
+        if self.rows:  # a stand-in does not count as this device's work
             self._meter.span(self._start, self._state.backend.mark())
         counted = given if self.rows else 0
         self.count += counted
@@ -132,20 +132,20 @@ class ScriptStep:
         self._has_gradient = True
 
     def _go_back_from_nothing(self) -> None:
-        """Send zeros back: a mean over nothing is NaN, and so is what would go back from it.
+        """Run backward with zeros, since the mean over no samples is NaN, and so are its gradients.
 
-        They go through the model, in which ranks may wait for each other, from what of its output is finite:
-        a loss that the model itself computes is not.
+        The zeros go through the model, in which ranks may wait for each other. They start from its finite
+        outputs: a loss that the model itself computes is NaN here.
         """
-        found = [t for t in tensors(self._outputs) if t.requires_grad and bool(t.isfinite().all())]
-        if found:
-            self._go_back(torch.stack([(t * 0.0).sum() for t in found]).sum())
+        finite = [t for t in tensors(self._outputs) if t.requires_grad and bool(t.isfinite().all())]
+        if finite:
+            self._go_back(torch.stack([(t * 0.0).sum() for t in finite]).sum())
         elif self.is_last:
             trained = [p for p in self._state.model.parameters() if p.requires_grad]
             self._state.strategy.abort_exchange(self._state.module, trained, 0.0)
 
     def _scale(self) -> None:
-        """Make the exchanged sum the mean over all that counts in the whole batch."""
+        """Scale the exchanged sum to the mean over the whole batch."""
         factor, self.global_count = self._normalizer.factor()
         gradients = [p.grad for p in self._state.model.parameters() if p.grad is not None]
         if dense := [g for g in gradients if not g.is_sparse]:
@@ -178,5 +178,5 @@ class ScriptStep:
         if self._has_gradient and all(p.grad is None for p in self._state.model.parameters()):
             raise UsageError(
                 "The gradient of a step's first microbatches must be kept, but was cleared: call "
-                "optimizer.zero_grad() only where run.step_due is true."
+                "optimizer.zero_grad() only if run.step_due is true."
             )

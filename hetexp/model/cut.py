@@ -72,7 +72,7 @@ def whole_of(model: nn.Module) -> Whole:
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if pieces is None:
         raise ConfigError(
-            f"`model` must tell where it may be cut to be trained in stages, but {kind} has no method "
+            f"`model` must say where it may be cut to be trained in stages, but {kind} has no method "
             "`pieces` (see hetexp.model.layered). strategy=ddp trains any model."
         )
     if not pieces.layer_names:

@@ -1,1 +1,1 @@
-"""How the work is shared: one file a strategy, built from the Hydra group of the same name."""
+"""Strategies of sharing the work: one file or folder each, built from the Hydra group of the same name."""

@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 
 
 class Auto(Strategy):
-    """Stands for the exact strategy that is predicted to be the fastest, until the devices are known.
+    """A placeholder for the exact strategy with the fastest prediction on the devices of the run.
 
-    Between hosts on a slow network it may stand for one that is exact inside each host only.
-
-    No rank ever has it: the launcher puts the one that it picked in its place before it makes the plan
-    (`hetexp.launch.prepare.select_strategy`).
+    Between hosts on a slow network it may become a strategy that is exact inside each host only. The launcher
+    replaces it before it makes the plan (`hetexp.launch.prepare.select_strategy`), so no rank ever has it.
 
     Args:
         among: strategies to choose from, such as `[ddp,pipeline]`; `None`: every exact strategy.
@@ -42,39 +40,39 @@ class Auto(Strategy):
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         if self.among is None or self.among:
             return []
-        return ["`strategy.among` must name a strategy at least, but is [] instead. null means all."]
+        return ["`strategy.among` must name at least one strategy, but is [] instead. null means all."]
 
     def candidates(
         self, offered: Callable[[], Mapping[str, Strategy]], several_hosts: bool
     ) -> Mapping[str, Strategy]:
         strategies = offered()
-        exact = {name: one for name, one in strategies.items() if one.exact and not isinstance(one, Auto)}
-        wanted = self.among if self.among is not None else list(exact)
+        exact = {name: s for name, s in strategies.items() if s.exact and not isinstance(s, Auto)}
+        names = self.among if self.among is not None else list(exact)
         accepted = "a list of " + ", ".join(sorted(exact))
         problems = [
             must_be("strategy.among", accepted, name, did_you_mean(name, exact).strip())
-            for name in wanted
+            for name in names
             if name not in exact
         ]
         if problems:
             raise ConfigError(problems)
-        found = {name: exact[name] for name in wanted}
+        candidates = {name: exact[name] for name in names}
         if several_hosts and self.between_hosts and BETWEEN_HOSTS in strategies:
-            found[BETWEEN_HOSTS] = strategies[BETWEEN_HOSTS]
-        return found
+            candidates[BETWEEN_HOSTS] = strategies[BETWEEN_HOSTS]
+        return candidates
 
     def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
         return []  # the candidates have rows of their own
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        _picked_before()
+        _refuse()
 
     def accumulate(self, module: nn.Module) -> AbstractContextManager[None]:
-        _picked_before()
+        _refuse()
 
     def gradient_divisor(self, world_size: int) -> int:
-        _picked_before()
+        _refuse()
 
 
-def _picked_before() -> NoReturn:
-    raise RuntimeError("strategy=auto is another strategy by the time that ranks start")
+def _refuse() -> NoReturn:
+    raise RuntimeError("strategy=auto is replaced by another strategy before ranks start")

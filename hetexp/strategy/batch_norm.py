@@ -1,13 +1,13 @@
-"""BatchNorm over the whole batch, whatever part of it each rank has.
+"""BatchNorm over the whole batch, however unequal the ranks' parts of it.
 
-torch's `SyncBatchNorm` refuses tensors of the CPU. Here every rank tells count, mean and sum of squared
-deviations of its samples; all combine them alike (Chan, Golub and LeVeque 1979) and normalise by the result,
-and backward adds up the two sums that the gradient depends on. So statistics, gradients and running
-statistics are those of one device with all samples, and the same on every rank.
+torch's `SyncBatchNorm` refuses tensors of the CPU. Here every rank sends count, mean and sum of squared
+deviations of its samples; all combine them alike (Chan, Golub and LeVeque 1979) and normalise by the result.
+Backward adds up the two sums that the gradient depends on. So statistics, gradients and running statistics
+are those of one device with all samples, and the same on every rank.
 
-A rank without samples has no forward pass, but the others wait for it at each layer: it goes through the
-calls that one pass over a few samples made (`SynchronisedNorms.record`), and in backward through that pass's
-order of layers and gradients, so that every rank's exchanges come in one order.
+A rank without samples has no forward pass, but the others wait for it at each layer. It repeats the calls
+that one pass over a few samples made (`SynchronisedNorms.record`), and in backward the order of layers and
+gradients of that pass, so that the exchanges of all ranks come in one order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that can be synchronised, by name; one with a forward of its own cannot."""
+    """Return the BatchNorm layers that can be synchronised, by name: those with torch's own forward."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -47,9 +47,9 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 class SynchronisedBatchNorm(_BatchNorm):
-    """What a BatchNorm layer becomes: the same object with the same names, weights and hooks.
+    """The class that a BatchNorm layer gets; the object keeps its names, weights and hooks.
 
-    Outside of training steps (in evaluation, or where a rank tries something by itself) it does what it did.
+    Outside of training steps (in evaluation, or in a trial pass of one rank) it works as before.
     """
 
     norms: SynchronisedNorms
@@ -62,7 +62,7 @@ class SynchronisedBatchNorm(_BatchNorm):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what ranks do together is no part of a graph
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input [batch, channels, …]."""
-        # Computed again in backward, it is no longer between the ranks' forward passes.
+        # If it is computed again in backward, the ranks are no longer in a forward pass together.
         if not once(lambda: self.training and self.norms.active):
             return super().forward(input)
         self._check_input_dim(input)
@@ -73,7 +73,7 @@ class SynchronisedBatchNorm(_BatchNorm):
 
 @dataclass(frozen=True)
 class _Statistics:
-    """Of the whole batch, on the device of the values; all but `count` one number a channel."""
+    """Statistics of the whole batch on the values' device; all but `count` are [channels]."""
 
     count: Tensor
     mean: Tensor
@@ -86,9 +86,9 @@ class SynchronisedNorms:
 
     Args:
         model: its layers are changed in place.
-        communicator: with an order of collectives of its own, since backward's come between others.
-        waiting: returns a context for what waits for other ranks in the midst of a pass.
-        leaves_unused: whether parameters that a recorded pass did not use get no gradient without samples.
+        communicator: with its own order of collectives, since those of backward come between others.
+        waiting: returns a context for waits for other ranks inside a pass.
+        leaves_unused: whether parameters unused in the recorded pass get no gradient without samples.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class SynchronisedNorms:
     ) -> None:
         self._communicator, self._waiting = communicator, waiting
         self._leaves_unused = leaves_unused
-        found = batch_norms(model)
-        self.names, self.layers = list(found), list(found.values())
+        layers = batch_norms(model)
+        self.names, self.layers = list(layers), list(layers.values())
         self.active = False
         """Whether the ranks are in a step together."""
         self._model = model
         self._record: _Record | None = None
-        """What a pass does, in order: filled by `record`."""
+        """The order of a pass's exchanges; filled by `record`."""
         self._recording = False
         for index, layer in enumerate(self.layers):
             layer.__class__ = SynchronisedBatchNorm
@@ -114,11 +114,11 @@ class SynchronisedNorms:
             layer.norms, layer.index = self, index
 
     def __deepcopy__(self, memo: Any) -> SynchronisedNorms:
-        """A copy of the model (an average of its weights) takes part in nothing: only one is in a step."""
+        """Return this object: a copy of the model (an average of its weights) trains in no step."""
         return self
 
     def leave(self) -> None:
-        """Let go of the other ranks for good; others of this class may take the layers over."""
+        """Leave the other ranks for good; another object of this class may take the layers over."""
         self._communicator = SoloCommunicator()
 
     @contextmanager
@@ -131,9 +131,9 @@ class SynchronisedNorms:
             self.active = False
 
     def record(self, inputs: Any) -> None:
-        """Do one pass over a few samples by this rank alone, and keep the order of what ranks do in one.
+        """Run one pass over a few samples on this rank alone, and record the order of its exchanges.
 
-        Weights, gradients, buffers and the CPU's generator stay as they are; hooks of the model itself do not
+        Weights, gradients, buffers and the CPU's generator stay as they are; the model's own hooks do not
         run.
 
         Args:
@@ -162,12 +162,12 @@ class SynchronisedNorms:
             self.statistics(index, None)
         first = next(self._model.parameters())
         zero = first.new_zeros(()).requires_grad_()
-        came = {id(event) for event in self._record.backward}
-        late = [p for p in self._model.parameters() if p.requires_grad and id(p) not in came]
+        used = {id(event) for event in self._record.backward}
+        unused = [p for p in self._model.parameters() if p.requires_grad and id(p) not in used]
         if self._leaves_unused:
-            late = []
-        # What is put in first comes last in backward.
-        for event in [*late, *reversed(self._record.backward)]:
+            unused = []
+        # Backward runs in the reverse order.
+        for event in [*unused, *reversed(self._record.backward)]:
             zero = self._absent(zero, event) if isinstance(event, int) else give(zero, event, 0.0)
         return zero
 
@@ -176,7 +176,7 @@ class SynchronisedNorms:
         return zero
 
     def statistics(self, index: int, values: Tensor | None) -> _Statistics:
-        """Return the statistics of all ranks' values, and bring the layer's running ones up to date.
+        """Return the statistics of all ranks' values, and update the layer's running statistics.
 
         Args:
             index: place of the layer.
@@ -184,7 +184,7 @@ class SynchronisedNorms:
 
         Raises:
             ValueError: all ranks together have a single value a channel; the same on each of them.
-            RuntimeError: the ranks have come to different layers.
+            RuntimeError: the ranks are at different layers.
         """
         home, layer = self._communicator.device, self.layers[index]
         world, rank = self._communicator.world_size, self._communicator.rank
@@ -217,11 +217,11 @@ class SynchronisedNorms:
         if not self._recording:
             _follow(layer, mean, squares / (total - 1))
         dtype = _wide_type(values.dtype) if values is not None else mean.dtype
-        where = values.device if values is not None else home
-        return _Statistics(*(t.to(where, dtype) for t in (total, mean, squares / total)))
+        device = values.device if values is not None else home
+        return _Statistics(*(t.to(device, dtype) for t in (total, mean, squares / total)))
 
     def add_up(self, layer_index: int, sums: Tensor | None) -> Tensor | None:
-        """Return the sum over the ranks of what backward needs of all samples; `None` where none was given.
+        """Return the sum over the ranks of backward's sums; `None` on a rank without samples.
 
         Args:
             sums: two numbers a channel, [2, channels]; `None`: this rank has no samples.
@@ -243,30 +243,30 @@ class SynchronisedNorms:
         return gathered[1:].reshape(2, -1).to(sums.device, sums.dtype)
 
     def _check_order(self, indices: Tensor) -> None:
-        """A device of its own would have to be waited for: there it is not looked at."""
+        """Check that all ranks are at one layer; not on an accelerator, which would have to be waited for."""
         if indices.device.type != "cpu":
             return
-        come = [self.names[int(index)] for index in indices]
-        if len(set(come)) > 1:
-            places = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(come))
+        names = [self.names[int(index)] for index in indices]
+        if len(set(names)) > 1:
+            places = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(names))
             raise RuntimeError(
-                f"the ranks have come to different BatchNorm layers: {places}. Where a model's layers depend "
-                "on the samples, `strategy.sync_batch_norm` must be false."
+                f"the ranks have come to different BatchNorm layers: {places}. If a model's layers depend on "
+                "the samples, `strategy.sync_batch_norm` must be false."
             )
 
 
 class _Record:
-    """What one pass does together with other ranks."""
+    """The order of one pass's exchanges."""
 
     def __init__(self) -> None:
         self.forward: list[int] = []
-        """Places of the layers, in the order of their calls."""
+        """Indices of the layers, in the order of their calls."""
         self.backward: list[Any] = []
-        """Places of layers that exchange sums, and parameters whose gradient is there."""
+        """Indices of layers that exchange sums, and parameters that get their gradient, in order."""
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises by given statistics, whose dependence on the values is in the gradient."""
+    """Normalises by given statistics; the gradient includes their dependence on the values."""
 
     @staticmethod
     def forward(
@@ -308,7 +308,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class _Absent(torch.autograd.Function):
-    """Passes a gradient on, and takes part in one layer's exchange with nothing."""
+    """Passes a gradient on, and takes part in one layer's exchange without samples."""
 
     @staticmethod
     def forward(ctx: Any, before: Tensor, norms: SynchronisedNorms, layer_index: int) -> Tensor:
@@ -322,7 +322,7 @@ class _Absent(torch.autograd.Function):
 
 
 def _follow(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
-    """Let the running statistics follow the batch's, as `torch.nn.BatchNorm1d` does."""
+    """Update the running statistics by the batch's, as `torch.nn.BatchNorm1d` does."""
     if layer.running_mean is None or layer.running_var is None:
         return
     assert layer.num_batches_tracked is not None

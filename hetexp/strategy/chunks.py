@@ -1,4 +1,4 @@
-"""A module on several cards of one process: unequal chunks out, replicas side by side, outputs back."""
+"""Runs replicas of a module on several cards of one process, each with a chunk of the inputs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def scatter(value: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     """Cut every tensor in nested inputs into consecutive chunks, in their order.
 
     Args:
-        value: a tensor, or tuples, lists and dicts of them; what has no such dimension goes to every chunk.
+        value: a tensor, or tuples, lists and dicts of them; other values go to every chunk.
         sizes: of the chunks along `dim`; they add up to its size.
     """
     if isinstance(value, torch.Tensor):
         return list(value.split(list(sizes), dim)) if value.dim() > dim else [value] * len(sizes)
     if isinstance(value, dict):
-        parts = {key: scatter(item, sizes, dim) for key, item in value.items()}
-        return [{key: part[place] for key, part in parts.items()} for place in range(len(sizes))]
+        chunks = {key: scatter(item, sizes, dim) for key, item in value.items()}
+        return [{key: chunk[place] for key, chunk in chunks.items()} for place in range(len(sizes))]
     if isinstance(value, (tuple, list)):
         columns = [scatter(item, sizes, dim) for item in value]
         rows = [[column[place] for column in columns] for place in range(len(sizes))]
@@ -54,8 +54,8 @@ class Replicated(nn.Module):
     Args:
         model: on the first card; holds the weights, and gets the sum of all chunks' gradients.
         devices: one a chunk; the same card may come twice.
-        shares: of the samples, one a device; where they leave a device none, its copy is not called.
-        output_device: where the outputs come together.
+        shares: of the samples, one a device; the copy of a device without samples is not called.
+        output_device: gathers the outputs.
         dim: dimension that counts the samples.
     """
 
@@ -73,28 +73,27 @@ class Replicated(nn.Module):
         self._output_device, self._dim = output_device, dim
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model itself would return, on the output device."""
+        """Return the model's output, on the output device."""
         from torch.nn.parallel import gather, parallel_apply, replicate
 
         total = next(t.shape[self._dim] for t in tensors((args, kwargs)) if t.dim() > self._dim)
         sizes = apportion(total, self._shares).counts
         used = [place for place, size in enumerate(sizes) if size]
-        some = [sizes[place] for place in used]
         devices = [self._devices[place] for place in used]
-        chunks = scatter(kwargs or args[0], some, self._dim)
-        inputs = [move(one, device) for one, device in zip(chunks, devices, strict=True)]
-        # The copies of a card without samples are not called; but torch copies from the first of them.
+        chunks = scatter(kwargs or args[0], [sizes[place] for place in used], self._dim)
+        inputs = [move(chunk, device) for chunk, device in zip(chunks, devices, strict=True)]
+        # Also to cards without samples, whose copies are not called: torch copies from the first card.
         replicas = replicate(self.model, self._devices)
         for replica in replicas:
             rebind(replica)
         autocast = _autocast(self._devices[0].type)
         calls = [_Call(replicas[place], autocast) for place in used]
-        outputs = parallel_apply(calls, [(one,) for one in inputs], devices=devices)  # type: ignore[arg-type]
+        outputs = parallel_apply(calls, [(chunk,) for chunk in inputs], devices=devices)  # type: ignore[arg-type]
         return gather(outputs, self._output_device, self._dim)
 
 
 class _Call:
-    """Calls a replica in its own thread, which does not inherit the type that autocast computes in."""
+    """Calls a replica in its own thread, which does not inherit the type of autocast."""
 
     def __init__(self, replica: nn.Module, autocast: dict[str, Any]) -> None:
         self._replica, self._autocast = replica, autocast

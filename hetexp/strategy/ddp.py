@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUCKET_CAP_MB = 25.0
-"""torch's own."""
+"""torch's default."""
 
 
 class DDP(Strategy):
@@ -100,15 +100,15 @@ class DDP(Strategy):
         if callable(constant):  # every rank has them: they need not be sent, at the start or ever
             names = [f"model.{name}" for name in constant()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(guard, names)
-        # No `device_ids`: the module is on its device already, and CPU ranks refuse the argument.
+        # Without `device_ids`: the module is on its device already, and CPU ranks refuse the argument.
         return DistributedDataParallel(
             guard,
             find_unused_parameters=self.find_unused_parameters,
-            # torch's own size, where it is not named, begins with a smaller bucket that leaves sooner.
+            # Without an argument torch begins with a smaller bucket, which leaves sooner.
             bucket_cap_mb=None if self.bucket_cap_mb == BUCKET_CAP_MB else self.bucket_cap_mb,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
-            # torch would send the whole model again.
+            # Otherwise torch would send the whole model again.
             init_sync=not self._equal,
             **buffers,
         )
@@ -119,8 +119,8 @@ class DDP(Strategy):
         self._equal = True
         if isinstance(module, DistributedDataParallel):
             # Its hooks on the parameters would go on exchanging, and the module, which refers to itself,
-            # would keep the group's connections open. By itself the reducer is safe to destroy: what is left
-            # of its collectives has failed.
+            # would keep the group's connections open. The reducer is safe to destroy here: its remaining
+            # collectives have failed.
             module.reducer._remove_autograd_hooks()
             del module.reducer, module.logger
             module.process_group = None  # type: ignore[assignment]
@@ -143,11 +143,11 @@ class DDP(Strategy):
         model = uncompiled(guard.model)
         unused = self.find_unused_parameters or self.static_graph
         if communicator.world_size > 1 and self.sync_batch_norm and batch_norms(model):
-            norms = guard.norms = SynchronisedNorms(model, communicator.apart(), waiting, unused)
+            norms = guard.norms = SynchronisedNorms(model, communicator.duplicate(), waiting, unused)
             norms.record(inputs)
         elif unused:
-            # A zero is a gradient: an optimizer would let the weights decay of what no rank has used, and a
-            # static graph would be another one.
+            # A zero is a gradient: with it an optimizer would decay weights that no rank has used, and the
+            # static graph would change.
             guard.used = used_parameters(model, inputs) or None
         _warn_of_batch_norm(model, communicator)
 
@@ -155,10 +155,10 @@ class DDP(Strategy):
         return _guard_of(module).norms is not None
 
     def check_exchanged(self, module: nn.Module) -> None:
-        """Name the parameters that a pass has given no gradient: their buckets never leave.
+        """Refuse trained parameters without a gradient: DDP never sends their buckets.
 
-        torch itself tells of them a step later, when the weights have grown apart already, and not at all
-        after the last step.
+        torch itself reports them one step later, when the weights differ already, and never after the last
+        step.
         """
         if self.find_unused_parameters or self.static_graph:
             return
@@ -168,8 +168,8 @@ class DDP(Strategy):
             unused = [name for name, p in named if p.requires_grad and p.grad is None]
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise ConfigError(
-                "`strategy.find_unused_parameters` must be true where parameters take no part in a step, but "
-                f"is False instead, and {', '.join(unused[:5])}{more} got no gradient. Or freeze them "
+                "`strategy.find_unused_parameters` must be true if a step leaves parameters unused, but is "
+                f"False instead, and {', '.join(unused[:5])}{more} got no gradient. Or freeze them "
                 "(requires_grad=False)."
             )
 
@@ -190,9 +190,9 @@ class DDP(Strategy):
         return not self.static_graph  # several passes have another graph than one
 
     def guard(self, module: nn.Module) -> EmptyShareGuard | None:
-        """Return the guard, but none where BatchNorm layers wait for each other in the midst of a pass.
+        """Return the guard; `None` if BatchNorm layers wait for other ranks inside a pass.
 
-        A rank that breaks off there leaves the others waiting, so its shortage ends the run.
+        A rank that breaks off there leaves the others waiting, so running out of memory ends the run.
         """
         guard = _guard_of(module)
         return guard if guard.norms is None else None
@@ -200,12 +200,12 @@ class DDP(Strategy):
     def abort_exchange(
         self, module: nn.Module, missing: Sequence[nn.Parameter], gradient: float = math.nan
     ) -> None:
-        """Let the reducer's own hooks run for the missing parameters, as the rest of backward would have.
+        """Run the reducer's hooks for the missing parameters, as the rest of backward would have.
 
         Every bucket is then sent, and the last one ends the reduction. Without `find_unused_parameters` each
-        hook may run only once in a step. With it the reducer counts parameters as ready that the step does
-        not use, and which these are is its secret: each parameter is tried by itself, and the reducer refuses
-        those before anything happens (`checkAndRaiseMarkedTwiceError` in torch's `reducer.cpp`).
+        hook may run only once in a step. With it the reducer marks unused parameters as ready, without saying
+        which. So each parameter is tried separately, and the reducer refuses those that it has marked
+        (`checkAndRaiseMarkedTwiceError` in torch's `reducer.cpp`).
 
         Raises:
             torch.OutOfMemoryError: every gradient was sent already, so the other ranks cannot learn of it.
@@ -230,7 +230,7 @@ class DDP(Strategy):
         return world_size
 
     def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:
-        """Return the bytes of torch's buckets: every trained parameter's gradient is in one of them."""
+        """Return the bytes of torch's buckets, which hold every trained parameter's gradient."""
         trained = (p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         return sum(trained) if world_size > 1 else 0
 
@@ -240,15 +240,15 @@ class DDP(Strategy):
     def bucket_bytes(self, gradient_bytes: int, accumulates: bool) -> int:
         """Return the bytes of torch's buckets, which hold each gradient once (`reducer.cpp`).
 
-        As views into the buckets, gradients take no memory of their own. But `no_sync` leaves the buckets
-        alone: the first microbatch's gradients are tensors of their own, and become views at the exchange.
-        The buckets of the first step give way to those of the second before its forward pass.
+        As views into the buckets, gradients take no further memory. But `no_sync` does not use the buckets:
+        the first microbatch's gradients are separate tensors, and become views at the exchange. The buckets
+        of the first step are freed before the forward pass of the second.
         """
         return 0 if self.gradient_as_bucket_view and not accumulates else gradient_bytes
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` was given, or the one at hand."""
+    """Return the argument of `torch.compile` if the module is its result, or the module itself."""
     inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner
 
@@ -264,7 +264,7 @@ def _guard_of(module: nn.Module) -> EmptyShareGuard:
 
 
 def _warn_of_batch_norm(model: nn.Module, communicator: Communicator) -> None:
-    """Say what is not exact: the statistics of a batch are each rank's own."""
+    """Warn of BatchNorm layers that are not exact: each rank has its own statistics of a batch."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from hetexp.strategy.batch_norm import SynchronisedBatchNorm
@@ -277,7 +277,7 @@ def _warn_of_batch_norm(model: nn.Module, communicator: Communicator) -> None:
     if names and communicator.world_size > 1 and communicator.rank == 0:
         log.warning(
             "%s and %d more BatchNorm layers: their statistics are each rank's own, and rank 0's are kept. "
-            "strategy.sync_batch_norm=true makes torch's own layers exact; GroupNorm and LayerNorm are.",
+            "strategy.sync_batch_norm=true makes torch's layers exact; GroupNorm and LayerNorm are exact.",
             names[0],
             len(names) - 1,
         )

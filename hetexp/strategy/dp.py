@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKENDS = ("cuda", "hip")
-"""Whose torch can copy a model to several cards within a process."""
+"""Backends on which torch can copy a model to several cards within a process."""
 
 
 class DP(Unexchanged):
     """Copies the model to all cards for each pass, and gives each a chunk of the samples.
 
-    The gradient is summed where the weights are, on the first card, so that nothing is weighted: the loss is
-    the sum over all chunks, divided by the global count.
+    The gradient is summed on the first card, which holds the weights. It needs no weighting: the loss is the
+    sum over all chunks, divided by the global count.
 
     Args:
         output_device: place, among the chosen cards, of the card that gathers outputs and computes the loss.
@@ -82,7 +82,7 @@ class DP(Unexchanged):
     def check_external_ranks(self, engine: str, world_size: int) -> list[str]:
         if world_size < 2:
             return []
-        accepted = f"another than {self.name}, which drives all cards from one process, where {engine} "
+        accepted = f"another than {self.name}, which drives all cards from one process, since {engine} "
         return [must_be("strategy", f"{accepted}starts one for each", self.name)]
 
     def fallback_hint(self) -> str:
@@ -111,9 +111,9 @@ class DP(Unexchanged):
 
         devices = [torch.device(device.type, place) for place in visible_places(self._cards)]
         seed = torch.initial_seed()
-        for number, one in enumerate(devices):
-            # One seed for all would drop the same values on each card.
-            with torch.cuda.device(one):
+        for number, card in enumerate(devices):
+            # With one seed for all, dropout would drop the same values on each card.
+            with torch.cuda.device(card):
                 torch.cuda.manual_seed(seed + number)
         return EmptyShareGuard(
             Replicated(model, devices, self._shares, devices[self.output_device], self.dim)
@@ -156,7 +156,7 @@ def in_one_process(plan: Plan) -> Plan:
 
 
 def _why_not_in_one_process(devices: Sequence[DeviceSpec]) -> str | None:
-    """Return what keeps one process from driving all of these devices."""
+    """Return why one process cannot drive all of these devices, `None` if it can."""
     if any(device.emulated for device in devices):
         return "devices are emulated, slowed or limited in memory"
     if any(device.backend not in BACKENDS for device in devices):
@@ -165,6 +165,6 @@ def _why_not_in_one_process(devices: Sequence[DeviceSpec]) -> str | None:
         return "devices are of different vendors"
     if len({device.python for device in devices}) > 1:
         return "devices have interpreters of their own"
-    if sum((device.uuid or "").startswith("MIG-") for device in devices) > 0:
-        return "devices are instances of a card, of which a process sees one"
+    if any((device.uuid or "").startswith("MIG-") for device in devices):
+        return "devices are instances of a card, of which a process sees only one"
     return None

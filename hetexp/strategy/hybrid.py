@@ -66,15 +66,15 @@ class Hybrid(Staged):
                 "instead."
             )
             return problems
-        found = self._check_groups(len(devices))
-        return problems + found + ([] if found or not self._groups else self.check_stages(self._groups))
+        wrong = self._check_groups(len(devices))
+        return problems + wrong + ([] if wrong or not self._groups else self.check_stages(self._groups))
 
     def _check_groups(self, num_devices: int) -> list[str]:
         groups, plan = self._groups, self._shard_plan
         if groups is None:
             if plan == "auto":
                 return []
-            return [must_be("strategy.groups", "given where `strategy.shard_plan` is", None)]
+            return [must_be("strategy.groups", "given if `strategy.shard_plan` is", None)]
         problems = []
         if len(groups) < 2 or any(not group for group in groups):
             problems.append(

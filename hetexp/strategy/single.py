@@ -1,4 +1,4 @@
-"""One device, the whole batch: the reference that every other strategy is compared with."""
+"""One device that trains on the whole batch: the reference of every other strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pass over a few samples that leaves the model as it was, to learn what passes of it do."""
+"""Trial passes over a few samples that leave the model as it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetexp.hardware.emulation.pacing import tensors
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let the block use the model in training mode; put back its buffers, modes and the CPU's generator."""
+    """Let the block use the model in training mode; restore its buffers, modes and the CPU's generator."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -31,17 +31,17 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def try_out(model: nn.Module, inputs: Any) -> list[Tensor | None]:
-    """Do forward and backward once; hooks of the model itself do not run, and no gradient is kept.
+    """Run forward and backward once; the model's own hooks do not run, and no gradient is kept.
 
     Returns:
-        The gradients of the trained parameters, `None` for those that took no part.
+        The gradients of the trained parameters, `None` for unused ones.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     output = call_model(model.forward, inputs)
     sums = [t.sum() for t in tensors(output) if t.requires_grad]
     if not sums:
         return [None] * len(trained)
-    total = torch.stack([one.real if one.is_complex() else one for one in sums]).sum()
+    total = torch.stack([s.real if s.is_complex() else s for s in sums]).sum()
     return list(torch.autograd.grad(total, trained, allow_unused=True))
 
 

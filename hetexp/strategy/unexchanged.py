@@ -1,4 +1,4 @@
-"""What strategies share whose backward passes exchange nothing."""
+"""The base of strategies whose backward passes exchange nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Unexchanged(Strategy):
-    """A strategy in which a rank's gradients are its own matter."""
+    """A strategy without an exchange of gradients during backward."""
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         from hetexp.comm.empty_share import EmptyShareGuard
@@ -31,7 +31,7 @@ class Unexchanged(Strategy):
         inputs: Any,
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Let running statistics see a batch once, also where its activations are computed again."""
+        """Update running statistics once a batch, also if its activations are computed again."""
         from hetexp.comm.communicator import SoloCommunicator
         from hetexp.comm.empty_share import EmptyShareGuard
         from hetexp.model.recompute import recomputes

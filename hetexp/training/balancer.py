@@ -1,8 +1,8 @@
-"""Which rank takes how many samples of each step; the same answer on every rank.
+"""The number of samples that each rank takes of each step; the same on every rank.
 
-Under a policy that follows the devices' speeds each rank tells the others with every step how long the step
-before took it (`LossNormalizer` carries the number), and all of them ask the same `BalanceScheduler`. The
-loader may have read some steps ahead: a decision holds from the first step on that no loader has seen.
+Under a policy that follows the devices' speeds, each step's message carries the seconds of every rank's step
+before (`StepMessage`). All ranks then ask equal copies of one `BalanceScheduler`. Loaders read some steps
+ahead: a decision holds from the first step on that no loader has read.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hetexp.training.measuring.timer import StepTimer
 log = logging.getLogger(__name__)
 
 SPLITS_FILE = "splits.jsonl"
-"""In the run's folder: every change of the split, one a line."""
+"""File in the run's folder with every change of the split, one a line."""
 
 
 class Balancer:
-    """Every rank's part of every step, from the plan or as the devices' speeds ask.
+    """Splits each step's samples over the ranks, as the plan says or as the devices' speeds ask.
 
     Args:
-        plan: gives the split to begin with, and what is known of the devices.
+        plan: gives the first split, and the measured speeds of the devices.
         settings: how eagerly to split again; `None`: the plan's split holds for the whole run.
         ahead: steps beyond the present one that any rank's loader may have drawn (`read_ahead`).
     """
@@ -53,9 +53,9 @@ class Balancer:
                 assumed=plan.calibration is None,
             )
         self._timeline: list[tuple[int, Split]] = []
-        """From which step on a split holds, in rising order; the plan's before the first of them."""
+        """Splits and the step from which each holds, in rising order; the plan's holds before the first."""
         self._probe_step: int | None = None
-        """Step of a probe that is decided on and not yet measured."""
+        """Step of a probe that is scheduled and not measured yet."""
         self.num_changes = 0
 
     @property
@@ -64,7 +64,7 @@ class Balancer:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What each device is given of a batch as decided by now; a new split holds some steps later."""
+        """Each device's fraction of a batch in the newest split, which may hold only some steps later."""
         if self.scheduler is None:
             return self._plan.card_shares or self._plan.shares
         split = self.scheduler.split
@@ -77,32 +77,32 @@ class Balancer:
             step: at most as far ahead as the loader reads.
             num_samples: of its global batch; the last one of an epoch may be short.
         """
-        planned = [split for first, split in self._timeline if first <= step]
-        if not planned:
+        splits = [split for first, split in self._timeline if first <= step]
+        if not splits:
             return _as_planned(num_samples, self._plan.shares)
-        split = planned[-1]
+        split = splits[-1]
         return split if num_samples == split.total else apportion(num_samples, split.counts)
 
     def now(self, num_samples: int) -> Split:
-        """Return every rank's part of what is no training step, such as an evaluation."""
+        """Return every rank's samples of other work than a training step, such as an evaluation."""
         shares = self._plan.shares if self.scheduler is None else self.scheduler.split.counts
         return apportion(num_samples, shares)
 
-    def own_seconds(self, meter: StepTimer) -> float | None:
-        """Return what to tell the other ranks: this one's own work in the step before."""
+    def local_seconds(self, meter: StepTimer) -> float | None:
+        """Return the seconds of this rank's work in the step before; `None` if no policy follows them."""
         return meter.since_last() if self.follows else None
 
     def observe(self, step: int, num_samples: int, seconds: Sequence[float], now: int) -> Decision | None:
-        """Take in what all ranks reported of a step, and return what follows from it.
+        """Give the scheduler all ranks' seconds of a step, and return its decision.
 
         Args:
-            step: that the seconds are of.
+            step: the step that took these seconds.
             num_samples: of its global batch.
-            seconds: each rank's own work.
+            seconds: of each rank's own work.
             now: the step that is just over.
         """
         if self.scheduler is None or (self._probe_step is not None and step < self._probe_step):
-            return None  # what is decided on has not been tried yet
+            return None  # the scheduled probe has not run yet
         counts = self.split(step, num_samples).counts
         self._probe_step = None
         decision = self.scheduler.observe(step, seconds, counts)
@@ -117,12 +117,12 @@ class Balancer:
         return decision
 
     def _since(self, step: int) -> list[tuple[int, Split]]:
-        """Return the part of the timeline that is still asked for, from `step` on."""
+        """Return the part of the timeline that holds from `step` on."""
         begun = max((first for first, _ in self._timeline if first <= step), default=0)
         return [entry for entry in self._timeline if entry[0] >= begun]
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps, as JSON can hold it; nothing of a split that holds still."""
+        """Return the state for a checkpoint, as JSON can hold it; `None` if the plan's split always holds."""
         if self.scheduler is None:
             return None
         return {
@@ -133,12 +133,12 @@ class Balancer:
         }
 
     def restore(self, stored: dict[str, Any] | None) -> bool:
-        """Go on where `to_dict` stopped, if that was about these devices and this batch; tell whether."""
+        """Restore what `to_dict` returned; return false if it is of other devices or another batch."""
         if self.scheduler is None or stored is None or stored["devices"] != self._identities():
             return False
         if stored["scheduler"]["total"] != self.scheduler.total:
             return False
-        settings = self.scheduler.settings  # this run's own
+        settings = self.scheduler.settings  # not the stored run's
         names = [device.id for device in self._plan.devices]
         self.scheduler = BalanceScheduler.from_dict(stored["scheduler"], names)
         self.scheduler.settings = settings
@@ -147,15 +147,15 @@ class Balancer:
         return True
 
     def inherit(self, stored: dict[str, Any] | None) -> None:
-        """Take over what `to_dict` stored of devices that are still there, after others have come or gone.
+        """Restore the speeds of the devices that stay, after other devices have come or gone.
 
-        Their speeds are kept; what was decided for the ranks before is not.
+        Decisions on the split of the ranks before do not hold any more.
         """
         if self.scheduler is None or stored is None:
             return
-        known = {tuple(one): place for place, one in enumerate(stored["devices"])}
+        places = {tuple(identity): place for place, identity in enumerate(stored["devices"])}
         for rank, identity in enumerate(self._identities()):
-            place = known.get(tuple(identity))
+            place = places.get(tuple(identity))
             if place is not None:
                 device = stored["scheduler"]["devices"][place]
                 self.scheduler.devices[rank] = DeviceEstimate.from_dict(device)
@@ -163,7 +163,7 @@ class Balancer:
     def _identities(self) -> list[list[str | None]]:
         return [[device.id, device.uuid, device.card, device.name] for device in self._plan.devices]
 
-    def tell(self, decision: Decision | None) -> None:
+    def record(self, decision: Decision | None) -> None:
         """Write a change of the split into the run's folder and the log; rank 0 calls it."""
         if decision is None or decision.action not in ("resplit", "move", "probe"):
             return
@@ -181,19 +181,19 @@ class Balancer:
         log.log(level, "another split from step %d on: %s.", decision.step, decision.reason)
 
 
-_as_planned = lru_cache(maxsize=16)(apportion)  # asked every step, and of a few batch sizes only
+_as_planned = lru_cache(maxsize=16)(apportion)  # called in every step, for a few batch sizes only
 _KEPT = ("split", "action", "reason", "predicted_seconds")
 
 
 def start_curves(plan: Plan) -> list[SpeedCurve]:
-    """Return what the devices' speeds are taken for at first: as measured, else as the shares have it.
+    """Return the first estimate of the devices' speeds: as measured, or else in the ratio of the shares.
 
-    Of the latter only the ratios mean something: a step with these shares is taken to last a second.
+    Shares give no absolute speed: a step with them is assumed to take a second.
     """
     if plan.calibration is not None:
         return [SpeedCurve.from_dict(device["curve"]) for device in plan.calibration["devices"]]
     total = sum(plan.local_batch_sizes)
-    least = 1e-6  # a device that the catalogue takes for infinitely slow is tried all the same
+    least = 1e-6  # a device of share 0 is tried all the same
     return [
         SpeedCurve(0.0, 1.0 / (max(share, least) * total), microbatch_size=plan.microbatch_size(rank))
         for rank, share in enumerate(plan.shares)

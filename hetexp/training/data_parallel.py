@@ -1,4 +1,4 @@
-"""The engine of strategies whose ranks take one common step, each with its part of the samples."""
+"""The engine of data parallel strategies: all ranks take one step, each with its part of the samples."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hetexp.comm.communicator import SoloCommunicator
 from hetexp.comm.compression import compressor_of
 from hetexp.core.plan import Plan
 from hetexp.data.loader import LocalBatch
 from hetexp.training.engine import StepResult
 from hetexp.training.gradient import Gradient, take_gradient
-from hetexp.training.group import alone, connect, hook_exchange
+from hetexp.training.group import connect, hook_exchange
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.model_hooks import conclude, share
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.recovery.oom_recovery import halve_together, split_microbatches
+from hetexp.training.recovery.oom_recovery import halve_on_all_ranks, split_microbatches
 from hetexp.training.replica import Replica
 from hetexp.training.step import advance_schedule, guarded_step
 
@@ -23,8 +24,7 @@ from hetexp.training.step import advance_schedule, guarded_step
 class DataParallel(Replica):
     """Takes the step that a single device would take with the global batch.
 
-    Every rank computes its samples' part of the gradient, and the strategy's wrapper sums the parts during
-    backward.
+    Every rank computes the gradient of its samples, and the strategy's wrapper sums these during backward.
     """
 
     shares_gradients = True
@@ -51,15 +51,15 @@ class DataParallel(Replica):
         self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
     ) -> Gradient:
         state, batch = self.state, self._batch
-        passes = state.num_passes(batch.counts)
-        gradient = take_gradient(state, step, microbatches, normalizer, meter, passes)
+        num_passes = state.num_passes(batch.counts)
+        gradient = take_gradient(state, step, microbatches, normalizer, meter, num_passes)
         normalizer.message.share_loss(gradient.loss_sum)
         gradient.shared = share(state, step, gradient.tally, batch.global_samples)
         return gradient
 
     def smaller(self, step: int, microbatches: list[Any], gradient: Gradient) -> list[Any] | None:
         state = self.state
-        if state.guard is None or not halve_together(state, step, microbatches, gradient.shortage):
+        if state.guard is None or not halve_on_all_ranks(state, step, microbatches, gradient.shortage):
             return None
         return self._microbatches()
 
@@ -73,10 +73,10 @@ class DataParallel(Replica):
             return 0
         if state.hook is not None and state.hook.sent_bytes:  # a strategy need not use it
             return state.hook.sent_bytes / steps if steps else None
-        codec = compressor_of(state.config.comm.wire)
-        if state.paced is not None and codec is not None:
+        compressor = compressor_of(state.config.comm.wire)
+        if state.paced is not None and compressor is not None:
             size = state.dtype.itemsize
-            return sum(codec.sent_bytes(num_bytes // size) for _, num_bytes in state.paced.buckets)
+            return sum(compressor.sent_bytes(num_bytes // size) for _, num_bytes in state.paced.buckets)
         return state.strategy.exchanged_bytes(state.model, state.communicator.world_size)
 
 
@@ -84,4 +84,5 @@ class Alone(DataParallel):
     """Trains in one rank, which forms no group."""
 
     def connect(self, plan: Plan, store: dist.Store, again: bool) -> None:
-        alone(self.state, plan)
+        state = self.state
+        state.plan, state.communicator, state.exchange = plan, SoloCommunicator(), None

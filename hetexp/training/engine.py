@@ -43,19 +43,19 @@ class StepResult:
     learning_rate: float
     """The rate that this step used."""
     skipped: int = 0
-    """How many updates were left out because their gradient was not finite; the same on every rank."""
-    beyond_mending: bool = False
+    """Number of updates skipped because their gradient was not finite; the same on every rank."""
+    unrecoverable: bool = False
     """Whether, in addition, no smaller loss scale would help."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Each microbatch's part of `loss_sum`, from the last attempt."""
     factor: float = 1.0
-    """What the losses were multiplied by before backward."""
+    """Factor of the losses before backward."""
     synchronised: bool = True
-    """Whether all ranks hold the same weights after it."""
+    """Whether all ranks hold the same weights after the step."""
     can_save: bool = True
-    """Whether all ranks can save a common checkpoint after it."""
-    met: bool = True
-    """Whether all ranks have heard of each other in it, and so of what the first rank's clock asks for."""
+    """Whether all ranks can save a common checkpoint after the step."""
+    communicated: bool = True
+    """Whether all ranks exchanged the step's message, in which the first rank reports its clock."""
     local_count: float = 0
     """Elements that `loss_sum` is the sum over."""
 
@@ -73,7 +73,7 @@ class CheckpointParts:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes in a step of a full global batch, for the summary."""
+    """A rank's work in a step of a full global batch, for the summary."""
 
     samples: int
     microbatch: int
@@ -81,7 +81,7 @@ class Work:
     share: float | None = None
     """Fraction of a step's work; `None`: the fraction of the samples that the rank trained on."""
     modelled: Any = None
-    """Modelled seconds on an emulated device (`hetexp.core.cost.step.Work`); `None` on any other."""
+    """Modelled seconds on an emulated device (`hetexp.core.cost.step.Work`); `None` on a real one."""
 
 
 class PacedLink(Protocol):
@@ -101,17 +101,17 @@ class PacedLink(Protocol):
 
 
 class Engine(ABC):
-    """Takes one rank's steps under a strategy, and knows what a checkpoint and the summary hold of them."""
+    """One rank's side of a strategy: its steps, and its parts of checkpoints and of the summary."""
 
     # ------------------------------------------------------------ building
 
     @abstractmethod
     def bind(self, state: Any) -> None:
-        """Take the rank's `hetexp.training.state.TrainState`; `shard` comes before it, all else after it."""
+        """Take the rank's `hetexp.training.state.TrainState`; only `shard` is called before it."""
 
     @abstractmethod
     def shard(self, plan: Plan, config: Config, rank: int, model: nn.Module, inputs: Any) -> nn.Module:
-        """Reduce the model, in place, to what this rank computes; return what the optimizer gets.
+        """Reduce the model, in place, to this rank's layers; return the module to optimize.
 
         Args:
             model: the whole model on the CPU.
@@ -130,9 +130,9 @@ class Engine(ABC):
     def join(
         self, plan: Plan, rank: int, store: dist.Store, agree_on_state: Callable[[], None] | None = None
     ) -> None:
-        """Form the group of a plan's ranks, and all that this rank shares with the others.
+        """Form the group of a plan's ranks and their exchanges; all of them call it.
 
-        All ranks call it. A rank that was in another group has left that one (`leave`).
+        A rank that was in another group has left that one (`leave`).
 
         Args:
             store: of this group alone.
@@ -140,7 +140,7 @@ class Engine(ABC):
                 start alike.
 
         Raises:
-            SetupError: the group did not form, or no route carries.
+            SetupError: the group did not form, or no route works.
             PeerLostError: another rank is gone.
         """
 
@@ -152,7 +152,7 @@ class Engine(ABC):
 
     @abstractmethod
     def loaded_in(self) -> tuple[int, int | None]:
-        """Return into how many microbatches a rank's samples are loaded, and the most samples of each."""
+        """Return the microbatches that a loader makes of a rank's samples, and the largest size of one."""
 
     @abstractmethod
     def batches(
@@ -170,7 +170,7 @@ class Engine(ABC):
         """Take one step of the global batch; every rank calls it.
 
         Args:
-            step: number of steps done; -1 in a rehearsal, which is undone.
+            step: number of steps done; -1 in a warm-up, which is undone.
         """
 
     @property
@@ -189,7 +189,7 @@ class Engine(ABC):
         return True
 
     def finish(self, step: int) -> tuple[str, dict[str, float]] | None:
-        """Do what follows the last checkpoint of a run; return another checkpoint and its evaluation."""
+        """End the run after its last checkpoint; return a checkpoint made here and its evaluation, if any."""
         return None
 
     # ------------------------------------------------------------ evaluation
@@ -205,14 +205,14 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluation_part(self, total: int) -> tuple[int, int, int]:
-        """Return this rank's part of so many samples: its first, its end, and samples of a batch."""
+        """Return this rank's part of `total` samples: its first, its end, and the size of a batch."""
 
     @abstractmethod
     def evaluate(self) -> tuple[dict[str, float], dict[str, float]]:
         """Evaluate on all ranks; return the result and the line to log, the same on every rank."""
 
     def device_metrics(self, losses: Sequence[float], counts: Sequence[float]) -> dict[str, float | None]:
-        """Return what a log line holds beside the mean loss.
+        """Return the strategy's metrics of each device for a log line.
 
         Args:
             losses: each rank's sum since the last line.
@@ -231,7 +231,7 @@ class Engine(ABC):
 
     @abstractmethod
     def replicated(self) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
-        """Yield kind, name and value of each tensor that several ranks should hold alike, and these ranks.
+        """Yield kind, name and value of each tensor that several ranks should hold alike, and those ranks.
 
         All ranks yield the same kinds and names in the same order.
         """
@@ -245,22 +245,22 @@ class Engine(ABC):
 
     @property
     def spare_checkpoints(self) -> int:
-        """How many more to keep than the configuration asks for."""
+        """Number of checkpoints to keep beyond those that the configuration asks for."""
         return 0
 
     def checkpoint_path(self, step: int) -> str:
-        """Return what the summary names as the checkpoint of a step."""
+        """Return the path that the summary names as the checkpoint of a step."""
         from hetexp.checkpoint.manifest import folder_name
 
         return str(self.checkpoint_folder / folder_name(step))
 
-    def checkpoint_bytes(self, own_bytes: int) -> int:
+    def checkpoint_bytes(self, local_bytes: int) -> int:
         """Return the size of a checkpoint; all ranks call it.
 
         Args:
-            own_bytes: of this rank's model and optimizer.
+            local_bytes: of this rank's model and optimizer.
         """
-        return own_bytes
+        return local_bytes
 
     def state_files(self) -> dict[str, bytes]:
         """Return further files of a checkpoint, on the group's first rank; all ranks call it."""
@@ -283,7 +283,7 @@ class Engine(ABC):
         """Return the checkpoint folder that this rank resumes from.
 
         Raises:
-            CheckpointError: there is none that fits.
+            CheckpointError: no checkpoint fits.
         """
 
     @abstractmethod
@@ -304,8 +304,8 @@ class Engine(ABC):
         """The exchanges that emulated links delay."""
         return ()
 
-    def rehearse_exchange(self) -> None:  # noqa: B027
-        """Exchange what a step alone does not, to find out how long it takes on this machine."""
+    def warm_up_exchange(self) -> None:  # noqa: B027
+        """Run the exchanges that are no part of a step, so that their time on this machine is known."""
 
     def start_pacing(self, time_scale: float) -> None:
         """Delay exchanges from now on.
@@ -317,7 +317,7 @@ class Engine(ABC):
             link.start(time_scale)
 
     def forget(self) -> None:  # noqa: B027
-        """Start again: weights and optimizer are as before the first step."""
+        """Reset the engine: weights and optimizer are as before the first step."""
 
     def extra_step_seconds(self) -> float:
         """Return modelled seconds of a step beyond passes, update and the exchange in backward."""
@@ -329,21 +329,21 @@ class Engine(ABC):
 
     @abstractmethod
     def sent_bytes(self, steps: int) -> float | None:
-        """Return the bytes that this rank hands to others in a step; `None` if not known.
+        """Return the bytes that this rank sends in a step; `None` if not known.
 
         Args:
-            steps: that the run has done.
+            steps: number of steps that the run has done.
         """
 
     def facts(self) -> dict[str, Any]:
-        """Return what only this rank knows, as plain types, for `summarise`."""
+        """Return this rank's measurements as plain types, for `summarise`."""
         return {}
 
     @abstractmethod
     def summarise(self, summary: dict[str, Any], totals: Any, ranks: Sequence[dict[str, Any]]) -> None:
-        """Add to the run's summary what is this strategy's own.
+        """Add this strategy's fields to the run's summary.
 
         Args:
-            totals: `hetexp.training.measuring.timer.Totals`, settled.
-            ranks: what each rank reported; `facts` is under `facts`.
+            totals: `hetexp.training.measuring.timer.Totals` after the warm-up.
+            ranks: each rank's report, with the result of `facts` under `facts`.
         """

@@ -16,28 +16,27 @@ from hetexp.training.state import TrainState
 def evaluate(state: TrainState) -> dict[str, float]:
     """Run the model over the evaluation data, each rank on its contiguous part.
 
-    No sample is padded, repeated or left out: ranks add up sums and counts. Where these are whole, as they
-    are unless elements have weights, the accuracy is bit-equal for every number of ranks and every split.
+    No sample is padded, repeated or left out: ranks add up sums and counts. Unless elements have weights,
+    counts are whole, and the accuracy has the same bits for every number of ranks and every split.
 
     Returns:
-        `loss` (mean over samples or unmasked tokens), `accuracy` where the loss defines it, and `samples`;
-        the same on every rank. Empty where there is no evaluation data.
+        `loss` (mean over samples or unmasked tokens), `accuracy` if the loss defines it, and `samples`; the
+        same on every rank. Empty without evaluation data.
     """
     if state.eval_data is None:
         return {}
     loss_total, counts, measured = _sums(state, _batches(state, *state.engine.evaluation_part(_total(state))))
     state.communicator.meet()  # a slow device may take longer than a collective would wait
-    # A rank without samples never asked the loss, so "no rank said no" is what a maximum can tell.
     counts = state.communicator.all_reduce(counts)
     loss_sum = state.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))
     if state.hooks is not None and state.hooks.measures:
-        measured = _added_up(state, measured)
+        measured = _all_reduce_measured(state, measured)
     result = _result(state, float(loss_sum), counts, measured)
     return result | _spliced(state) if state.source is not None else result
 
 
 def _spliced(state: TrainState) -> dict[str, float]:
-    """Return what the source model tells of the autoencoder, each rank asking it for a part of its data."""
+    """Return the source model's metrics of the autoencoder, each rank on its part of the source's data."""
     assert state.source is not None
     first, end = state.balancer.now(state.source.num_samples).bounds(state.rank)
     state.model.eval()
@@ -49,15 +48,15 @@ def _spliced(state: TrainState) -> dict[str, float]:
     return state.source.metrics(state.communicator.all_reduce(sums))
 
 
-def evaluate_alone(state: TrainState) -> dict[str, float]:
+def evaluate_locally(state: TrainState) -> dict[str, float]:
     """Run this rank's model over all evaluation data; no other rank takes part."""
     if state.eval_data is None:
         return {}
     return _result(state, *_sums(state, _batches(state, 0, _total(state), state.evaluation_batch)))
 
 
-def _added_up(state: TrainState, measured: torch.Tensor | None) -> torch.Tensor | None:
-    """Add up what the ranks have measured, of which some may have had no samples; all of them call it."""
+def _all_reduce_measured(state: TrainState, measured: torch.Tensor | None) -> torch.Tensor | None:
+    """Add up the model's own sums over the ranks, some of which may have had no samples."""
     length = torch.tensor([0 if measured is None else len(measured)])
     length = state.communicator.all_reduce(length, "max")
     if measured is None:
@@ -66,9 +65,9 @@ def _added_up(state: TrainState, measured: torch.Tensor | None) -> torch.Tensor 
 
 
 def _sums(state: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tensor, torch.Tensor | None]:
-    """Return the sum of the loss; elements, right ones, samples, and 1 if it is not known what is right.
+    """Return the sum of the loss, four counts, and the sums that the model itself measures, if any.
 
-    Then come the sums that the model itself measures, where it does and there are samples.
+    The counts are elements, right ones, samples, and 1 if the loss does not define which are right.
     """
     loss_total, count, correct, samples = 0.0, 0.0, 0.0, 0
     measured: torch.Tensor | None = None
@@ -83,10 +82,10 @@ def _sums(state: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tenso
             on_device = state.to_device(targets)
             with state.autocast():
                 loss_total += float(state.local_loss(output, on_device))
-            found = state.hooks.measure(inputs, on_device, output) if state.hooks is not None else None
-            if found is not None:
-                found = found.double().cpu()
-                measured = found if measured is None else measured + found
+            sums = state.hooks.measure(inputs, on_device, output) if state.hooks is not None else None
+            if sums is not None:
+                sums = sums.double().cpu()
+                measured = sums if measured is None else measured + sums
             count += count_of(state.loss, targets)
             right = state.loss.correct(output, on_device)
             counts_correct &= right is not None
@@ -117,7 +116,7 @@ def _total(state: TrainState) -> int:
 
 
 def _batches(state: TrainState, first: int, end: int, batch: int) -> Iterator[Any]:
-    """Yield the evaluation data from `first` to `end` in batches of at most so many samples."""
+    """Yield the evaluation data from `first` to `end` in batches of at most `batch` samples."""
     trainer = state.config.trainer
     if first == end:
         return

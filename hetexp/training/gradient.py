@@ -1,4 +1,4 @@
-"""From this rank's microbatches to the exchanged gradient of the global batch, also when memory runs out."""
+"""From this rank's microbatches to the exchanged gradient of the global batch, even if memory runs out."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ import torch
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 from hetexp.model.base import WithAuxiliary
 from hetexp.model.hooks import Shared
-from hetexp.training.compiled import any_batch_size, tells_why_not
+from hetexp.training.compiled import any_batch_size, compile_errors_explained
 from hetexp.training.loss import count_of
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.model_hooks import no_tally
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.recovery.oom_recovery import OutOfMemory, ends_with_shortage, sizes_of
+from hetexp.training.recovery.oom_recovery import OutOfMemory, fatal_out_of_memory, sizes_of
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
 NO_SAMPLES = (None, None)
-"""Stands for the only microbatch of a rank whose share is empty."""
+"""The only microbatch of a rank whose share is empty."""
 Mark = tuple[int, int] | None
-"""Tells a gradient before a backward pass from the same after it: address and version."""
+"""Address and version of a gradient, which change if a backward pass writes to it."""
 
 
 @dataclass
 class Gradient:
-    """What this rank knows of the gradient that its parameters hold."""
+    """The gradient that this rank's parameters hold, with its loss and counts."""
 
     loss_sum: torch.Tensor
     """Sum over the local elements, on the device: reading it would wait for the device."""
     global_count: float
     losses: list[torch.Tensor] = field(default_factory=list)
-    """Of these sums, each microbatch's own."""
+    """Each microbatch's part of the sum."""
     factor: float = 1.0
-    """What they were multiplied by before backward."""
+    """Factor of the losses before backward."""
     tally: torch.Tensor | None = None
-    """What the model has counted of the local samples, where it counts anything."""
+    """The model's own counts of the local samples, if it counts anything."""
     shortage: OutOfMemory | None = None
-    """Memory ran out on this rank: the gradient is NaN somewhere on all ranks, and must not count."""
+    """Memory ran out on this rank: the gradient holds NaN on all ranks, and must not count."""
     finite: bool | None = None
-    """Whether the gradient is finite on all ranks that step together; `None`: each rank finds that out."""
+    """Whether the gradient is finite on all ranks that step together; `None`: each rank checks it."""
     updates: bool = True
-    """Whether the weights follow it; not if nothing of it counts on a rank that steps by itself."""
+    """Whether the optimizer steps; not if nothing counts on a rank that steps by itself."""
     norm: torch.Tensor | None = None
-    """Of the whole gradient, if this rank holds only a part of it."""
+    """Norm of the whole gradient, if this rank holds only a part of it."""
     shared: Shared | None = None
-    """What all ranks know of the step's samples, for a model that does something between steps."""
+    """Facts of all ranks' samples, for a model with hooks between steps."""
 
 
 class _ShortInForwardError(RuntimeError):
-    """The model's memory ran out inside the strategy's wrapper, whose own forward has ended."""
+    """Memory ran out in the model, and the forward pass of the strategy's wrapper has ended."""
 
 
 class _Passes:
-    """The passes of one step, and how far they have come."""
+    """The forward and backward passes of one step, and their state if one of them breaks off."""
 
     def __init__(self, state: TrainState, normalizer: LossNormalizer, meter: StepTimer) -> None:
         self._state, self._normalizer, self._meter = state, normalizer, meter
@@ -67,22 +67,22 @@ class _Passes:
         self.losses: list[torch.Tensor] = []
         self.tally = no_tally(state)
         self.wrapping = False
-        """Whether the strategy's wrapper has begun a forward pass and not ended it."""
+        """Whether the strategy's wrapper is in a forward pass."""
         self.exchanging = False
-        """Whether it waits for the gradients of a backward pass, to exchange them."""
-        self._looks = state.looks
+        """Whether the wrapper waits for the gradients of a backward pass, to exchange them."""
+        self._checks_finite = state.checks_finite
         self._counted: tuple[float, float] | None = None
         self._before: list[Mark] | None = None
-        """Of all parameters, when the backward pass that exchanges began."""
+        """Marks of all gradients before the backward pass that exchanges."""
 
     def factor(self) -> tuple[float, float]:
-        """Return what the normaliser gives; waits for the other ranks the first time."""
+        """Return the normaliser's factor and the global count; the first call waits for the other ranks."""
         if self._counted is None:
             self._counted = self._normalizer.factor()
         return self._counted
 
     def run(self, microbatches: list[Any]) -> None:
-        """Do forward and backward of all microbatches; the last one exchanges."""
+        """Run forward and backward of all microbatches; the last backward pass exchanges."""
         state, meter = self._state, self._meter
         for position, (inputs, targets) in enumerate(microbatches):
             last = position == len(microbatches) - 1
@@ -95,7 +95,7 @@ class _Passes:
                 factor, _ = self.factor()
                 if last and state.guard is not None:  # before the first pass there are no gradients
                     self._before = [_mark(p) if position else None for p in state.parameters]
-                meter.backward(total * (_nan_if_not_finite(total, factor) if self._looks else factor))
+                meter.backward(total * (_nan_if_not_finite(total, factor) if self._checks_finite else factor))
                 if last:
                     state.strategy.check_exchanged(state.module)
             if inputs is not None:
@@ -103,7 +103,7 @@ class _Passes:
             self.loss_sum += total.detach()
 
     def _total(self, inputs: Any, targets: Any, last: bool) -> Any:
-        """Return the sum of the loss; the model's output is not held, so that backward need not hold it."""
+        """Return the sum of the loss; the model's output is freed before backward."""
         output = self._forward(self._state.to_device(inputs), last)
         if inputs is None:
             return output
@@ -115,7 +115,7 @@ class _Passes:
         self.wrapping = True
         if self._state.compiled is not None:
             any_batch_size(inputs)
-        with tells_why_not() if self._state.compiled is not None else nullcontext():
+        with compile_errors_explained() if self._state.compiled is not None else nullcontext():
             output = self._state.module(inputs)
         self.wrapping, self.exchanging = False, last
         guard = self._state.guard
@@ -124,7 +124,7 @@ class _Passes:
         return output
 
     def missing(self) -> list[torch.nn.Parameter]:
-        """Return the trained parameters that the backward pass that exchanges has not come to."""
+        """Return the trained parameters that still lack a gradient of the pass that exchanges."""
         if self._before is None:
             return [p for p in self._state.parameters if p.requires_grad]
         marked = zip(self._state.parameters, self._before, strict=True)
@@ -142,7 +142,7 @@ def take_gradient(
     """Compute this rank's part of the gradient and exchange it.
 
     Args:
-        num_passes: least number of passes; the first ones are without samples where the rank has fewer.
+        num_passes: least number of passes; if the rank has fewer microbatches, the first have no samples.
 
     Raises:
         DeviceMemoryError: memory ran out, and the other ranks cannot learn of it.
@@ -152,7 +152,7 @@ def take_gradient(
     if state.paced is not None:
         state.paced.begin_step()
     passes = _Passes(state, normalizer, meter)
-    with ends_with_shortage(state, step, sizes_of(microbatches), "The step cannot be done again."):
+    with fatal_out_of_memory(state, step, sizes_of(microbatches), "The step cannot be done again."):
         try:
             state.backend.begin_step(step)
             passes.run([NO_SAMPLES] * (num_passes - len(microbatches)) + microbatches)
@@ -163,23 +163,23 @@ def take_gradient(
             if state.guard is None or passes.wrapping or not short:
                 raise
             shortage = OutOfMemory(first_line(error), state.backend.free_memory_bytes())
-        # The error is gone here, and with it the frames that held what the passes had computed.
-        log.warning("out of memory: %s", shortage.said)
-        _end_with_nan(state, passes, shortage.said)
+        # Out of the `except`: the error is freed, and with it the frames that held the passes' tensors.
+        log.warning("out of memory: %s", shortage.reason)
+        _end_with_nan(state, passes, shortage.reason)
     nan = torch.full_like(passes.loss_sum, math.nan)
     return Gradient(nan, passes.factor()[1], tally=passes.tally, shortage=shortage)
 
 
 def _nan_if_not_finite(total: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the factor, and NaN where the loss is not finite: a loss may be infinite and its gradient not.
+    """Return the factor, or NaN if the loss is not finite: its gradient may be finite even then.
 
-    So every rank learns of it from the exchanged gradient, without a question and without a wait.
+    So every rank learns of it from the exchanged gradient, without another message.
     """
     return total.detach() * 0.0 + factor
 
 
-def _end_with_nan(state: TrainState, passes: _Passes, said: str) -> None:
-    """Take part in what is left of the step's exchange."""
+def _end_with_nan(state: TrainState, passes: _Passes, reason: str) -> None:
+    """Send NaN for the gradients that are missing in the step's exchange."""
     assert state.guard is not None
     passes.factor()
     if not passes.exchanging:
@@ -187,7 +187,7 @@ def _end_with_nan(state: TrainState, passes: _Passes, said: str) -> None:
     state.backend.release_memory()
     with torch.autograd.set_detect_anomaly(False):  # these NaN are meant
         if not passes.exchanging:
-            state.guard.shortage = said
+            state.guard.shortage = reason
             state.module(None)
         state.strategy.abort_exchange(state.module, passes.missing())
     state.guard.shortage = None

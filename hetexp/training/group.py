@@ -1,4 +1,4 @@
-"""How ranks connect: the group that they form, the exchange of gradients in it, and how a rank leaves."""
+"""Joins the ranks of a plan to a group with an exchange of gradients, and leaves it again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.communicator import Communicator, SoloCommunicator
+from hetexp.comm.communicator import SoloCommunicator
 from hetexp.comm.connections.disposal import formed_groups, let_go
-from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.rendezvous import form_group
-from hetexp.comm.transports import Job, form_paths
+from hetexp.comm.transports import Job, form_transports
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of
 from hetexp.plan.routes import routes_to_try
@@ -24,7 +23,7 @@ from hetexp.training.state import TrainState
 log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 5.0
-"""Longest wait for a thread that exchanges gradients to find out that its peers are gone."""
+"""Longest wait until a thread that exchanges gradients notices that its peers are gone."""
 
 
 def connect(
@@ -32,14 +31,14 @@ def connect(
 ) -> None:
     """Form the group of a plan's ranks: the communicator for small tensors, the exchange for large ones.
 
-    The rank then has the plan, with another route if the self-test found that the planned one fails.
+    The state's plan is then this one, with another route if the planned route failed its self-test.
 
     Args:
-        separate: whether gradients need connections apart from those of torch's own exchange.
+        separate: whether gradients need connections beside those of torch's own exchange.
         again: whether the run has trained before, with other members.
 
     Raises:
-        SetupError: the group did not form, or no route carries.
+        SetupError: the group did not form, or no route works.
         PeerLostError: another rank is gone.
     """
     comm, rank, device = state.config.comm, state.rank, state.device
@@ -50,25 +49,25 @@ def connect(
         return
     limits = comm.timeout_seconds, comm.self_test_seconds
     job = Job(store, rank, plan.world_size, device, *limits, separate, again)
-    paths = form_paths(routes_to_try(plan), job)
-    if paths.fallback is not None:
-        route = paths.route if plan.route is not None else None
-        native = paths.route.library not in (None, "gloo", "shm")
-        backend = str(paths.route.library) if native else "gloo"
-        state.plan = replace(plan, route=route, collective_backend=backend, route_fallback=paths.fallback)
-    state.communicator, state.exchange = paths.communicator, paths.exchange
+    formed = form_transports(routes_to_try(plan), job)
+    if formed.fallback is not None:
+        route = formed.route if plan.route is not None else None
+        native = formed.route.library not in (None, "gloo", "shm")
+        backend = str(formed.route.library) if native else "gloo"
+        state.plan = replace(plan, route=route, collective_backend=backend, route_fallback=formed.fallback)
+    state.communicator, state.exchange = formed.communicator, formed.exchange
 
 
 def leave(state: TrainState) -> None:
-    """Leave the other ranks, in the midst of whatever this one does with them; safe to call twice.
+    """Leave the other ranks, also in the midst of a collective; safe to call twice.
 
-    Those that wait for this rank learn of it at once. Model, optimizer and device stay as they are.
+    Ranks that wait for this rank learn of it at once. Model, optimizer and device stay as they are.
     """
     held = formed_groups()
     if state.exchange is not None:
         state.exchange.abandon()
     state.communicator.abandon()
-    ended = end_exchanging(state)
+    ended = end_exchange_threads(state)
     if state.exchange is not None and ended:
         state.exchange.close()
     elif not ended:  # it still reads the exchange's memory
@@ -82,13 +81,13 @@ def leave(state: TrainState) -> None:
     let_go(held)
 
 
-def end_exchanging(state: TrainState) -> bool:
+def end_exchange_threads(state: TrainState) -> bool:
     """End the threads that exchange gradients; return whether they have ended."""
     return all(thread.close(LEAVE_SECONDS) for thread in (state.hook, state.paced) if thread is not None)
 
 
 def pace_exchange(state: TrainState) -> None:
-    """Let the exchange of gradients take as long as the links of emulated devices, if there are any."""
+    """Let the exchange of gradients take as long as the emulated links would, if the run emulates any."""
     plan, backend = state.plan, state.backend
     exchange = state.exchange
     if not plan.paced or exchange is None:
@@ -97,7 +96,7 @@ def pace_exchange(state: TrainState) -> None:
     state.paced = PacedExchange(
         exchange, links, state.rank, backend.synchronize, backend.backward_done, limit, state.config.comm.wire
     )
-    if state.time_scale is not None:  # known from a group before this one
+    if state.time_scale is not None:  # found in an earlier group
         state.paced.start(state.time_scale)
     state.strategy.exchange_through(state.module, state.paced.hook)
 
@@ -111,13 +110,6 @@ def hook_exchange(state: TrainState) -> None:
     state.hook = GradientHook(state.exchange, state.config.comm.wire, plan.world_size)
     state.hook.sent_bytes, state.hook.exchange_seconds = state.exchanged_before
     state.strategy.exchange_through(state.module, state.hook.hook)
-
-
-def alone(state: TrainState, plan: Plan) -> None:
-    """Let a rank train without a group."""
-    communicator: Communicator = SoloCommunicator()
-    exchange: Exchange | None = None
-    state.plan, state.communicator, state.exchange = plan, communicator, exchange
 
 
 def versions() -> dict[str, str]:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Outcome:
-    """What a finished training hands to the summary; losses and evaluation are the same on every rank."""
+    """The results of a training, for the summary; losses and evaluation are the same on every rank."""
 
     progress: Progress
     totals: Totals
@@ -45,28 +45,28 @@ class Outcome:
 
 
 class Survivor(Protocol):
-    """What lets a training go on with other members (`hetexp.training.recovery.rank_recovery`)."""
+    """The interface by which a training goes on with other members (`hetexp.training.recovery`)."""
 
     def notices(self) -> tuple[int, int]:
         """Return the newest epoch and the newest request, as far as this rank knows."""
         ...
 
     def due(self, noticed: tuple[int, int]) -> bool:
-        """Tell whether the members change at the end of this step."""
+        """Return whether the members change at the end of this step."""
         ...
 
     def serve(self, training: Training, noticed: tuple[int, int]) -> None:
-        """Do what was asked for; all ranks call it at the end of the same step."""
+        """Answer the requests; all ranks call it at the end of the same step."""
         ...
 
-    def form_anew(self, training: Training, error: Exception | None = None) -> None:
-        """Leave the group for that of the newest epoch.
+    def rejoin(self, training: Training, error: Exception | None = None) -> None:
+        """Leave the group and join that of the newest epoch.
 
         Args:
-            error: what broke off the step; `None`: all members end one together.
+            error: broke off the step; `None`: all members end the step together.
 
         Raises:
-            Exception: the error, where it has nothing to do with a lost member.
+            Exception: the error, if it has nothing to do with a lost member.
         """
         ...
 
@@ -81,13 +81,13 @@ def train(
     """Train from `progress` to the last step, evaluating, logging and saving on the way.
 
     Args:
-        survivor: goes on with other members where one is lost; `None`: that ends the run.
-        ready: whether this rank has the training's state; else it joins others that have it.
-        conclude: what the ranks do together at the end; again where one is lost meanwhile.
+        survivor: goes on with other members if one is lost; `None`: a lost rank ends the run.
+        ready: whether this rank has the training's state; otherwise it joins others that have it.
+        conclude: called by all ranks at the end, and again if one of them is lost meanwhile.
     """
     training = Training(state, progress, survivor, ready)
     if survivor is not None and not ready:
-        survivor.form_anew(training)
+        survivor.rejoin(training)
     while True:
         try:
             if training.steps():
@@ -101,22 +101,21 @@ def train(
                 raise
             error = raised
         assert survivor is not None
-        # What the step held lives on in the error, and with it the group that is left.
-        survivor.form_anew(training, error)
+        # The error's frames hold the step's objects, and with them the group that was left.
+        survivor.rejoin(training, error)
         held = [error]
         del error
         let_go(held)
 
 
 class Training:
-    """How far a training is, from step to step.
+    """One rank's training, from step to step.
 
     Attributes:
-        good: where the run stood when the last step was done; `progress` is ahead of it by what an evaluation
-            decides.
-        ready: whether this rank has the training's state; a newcomer gets it from another one.
-        carried: what is known of devices when their group changes.
-        settled: whether all that follows that step (a log line, an evaluation, a checkpoint) is done.
+        good: progress right after the last step; an evaluation then changes `progress` alone.
+        ready: whether this rank has the training's state; a newcomer gets it from another rank.
+        carried: limits and speeds of the devices, for the group's next members.
+        step_ended: whether all that follows that step (a log line, an evaluation, a checkpoint) is done.
     """
 
     def __init__(
@@ -129,27 +128,27 @@ class Training:
         self.outcome = Outcome(progress, self.window.totals, energy=self.window.energy)
         self.evaluated_at = self.saved_at = self.logged_at = -1
         self.loss_at: tuple[int, float | None] = (-1, None)
-        """The loss of a log line, and after which step, where it was known before the weights changed."""
+        """The step and the loss of a log line, if the ranks knew it before the weights changed."""
         self.lines: set[tuple[str, int]] = set()
-        """Lines that are in `metrics.jsonl` already, where what follows a step is done again."""
+        """Lines that `metrics.jsonl` has already, if the end of a step is done again."""
         self._saved_seconds = time.perf_counter()
-        """When the last checkpoint was begun, or the training."""
+        """Start of the last checkpoint, or of the training."""
         self.first_step = progress.step
         self.good = replace(progress)
-        self.settled = True
+        self.step_ended = True
         self.stops = False
-        """Whether somebody asked for the training to end."""
+        """Whether the user has asked for the training to end."""
         self._replicas = ReplicaCheck(state)
 
     def steps(self) -> bool:
-        """Take steps up to the last one; return whether that was it, or the members change first."""
+        """Take the steps that are left; return false if the members change before the last one."""
         state, progress, window = self.state, self.progress, self.window
         message = StepMessage(state.communicator)
         message.notices = self._notices
         normalizer = state.normalizer(message)
         state.model.train()
         window.restart()
-        if not self.settled:
+        if not self.step_ended:
             self._end_step(True)
         left = 0 if self.outcome.stopped_early or self.stops else state.total_steps - progress.step
         batches = state.engine.batches(
@@ -157,7 +156,7 @@ class Training:
         )
         before: LocalBatch | None = None
         for batch in window.loaded(batches):
-            message.seconds = state.balancer.own_seconds(window.meter)
+            message.seconds = state.balancer.local_seconds(window.meter)
             if state.survives and self._log_due(progress.step + 1):
                 message.window = window.loss
             with window.undone_on_error():
@@ -166,22 +165,22 @@ class Training:
                 rebalance(state, progress.step, before, message.all_seconds)
             before = batch
             self._advance(batch, result, message)
-            if result.beyond_mending and state.config.trainer.non_finite != "continue":
-                text = tell_non_finite(state, progress, batch, result, window)
+            if result.unrecoverable and state.config.trainer.non_finite != "continue":
+                text = report_non_finite(state, progress, batch, result, window)
                 if state.config.trainer.non_finite == "stop":
-                    good = self._before
-                    raise NonFiniteError(f"{text} {save_before(state, good, self.first_step, self.saved_at)}")
+                    fix = save_before(state, self._before, self.first_step, self.saved_at)
+                    raise NonFiniteError(f"{text} {fix}")
             self._end_step(result.synchronised)
-            *news, due = message.noticed
+            epoch, request, due = message.noticed
             if self.survivor is not None:
-                noticed = news[0], news[1]
+                noticed = epoch, request
                 self.survivor.serve(self, noticed)
                 if self.survivor.due(noticed) and progress.step < state.total_steps:
                     window.stop()
                     return False
             if self.outcome.stopped_early or self.stops:
                 break
-            if not result.met:  # then ranks learn with a log line that a checkpoint is due
+            if not result.communicated:  # then ranks learn with a log line that a checkpoint is due
                 due = window.save_due and result.can_save
             if due and progress.step < state.total_steps:
                 window.stop()
@@ -190,19 +189,19 @@ class Training:
         return True
 
     def _notices(self) -> tuple[int, int, int]:
-        """Return what the first rank tells all as a step begins."""
+        """Return the newest epoch and request, and whether a checkpoint is due, for the step's message."""
         epoch, request = self.survivor.notices() if self.survivor is not None else (0, 0)
         return epoch, request, self._save_due()
 
     def _save_due(self) -> bool:
-        """Tell whether the last checkpoint is so old, by this rank's clock, that another one is due."""
+        """Return whether `trainer.checkpoint_minutes` have passed by this rank's clock."""
         trainer = self.state.config.trainer
         if not trainer.checkpoint_minutes or trainer.fast_dev_run:
             return False
         return time.perf_counter() - self._saved_seconds >= 60 * trainer.checkpoint_minutes
 
     def _advance(self, batch: LocalBatch, result: StepResult, message: StepMessage) -> None:
-        """Count a step that is done."""
+        """Count a step that is done, and note where the run stands."""
         progress = self.progress
         self._before = replace(progress)
         progress.step += 1
@@ -212,15 +211,15 @@ class Training:
         self.window.add(result, batch)
         if message.window is not None:
             self.loss_at, message.window = (progress.step, message.window_loss), None
-        self.good, self.settled = replace(progress), False
+        self.good, self.step_ended = replace(progress), False
 
     def _log_due(self, step: int) -> bool:
         return step % self.state.config.trainer.log_every == 0 or step == self.state.total_steps
 
     def _end_step(self, synchronised: bool) -> None:
-        """Do what follows a step: compare the replicas, write a line, evaluate, save.
+        """Compare the replicas, write a line, evaluate and save, each if it is due.
 
-        Where a rank is lost meanwhile, all of it is done again by those that are left.
+        If a rank is lost meanwhile, those that are left do all of it again.
         """
         state, progress, window, outcome = self.state, self.progress, self.window, self.outcome
         trainer = state.config.trainer
@@ -243,13 +242,13 @@ class Training:
             window.stop()
             self.save(wait=progress.step == state.total_steps)
             window.restart()
-        self.settled = True
+        self.step_ended = True
 
     def _log(self) -> None:
         step = self.progress.step
-        known = {"loss": self.loss_at[1]} if self.loss_at[0] == step else {}
+        loss = {"loss": self.loss_at[1]} if self.loss_at[0] == step else {}
         self.window.save_due |= self._save_due()
-        self.outcome.train_loss = self.window.log(self.progress, quiet=("train", step) in self.lines, **known)
+        self.outcome.train_loss = self.window.log(self.progress, quiet=("train", step) in self.lines, **loss)
         self.logged_at = step
 
     def _evaluate(self) -> None:
@@ -260,10 +259,11 @@ class Training:
             add_evaluation(self.state, step, result)
 
     def save(self, wait: bool = False, timed: bool = False) -> str | None:
-        """Save where the run stands, unless that is done; all ranks call it. Return the path on rank 0.
+        """Save a checkpoint unless this step has one; return its path on rank 0. All ranks call it.
 
         Args:
-            timed: only because of the time, so that the checkpoint makes room for newer ones.
+            wait: until the checkpoint is on the disk.
+            timed: whether only the clock asks for it, so that it makes room for newer ones.
         """
         step, outcome = self.progress.step, self.outcome
         if self.saved_at != step:
@@ -274,7 +274,7 @@ class Training:
         return outcome.checkpoint
 
     def finish(self) -> Outcome:
-        """Do what follows the last step."""
+        """Save, evaluate and end the strategy after the last step; all ranks call it."""
         state, progress, outcome = self.state, self.progress, self.outcome
         state.doing = "ending"
         trainer = state.config.trainer
@@ -295,33 +295,33 @@ class Training:
         return outcome
 
 
-def driven(state: TrainState) -> list[Backend]:
+def driven_backends(state: TrainState) -> list[Backend]:
     """Return the backends of all devices that this rank drives."""
-    own = state.backend
-    return [own if own.spec == spec else type(own)(spec) for spec in state.plan.devices_of(state.rank)]
+    backend, devices = state.backend, state.plan.devices_of(state.rank)
+    return [backend if backend.spec == spec else type(backend)(spec) for spec in devices]
 
 
 def rebalance(state: TrainState, step: int, before: LocalBatch, seconds: Sequence[float]) -> None:
-    """Decide, all ranks alike, whether the batches to come are split again.
+    """Decide whether the coming batches get another split over the ranks; all ranks decide alike.
 
     Args:
-        step: the one that is just over.
-        before: what this rank did in the step before.
-        seconds: what the step before took each rank.
+        step: number of the step that is just over.
+        before: batch of the step before that.
+        seconds: each rank's work in the step before.
     """
     decision = state.balancer.observe(step - 1, before.global_samples, seconds, step)
     if state.rank == 0:
-        state.balancer.tell(decision)
+        state.balancer.record(decision)
 
 
 class MetricsWindow:
-    """What happened since the last log line, on this rank; `log` makes it one line of all ranks."""
+    """This rank's measurements since the last log line; `log` makes one line of all ranks'."""
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
         self.meter = StepTimer(state.backend)
         self.totals = Totals()
-        self.energy = EnergyMeter(driven(state), state.plan.all_devices)
+        self.energy = EnergyMeter(driven_backends(state), state.plan.all_devices)
         self._loss_sum: torch.Tensor | float = 0.0
         self.num_steps = 0
         self._local_count = 0.0
@@ -329,12 +329,12 @@ class MetricsWindow:
         self._seconds = self._resumed_at = 0.0
         self._last: StepResult | None = None
         self.warned = False
-        """Whether a step that was left out has been reported."""
+        """Whether a warning of a skipped step was logged."""
         self.save_due = False
         """Whether a checkpoint is due by this rank's clock; after `log`, by the first rank's."""
 
     def restart(self) -> None:
-        """Let the clock run: steps follow."""
+        """Start the clock: steps follow."""
         self.energy.start()
         self.state.doing = "steps"
         self.state.backend.resume()
@@ -347,7 +347,7 @@ class MetricsWindow:
         self.energy.stop()
 
     def pause(self) -> None:
-        """Take the time until now, at which the device has finished."""
+        """Wait for the device, and count the time until then."""
         self.state.backend.pause()
         self.state.backend.synchronize()
         now = time.perf_counter()
@@ -355,7 +355,7 @@ class MetricsWindow:
         self._resumed_at = now
 
     def loaded(self, batches: Generator[LocalBatch, None, None]) -> Iterator[LocalBatch]:
-        """Yield the batches, and count the time that they keep the step waiting; close them at the end."""
+        """Yield the batches, and count the time that a step waits for each; close them at the end."""
         with closing(batches):
             while True:
                 started = time.perf_counter()
@@ -367,7 +367,7 @@ class MetricsWindow:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Surround a step: where it breaks off, and is done again, its times are no speed of the device."""
+        """Forget the times of a step that breaks off: it is done again."""
         bookmark = self.meter.bookmark()
         try:
             yield
@@ -378,44 +378,44 @@ class MetricsWindow:
 
     @property
     def loss(self) -> tuple[torch.Tensor | float, float]:
-        """Sum and count of the loss so far, this rank's own."""
+        """Sum and count of this rank's loss so far."""
         return self._loss_sum, self._local_count
 
     def add(self, result: StepResult, batch: LocalBatch) -> None:
-        """Take a step in."""
+        """Add the result of a step."""
         self._loss_sum = self._loss_sum + result.loss_sum
         self._local_count += result.local_count
         self._samples += batch.global_samples
         self.num_steps += 1
         self._last = result
 
-    def log(self, progress: Progress, quiet: bool = False, **known: float | None) -> float | None:
+    def log(self, progress: Progress, quiet: bool = False, **shared: float | None) -> float | None:
         """Exchange sums with the other ranks, write one line on rank 0 and start again.
 
         Args:
-            quiet: write no line; it is there already.
-            known: the `loss`, where the ranks have found it before.
+            quiet: write no line; the file has it already.
+            shared: the `loss`, if the ranks have computed it before.
 
         Returns:
-            The mean loss over the window, `None` where nothing counted; the same on every rank.
+            The mean loss over the window, `None` if nothing counted; the same on every rank.
         """
         self.pause()
         self.energy.keep_up()
         compute, waited, local_samples = self.meter.take()
         world = self.state.communicator.world_size
-        # One table for all, in which each rank fills its row.
+        # Each rank fills its row of one table.
         table = torch.zeros((world, 6), dtype=torch.float64)
         peak = self.state.backend.peak_memory_bytes()
         memory = math.nan if peak is None else peak / GIB
-        mine = [float(self._loss_sum), self._local_count, compute, local_samples, memory, self.save_due]
-        table[self.state.rank] = torch.tensor(mine, dtype=torch.float64)
+        row = [float(self._loss_sum), self._local_count, compute, local_samples, memory, self.save_due]
+        table[self.state.rank] = torch.tensor(row, dtype=torch.float64)
         table = self.state.communicator.all_reduce(table)
         losses, counts, computes, samples, memories, due = table.T.tolist()
         self.save_due = bool(due[0])
-        # What a rank that was lost had summed up since the last line is lost with it, and its count as well:
-        # the mean is then over what the others have computed. A line a step loses nothing (`share_loss`).
+        # A lost rank takes its sum and its count since the last line with it: the mean is then over the other
+        # ranks. If every step is logged, nothing is lost (`share_loss`).
         count = sum(counts)
-        loss = known["loss"] if "loss" in known else sum(losses) / count if count else None
+        loss = shared["loss"] if "loss" in shared else sum(losses) / count if count else None
         metrics = self._line(progress, loss, computes, samples)
         for device, gib in zip(self.state.timed_devices, memories, strict=False):
             if not math.isnan(gib):
@@ -441,7 +441,7 @@ class MetricsWindow:
         if self._last is not None:
             line["train/learning_rate"] = self._last.learning_rate
         line |= {"train/epoch": progress.position.epoch, "train/samples": progress.samples}
-        if not self.num_steps:  # this rank has joined since, or done what follows the step already
+        if not self.num_steps:  # this rank has joined since, or has ended the step before
             return line
         line["samples_per_second"] = self._samples / self._seconds
         line["step_seconds"] = self._seconds / self.num_steps
@@ -475,16 +475,15 @@ class MetricsWindow:
         return line
 
 
-def tell_non_finite(
+def report_non_finite(
     state: TrainState, progress: Progress, batch: LocalBatch, result: StepResult, window: MetricsWindow
 ) -> str:
-    """Return which samples on which ranks keep a gradient from being finite, and warn of it once.
+    """Find the samples whose gradient is not finite, and warn of them once; all ranks call it.
 
-    All ranks come here at the same step, so that they may ask each other. The weights are still those of
-    the step before.
+    The weights are still those of the step before.
 
     Returns:
-        Nothing if it was reported before: under `skip` later steps are only counted.
+        The message; empty if one was logged before, since `skip` only counts later steps.
     """
     stop = state.config.trainer.non_finite == "stop"
     if window.warned and not stop:
@@ -493,7 +492,7 @@ def tell_non_finite(
     window.stop()
     text = explain(state, progress.step, batch, result.loss_sum, result.losses, result.factor)
     if stop:
-        window.log(progress)  # the loss that ends the run is seen in its curve
+        window.log(progress)  # the curve then shows the loss that ends the run
     elif state.rank == 0:
         log.warning("%s The step was left out on all ranks; later ones are counted only.", text)
     window.restart()
@@ -504,7 +503,7 @@ def evaluate_and_log(state: TrainState, progress: Progress, quiet: bool = False)
     """Evaluate on all ranks and log on rank 0.
 
     Args:
-        quiet: write no line; it is there already.
+        quiet: write no line; the file has it already.
     """
     result, line = state.engine.evaluate()
     if state.rank == 0 and not math.isfinite(result.get("loss", 0.0)):
@@ -515,7 +514,7 @@ def evaluate_and_log(state: TrainState, progress: Progress, quiet: bool = False)
 
 
 def should_stop(state: TrainState, progress: Progress, evaluation: dict[str, float]) -> bool:
-    """Decide on early stopping from values that all ranks share, so that all decide the same."""
+    """Return whether to stop early; the ranks share the evaluation, so that all decide alike."""
     early = state.config.trainer.early_stopping
     if early.patience is None or early.metric not in evaluation:
         return False

@@ -26,21 +26,20 @@ IGNORED = -100
 
 
 class Loss(ABC):
-    """A person's own loss derives from this and is named by its dotted path in `trainer.loss`."""
+    """Base class of losses; the user's own loss is named by its dotted path in `trainer.loss`."""
 
     takes_half: ClassVar[bool] = False
-    """Whether `total` adds up in float32 by itself where the output is of half precision; other losses are
-    given it in float32."""
+    """Whether `total` adds up half-precision outputs in float32; other losses get them as float32."""
 
     @abstractmethod
     def count(self, targets: Any) -> float:
-        """Return how many elements of the targets the mean is taken over (samples, unmasked tokens …).
+        """Return the number of elements that the mean is taken over (samples, unmasked tokens …).
 
-        Elements may have weights: then it is the sum of these.
+        If elements have weights, return the sum of the weights.
         """
 
     def counts(self, targets: Any) -> torch.Tensor:
-        """Return how many of these elements each sample has, [batch]."""
+        """Return the number of these elements of each sample, [batch]."""
         rows = [_sample(targets, index) for index in range(num_rows(targets))]
         return torch.tensor([count_of(self, row) for row in rows], dtype=torch.float64)
 
@@ -49,9 +48,9 @@ class Loss(ABC):
         """Return the sum of the loss over these elements, a scalar."""
 
     def correct(self, output: Any, targets: Any) -> float | None:
-        """Return how many elements are predicted right, `None` where that has no meaning.
+        """Return the number of elements predicted right, `None` if that has no meaning.
 
-        The accuracy is this divided by `count`, so that elements have the same weights here.
+        The accuracy is this divided by `count`: elements have the same weights in both.
         """
         return None
 
@@ -78,17 +77,17 @@ class CrossEntropy(Loss):
             raise ConfigError(
                 f"`trainer.loss` cross_entropy needs classes, but the targets are numbers. {fix}"
             )
-        rows, wanted = _paired(output, targets)
+        rows, classes = _paired(output, targets)
         if rows.dtype in HALF and rows.numel() > many_logits.CHUNK:
-            total: torch.Tensor = ManyLogits.apply(rows, wanted, IGNORED)  # type: ignore[no-untyped-call]
+            total: torch.Tensor = ManyLogits.apply(rows, classes, IGNORED)  # type: ignore[no-untyped-call]
             return total
         return functional.cross_entropy(
-            rows.float() if rows.dtype in HALF else rows, wanted, ignore_index=IGNORED, reduction="sum"
+            rows.float() if rows.dtype in HALF else rows, classes, ignore_index=IGNORED, reduction="sum"
         )
 
     def correct(self, output: torch.Tensor, targets: torch.Tensor) -> int:
-        rows, wanted = _paired(output, targets)
-        return int(((rows.argmax(dim=-1) == wanted) & (wanted != IGNORED)).sum())
+        rows, classes = _paired(output, targets)
+        return int(((rows.argmax(dim=-1) == classes) & (classes != IGNORED)).sum())
 
 
 def _paired(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,8 +98,8 @@ def _paired(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, 
     """
     shape = output.shape[:-1]
     if len(shape) and shape.numel() == targets.numel():
-        ends, wanted = _row_ends(shape), _row_ends(targets.shape)
-        if ends <= wanted or wanted <= ends:
+        ends, target_ends = _row_ends(shape), _row_ends(targets.shape)
+        if ends <= target_ends or target_ends <= ends:
             return output.flatten(0, -2), targets.flatten()
     shapes = f"{list(output.shape)} and {list(targets.shape)}"
     raise ConfigError(
@@ -112,7 +111,7 @@ def _paired(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, 
 def _row_ends(shape: Sequence[int]) -> set[int]:
     """Return the products of a shape's first dimensions.
 
-    Two shapes of equally many elements keep the same order where the products of one include the other's.
+    Two shapes of equally many elements keep the same order if the products of one include the other's.
     """
     return set(accumulate(shape, operator.mul))
 
@@ -127,17 +126,13 @@ class MeanSquaredError(Loss):
         return torch.full((len(targets),), targets[0].numel() if len(targets) else 0, dtype=torch.int64)
 
     def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if output.shape != targets.shape:  # torch would broadcast them, [n, 1] and [n] to [n, n]
-            shapes = f"{list(output.shape)} and {list(targets.shape)}"
-            raise ConfigError(
-                f"`trainer.loss` mse needs outputs and targets of one shape, but they are {shapes}."
-            )
-        return functional.mse_loss(output, targets, reduction="sum")
+        return _squared_error(output, targets, "mse")
 
 
 class Reconstruction(Loss):
-    """Vectors [batch, …] that are to come out as they went in: the squared error, summed over each sample's
-    elements; the mean is taken over samples, as the loss of sparse autoencoders is written.
+    """Autoencoders: the squared error of vectors [batch, …], summed over each sample's elements.
+
+    The mean is taken over samples, as the loss of sparse autoencoders is written.
     """
 
     def count(self, targets: torch.Tensor) -> int:
@@ -147,17 +142,20 @@ class Reconstruction(Loss):
         return torch.ones(len(targets), dtype=torch.int64)
 
     def total(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if output.shape != targets.shape:
-            shapes = f"{list(output.shape)} and {list(targets.shape)}"
-            raise ConfigError(
-                "`trainer.loss` reconstruction needs outputs and targets of one shape, but they are "
-                f"{shapes}."
-            )
-        return functional.mse_loss(output, targets, reduction="sum")
+        return _squared_error(output, targets, "reconstruction")
+
+
+def _squared_error(output: torch.Tensor, targets: torch.Tensor, loss: str) -> torch.Tensor:
+    if output.shape != targets.shape:  # torch would broadcast them, [n, 1] and [n] to [n, n]
+        shapes = f"{list(output.shape)} and {list(targets.shape)}"
+        raise ConfigError(
+            f"`trainer.loss` {loss} needs outputs and targets of one shape, but they are {shapes}."
+        )
+    return functional.mse_loss(output, targets, reduction="sum")
 
 
 def as_count(value: Any) -> float | None:
-    """Return a count as a number of Python's, `None` where no mean can be taken over it."""
+    """Return a count as a Python number, `None` if no mean can be taken over it."""
     single = hasattr(value, "item") and math.prod(value.shape) == 1
     number = value.item() if single else value
     usable = isinstance(number, (int, float)) and 0 <= number < math.inf  # which NaN is not
@@ -165,21 +163,21 @@ def as_count(value: Any) -> float | None:
 
 
 def count_of(loss: Loss, targets: Any) -> float:
-    """Return over how many elements of the targets the mean is taken.
+    """Return the loss's count of the targets.
 
     Raises:
-        ConfigError: the loss gives something else.
+        ConfigError: the count is no finite number from 0 on.
     """
-    given = loss.count(targets)
-    number = as_count(given)
+    count = loss.count(targets)
+    number = as_count(count)
     if number is None:
         key = f"{type(loss).__name__}.count"
-        raise ConfigError(must_be(key, "a finite number from 0 on for any targets", given))
+        raise ConfigError(must_be(key, "a finite number from 0 on for any targets", count))
     return number
 
 
 def total_loss(loss: Loss, output: Any, targets: Any) -> torch.Tensor:
-    """Return the sum of the loss, a model's own auxiliary loss included (`WithAuxiliary`)."""
+    """Return the sum of the loss, with the model's auxiliary loss (`WithAuxiliary`)."""
     if not isinstance(output, WithAuxiliary):
         return loss.total(output, targets)
     auxiliary = output.auxiliary.float() if output.auxiliary.dtype in HALF else output.auxiliary
@@ -188,13 +186,13 @@ def total_loss(loss: Loss, output: Any, targets: Any) -> torch.Tensor:
 
 
 def summed(loss: Loss, output: Any, targets: Any) -> torch.Tensor:
-    """Return `total_loss`, added up in float32 where the output is of half precision."""
+    """Return `total_loss`, added up in float32 if the output is of half precision."""
     total: torch.Tensor = widened(total_loss(loss, output if loss.takes_half else widened(output), targets))
     return total
 
 
 def num_rows(value: Any) -> int:
-    """Return the number of samples of a batch's inputs or targets: of the first tensor among them."""
+    """Return the number of samples of a batch's inputs or targets: the length of the first tensor."""
     if isinstance(value, torch.Tensor):
         return len(value)
     return num_rows(next(iter(value.values() if isinstance(value, dict) else value)))
@@ -223,7 +221,7 @@ def build_loss(name: str) -> Loss:
 
 
 def check_loss(name: str) -> list[str]:
-    """Return what is wrong with `trainer.loss`, one sentence a problem."""
+    """Return the problems of `trainer.loss`, one sentence each."""
     try:
         loss = build_loss(name)
     except Exception as error:  # an import runs any code and so raises anything

@@ -1,4 +1,4 @@
-"""What the loop does for a model that does something between steps (`hetexp.model.hooks`)."""
+"""Calls the hooks of a model that acts between steps (`hetexp.model.hooks`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from hetexp.training.state import TrainState
 
 PROBED_AT_ONCE = 4096
-"""Most samples of a pass that scores some, where the configuration sets no limit."""
+"""Most samples of a scoring pass if the configuration sets no limit."""
 
 
 def no_tally(state: TrainState) -> torch.Tensor | None:
-    """Return a tally of no samples; `None` where the model counts nothing."""
+    """Return a tally of no samples; `None` if the model counts nothing."""
     size = state.hooks.tally_size if state.hooks is not None else 0
     return torch.zeros(size, dtype=torch.int64, device=state.device) if size else None
 
@@ -36,17 +36,17 @@ def share(
     before: int | None = None,
     among: Communicator | None = None,
 ) -> Shared | None:
-    """Find what all ranks know of the samples of a step; all of them call it before any weights change.
+    """Add up the tallies of a step's samples and draw a probe; all ranks call it before any weights change.
 
     Args:
         step: number of steps done.
         tally: of this rank's samples.
         num_samples: of all ranks.
-        before: steps done when it was called the last time; `None`: these.
+        before: number of steps done at the last call; `None`: `step`.
         among: the ranks that train the model, if these are not all; it then sees no samples of others.
 
     Returns:
-        The same on every rank; `None` where the model does nothing between steps.
+        The same on every rank; `None` if the model has no hooks.
 
     Raises:
         PeerLostError: another rank is gone.
@@ -59,13 +59,13 @@ def share(
     else:
         tally = (among or state.communicator).all_reduce(tally)  # on the device if it can: no host waits then
     shared = Shared(step + 1, step if before is None else before, num_samples, tally)
-    # A rehearsal is undone afterwards.
+    # A step below 0 is a warm-up, which is undone.
     size = hooks.probe_size(shared) if step >= 0 and among is None else 0
     return replace(shared, probe=_probe(state, hooks, step, size)) if size else shared
 
 
 def conclude(state: TrainState, shared: Shared | None) -> None:
-    """Let the model do what it does after an update that all ranks have taken; no rank waits for another."""
+    """Call the model's hooks after an update that all ranks have taken; no rank waits for another."""
     if state.hooks is None:
         return
     with torch.no_grad():
@@ -75,14 +75,14 @@ def conclude(state: TrainState, shared: Shared | None) -> None:
 
 
 def project(state: TrainState) -> None:
-    """Let the model change the gradient."""
+    """Call the model's hook that changes the gradient."""
     if state.hooks is not None:
         with torch.no_grad():
             state.hooks.project_gradients()
 
 
 def _probe(state: TrainState, hooks: ModelHooks, step: int, size: int) -> Probe:
-    """Draw training samples and score them, each rank its part."""
+    """Draw training samples and score them, each rank a part of them."""
     total = len(state.train_data)  # type: ignore[arg-type]
     random = np.random.default_rng([state.config.trainer.seed, step])
     drawn = np.sort(random.choice(total, min(size, total), replace=False)).tolist()
@@ -92,8 +92,8 @@ def _probe(state: TrainState, hooks: ModelHooks, step: int, size: int) -> Probe:
     for places in chop(range(first, end), cut(end - first, 1, limit)):
         inputs, targets = _read(state, [drawn[place] for place in places])
         with torch.no_grad(), state.autocast():
-            found = hooks.scores(state.to_device(inputs), state.to_device(targets))
-        scores[places[0] : places[-1] + 1] = found.double().cpu()
+            part = hooks.scores(state.to_device(inputs), state.to_device(targets))
+        scores[places[0] : places[-1] + 1] = part.double().cpu()
     scores = state.communicator.all_reduce(scores)
 
     def take(places: Sequence[int]) -> torch.Tensor:

@@ -22,13 +22,13 @@ from hetexp.training.nonfinite.loss_scale import LossScale
 
 
 class LossNormalizer:
-    """Gives the factor for a step's local loss sums.
+    """Computes the factor of a step's local loss sums.
 
     Args:
         message: carries the ranks' counts.
         gradient_divisor: number of ranks by which the strategy's exchange divides the summed gradient.
         per: `global` is exact; `per_rank` divides by the rank's own count, as plain DDP would.
-        loss_scale: what all ranks multiply by beside that; `None`: nothing.
+        loss_scale: a further factor, the same on all ranks; `None`: none.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class LossNormalizer:
         """Wait for the other ranks' counts.
 
         Returns:
-            What to multiply the local loss sums by (0 if nothing in the whole batch counts), the loss scale
-            included, and the global count.
+            The factor of the local loss sums with the loss scale (0 if nothing in the whole batch counts),
+            and the global count.
         """
         global_count = self.message.receive()
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0

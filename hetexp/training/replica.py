@@ -1,4 +1,4 @@
-"""What engines have in common whose ranks hold the whole model."""
+"""The base of engines whose ranks hold the whole model."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Replica(Engine):
     """A rank that holds the whole model and computes all its layers."""
 
     state: TrainState
-    asks_after_shortage = True
-    """Whether all ranks decide together what to do after one of them ran out of memory in a step."""
+    recovers_together = True
+    """Whether all ranks decide together how to go on after one of them ran out of memory in a step."""
 
     def bind(self, state: TrainState) -> None:
         self.state = state
@@ -72,18 +72,18 @@ class Replica(Engine):
         inner = state.compiled if state.compiled is not None else state.model
         state.module = strategy.wrap(inner, state.device)
         strategy.attach_group(state.module, state.communicator, state.example, state.backend.waiting)
-        state.guard = recovering_guard(state, self.asks_after_shortage)
+        state.guard = recovering_guard(state, self.recovers_together)
         self.attach_exchange(store)
 
     def balancer(self) -> Balancer:
-        """Return what splits each batch over the ranks of the plan."""
+        """Return the balancer of the plan's ranks."""
         state, trainer = self.state, self.state.config.trainer
         settings = state.policy.settings if state.policy.follows and self.moves_samples else None
         ahead = read_ahead(state.train_data, trainer.num_workers, trainer.prefetch_factor)
         return Balancer(state.plan, settings, ahead)
 
     def attach_exchange(self, store: dist.Store) -> None:
-        """Set up how gradients or weights are exchanged; the model is wrapped already.
+        """Set up the exchange of gradients or weights; the model is wrapped already.
 
         Args:
             store: of the group.
@@ -189,7 +189,7 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _input_bytes(state: TrainState) -> int:
-    """Return the bytes of one sample on its way to the device."""
+    """Return the bytes of one sample's inputs on the way to the device."""
     if state.input_bytes is not None:
         return state.input_bytes
     inputs, _ = state.train_data[0]

@@ -1,12 +1,12 @@
-"""Do all ranks still hold one model? A debug check that costs a copy of weights and gradients to the host.
+"""A debug check that all ranks still hold one model; it copies weights and gradients to the host.
 
 Each rank reduces every tensor to three numbers, in float64 on the host whatever its device: its projection on
 a fixed random vector of ±1, its squared norm and its largest magnitude. The projection of a difference is
-about as large as the difference's norm, whatever shape it has (Johnson and Lindenstrauss 1984), so that a few
-numbers a tensor tell how far apart two replicas are.
+about as large as the difference's norm, whatever its direction (Johnson and Lindenstrauss 1984). So a few
+numbers a tensor show how far apart two replicas are.
 
 Replicas on unlike devices apply the same gradient with different rounding. A difference counts from
-`TOLERANCE` times the tensor's norm on: a million roundings that add up at random stay below it.
+`TOLERANCE` times the tensor's norm on: a million random roundings add up to less.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 """Largest difference of two replicas that rounding explains, relative to the tensor's norm, by the type of
 the weights. An exchanged gradient is the same to the bit, but for the factor by which it is clipped."""
 SPREAD = 4.0
-"""A projection is seldom more than this many times as large as the difference that it is of."""
+"""A projection is seldom more than this many times the norm of the difference."""
 CHUNK = 2**20
-"""Elements that are on the host at the same time."""
+"""Elements copied to the host at once."""
 FIX = (
     "Something changes the model on one rank only, or keeps gradients from being exchanged: a hook, an "
     "optimizer with random numbers, a part of the model that the strategy does not see."
@@ -47,13 +47,13 @@ class _Difference:
     size: float
     """Relative to the tensor's norm."""
     ranks: tuple[int, ...]
-    """Those that hold it."""
+    """The ranks that hold the tensor."""
     values: list[list[float]]
-    """Each one's projection, squared norm and largest magnitude."""
+    """Each of these ranks' projection, squared norm and largest magnitude."""
 
 
 class ReplicaCheck:
-    """Compares the replicas of all ranks; every rank asks at the same steps."""
+    """Compares the replicas of all ranks; every rank calls it at the same steps."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
@@ -62,9 +62,7 @@ class ReplicaCheck:
         self._warned = False
 
     def due(self, step: int, synchronised: bool) -> bool:
-        """Tell whether the replicas are to be compared after this step: at every so many, and at the next
-        synchronisation where ranks take steps of their own in between.
-        """
+        """Return whether to compare the replicas now: every `check_sync_every` steps, or at the next sync."""
         several = self._state.communicator.world_size > 1
         self._due |= self._every > 0 and step % self._every == 0 and several
         return self._due and synchronised
@@ -72,21 +70,21 @@ class ReplicaCheck:
     def compare(self, step: int) -> None:
         """Compare weights, buffers, and the gradients of a joint step.
 
-        Buffers are warned of, once: those that each rank computes from its own samples differ unless the
+        Buffers only cause one warning: those that each rank computes from its own samples differ unless the
         strategy synchronises them.
 
         Raises:
             ReplicaError: weights or gradients differ by more than rounding; the same on every rank.
         """
         self._due = False
-        found = self._differences()
-        fatal = [one for one in found if one.kind != "buffer"]
+        differences = self._differences()
+        fatal = [difference for difference in differences if difference.kind != "buffer"]
         if fatal:
             raise ReplicaError(f"{self._words(step, fatal)} {FIX}")
-        if found and not self._warned:
+        if differences and not self._warned:
             self._warned = True
             if self._state.rank == 0:
-                log.warning("%s Rank 0's is saved.", self._words(step, found))
+                log.warning("%s Rank 0's is saved.", self._words(step, differences))
 
     def _differences(self) -> list[_Difference]:
         state = self._state
@@ -94,31 +92,31 @@ class ReplicaCheck:
         for number, (kind, name, tensor, ranks) in enumerate(state.engine.replicated()):
             kinds.append((kind, name, ranks))
             rows.append(fingerprint(tensor, number))
-        everyone = torch.zeros((state.communicator.world_size, len(rows), 3), dtype=torch.float64)
-        everyone[state.rank] = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
-        by_tensor = state.communicator.all_reduce(everyone).transpose(0, 1).tolist()
+        table = torch.zeros((state.communicator.world_size, len(rows), 3), dtype=torch.float64)
+        table[state.rank] = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
+        by_tensor = state.communicator.all_reduce(table).transpose(0, 1).tolist()
         tolerance = TOLERANCE[state.dtype]
-        found = []
+        differences = []
         for (kind, name, ranks), all_values in zip(kinds, by_tensor, strict=True):
             values = [all_values[rank] for rank in ranks]
             size = max(_distance(values[0], other) for other in values)
             if size > tolerance:
-                found.append(_Difference(kind, name, size, ranks, values))
-        return found
+                differences.append(_Difference(kind, name, size, ranks, values))
+        return differences
 
-    def _words(self, step: int, found: list[_Difference]) -> str:
-        worst = max(found, key=lambda one: one.size)
+    def _words(self, step: int, differences: list[_Difference]) -> str:
+        worst = max(differences, key=lambda difference: difference.size)
         devices = self._state.plan.devices
         values = "; ".join(
             f"rank {rank}, {devices[rank]}: norm {math.sqrt(square):.12g}, largest {largest:.12g}"
             for rank, (_, square, largest) in zip(worst.ranks, worst.values, strict=True)
         )
-        others = len(found) - 1
+        others = len(differences) - 1
         more = f" {others} other tensor{'s differ' if others > 1 else ' differs'}, too." if others else ""
         return (
             f"After step {step} the ranks no longer hold one model: the {worst.kind} of {worst.name} differs "
-            f"by about {worst.size:.2g} of its norm, where {TOLERANCE[self._state.dtype]:g} may come of "
-            f"rounding ({values}).{more}"
+            f"by about {worst.size:.2g} of its norm, of which rounding explains "
+            f"{TOLERANCE[self._state.dtype]:g} ({values}).{more}"
         )
 
 
@@ -151,11 +149,11 @@ def _signs(number: int, chunk: int, count: int) -> torch.Tensor:
     return torch.from_numpy(bits).to(torch.float64) * 2.0 - 1.0
 
 
-def _distance(one: list[float], other: list[float]) -> float:
-    """Return about how far apart two tensors are, relative to the larger norm."""
-    finite = [all(map(math.isfinite, values)) for values in (one, other)]
+def _distance(first: list[float], second: list[float]) -> float:
+    """Return the estimated distance of two tensors, relative to the larger norm."""
+    finite = [all(map(math.isfinite, values)) for values in (first, second)]
     if not all(finite):
         return 0.0 if finite[0] == finite[1] else math.inf
-    norm = math.sqrt(max(one[1], other[1]))
-    apart = max(abs(one[0] - other[0]) / SPREAD, abs(one[2] - other[2]))
-    return apart / norm if norm else 0.0
+    norm = math.sqrt(max(first[1], second[1]))
+    distance = max(abs(first[0] - second[0]) / SPREAD, abs(first[2] - second[2]))
+    return distance / norm if norm else 0.0

@@ -1,4 +1,4 @@
-"""The seeds of what Python, NumPy and torch draw."""
+"""Seeds and restores the random number generators of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seed what Python, NumPy and torch draw in this process, and on its cards."""
+    """Seed the generators of Python, NumPy and torch in this process and on its cards."""
     _seed_python_and_numpy(seed)
     torch.manual_seed(seed)
 
@@ -23,16 +23,16 @@ def _seed_python_and_numpy(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Let the block draw what a rank draws after `seed_all`, and put the process's generators back."""
-    with undrawn():
+    """Let the block draw the numbers of a rank after `seed_all`, and restore the process's generators."""
+    with keeping_random_states():
         _seed_python_and_numpy(seed)
         torch.default_generator.manual_seed(seed)  # a launcher touches no card
         yield
 
 
 @contextmanager
-def undrawn() -> Iterator[None]:
-    """Put this process's generators back after the block; cards have their own."""
+def keeping_random_states() -> Iterator[None]:
+    """Restore this process's generators after the block; those of cards are not touched."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

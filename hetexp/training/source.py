@@ -1,4 +1,4 @@
-"""A trained model whose activations others train on: harvested, and asked what a reconstruction costs it."""
+"""A trained model that yields activations for an autoencoder and evaluates their reconstructions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class SourceModel:
 
     Args:
         checkpoint: its folder.
-        layer: dotted name of the module whose output is meant, a tensor [batch, …, width] or a tuple that
-            begins with one.
+        layer: dotted name of a module; its output is a tensor [batch, …, width] or a tuple that begins with
+            one.
         num_samples: of its evaluation data, at most; `None`: all.
-        scale: what the autoencoder's vectors are multiplied by.
+        scale: factor of the autoencoder's vectors.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or not there.
-        ConfigError: there is no such layer, or `only_trusted` refuses a class of the checkpoint.
+        CheckpointError: the checkpoint is damaged or missing.
+        ConfigError: the model has no such layer, or `only_trusted` refuses a class of the checkpoint.
     """
 
     def __init__(
@@ -63,45 +63,45 @@ class SourceModel:
         self.loss: Loss = build_loss(config["trainer"].get("loss", "cross_entropy"))
         self.scale = scale
         self.target: str = config["model"]["_target_"]
-        judged = self.data.evaluation
-        there = len(judged) if judged is not None else 0  # type: ignore[arg-type]
-        self.num_samples = there if num_samples is None else min(there, num_samples)
+        evaluation = self.data.evaluation
+        available = len(evaluation) if evaluation is not None else 0  # type: ignore[arg-type]
+        self.num_samples = available if num_samples is None else min(available, num_samples)
 
     @classmethod
     def judging(cls, path: Path, num_samples: int, scale: float, trusted: Sequence[str] = ()) -> SourceModel:
         """Return the model that a `source.json` names.
 
         Args:
-            path: of the file. It and the checkpoint may be a stranger's, even if the training is not.
+            path: of the file. It and the checkpoint may come from a stranger, even if the training does not.
             num_samples: of its evaluation data, at most.
-            scale: what the autoencoder's vectors are multiplied by.
+            scale: factor of the autoencoder's vectors.
             trusted: packages whose classes may be built, beside hetexp's own.
 
         Raises:
-            ConfigError: the file does not say, or a class of the checkpoint is not trusted.
+            ConfigError: the file does not name a model, or a class of the checkpoint is not trusted.
         """
         try:
             recorded = json.loads(path.read_text(encoding="utf-8"))
             checkpoint, layer = Path(recorded["checkpoint"]), str(recorded["layer"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            accepted = "0 where source.json does not name a checkpoint and a layer"
+            accepted = "0 if source.json does not name a checkpoint and a layer"
             raise ConfigError(must_be("data.loss_recovered", accepted, num_samples, f"{error}.")) from error
         with only_trusted(trusted, how="{} to data.trust"):
             return cls(checkpoint, layer, num_samples, scale)
 
     def vectors(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Tensor]:
         """Yield the layer's outputs over a data set in its order, as vectors [any number, width]."""
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def keep(vectors: Tensor) -> Tensor:
-            found.append(vectors.flatten(0, -2))
+            outputs.append(vectors.flatten(0, -2))
             return vectors
 
         for inputs, _ in DataLoader(dataset, batch_size=batch_size):
             with torch.inference_mode(), self._replaced(keep):
                 self._call(inputs)
-            yield torch.cat(found)
-            found.clear()
+            yield torch.cat(outputs)
+            outputs.clear()
 
     def sums(
         self,
@@ -115,8 +115,8 @@ class SourceModel:
     ) -> Tensor:
         """Return sums over some evaluation samples, [4] float64, to be added up over ranks.
 
-        They are: elements that count, and the losses of the model as it is, with the reconstruction in the
-        place of the layer's output, and with zeros there.
+        They are the count of elements, and three losses: of the unchanged model, with the reconstruction as
+        the layer's output, and with zeros as its output.
 
         Args:
             first: number of the first sample.
@@ -134,20 +134,20 @@ class SourceModel:
             back: Tensor = (rows / self.scale).view(vectors.shape)
             return back
 
-        ways: Sequence[Replace] = (lambda vectors: vectors, reconstructed, torch.zeros_like)
-        some = Subset(self.data.evaluation, range(first, end))
-        for inputs, targets in DataLoader(some, batch_size=batch_size):
-            there, wanted = _moved(inputs, device, dtype), _moved(targets, device, dtype)
+        replacements: Sequence[Replace] = (lambda vectors: vectors, reconstructed, torch.zeros_like)
+        samples = Subset(self.data.evaluation, range(first, end))
+        for inputs, targets in DataLoader(samples, batch_size=batch_size):
+            on_device = _moved(inputs, device, dtype), _moved(targets, device, dtype)
             sums[0] += count_of(self.loss, targets)
-            for place, way in enumerate(ways, 1):
-                with torch.inference_mode(), self._replaced(way):
-                    sums[place] += float(self.loss.total(self._call(there), wanted))
+            for place, replacement in enumerate(replacements, 1):
+                with torch.inference_mode(), self._replaced(replacement):
+                    sums[place] += float(self.loss.total(self._call(on_device[0]), on_device[1]))
             alive()
         return sums
 
     @staticmethod
     def metrics(sums: Tensor) -> dict[str, float]:
-        """Return the three mean losses, and the part of what zeros cost that the reconstruction recovers."""
+        """Return the three mean losses, and the fraction of the zeros' extra loss that is recovered."""
         count, clean, spliced, zero = sums.tolist()
         if not count:
             return {}
@@ -165,7 +165,7 @@ class SourceModel:
 
     @contextmanager
     def _replaced(self, replace: Replace) -> Iterator[None]:
-        """Put what `replace` makes of the layer's output in its place."""
+        """Replace the layer's output by the result of `replace` in the block."""
 
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
             if isinstance(output, tuple):

@@ -1,4 +1,4 @@
-"""What a rank holds while it trains."""
+"""The state of one rank's training: its objects and its progress."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainState:
-    """The objects of one rank, wired by the worker and used by the loop."""
+    """The objects of one rank, built by `hetexp.training.wiring` and used by the loop."""
 
     plan: Plan
     config: Config
@@ -56,7 +56,7 @@ class TrainState:
     model: nn.Module
     """Holds the parameters."""
     module: nn.Module
-    """The strategy's wrapper, to be called."""
+    """The strategy's wrapper of the model, called in training."""
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
     loss: Loss
@@ -64,15 +64,15 @@ class TrainState:
     eval_data: Dataset[Any] | None
     sampler: GlobalSampler
     paced: PacedExchange | None
-    """Paces the exchange of gradients where devices are emulated."""
+    """Paces the exchange of gradients of emulated devices."""
     loggers: tuple[Logger, ...]
-    """Filled on rank 0 only."""
+    """Empty on all ranks but rank 0."""
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
     exchange: Exchange | None = None
-    """Sums gradients, or what else is large, over all ranks; `None` for a rank that is alone."""
+    """Sums gradients and other large tensors over all ranks; `None` for a single rank."""
     hook: GradientHook | None = None
-    """Exchanges DDP's gradients where torch itself does not: through memory, coded, level by level."""
+    """Exchanges DDP's gradients through memory, compressed or level by level, as torch itself cannot."""
     time_scale: float | None = None
     """Real seconds a modelled second of emulated devices; `None` without any."""
     run_on: tuple[dict[str, str], ...] = ()
@@ -81,30 +81,29 @@ class TrainState:
     """Takes the strategy's steps."""
     policy: BalancingPolicy = field(kw_only=True)
     balancer: Balancer = field(kw_only=True)
-    """Says how each batch is split."""
+    """Splits each batch over the ranks."""
     loss_scale: LossScale | None = None
-    """All ranks have one where any of them computes in float16."""
+    """Set on all ranks if any of them computes in float16."""
     compiled: nn.Module | None = None
-    """What computes the model's passes in training where torch.compile compiles it."""
+    """The model compiled by torch.compile, if it is."""
     example: Any = None
     """Inputs of a small batch of the training data, on the device."""
     guard: EmptyShareGuard | None = None
-    """Keeps the model's running out of memory; `None` where that ends the run."""
+    """Catches out-of-memory errors of the model; `None` if these end the run."""
     input_bytes: int | None = None
-    """Of one sample, where a script calls the model itself; `None`: those of the training data's inputs."""
+    """Of one sample, if a script calls the model itself; `None`: those of the training data's inputs."""
     source: SourceModel | None = None
-    """The model whose activations are trained on, where evaluations ask it."""
+    """The model whose activations are trained on, if evaluations use it."""
     resumed_from: dict[str, Any] | None = None
     """The run that this one goes on from: its `run_id`, `group`, and the `step` of its checkpoint."""
     doing: str = ""
-    """What this rank is busy with, for the launcher, which waits for a step no longer than it should take:
-    `steps`, or any other word."""
+    """This rank's activity, for the launcher, which limits the time of `steps` and of no other activity."""
     microbatch_limits: list[int | None] = field(default_factory=list)
-    """Most samples of a pass of each rank, where its memory ran out with more; the same on every rank."""
+    """Most samples of a pass of each rank, if its memory ran out with more; the same on every rank."""
     exchanged_before: tuple[int, float] = (0, 0.0)
-    """Bytes that this rank's hook handed over, and the seconds that it took, with other members before."""
+    """Bytes and seconds of this rank's hook in groups before the present one."""
     survives: bool = False
-    """Whether the run goes on where another rank is lost: a step may break off then, and is done again."""
+    """Whether the run goes on if another rank is lost: the step that broke off is done again."""
     saver: Saver = field(init=False)
     """Writes this rank's checkpoints."""
 
@@ -115,17 +114,17 @@ class TrainState:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the model: to walk through its modules at each step takes as long as many kernels."""
+        """The model's parameters, cached: to collect them at each step takes as long as many kernels."""
         return list(self.model.parameters())
 
     @property
     def hooks(self) -> ModelHooks | None:
-        """The model, where it does something between steps."""
+        """The model, if it has hooks between steps."""
         return self.model if isinstance(self.model, ModelHooks) else None
 
     @property
     def has_buffers(self) -> bool:
-        """Whether a step may change more than parameters, such as running statistics."""
+        """Whether the model has buffers, such as running statistics, which a step may change."""
         return any(module._buffers for module in self._modules)
 
     @cached_property
@@ -134,7 +133,7 @@ class TrainState:
 
     @property
     def precision(self) -> str:
-        """What this rank computes in."""
+        """The precision of this rank's forward and backward passes."""
         return self.plan.precisions[self.rank]
 
     @property
@@ -147,10 +146,10 @@ class TrainState:
         return self.backend.autocast(self.precision)
 
     @property
-    def looks(self) -> bool:
-        """Whether anybody looks for gradients that are not finite, which all ranks must hold alike."""
-        wanted = self.config.trainer.non_finite != "continue" or self.loss_scale is not None
-        return wanted and self.config.debug.exchange
+    def checks_finite(self) -> bool:
+        """Whether gradients are checked for values that are not finite; all ranks must hold them alike."""
+        checks = self.config.trainer.non_finite != "continue" or self.loss_scale is not None
+        return checks and self.config.debug.exchange
 
     @property
     def checkpoints(self) -> Path:
@@ -158,38 +157,33 @@ class TrainState:
 
     @property
     def microbatch_size(self) -> int | None:
-        """Most samples of a pass of this rank, as configuration or plan say; `None`: no limit."""
+        """Most samples of a pass of this rank by the configuration or the plan; `None`: no limit."""
         return self.plan.microbatch_size(self.rank)
 
     @property
     def evaluation_batch(self) -> int:
-        """Samples of a batch of an evaluation: as many as of a training microbatch."""
+        """Samples of an evaluation batch: as many as of a training microbatch."""
         return max(self.pass_sizes(self.plan.local_batch_sizes[self.rank]), default=1)
 
     @property
     def timed_devices(self) -> Sequence[DeviceSpec]:
-        """The devices whose own work is known, one a rank; none if one rank drives several."""
+        """The devices that are timed, one a rank; none if one rank drives several."""
         return self.plan.devices if len(self.plan.all_devices) == self.plan.world_size else ()
 
-    def normalizer(self, message: StepMessage, loss_scale: LossScale | None = None) -> LossNormalizer:
-        """Return what scales the losses of this run's steps.
-
-        Args:
-            loss_scale: instead of the run's own.
-        """
+    def normalizer(self, message: StepMessage) -> LossNormalizer:
+        """Return the normalizer of this run's losses, for steps that exchange this message."""
         divisor = self.strategy.gradient_divisor(self.communicator.world_size)
-        scale = self.loss_scale if loss_scale is None else loss_scale
-        return LossNormalizer(message, divisor, self.config.debug.normalizer, scale)
+        return LossNormalizer(message, divisor, self.config.debug.normalizer, self.loss_scale)
 
     def pass_sizes(self, num_samples: int, rank: int | None = None) -> list[int]:
-        """Return the sizes of a rank's microbatches for so many local samples; `None`: of this one's."""
+        """Return the sizes of the microbatches of `num_samples` local samples on a rank, or on this one."""
         rank = self.rank if rank is None else rank
         sizes = cut(num_samples, self.config.trainer.accumulate, self.plan.microbatch_size(rank))
         limit = self.microbatch_limits[rank]
-        return sizes if limit is None else [piece for size in sizes for piece in cut(size, 1, limit)]
+        return sizes if limit is None else [part for size in sizes for part in cut(size, 1, limit)]
 
     def num_passes(self, counts: Sequence[int]) -> int:
-        """Return how many passes every rank does in a step; 1 where each does as many as it needs.
+        """Return the number of passes of every rank in a step; 1 if each runs as many as it needs.
 
         Args:
             counts: every rank's samples.
@@ -199,10 +193,10 @@ class TrainState:
         return max((len(self.pass_sizes(count, rank)) for rank, count in enumerate(counts)), default=1)
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
-        """Return the sum of the loss over a microbatch; never in half precision, whatever the model gives."""
+        """Return the sum of the loss over a microbatch, at least in float32."""
         # One process may drive several devices, and gather the outputs on any of them.
-        there = next((t.device for t in tensors(output)), self.device)
-        return summed(self.loss, output, self.to_device(targets, there)).to(self.device)
+        device = next((t.device for t in tensors(output)), self.device)
+        return summed(self.loss, output, self.to_device(targets, device)).to(self.device)
 
     def to_device(self, value: Any, device: torch.device | None = None) -> Any:
         """Move a microbatch's inputs or targets to a device, floating-point ones in the weights' type.
@@ -214,7 +208,7 @@ class TrainState:
 
 
 def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Move tensors to a device, floating-point ones in this type; what is no tensor stays as it is."""
+    """Move nested tensors to a device, floating-point ones in this type; other values stay as they are."""
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype if value.is_floating_point() else value.dtype, non_blocking=True)
     if isinstance(value, dict):
@@ -228,7 +222,7 @@ def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @dataclass
 class Progress:
-    """How far the run is; the same on every rank."""
+    """The progress of the run, the same on every rank."""
 
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -236,9 +230,9 @@ class Progress:
     best: float | None = None
     """Best value of the early-stopping metric so far."""
     bad_evaluations: int = 0
-    """Evaluations since then."""
+    """Evaluations since the best one."""
     skipped_steps: int = 0
-    """Those of all steps whose gradient was not finite, so that the weights stayed as they were."""
+    """Number of steps whose gradient was not finite, so that the weights stayed as they were."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types for a checkpoint."""
@@ -251,5 +245,5 @@ class Progress:
 
     @classmethod
     def from_dict(cls, step: int, position: dict[str, int], raw: dict[str, Any]) -> Progress:
-        """Read what `to_dict` returned, together with the two that a checkpoint keeps apart."""
+        """Read the result of `to_dict`, and the step and position, which a checkpoint keeps separately."""
         return cls(step=step, position=Position.from_dict(position), **raw)

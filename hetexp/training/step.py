@@ -1,7 +1,7 @@
-"""One guarded optimizer step: the same for every strategy.
+"""One guarded optimizer step, the same for every strategy.
 
-A strategy says how its ranks come to a gradient. What guards the step is here: memory that runs out, values
-that are not finite, buffers that a forward pass has changed, clipping, and the update itself.
+The strategy's engine computes the gradient. This module does the rest: it recovers from out-of-memory errors
+and from values that are not finite, restores buffers, clips the gradient and updates the weights.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hetexp.training.model_hooks import project
 from hetexp.training.nonfinite.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
 from hetexp.training.nonfinite.search import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.recovery.oom_recovery import ends_with_shortage, sizes_of
+from hetexp.training.recovery.oom_recovery import fatal_out_of_memory, sizes_of
 from hetexp.training.state import TrainState
 
 
 class TakesGradient(Protocol):
-    """How ranks come to the gradient of a step, and what they do if one of them runs out of memory."""
+    """Computes the gradient of a step on all ranks, and shrinks microbatches if memory runs out."""
 
     def gradient(
         self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
     ) -> Gradient:
         """Leave the gradient of the step in the parameters' `grad`, summed over all ranks that step together.
 
-        All that must be agreed on before any rank changes its weights is agreed on here.
+        If the ranks must agree on anything before one of them changes its weights, they do so here.
         """
         ...
 
@@ -48,19 +48,19 @@ class TakesGradient(Protocol):
 
 @dataclass
 class Guarded:
-    """An optimizer step that is done, or left out."""
+    """An optimizer step that is done or skipped."""
 
     gradient: Gradient
     microbatches: list[Any]
-    """As they were in the last attempt."""
+    """Those of the last attempt."""
     finite: bool
-    mendable: bool
+    recoverable: bool
     """Whether the gradient is finite, or a smaller loss scale may make it so."""
     grad_norm: torch.Tensor | None
     learning_rate: float
 
     def result(self, **more: Any) -> StepResult:
-        """Return what the training loop gets of it."""
+        """Return the step's result for the training loop."""
         gradient = self.gradient
         return StepResult(
             loss_sum=gradient.loss_sum,
@@ -68,7 +68,7 @@ class Guarded:
             grad_norm=self.grad_norm,
             learning_rate=self.learning_rate,
             skipped=not self.finite,
-            beyond_mending=not self.mendable,
+            unrecoverable=not self.recoverable,
             losses=gradient.losses,
             factor=gradient.factor,
             **more,
@@ -83,15 +83,15 @@ def guarded_step(
     normalizer: LossNormalizer,
     meter: StepTimer,
 ) -> Guarded:
-    """Do one optimizer step; do it again with smaller microbatches if memory runs out.
+    """Take one optimizer step; take it again with smaller microbatches if memory runs out.
 
-    A gradient that is not finite changes nothing but the loss scale. The learning rate stays as it is
+    A gradient that is not finite changes only the loss scale. The learning rate does not change here
     (`advance_schedule`).
 
     Raises:
         DeviceMemoryError: memory ran out, and smaller microbatches cannot help.
     """
-    keeps = (state.looks or state.survives) and state.has_buffers
+    keeps = (state.checks_finite or state.survives) and state.has_buffers
     buffers = KeptBuffers(state.model) if keeps else None
     grad_norm = None
     while True:
@@ -103,7 +103,7 @@ def guarded_step(
         owners = [p for p in state.parameters if p.grad is not None]
         gradients = [p.grad for p in owners if p.grad is not None]
         check = (
-            GradCheck(state, gradients, normalizer.loss_scale, state.looks)
+            GradCheck(state, gradients, normalizer.loss_scale, state.checks_finite)
             if gradient.finite is None
             else None
         )
@@ -119,7 +119,7 @@ def guarded_step(
             assert check is not None
             grad_norm = clip(state, gradients, True, bad=check.bad)
             update(state, step, microbatches, check.bad)
-            if not state.config.trainer.check_sync_every:  # which compares gradients, too
+            if not state.config.trainer.check_sync_every:  # that compares gradients, too
                 give(owners, [None] * len(owners))  # now, while the device is busy
         finite = gradient.finite if check is None else check.finite()
         finite = bool(finite) and gradient.shortage is None
@@ -135,14 +135,14 @@ def guarded_step(
         microbatches = smaller
         meter.back_to(bookmark)
         gradients.clear()  # the memory is needed
-    mendable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
+    recoverable = normalizer.loss_scale.update(finite) if normalizer.loss_scale is not None else finite
     if not ahead:
-        # After the exchange and the weighting: every rank clips the gradient of the whole batch.
+        # After the exchange: every rank clips the gradient of the whole batch.
         grad_norm = clip(state, gradients, finite, gradient.norm)
         if finite and gradient.updates:
             update(state, step, microbatches)
     rate = float(state.optimizer.param_groups[0]["lr"])
-    return Guarded(gradient, microbatches, finite, mendable, grad_norm, rate)
+    return Guarded(gradient, microbatches, finite, recoverable, grad_norm, rate)
 
 
 def give(owners: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -158,22 +158,22 @@ def clip(
     norm: torch.Tensor | None = None,
     bad: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Clip gradients to `trainer.clip_norm` where they are finite, and return their norm before.
+    """Clip gradients to `trainer.clip_norm` if they are finite, and return their norm before.
 
     Args:
-        norm: where it is not that of these gradients alone.
-        bad: on the device, whether they are not finite after all, and stay as they are.
+        norm: of the whole gradient, if other ranks hold parts of it; `None`: of these gradients.
+        bad: on the device, true if the gradients are not finite after all, and must stay as they are.
 
     Returns:
-        `None` where nothing is to be clipped.
+        `None` without `trainer.clip_norm`.
     """
     most = state.config.trainer.clip_norm
     if most is None:
         return None
     norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
     if finite:
-        known = norm if bad is None else norm.masked_fill(bad, 0.0)
-        torch.nn.utils.clip_grads_with_norm_(state.parameters, most, known)
+        safe = norm if bad is None else norm.masked_fill(bad, 0.0)
+        torch.nn.utils.clip_grads_with_norm_(state.parameters, most, safe)
     return norm
 
 
@@ -181,22 +181,19 @@ def update(state: TrainState, step: int, microbatches: list[Any], bad: torch.Ten
     """Let the optimizer change the weights.
 
     Args:
-        bad: on the device, whether nothing is to change after all.
+        bad: on the device, true if the update must change nothing after all.
 
     Raises:
         DeviceMemoryError: memory ran out.
     """
     why = "The optimizer's update cannot be done again: some weights may have moved."
     sizes = sizes_of(microbatches)
-    with ends_with_shortage(state, step, sizes, why), skip_if_nonfinite(state.optimizer, bad):
+    with fatal_out_of_memory(state, step, sizes, why), skip_if_nonfinite(state.optimizer, bad):
         state.optimizer.step()
 
 
 def advance_schedule(state: TrainState, finite: bool) -> None:
-    """Set the learning rate of the next step.
-
-    The rate follows the number of steps, also of steps that were left out.
-    """
+    """Set the learning rate of the next step; skipped steps count, too."""
     if finite:
         state.schedule.step()
     else:

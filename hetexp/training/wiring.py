@@ -1,4 +1,4 @@
-"""From the plan to the objects of one rank, once all ranks have agreed on what they build."""
+"""Builds the objects of one rank from the plan, after all ranks have compared data, model and versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import hetexp
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.comm.communicator import SoloCommunicator
-from hetexp.comm.rendezvous import compare_facts, exchange
+from hetexp.comm.rendezvous import all_gather_json, compare_facts
 from hetexp.core.config import Config
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate
@@ -45,78 +45,74 @@ from hetexp.training.state import TrainState
 log = logging.getLogger(__name__)
 
 LAUNCHER_FIRST_SECONDS = 5.0
-"""How much longer than the launcher a rank waits for the others: the launcher knows which one is late."""
+"""How much longer than the launcher a rank waits for the others: the launcher can name the late rank."""
 
 HANDSHAKE = "handshake"
-"""Topic in the store under which ranks tell what they are about to train."""
+"""Topic in the store for the facts that ranks compare before they train."""
 
 
 def build_state(plan: Plan, config: Config, rank: int, store: dist.Store) -> TrainState:
-    """Build everything that this rank trains with.
+    """Build this rank's state and join its group.
 
     Raises:
-        HandshakeError: the ranks differ in what they are about to train.
+        HandshakeError: the ranks differ in data, model, configuration or version of hetexp.
         ConfigError: a class refuses its arguments.
         SetupError: the device cannot be driven, or the group did not form.
     """
-    state, run_on = _build_alone(plan, config, rank, store)
-    state.run_on = tuple(run_on)
+    state = _build_ungrouped(plan, config, rank, store)
     state.engine.join(plan, rank, store)
     return state
 
 
 def build_newcomer(plan: Plan, config: Config, rank: int, member: int, store: dist.Store) -> TrainState:
-    """Build what a process trains with that is to join others; its group forms later.
+    """Build the state of a process that joins a training under way; its group forms later.
 
     Args:
-        plan: has its device at the place `rank`, and need not be the one that it will join.
+        plan: any plan with its device at the place `rank`; it may join under another one.
         member: its own number.
 
     Raises:
-        HandshakeError: it differs from the others in what it would train.
+        HandshakeError: it differs from the others in data, model, configuration or version of hetexp.
     """
-    return _build_alone(plan, config, rank, store, member)[0]
+    return _build_ungrouped(plan, config, rank, store, member)
 
 
-def _build_alone(
+def _build_ungrouped(
     plan: Plan, config: Config, rank: int, store: dist.Store, member: int | None = None
-) -> tuple[TrainState, list[dict[str, str]]]:
-    """Build what a rank keeps for the whole run, whoever it trains with; return what each rank runs on, too.
+) -> TrainState:
+    """Build the state that a rank keeps for the whole run, in whatever group.
 
     Args:
-        member: number of a process that is to join others; `None`: all begin together.
+        member: number of a process that joins a training under way; `None`: all begin together.
     """
     trainer = config.trainer
     backend, device = open_device(plan, config, rank, store)
-    # The same seed on every rank: a split that is drawn while the data are built is the same on all of them.
+    # The same seed on every rank: a split that is drawn while the data are built is the same on all ranks.
     seed_all(trainer.seed)
     data = build_data(config.data)
     train, evaluation = data.train, data.evaluation
     if plan.stages or plan.paced:
         train, evaluation = same_shape(train), None if evaluation is None else same_shape(evaluation)
     num_samples = len(train)  # type: ignore[arg-type]  # map-style, as build_data checked
-    wanted = getattr(data, "source", None)
-    source = (
-        None
-        if wanted is None
-        else SourceModel.judging(wanted.path, wanted.samples, data.facts["scale"], wanted.trusted)
-    )
+    origin, source = getattr(data, "source", None), None
+    if origin is not None:
+        source = SourceModel.judging(origin.path, origin.samples, data.facts["scale"], origin.trusted)
     strategy, policy = components(config)
     engine = engine_of(strategy)
     sampler = strategy.sampler(plan, config, num_samples)
-    # Again, and by the CPU's generator: the same weights whatever the device, and whatever the data drew.
+    # Again, and with the CPU's generator: the same weights on all devices, however much the data drew.
     seed_all(trainer.seed)
     model = build_model(config.model, data.facts, trainer.activation_checkpointing)
     if not config.debug.dropout:
-        found = without_dropout(model)
-        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(found)}" if found else "there was none")
+        rates = without_dropout(model)
+        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
     model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
         run_on = agree(plan, config, rank, store, facts)
     else:
         run_on = [versions()]
-        agree_late(plan, member, store, facts)
+        agree_as_newcomer(plan, member, store, facts)
     inputs, _ = next(iter(DataLoader(same_shape(train), batch_size=min(2, num_samples))))
     trained = engine.shard(plan, config, rank, model, inputs)
     # From here on dropout and random samples differ from rank to rank, as the samples do.
@@ -148,10 +144,11 @@ def _build_alone(
         balancer=Balancer(plan),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
         source=source,
+        run_on=tuple(run_on),
     )
     strategy.configure(plan)
     engine.prepare(inputs)
-    return state, run_on
+    return state
 
 
 def components(config: Config) -> tuple[Strategy, BalancingPolicy]:
@@ -170,7 +167,7 @@ def engine_of(strategy: Strategy) -> Engine:
 
 
 def open_device(plan: Plan, config: Config, rank: int, store: dist.Store) -> tuple[Backend, torch.device]:
-    """Return what drives this rank's device, and the device for tensors, made current.
+    """Return the backend of this rank's device, and the device for tensors, made current.
 
     Raises:
         SetupError: this interpreter's torch cannot drive it, or it does not compute in the planned precision.
@@ -195,63 +192,59 @@ def open_device(plan: Plan, config: Config, rank: int, store: dist.Store) -> tup
 def agree(
     plan: Plan, config: Config, rank: int, store: dist.Store, facts: dict[str, Any]
 ) -> list[dict[str, str]]:
-    """Compare with the other ranks what must be equal before they train together.
+    """Compare the facts that must be equal on all ranks before they train together.
 
     Versions of torch and Python may differ from vendor to vendor; those of hetexp may not.
 
     Returns:
-        What each rank runs on (`versions`).
+        Each rank's versions (`versions`).
 
     Raises:
         HandshakeError: names each fact that differs, or the rank that did not come.
     """
-    mine = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts}
+    local = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts} | {"runs on": versions()}
     limit = config.launch.timeout_seconds + LAUNCHER_FIRST_SECONDS
-    everyone = exchange(store, HANDSHAKE, rank, plan.world_size, mine | {"runs on": versions()}, limit)
-    run_on = [fact.pop("runs on") for fact in everyone]
+    all_facts = all_gather_json(store, HANDSHAKE, rank, plan.world_size, local, limit)
+    run_on = [fact.pop("runs on") for fact in all_facts]
     names = [f"rank {r} ({device.id})" for r, device in enumerate(plan.devices)]
-    compare_facts(everyone, names)
-    if any(one != run_on[0] for one in run_on):
-        builds = (", ".join(f"{key} {value}" for key, value in one.items()) for one in run_on)
+    compare_facts(all_facts, names)
+    if any(build != run_on[0] for build in run_on):
+        builds = (", ".join(f"{key} {value}" for key, value in build.items()) for build in run_on)
         listed = "; ".join(f"{name}: {build}" for name, build in zip(names, builds, strict=True))
         log.info("ranks of different builds: %s; they compute in %s", listed, ", ".join(plan.precisions))
     return run_on
 
 
-def agree_late(plan: Plan, member: int, store: dist.Store, facts: dict[str, Any]) -> None:
-    """Compare what a process that joins others would train with what the run's first rank reported.
+def agree_as_newcomer(plan: Plan, member: int, store: dist.Store, facts: dict[str, Any]) -> None:
+    """Compare the facts of a process that joins a training with those of the run's first rank.
 
     Raises:
         HandshakeError: names each fact that differs.
     """
     first = json.loads(store.get(f"{HANDSHAKE}/0"))
     first.pop("runs on")
-    mine = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts}
-    compare_facts([first, json.loads(json.dumps(mine))], ["the first rank", f"member {member}"])
+    local = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts}
+    compare_facts([first, json.loads(json.dumps(local))], ["the first rank", f"member {member}"])
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
-    """Return what tells two models apart: parameter count, a hash of all names, shapes and types, and what a
-    model's own method `facts` says of weights that its state leaves out.
+    """Return facts that distinguish two models: parameter count, and a hash of all names, shapes and types.
+
+    A model's own method `facts` adds facts about weights that its state leaves out.
     """
     shapes = {name: f"{list(value.shape)} {value.dtype}" for name, value in model.state_dict().items()}
-    named = dict(list(shapes.items())[:50])
+    own_facts = getattr(model, "facts", None)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tensors": len(shapes),
         "shapes": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12],
-        "shape": named,
-        **_facts_of_its_own(model),
+        "shape": dict(list(shapes.items())[:50]),
+        **(own_facts() if callable(own_facts) else {}),
     }
 
 
-def _facts_of_its_own(model: nn.Module) -> dict[str, Any]:
-    tell = getattr(model, "facts", None)
-    return dict(tell()) if callable(tell) else {}
-
-
 def data_facts(data: Any, sampler: GlobalSampler) -> dict[str, Any]:
-    """Return what tells two data sets apart: their lengths, and the order in which samples will come."""
+    """Return facts that distinguish two data sets: their lengths, and the order of the samples."""
     evaluation = data.evaluation
     return {
         "training_samples": len(data.train),
@@ -261,7 +254,7 @@ def data_facts(data: Any, sampler: GlobalSampler) -> dict[str, Any]:
 
 
 def planned_steps(config: Config, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of the whole run: whichever of the limits comes first."""
+    """Return the optimizer steps of the whole run, by the lower of the two limits."""
     trainer = config.trainer
     if trainer.fast_dev_run:
         return trainer.fast_dev_run
@@ -272,7 +265,7 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
 def start_loggers(state: TrainState) -> tuple[Logger, ...]:
     """Open `metrics.jsonl` and the configured tracker; rank 0 calls it, after `resume`.
 
-    If the file has rows already, another process of this run wrote them: the tracker gets them again.
+    If the file has rows already, another process of this run wrote them: the tracker then gets them again.
     """
     info = run_info(state)
     path = Path(state.plan.run_dir) / "metrics.jsonl"
@@ -287,10 +280,10 @@ def start_loggers(state: TrainState) -> tuple[Logger, ...]:
 
 
 def run_info(state: TrainState) -> RunInfo:
-    """Return what names this run in a tracker.
+    """Return the names and the configuration of this run for a tracker.
 
-    A run that goes on from another one is a run of its own there, since both may have logged the same steps;
-    it joins the sweep of the other one, and its configuration says which one that was.
+    A resumed run is a separate run there, since both runs may have logged the same steps. It joins the sweep
+    of the first one, and its configuration names that run.
     """
     plan, before = state.plan, state.resumed_from
     about_plan = {
@@ -310,12 +303,12 @@ def run_info(state: TrainState) -> RunInfo:
 
 
 def _tags(plan: Plan, resumed: bool) -> tuple[str, ...]:
-    """Return what distinguishes runs: each group's option, with the group if it says nothing alone."""
+    """Return the option of each configuration group; `auto` and `custom` with the name of the group."""
     tags = ["emulated"] if plan.emulated else []
     tags += ["resumed"] if resumed else []
-    chosen = {"strategy": plan.strategy} | plan.choices
+    options = {"strategy": plan.strategy} | plan.choices
     for group in ("hardware", "strategy", "balancing", "model", "data"):
-        option = chosen.get(group)
+        option = options.get(group)
         if option:
             tags.append(f"{group}={option}" if option in ("auto", "custom") else option)
     return tuple(dict.fromkeys(tags))

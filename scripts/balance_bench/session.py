@@ -19,7 +19,7 @@ from hetexp.core.config import read_config
 from hetexp.core.plan import Plan
 from hetexp.core.split import Split
 from hetexp.training.measuring.calibrate import joint_steps
-from hetexp.training.measuring.warmup_calibration import rehearse
+from hetexp.training.measuring.warmup_calibration import calibrate_time_scale
 from hetexp.training.wiring import build_state
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
     parts = build_state(plan, read_config(plan.config), rank, store)
-    scale = rehearse(parts)
+    scale = calibrate_time_scale(parts)
     assert scale is not None
     parts.model.train()
     seconds = []

@@ -1,1 +1,1 @@
-"""Connections between ranks: how they are watched, closed and let go."""
+"""Connections between ranks: heartbeats, watched stores, and disposal."""

@@ -1,7 +1,7 @@
-"""Lets go of groups that were left, without a wait.
+"""Frees groups that a rank has left, without a wait.
 
-gloo joins its threads when the last reference to a group is gone, and one of them may sit in a collective
-until `comm.timeout_seconds`, its connections shut or not (seen with broadcasts, torch 2.13).
+gloo joins its threads when the last reference to a group is dropped, and one of them may wait in a collective
+until `comm.timeout_seconds`, even if its connections are shut (seen with broadcasts, torch 2.13).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import torch.distributed as dist
 
 LATER_SECONDS = 1.0
-"""By then whoever hands things over has let go of them."""
+"""By then the caller has dropped its own references."""
 
 
 def formed_groups() -> list[Any]:
-    """Return all groups of torch.distributed that this process has formed, so that they live on for now."""
+    """Return all groups of torch.distributed that this process has formed; the list keeps them alive."""
     return list(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else []
 
 
 def let_go(things: list[Any]) -> None:
-    """Empty a list a little later, in a thread that may be kept waiting; nothing else may hold its things."""
+    """Empty a list a little later, in a thread that may have to wait; no one else may refer to its items."""
 
     def empty() -> None:
         time.sleep(LATER_SECONDS)

@@ -1,4 +1,4 @@
-"""Tells whether an error means that another rank is gone: torch has no class for it."""
+"""Recognises errors of torch that mean that another rank is gone: torch has no class for them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ PEER_LOST_SIGNS = (
     "Broken pipe",
     "ProcessGroup",
 )
-"""What torch's errors say when a collective inside DDP fails. Of what a hook raises it tells the words
-alone."""
+"""Texts of torch's errors when a collective inside DDP fails. Of a hook's error torch keeps only the text."""
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Tell whether a rank failed only because another one was gone or late."""
+    """Return whether a rank failed only because another one was gone or late."""
     if isinstance(error, PeerLostError):
         return True
     text = str(error)

@@ -1,8 +1,8 @@
-"""Signs of life of ranks at work that takes its time, so that the others wait for it and not for the dead.
+"""Heartbeats of ranks during long work, so that the others wait for slow ranks and not for dead ones.
 
-A collective gives up after a fixed time, whatever the missing rank is doing. Where ranks work by themselves,
-as in an evaluation or while one writes a checkpoint, they meet through the store first: they wait for a
-rank up to the limit without a sign of life, and as long as it takes with one.
+A collective gives up after a fixed time, whatever the missing rank is doing. After work without collectives,
+such as an evaluation or a checkpoint, ranks therefore meet through the store first. There they wait without a
+limit for a rank that sends heartbeats, and up to the limit for any other.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch.distributed as dist
 from hetexp.core.errors import PeerLostError
 
 BEATS = 5
-"""Signs of life within the limit, about."""
+"""Heartbeats within the limit, about."""
 LONGEST_PAUSE = 2.0
-"""Seconds between two of them at most."""
+"""Most seconds between two heartbeats."""
 
 
 class Pulse:
-    """One rank's signs of life, and its look at those of the others.
+    """One rank's heartbeats, and its check of the others'.
 
     Args:
-        store: that all ranks share.
-        timeout_seconds: how long a rank may give none.
+        store: shared by all ranks.
+        timeout_seconds: longest time without a heartbeat.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
@@ -39,7 +39,7 @@ class Pulse:
         self._last = float("-inf")
 
     def beat(self) -> None:
-        """Give a sign of life; cheap, so that any loop may call it each time."""
+        """Send a heartbeat if one is due; cheap, so that a loop may call it every time."""
         now = time.monotonic()
         if now - self._last >= self._pause:
             self._last = now
@@ -48,7 +48,7 @@ class Pulse:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Give signs of life while the block runs, for work that cannot give them by itself."""
+        """Send heartbeats while the block runs, for work that cannot call `beat`."""
         over = threading.Event()
 
         def beat() -> None:
@@ -64,14 +64,14 @@ class Pulse:
             thread.join()
 
     def meet(self) -> None:
-        """Return once every rank has come here.
+        """Return once every rank has called it.
 
         Raises:
-            PeerLostError: a rank gave no sign of life for too long; names it.
+            PeerLostError: a rank sent no heartbeat for too long; names the rank.
         """
         self._met += 1
         self._store.set(f"met/{self._met}/{self._rank}", "")
-        if self._met > 2:  # all came to the last one, and so have left the one before it
+        if self._met > 2:  # all ranks were at the last meeting, and so have left the one before it
             self._store.delete_key(f"met/{self._met - 2}/{self._rank}")
         seen: dict[int, tuple[bytes, float]] = {}
         for other in range(self._world_size):

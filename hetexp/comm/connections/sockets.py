@@ -1,9 +1,8 @@
-"""Ends gloo's connections at once, also under a thread that waits in a collective: torch cannot (2.13).
+"""Shuts gloo's connections at once, also while a thread waits in a collective: torch cannot (2.13).
 
-A rank whose peer has died leaves its collective within milliseconds, as the peer's sockets close. One that
-waits for a third rank, which has left already, would go on waiting until `comm.timeout_seconds`: that rank is
-alive, and its sockets stay open as long as anything holds its group. Once they are shut, on either end,
-every rank that waits learns of it.
+A rank whose peer has died leaves its collective within milliseconds, as the peer's sockets close. A rank that
+waits for a living rank that has left the group would wait until `comm.timeout_seconds`: the sockets stay open
+as long as anything refers to the group. If either end shuts them, every waiting rank fails at once.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ def remembered() -> Iterator[None]:
 def shut_all() -> int:
     """Shut every connection that was opened in a `remembered` block, and return how many were open.
 
-    Safe from any thread and at any time: collectives on them fail, here and on the other end. Does nothing
-    where the system has no `/proc`.
+    Safe from any thread and at any time: collectives on them fail, here and on the other end. Does nothing on
+    a system without `/proc`.
     """
     shut = 0
     for inode, number in _sockets().items():
         if inode not in _open:
             continue
         with suppress(OSError):
-            own = os.dup(number)
+            duplicate = os.dup(number)
             # By now the number may be another file's.
-            if os.fstat(own).st_ino != inode:
-                os.close(own)
+            if os.fstat(duplicate).st_ino != inode:
+                os.close(duplicate)
                 continue
-            with socket.socket(fileno=own) as connection:
-                connection.getpeername()  # one that listens has none, and stays as it is
+            with socket.socket(fileno=duplicate) as connection:
+                connection.getpeername()  # fails for a listening socket, which stays open
                 connection.shutdown(socket.SHUT_RDWR)
                 shut += 1
     _open.clear()
@@ -55,12 +54,12 @@ def shut_all() -> int:
 
 def _sockets() -> dict[int, int]:
     """Return this process's open sockets: file number by inode."""
-    found: dict[int, int] = {}
+    sockets: dict[int, int] = {}
     if not _FOLDER.is_dir():
-        return found
+        return sockets
     for entry in _FOLDER.iterdir():
         with suppress(OSError):
             kind, _, inode = str(entry.readlink()).partition(":")
             if kind == "socket":
-                found[int(inode.strip("[]"))] = int(entry.name)
-    return found
+                sockets[int(inode.strip("[]"))] = int(entry.name)
+    return sockets

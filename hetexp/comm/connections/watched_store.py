@@ -1,4 +1,4 @@
-"""A store whose waits end when what they wait for will never come: the membership has changed."""
+"""A store whose waits end if the membership has changed, so that their keys will never come."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 
 class WatchedStore(dist.Store):
-    """Another store under a prefix, as torch's own code takes it, too: gloo forms its groups through it.
+    """A view of a store under a prefix; torch's own code can use it to form gloo's groups.
 
     It never blocks in the store itself, so that several threads may use one connection.
 
     Args:
         store: the launcher's.
-        prefix: put before each key.
-        obsolete: tells whether no rank will come any more; waits then raise.
+        prefix: of each key.
+        obsolete: returns whether the membership has changed; waits then raise.
     """
 
     def __init__(self, store: dist.Store, prefix: str, obsolete: Callable[[], bool]) -> None:
@@ -32,23 +32,19 @@ class WatchedStore(dist.Store):
         self._prefix, self._obsolete = prefix, obsolete
 
     def obsolete(self) -> bool:
-        """Tell whether no rank will come any more."""
+        """Return whether the membership has changed."""
         return self._obsolete()
 
-    def another(self) -> dist.Store:
-        """Return a store for another thread: this one."""
-        return self
-
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=300)) -> None:
-        """Return once all keys are there.
+        """Return once all keys exist.
 
         Raises:
             PeerLostError: the membership has changed meanwhile.
             RuntimeError: they did not come in time.
         """
-        wanted = [self._prefix + key for key in keys]
+        prefixed = [self._prefix + key for key in keys]
         deadline, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE
-        while not self._store.check(wanted):
+        while not self._store.check(prefixed):
             if self._obsolete():
                 raise PeerLostError(f"the members of this training have changed while {keys} did not come")
             if time.monotonic() > deadline:
@@ -82,8 +78,8 @@ class WatchedStore(dist.Store):
         self._store.append(self._prefix + key, value)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        found: bytes = self._store.compare_set(self._prefix + key, expected, desired)
-        return found
+        value: bytes = self._store.compare_set(self._prefix + key, expected, desired)
+        return value
 
     def delete_key(self, key: str) -> bool:
         return bool(self._store.delete_key(self._prefix + key))
@@ -98,9 +94,9 @@ class WatchedStore(dist.Store):
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """Return the same store for another thread, which may block in it without keeping this one waiting."""
+    """Return the same store for another thread, whose waits do not block this one."""
     if isinstance(store, WatchedStore):
-        return store.another()
-    found: Any = store  # torch's stubs do not know of it
-    other: dist.Store = found.clone()
+        return store
+    clone: Any = store.clone  # type: ignore[attr-defined]  # missing in torch's stubs
+    other: dist.Store = clone()
     return other

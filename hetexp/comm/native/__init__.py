@@ -1,8 +1,8 @@
-"""The host's copy in C: built with the machine's own compiler the first time that it is wanted.
+"""The C library of the shared-memory exchange, built with the machine's own compiler at its first use.
 
-A wheel would have to be built for every system and would still not know the machine; a compiler is on most of
-them. Where there is none, or `HETEXP_NATIVE=0` says so, the copy in Python does the same, only slower:
-its figures are beside those of C in docs/benchmarks.md.
+A wheel would have to be built for every system and would still not be tuned to the machine; most machines
+have a compiler. Without one, or with `HETEXP_NATIVE=0`, the Python implementation does the same, only slower
+(figures of both in docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Call(ctypes.Structure):
 
 
 CALLS = ("SetDevice", "MemcpyAsync", "EventRecord", "EventSynchronize", "StreamWaitEvent")
-"""Of a device's runtime, in the order of `Device`."""
+"""Functions of a device's runtime, in the order of `Device`."""
 
 
 def runtime_calls(hip: str | None, cuda: str | None) -> list[int] | None:
-    """Return the addresses of `CALLS` in the runtime that torch uses; `None` where it is not found.
+    """Return the addresses of `CALLS` in the runtime that torch uses; `None` if it is not found.
 
     Args:
         hip: torch's version of ROCm's runtime.
@@ -113,14 +113,14 @@ def runtime_calls(hip: str | None, cuda: str | None) -> list[int] | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled copy; `None` where it cannot be had, with the reason in the log."""
+    """Return the compiled library; `None` if it cannot be built or loaded, with the reason in the log."""
     if os.environ.get(VARIABLE) == "0":
         return None
     try:
         loaded = ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        log.info("the exchange's copy in C is not used, the one in Python is: %s", reason)
+        log.info("the exchange copies in Python, as its C library cannot be used: %s", reason)
         return None
     loaded.hetexp_await.restype = ctypes.c_int
     loaded.hetexp_pool.restype = ctypes.c_void_p
@@ -129,15 +129,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built() -> Path:
-    """Return the compiled library, building it where this source was not yet built on such a machine."""
+    """Return the path of the compiled library; build it unless it is cached for this source and machine."""
     source = SOURCE.read_bytes()
-    made_for = f"{platform.system()} {platform.machine()} {FLAGS}"
-    key = hashlib.sha256(source + made_for.encode()).hexdigest()[:16]
+    target = f"{platform.system()} {platform.machine()} {FLAGS}"
+    key = hashlib.sha256(source + target.encode()).hexdigest()[:16]
     folder = home() / "cache"
     path = folder / f"shared_sum-{key}.so"
     if path.is_file():
         return path
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    compiler = next((file for name in COMPILERS if (file := shutil.which(name))), None)
     if compiler is None:
         raise FileNotFoundError(f"there is no C compiler ({', '.join(COMPILERS)})")
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,5 +145,5 @@ def _built() -> Path:
         out = Path(temporary) / path.name
         command = [compiler, *FLAGS, "-o", str(out), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
-        os.replace(out, path)  # other ranks may build at the same time: each puts a whole file there
+        os.replace(out, path)  # atomic: other ranks may build at the same time
     return path

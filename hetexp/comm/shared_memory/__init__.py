@@ -1,1 +1,1 @@
-"""Collectives through memory that the ranks of one host share."""
+"""Collectives through the shared memory of the ranks of one host."""

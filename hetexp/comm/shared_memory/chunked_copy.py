@@ -1,9 +1,9 @@
 """How a tensor is copied through shared memory, chunk by chunk (`hetexp.comm.shared_memory.exchange`).
 
-Chunks take turns over one or more channels. In each of them a rank has `DEPTH` slots of a chunk, writes its
-chunks into them one after another, and may write into a slot again once the others have read it: counters of
-what a rank has written, summed and read are all that ranks tell each other. While one chunk is summed, the
-next leaves the device and the one before comes back.
+Chunks take turns over one or more channels. In each channel a rank has `DEPTH` slots of a chunk, writes its
+chunks into them one after another, and may reuse a slot once the others have read it. The ranks only exchange
+counters of the chunks that each has written, summed and read. While one chunk is summed, the next leaves the
+device and the one before comes back.
 
 `shared_sum.c` copies in the same way for tensors on the host, with the same counters and slots.
 """
@@ -22,10 +22,10 @@ from hetexp.comm import native
 from hetexp.comm.shared_memory.segment import Segment, Waiter
 
 DEPTH = 4
-"""Slots of each rank in a channel. With fewer the ranks would wait for each other in a circle."""
+"""Slots of each rank in a channel. With fewer slots the ranks would deadlock."""
 WRITTEN, SUMMED, READ = range(3)
 SUMMED_IN_C = (torch.float32, torch.float64)
-"""What the copy in C adds up."""
+"""Types that the C library adds up."""
 
 
 class CopyStream(Protocol):
@@ -40,11 +40,11 @@ class CopyStream(Protocol):
         ...
 
     def mark(self) -> Any:
-        """Return what `wait` takes, for everything that was issued in the present context so far."""
+        """Return a mark, for `wait`, of all work issued in the present context so far."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """Return when that is done."""
+        """Return when the work before a mark is done."""
         ...
 
     def begin(self, several: bool) -> None:
@@ -57,7 +57,7 @@ class CopyStream(Protocol):
 
 
 class HostCopyStream:
-    """Tensors on the CPU: whatever is issued is done."""
+    """Copies of CPU tensors, which are done when they are issued."""
 
     def leaving(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -78,10 +78,9 @@ class HostCopyStream:
 
 
 class CudaCopyStream:
-    """Tensors of a CUDA or ROCm device, whose runtime has page-locked the segment.
+    """Copies of tensors of a CUDA or ROCm device, whose runtime has page-locked the segment.
 
-    The copies out and in run on streams of their own: a card has an engine for each direction.
-
+    Copies in and out run on separate streams: a card has an engine for each direction.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -140,10 +139,10 @@ class Place:
 
 
 class Channel:
-    """A channel's counters and slots, and how far this rank has come in it.
+    """A channel's counters and slots, and this rank's number of chunks in it.
 
     Args:
-        in_c: what the compiled copy knows of the channel, where there is one.
+        in_c: the channel's structure for the C library, if that is used.
     """
 
     def __init__(
@@ -155,19 +154,19 @@ class Channel:
         data = segment.data
         self._slots = [[data[place.slot(rank, i)] for i in range(DEPTH)] for rank in range(self._size)]
         self.chunks = 0
-        """That have begun so far: the number of the next one."""
+        """Number of chunks begun so far, which is the number of the next one."""
 
     def slots(self, number: int, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
-        """Return all ranks' slots of a chunk, as so many numbers of a type."""
+        """Return all ranks' slots of a chunk, as `length` numbers of a type."""
         num_bytes = length * dtype.itemsize
         return [slots[number % DEPTH][:num_bytes].view(dtype) for slots in self._slots]
 
-    def tell(self, what: int, number: int) -> None:
-        """Tell that this rank has done this with a chunk."""
+    def publish(self, what: int, number: int) -> None:
+        """Publish that this rank has written, summed or read a chunk."""
         self._segment.publish(self._place.first_word + what * self._size + self._rank, number + 1)
 
     def wait(self, what: int, number: int) -> None:
-        """Wait until all other ranks have done this with a chunk; of the first ones nothing is asked."""
+        """Wait until all other ranks have written, summed or read a chunk; a number below 0 needs no wait."""
         if number < 0:
             return
         if self.in_c is not None:
@@ -183,7 +182,7 @@ class Channel:
                 self._waiter.wait(word, (number + 1) & 0xFFFFFFFF, rank)
 
     def judge(self, status: int) -> None:
-        """Raise where a call of the compiled copy has not done what it should.
+        """Raise the error of a call of the C library, if it failed.
 
         Raises:
             PeerLostError: a rank is gone or did not come in time.
@@ -199,7 +198,7 @@ class Channel:
         raise RuntimeError(f"the device's runtime refused a copy to or from shared memory (error {lost})")
 
     def forget(self) -> None:
-        """Let go of the segment's memory."""
+        """Drop all references to the segment's memory."""
         self._slots, self.in_c = [], None
 
 
@@ -211,20 +210,20 @@ class _Chunk:
     bounds: slice
     """In the tensor."""
     slots: list[torch.Tensor]
-    """All ranks', as the tensor's numbers."""
+    """All ranks' slots, in the tensor's type."""
     mark: Any = None
-    """Of what was issued for it last."""
+    """Mark of its last work."""
 
 
 class ChunkedCopy:
-    """Takes tensors through the channels; every rank copies in the same order."""
+    """Copies tensors through the channels; every rank copies in the same order."""
 
     def __init__(self, rank: int, size: int, channels: Sequence[Channel]) -> None:
         self.rank, self.size, self._channels = rank, size, channels
         self.used = len(channels)
-        """Channels that the next tensor takes."""
+        """Number of channels for the next tensor."""
         self._unread: tuple[CopyStream, _Chunk] | None = None
-        """The last chunk whose reading was issued; it is published once the reading is done."""
+        """The last chunk whose copies were issued; it is published as read once they are done."""
 
     def sum_alone(self, copy_stream: CopyStream, flat: torch.Tensor, length: int) -> None:
         """Let every rank read all ranks' chunks and add them up for itself.
@@ -234,25 +233,25 @@ class ChunkedCopy:
         """
 
         def read(chunk: _Chunk) -> None:
-            own = flat[chunk.bounds]
-            add([own if r == self.rank else chunk.slots[r] for r in range(self.size)], own)
+            local = flat[chunk.bounds]
+            add([local if r == self.rank else chunk.slots[r] for r in range(self.size)], local)
 
         self._each(copy_stream, flat, length, read)
 
-    def gather(self, copy_stream: CopyStream, everyone: Sequence[torch.Tensor], length: int) -> None:
-        """Copy the others' tensors into `everyone`, where this rank's own one is already."""
+    def gather(self, copy_stream: CopyStream, tensors: Sequence[torch.Tensor], length: int) -> None:
+        """Fill `tensors`, one a rank, with those of the other ranks; this rank's is sent."""
 
         def read(chunk: _Chunk) -> None:
-            for rank, tensor in enumerate(everyone):
+            for rank, tensor in enumerate(tensors):
                 if rank != self.rank:
                     tensor[chunk.bounds].copy_(chunk.slots[rank], non_blocking=True)
 
-        self._each(copy_stream, everyone[self.rank], length, read)
+        self._each(copy_stream, tensors[self.rank], length, read)
 
     def _each(
         self, copy_stream: CopyStream, flat: torch.Tensor, length: int, read: Callable[[_Chunk], None]
     ) -> None:
-        """Hand each chunk to all ranks, and call `read` with it once theirs are there."""
+        """Write each chunk for all ranks, and call `read` with it once all ranks have written theirs."""
         chunks = self._chunks(flat, length)
         copy_stream.begin(len(chunks) > 1)
         for step in range(len(chunks) + 1):
@@ -268,7 +267,7 @@ class ChunkedCopy:
         copy_stream.end()
 
     def sum_in_parts(self, copy_stream: CopyStream, flat: torch.Tensor, length: int) -> None:
-        """Let every rank add up its part of each chunk, and read the other parts from those that did."""
+        """Let every rank add up its part of each chunk, and read the sums of the other parts."""
         chunks = self._chunks(flat, length)
         copy_stream.begin(len(chunks) > 1)
         for step in range(len(chunks) + 2):
@@ -298,35 +297,35 @@ class ChunkedCopy:
         return chunks
 
     def _write(self, copy_stream: CopyStream, flat: torch.Tensor, chunk: _Chunk, whole: bool) -> None:
-        """Copy a chunk into this rank's slot, all of it or what other ranks add up."""
+        """Copy a chunk into this rank's slot: all of it, or the parts that other ranks add up."""
         chunk.channel.wait(READ, chunk.number - DEPTH)
-        own, slot = flat[chunk.bounds], chunk.slots[self.rank]
+        local, slot = flat[chunk.bounds], chunk.slots[self.rank]
         with copy_stream.leaving():
             if whole:
-                slot.copy_(own, non_blocking=True)
+                slot.copy_(local, non_blocking=True)
             else:
-                part = self._part(len(own), self.rank)
-                for there in (slice(0, part.start), slice(part.stop, len(own))):
-                    if there.stop > there.start:
-                        slot[there].copy_(own[there], non_blocking=True)
+                part = self._part(len(local), self.rank)
+                for bounds in (slice(0, part.start), slice(part.stop, len(local))):
+                    if bounds.stop > bounds.start:
+                        slot[bounds].copy_(local[bounds], non_blocking=True)
             chunk.mark = copy_stream.mark()
 
-    def _sum_part(self, copy_stream: CopyStream, own: torch.Tensor, chunk: _Chunk) -> None:
-        part = self._part(len(own), self.rank)
+    def _sum_part(self, copy_stream: CopyStream, local: torch.Tensor, chunk: _Chunk) -> None:
+        part = self._part(len(local), self.rank)
         result = chunk.slots[self.rank][part]
         with copy_stream.coming():
             if len(result):
-                mine = own[part]
-                add([mine if r == self.rank else chunk.slots[r][part] for r in range(self.size)], mine)
-                result.copy_(mine, non_blocking=True)
+                total = local[part]
+                add([total if r == self.rank else chunk.slots[r][part] for r in range(self.size)], total)
+                result.copy_(total, non_blocking=True)
             chunk.mark = copy_stream.mark()
 
-    def _read_parts(self, copy_stream: CopyStream, own: torch.Tensor, chunk: _Chunk) -> None:
+    def _read_parts(self, copy_stream: CopyStream, local: torch.Tensor, chunk: _Chunk) -> None:
         with copy_stream.coming():
             for rank in range(self.size):
-                part = self._part(len(own), rank)
+                part = self._part(len(local), rank)
                 if rank != self.rank and part.stop > part.start:
-                    own[part].copy_(chunk.slots[rank][part], non_blocking=True)
+                    local[part].copy_(chunk.slots[rank][part], non_blocking=True)
             chunk.mark = copy_stream.mark()
         self._leave_unread(copy_stream, chunk)
 
@@ -335,9 +334,9 @@ class ChunkedCopy:
         return slice(rank * length // self.size, (rank + 1) * length // self.size)
 
     def _done(self, copy_stream: CopyStream, chunk: _Chunk, what: int) -> None:
-        """Tell the others once what was issued for a chunk is done, and wait until they have done it, too."""
+        """Wait for a chunk's own work, publish it, and wait until the other ranks have done theirs."""
         copy_stream.wait(chunk.mark)
-        chunk.channel.tell(what, chunk.number)
+        chunk.channel.publish(what, chunk.number)
         chunk.channel.wait(what, chunk.number)
 
     def _leave_unread(self, copy_stream: CopyStream, chunk: _Chunk) -> None:
@@ -345,27 +344,27 @@ class ChunkedCopy:
         self._unread = (copy_stream, chunk)
 
     def publish_read(self) -> None:
-        """Tell that the last chunk was read, which on a device takes until its copies are done.
+        """Publish that the last chunk was read, after its copies are done.
 
-        The others ask for that some chunks later, so that it may be published with the next chunk.
+        The others only wait for that some chunks later, so it may be published with the next chunk.
         """
         if self._unread is not None:
             copy_stream, chunk = self._unread
             copy_stream.wait(chunk.mark)
-            chunk.channel.tell(READ, chunk.number)
+            chunk.channel.publish(READ, chunk.number)
             self._unread = None
 
     def forget(self) -> None:
-        """Let go of the segment's memory."""
+        """Drop all references to the segment's memory."""
         self._unread = None
         for channel in self._channels:
             channel.forget()
 
 
 def add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Put the sum of one-dimensional tensors into `out`, which may be one of them, adding in their order.
+    """Write the sum of one-dimensional tensors, added in their order, into `out`, which may be one of them.
 
-    Half precision is added up in float32. Parts on the host are brought to the device of `out`.
+    Half precision is added up in float32. Parts on the host are copied to the device of `out`.
     """
     parts = [part if part.device == out.device else part.to(out.device, non_blocking=True) for part in parts]
     if out.element_size() < 4:

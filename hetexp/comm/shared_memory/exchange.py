@@ -1,13 +1,13 @@
-"""Sums over the ranks of one host through memory that they share, whatever their devices and builds of torch.
+"""Sums over the ranks of one host through shared memory, whatever their devices and builds of torch.
 
-A tensor travels in chunks (`hetexp.comm.shared_memory.chunked_copy`). All ranks together sum large tensors of
-several, each its part of every chunk, and each reads the others' parts of the result (a reduce-scatter and an
-all-gather). Where two ranks of the CPU exchange, or the tensor is small, every rank reads all chunks and sums
-them itself: half the meetings. Either way ranks' numbers are added in rank order, and all get the same bits.
+A tensor travels in chunks (`hetexp.comm.shared_memory.chunked_copy`). For a large tensor each rank sums its
+part of every chunk, and reads the other parts of the result (a reduce-scatter and an all-gather). If the
+tensor is small, or two CPU ranks exchange, every rank reads all chunks and sums them itself, with half the
+synchronisations. Either way the ranks' numbers are added in rank order, and all ranks get the same bits.
 
-Where it could be built, C copies, with several threads where there are cores for them, each with a
-channel of its own. On CUDA and ROCm devices the segment is page-locked: the device copies to and from it by
-itself, and the host adds up. Without a compiler one thread copies in Python, and the device adds up.
+If a compiler built the C library, it copies with several threads, as far as there are cores, each with its
+own channel. The segment is page-locked for CUDA and ROCm devices: the device copies to and from it, and the
+host adds up. Without the library one thread copies in Python, and the device adds up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hetexp.comm import native
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.rendezvous import exchange
+from hetexp.comm.rendezvous import all_gather_json
 from hetexp.comm.shared_memory.chunked_copy import (
     DEPTH,
     SUMMED_IN_C,
@@ -41,52 +41,52 @@ from hetexp.comm.shared_memory.segment import LINE_BYTES, Segment, Waiter, creat
 from hetexp.core.errors import PeerLostError, SetupError
 
 HOST_CHUNK_BYTES = 2**20
-"""Of a chunk where one thread sums tensors of the host: what is copied in is still in the cache then."""
+"""Size of a chunk if one thread sums host tensors: the chunk is still in the cache after the copy."""
 CHUNK_BYTES = 2**21
-"""Of a chunk at most, elsewhere."""
+"""Largest chunk otherwise."""
 SMALL_BYTES = 2**19
-"""Tensors up to this size are one chunk, and summed by every rank for itself."""
-PIECES, PIECES_A_CHANNEL = 4, 2
-"""Chunks that a tensor is cut into at least, unless they would be too small: some travel at once."""
+"""Tensors up to this size are one chunk, and every rank sums them itself."""
+CHUNKS, CHUNKS_A_CHANNEL = 4, 2
+"""Least number of chunks of a tensor, unless they would be too small: several travel at once."""
 PAGE_BYTES = 2**12
 MOST_CHANNELS = 4
-"""One or two threads a rank do not fill a large machine's memory, and more than this hardly gain."""
+"""One or two threads a rank do not use a large machine's whole memory bandwidth; more hardly help."""
 SHARED_CHANNELS, SHARED_BYTES = 2, 2**24
-"""Channels at most where ranks share a card, whose copies take turns, and up to which size it is one."""
+"""Most channels if ranks share a card, whose copies take turns; tensors up to this size use one channel."""
 SPINS, MANY_SPINS = 300, 2000
-"""Looks at a counter before a rank sleeps: some 20 µs, or 100 µs where each rank has several cores. Waking up
-takes longer than most waits do. Where ranks outnumber cores a rank sleeps at once."""
+"""Polls of a counter before a rank sleeps: some 20 µs, or 100 µs if each rank has several cores. To wake up
+takes longer than most waits. If ranks outnumber cores, a rank sleeps at once."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What all ranks of an exchange must do alike; each derives it from what all have reported."""
+    """The settings that all ranks of an exchange derive alike from the facts that they report."""
 
     size: int
     """Ranks."""
     channels: int
     slot_bytes: int
     alone_bytes: int
-    """Tensors up to this size are summed by every rank for itself, larger ones in parts."""
+    """Every rank sums tensors up to this size itself; larger ones are summed in parts."""
     shared: bool = False
     """Whether two ranks drive one card."""
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Shape:
         """Return the shape for ranks that report their `device`'s type, `card`, `cores` and `native`."""
-        size, cores = len(ranks), min(one["cores"] for one in ranks)
-        on_host = all(one["device"] == "cpu" for one in ranks)
+        size, cores = len(ranks), min(rank["cores"] for rank in ranks)
+        on_host = all(rank["device"] == "cpu" for rank in ranks)
         # A thread that waits for a device's copy keeps a core busy, and the ranks have other work, too.
         threads = cores // size if on_host else cores // (2 * size)
-        channels = max(1, min(MOST_CHANNELS, threads)) if all(one["native"] for one in ranks) else 1
+        channels = max(1, min(MOST_CHANNELS, threads)) if all(rank["native"] for rank in ranks) else 1
         alone = sys.maxsize if on_host and size == 2 else SMALL_BYTES
         slot = HOST_CHUNK_BYTES if on_host and channels == 1 else CHUNK_BYTES
-        cards = [one["card"] for one in ranks if one.get("card")]
+        cards = [rank["card"] for rank in ranks if rank.get("card")]
         return cls(size, channels, slot, alone, shared=len(set(cards)) < len(cards))
 
     @property
     def num_words(self) -> int:
-        """Counters of all channels, and one by which a rank tells that it gives up."""
+        """Counters of all channels, and one for a rank that gives up."""
         return 3 * self.size * self.channels + 1
 
     @property
@@ -95,7 +95,7 @@ class Shape:
         return self.size * DEPTH * self.slot_bytes * self.channels
 
     def used_channels(self, num_bytes: int) -> int:
-        """Return how many channels a tensor takes."""
+        """Return the number of channels for a tensor."""
         if not self.shared:
             return self.channels
         return min(self.channels, 1 if num_bytes <= SHARED_BYTES else SHARED_CHANNELS)
@@ -104,12 +104,12 @@ class Shape:
         """Return the size of the chunks of a tensor."""
         if self.slot_bytes == HOST_CHUNK_BYTES:
             return self.slot_bytes
-        wanted = -(-num_bytes // max(PIECES, PIECES_A_CHANNEL * self.used_channels(num_bytes)))
-        return min(self.slot_bytes, max(SMALL_BYTES, -(-wanted // PAGE_BYTES) * PAGE_BYTES))
+        even = -(-num_bytes // max(CHUNKS, CHUNKS_A_CHANNEL * self.used_channels(num_bytes)))
+        return min(self.slot_bytes, max(SMALL_BYTES, -(-even // PAGE_BYTES) * PAGE_BYTES))
 
 
 class DeviceInC:
-    """A channel's streams and events of a device, as the copy in C takes them."""
+    """A channel's streams and events of a device, as a structure for the C library."""
 
     def __init__(self, device: torch.device, calls: Sequence[int]) -> None:
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
@@ -131,19 +131,19 @@ class DeviceInC:
         self.address = ctypes.addressof(self._struct)
 
     def begin(self, device: torch.device) -> None:
-        """Let the copies follow what the current stream has been given."""
+        """Let the copies wait for the present work of the current stream."""
         self._events[0].record(torch.cuda.current_stream(device))
 
 
 class SharedMemoryExchange(Exchange):
     """Sums over ranks of one host; made by `form`.
 
-    Any mix of devices: the host's and CUDA's tensors directly, others by way of the host. A rank that dies is
-    noticed by the others within a tenth of a second; after a `PeerLostError` the exchange is of no more use.
+    Devices may be mixed: CPU and CUDA tensors are copied directly, others through the host. The ranks notice
+    within a tenth of a second that one of them has died. After a `PeerLostError` the exchange cannot be used.
 
     Args:
         segment: mapped by all ranks.
-        device: whose runtime is to page-lock the segment, where it can.
+        device: its runtime page-locks the segment if it can.
     """
 
     name = "shm"
@@ -154,21 +154,26 @@ class SharedMemoryExchange(Exchange):
         self._waiter = Waiter(segment, shape.num_words - 1, timeout_seconds)
         places = [Place(channel, self.size, shape.slot_bytes) for channel in range(shape.channels)]
         self._native = native.library()
-        known = [None if self._native is None else self._for_c(place, timeout_seconds) for place in places]
         self._channels = [
-            Channel(segment, self._waiter, place, in_c) for place, in_c in zip(places, known, strict=True)
+            Channel(
+                segment,
+                self._waiter,
+                place,
+                None if self._native is None else self._for_c(place, timeout_seconds),
+            )
+            for place in places
         ]
         self._pool: int | None = None
-        """The compiled copy's threads, one a channel but the first."""
+        """The C library's threads, one a channel but the first."""
         if self._native is not None and shape.channels > 1:
             self._pool = self._native.hetexp_pool(shape.channels - 1)
-        self._walk = ChunkedCopy(self.rank, self.size, self._channels)
+        self._copy = ChunkedCopy(self.rank, self.size, self._channels)
         self._host = HostCopyStream()
-        self._lane: CopyStream | None = None
+        self._device_stream: CopyStream | None = None
         self._on_device: list[DeviceInC] = []
         self._locked = device.type == "cuda" and _page_lock(segment)
         if self._locked:
-            self._lane = CudaCopyStream(device)
+            self._device_stream = CudaCopyStream(device)
             self._on_device = self._devices_for_c(device)
 
     @classmethod
@@ -187,30 +192,30 @@ class SharedMemoryExchange(Exchange):
             store: of this group alone.
             rank: place in the group.
             device: the rank's own.
-            named: put the segment into a file for as long as it takes all ranks to open it, even where memory
-                without a name can be had.
+            named: whether to put the segment into a file until all ranks have opened it, even if the system
+                has memory without a name.
 
         Raises:
-            SetupError: a rank could not have or map the memory; on every rank, with its reason.
+            SetupError: a rank could not reserve or map the memory; on every rank, with its reason.
             HandshakeError: a rank did not come.
         """
-        mine = {
+        facts = {
             "device": device.type,
             "card": _card(device),
             "cores": os.cpu_count() or 1,
             "native": native.library() is not None,
         }
-        shape = Shape.of(exchange(store, "able", rank, size, mine, timeout_seconds))
+        shape = Shape.of(all_gather_json(store, "able", rank, size, facts, timeout_seconds))
         return cls(_shared(store, rank, shape, timeout_seconds, named), shape, timeout_seconds, device)
 
     @property
     def page_locked(self) -> bool:
-        """Whether the device copies to and from the segment by itself."""
+        """Whether the device itself copies to and from the segment."""
         return self._locked
 
     @property
     def num_bytes(self) -> int:
-        """What the ranks share, however large the tensors are."""
+        """Size of the shared memory, however large the tensors are."""
         return self._segment.num_bytes
 
     def sum_(self, tensor: torch.Tensor) -> None:
@@ -222,31 +227,31 @@ class SharedMemoryExchange(Exchange):
         if self.size == 1:
             return
         flat = tensor.detach().view(-1)
-        copy_stream, num_bytes = self._lane_of(flat), flat.numel() * flat.element_size()
+        copy_stream, num_bytes = self._copy_stream_of(flat), flat.numel() * flat.element_size()
         length = self._shape.chunk_bytes(num_bytes) // flat.element_size()
         in_parts = num_bytes > self._shape.alone_bytes
-        self._walk.used = self._shape.used_channels(num_bytes)
+        self._copy.used = self._shape.used_channels(num_bytes)
         with self._gives_up_on_error():
             if self._goes_in_c(copy_stream) and flat.dtype in SUMMED_IN_C:
                 self._sum_in_c(flat, length, in_parts)
             else:
-                (self._walk.sum_in_parts if in_parts else self._walk.sum_alone)(copy_stream, flat, length)
+                (self._copy.sum_in_parts if in_parts else self._copy.sum_alone)(copy_stream, flat, length)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         if tensor.device.type not in ("cpu", "cuda"):
-            return [one.to(tensor.device) for one in self.gather(tensor.to("cpu"))]
+            return [part.to(tensor.device) for part in self.gather(tensor.to("cpu"))]
         tensor = tensor.contiguous()
-        everyone = [tensor if r == self.rank else torch.empty_like(tensor) for r in range(self.size)]
+        gathered = [tensor if r == self.rank else torch.empty_like(tensor) for r in range(self.size)]
         if self.size == 1:
-            return everyone
-        copy_stream, length = self._lane_of(tensor), self._shape.chunk_bytes(len(tensor))
-        self._walk.used = self._shape.used_channels(len(tensor))
+            return gathered
+        copy_stream, length = self._copy_stream_of(tensor), self._shape.chunk_bytes(len(tensor))
+        self._copy.used = self._shape.used_channels(len(tensor))
         with self._gives_up_on_error():
             if self._goes_in_c(copy_stream):
-                self._gather_in_c(everyone, length)
+                self._gather_in_c(gathered, length)
             else:
-                self._walk.gather(copy_stream, everyone, length)
-        return everyone
+                self._copy.gather(copy_stream, gathered, length)
+        return gathered
 
     def abandon(self) -> None:
         if self._segment.file >= 0:
@@ -260,12 +265,16 @@ class SharedMemoryExchange(Exchange):
         if self._native is not None and self._pool is not None:
             self._native.hetexp_end_pool(ctypes.c_void_p(self._pool))
             self._pool = None
-        self._walk.forget()
-        self._lane, self._on_device = None, []
+        self._copy.forget()
+        self._device_stream, self._on_device = None, []
         self._segment.close()
 
-    def _lane_of(self, flat: torch.Tensor) -> CopyStream:
-        return self._lane if flat.device.type == "cuda" and self._lane is not None else self._host
+    def _copy_stream_of(self, flat: torch.Tensor) -> CopyStream:
+        return (
+            self._device_stream
+            if flat.device.type == "cuda" and self._device_stream is not None
+            else self._host
+        )
 
     def _goes_in_c(self, copy_stream: CopyStream) -> bool:
         return self._native is not None and (copy_stream is self._host or bool(self._on_device))
@@ -280,41 +289,41 @@ class SharedMemoryExchange(Exchange):
         )
         self._in_c(call, flat.device)
 
-    def _gather_in_c(self, everyone: Sequence[torch.Tensor], length: int) -> None:
-        own = everyone[self.rank]
-        addresses = (ctypes.c_void_p * self.size)(*[one.data_ptr() for one in everyone])
+    def _gather_in_c(self, tensors: Sequence[torch.Tensor], length: int) -> None:
+        local = tensors[self.rank]
+        addresses = (ctypes.c_void_p * self.size)(*[tensor.data_ptr() for tensor in tensors])
         call = native.Call(
-            data=own.data_ptr(), everyone=ctypes.addressof(addresses), count=len(own), chunk=length
+            data=local.data_ptr(), everyone=ctypes.addressof(addresses), count=len(local), chunk=length
         )
-        self._in_c(call, own.device)
+        self._in_c(call, local.device)
 
     def _in_c(self, call: native.Call, device: torch.device) -> None:
-        """Let each channel take its chunks, all at once, and raise where a rank was lost.
+        """Let all channels copy their chunks in parallel; raise if a rank was lost.
 
         Args:
-            call: all of it that is the same for each channel.
+            call: with the fields that are the same for each channel.
         """
         assert self._native is not None
-        self._walk.publish_read()
-        num_chunks, every = -(-call.count // call.chunk), self._walk.used
+        self._copy.publish_read()
+        num_chunks, every = -(-call.count // call.chunk), self._copy.used
         used = self._channels[: min(num_chunks, every)]
         calls = (native.Call * len(used))()
-        for position, (one, channel) in enumerate(zip(calls, used, strict=True)):
-            ctypes.memmove(ctypes.addressof(one), ctypes.addressof(call), ctypes.sizeof(native.Call))
+        for position, (channel_call, channel) in enumerate(zip(calls, used, strict=True)):
+            ctypes.memmove(ctypes.addressof(channel_call), ctypes.addressof(call), ctypes.sizeof(native.Call))
             in_c = cast(native.Channel, channel.in_c)
             in_c.every = every
-            one.channel = ctypes.addressof(in_c)
-            one.number = channel.chunks & 0xFFFFFFFF
+            channel_call.channel = ctypes.addressof(in_c)
+            channel_call.number = channel.chunks & 0xFFFFFFFF
             channel.chunks += -(-(num_chunks - position) // every)
             if device.type != "cpu":
                 self._on_device[position].begin(device)
-                one.device = self._on_device[position].address
+                channel_call.device = self._on_device[position].address
         self._native.hetexp_take(ctypes.c_void_p(self._pool), calls, len(used))
-        for one, channel in zip(calls, used, strict=True):
-            channel.judge(one.status)
+        for channel_call, channel in zip(calls, used, strict=True):
+            channel.judge(channel_call.status)
 
     def _devices_for_c(self, device: torch.device) -> list[DeviceInC]:
-        """Return what each channel's C needs of the device; nothing where its runtime is not found."""
+        """Return the device structure of each channel for the C library; none without the runtime."""
         if self._native is None:
             return []
         calls = native.runtime_calls(torch.version.hip, torch.version.cuda)
@@ -341,7 +350,7 @@ class SharedMemoryExchange(Exchange):
 
     @contextmanager
     def _gives_up_on_error(self) -> Iterator[None]:
-        """Let no other rank wait for one that failed."""
+        """Let the other ranks fail, too, if this rank fails in the block."""
         try:
             self._waiter.check()
             yield
@@ -360,7 +369,9 @@ def _shared(store: dist.Store, rank: int, shape: Shape, timeout_seconds: float, 
             file, path = create(Segment.total_bytes(*numbers), named)
         except SetupError as error:
             problem = str(error)
-    first = exchange(store, "segment", rank, size, {"path": path, "problem": problem}, timeout_seconds)[0]
+    first = all_gather_json(
+        store, "segment", rank, size, {"path": path, "problem": problem}, timeout_seconds
+    )[0]
     segment: Segment | None = None
     if not first["problem"]:
         try:
@@ -368,12 +379,13 @@ def _shared(store: dist.Store, rank: int, shape: Shape, timeout_seconds: float, 
             segment = Segment(file, rank, size, *numbers)
         except OSError as error:
             problem = f"the exchange's memory could not be mapped ({error})"
-    everyone = exchange(store, "mapped", rank, size, {"problem": problem}, timeout_seconds)
+    reports = all_gather_json(store, "mapped", rank, size, {"problem": problem}, timeout_seconds)
     if rank == 0 and path and not path.startswith("/proc/"):
         Path(path).unlink()
-    # No rank goes on before the name is gone: one that seeks old segments would lose its lock on this one.
-    exchange(store, "unnamed", rank, size, {}, timeout_seconds)
-    problems = [f"rank {r}: {one['problem']}" for r, one in enumerate(everyone) if one["problem"]]
+    # All ranks wait until the name is deleted: one that looks for old segments would lose its lock on this
+    # one.
+    all_gather_json(store, "unnamed", rank, size, {}, timeout_seconds)
+    problems = [f"rank {r}: {report['problem']}" for r, report in enumerate(reports) if report["problem"]]
     if problems or segment is None:
         if segment is not None:
             segment.close()
@@ -382,7 +394,7 @@ def _shared(store: dist.Store, rank: int, shape: Shape, timeout_seconds: float, 
 
 
 def _card(device: torch.device) -> str | None:
-    """Return what tells a CUDA or ROCm card from all others of the host, `None` where that is not known."""
+    """Return the unique name of a CUDA or ROCm card on the host, `None` if it is unknown."""
     if device.type != "cuda":
         return None
     unique = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -390,7 +402,7 @@ def _card(device: torch.device) -> str | None:
 
 
 def _page_lock(segment: Segment) -> bool:
-    """Return whether the runtime has page-locked the segment; else its copies go by way of memory that is."""
+    """Return whether the runtime has page-locked the segment; otherwise its copies are staged."""
     try:
         return int(torch.cuda.cudart().cudaHostRegister(segment.address, segment.num_bytes, 1)) == 0
     except RuntimeError:

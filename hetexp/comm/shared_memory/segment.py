@@ -1,10 +1,10 @@
-"""Memory that the ranks of one host share, and words in it by which they wait for each other.
+"""Shared memory of the ranks of one host, with counters by which they wait for each other.
 
-Waiting is the kernel's: a rank that waits sleeps until the word changes (Linux's futex, Drepper, "Futexes are
-tricky", 2011), holds no interpreter lock and burns no core. Where there is no futex it looks every 50 µs.
+A waiting rank sleeps in the kernel until the counter changes (Linux's futex, Drepper, "Futexes are tricky",
+2011): it holds no interpreter lock and uses no core. Without a futex it polls every 50 µs.
 
-A process that dies gives up its lock on the segment, whatever ends it, and whoever waits for it looks at that
-lock every 50 ms. The lock is of POSIX's kind: processes forked from a rank do not inherit it.
+A process that dies for any reason loses its lock on the segment, and ranks that wait for it check that lock
+every 50 ms. The lock is a POSIX lock: processes forked from a rank do not inherit it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ FUTEX_CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s39
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 EVERYBODY = 2**31 - 1
 LINE_BYTES = 64
-"""Words lie so far apart: two in one cache line would slow each other."""
+"""Distance of two counters: two in one cache line would slow each other."""
 LOOK_SECONDS = 0.05
-"""How often a waiting rank asks whether the others live."""
+"""How often a waiting rank checks that the others live."""
 POLL_SECONDS = 5e-5
 PREFIX = "hetexp-"
-"""Of the names of segments in the file system, where memory without a name cannot be had; the number of the
-process that made them follows."""
+"""Prefix of segments with a name in the file system; the number of the process that made them follows."""
 _STRONG_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -50,7 +49,7 @@ class _Moment(ctypes.Structure):
 
 
 def shared_memory_folder() -> Path:
-    """Return where segments with a name lie: in memory where the system offers that."""
+    """Return the folder of segments with a name, in memory if the system has such a folder."""
     folder = Path("/dev/shm")
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -100,7 +99,7 @@ class Segment:
         return self._words[index].value
 
     def publish(self, index: int, value: int) -> None:
-        """Set a counter, after everything that this process has written before, and wake who waits for it."""
+        """Set a counter after all earlier writes of this process, and wake the processes that wait."""
         if not _STRONG_ORDER:  # two locks one after another order what lies before and after them
             for _ in range(2):
                 with self._fence:
@@ -128,7 +127,7 @@ class Segment:
         return False
 
     def close(self) -> None:
-        """Let go of the memory; it goes with the last tensor of it. Safe to call twice."""
+        """Release the memory, which is freed with its last tensor. Safe to call twice."""
         self._words, self._addresses = [], []
         self.data, self._map = torch.empty(0, dtype=torch.uint8), None
         if self.file >= 0:
@@ -137,17 +136,17 @@ class Segment:
 
 
 class Waiter:
-    """Waits for counters of other ranks, and raises where one of them is gone.
+    """Waits for counters of other ranks, and raises if one of them is gone.
 
     Args:
-        abandoned: index of the counter by which a rank tells the others that it gives up.
+        abandoned: index of the counter that names a rank that has given up.
     """
 
     def __init__(self, segment: Segment, abandoned: int, timeout_seconds: float) -> None:
         self._segment, self._abandoned, self._timeout = segment, abandoned, timeout_seconds
 
     def wait(self, index: int, value: int, rank: int) -> None:
-        """Return once a counter of a rank has come as far as `value`; counters go round at 2³².
+        """Return once a counter of a rank has reached `value`; counters wrap at 2³².
 
         Raises:
             PeerLostError: a rank died, gave up, or did not come in time.
@@ -163,7 +162,7 @@ class Waiter:
             now = segment.word(index)
             if (now - value) & 0x80000000 == 0:
                 return
-            self._look()
+            self.check()
             moment = time.monotonic()
             if moment - looked < LOOK_SECONDS:
                 continue
@@ -182,27 +181,24 @@ class Waiter:
         raise PeerLostError(f"rank {rank} of the exchange did not come within {self._timeout:g} s")
 
     def lost(self, rank: int) -> NoReturn:
-        """Tell the others that a rank is gone.
+        """Publish that a rank is gone.
 
         Raises:
             PeerLostError: always.
         """
-        self._tell(rank)
+        self._publish_gone(rank)
         raise PeerLostError(f"rank {rank} of the exchange is gone")
 
     def give_up(self) -> None:
-        """Tell the others that this rank takes no further part."""
-        self._tell(self._segment.rank)
+        """Publish that this rank takes no further part."""
+        self._publish_gone(self._segment.rank)
 
     def check(self) -> None:
-        """Look whether all ranks take part.
+        """Check that no rank has given up.
 
         Raises:
-            PeerLostError: one does not.
+            PeerLostError: a rank has.
         """
-        self._look()
-
-    def _look(self) -> None:
         gone = self._segment.word(self._abandoned)
         if gone:
             raise PeerLostError(f"rank {gone - 1} of the exchange is gone")
@@ -212,11 +208,11 @@ class Waiter:
             if not self._segment.lives(rank):
                 self.lost(rank)
 
-    def _tell(self, rank: int) -> None:
+    def _publish_gone(self, rank: int) -> None:
         segment = self._segment
         if not segment.word(self._abandoned):
             segment.publish(self._abandoned, rank + 1)
-        for index in range(self._abandoned):  # whoever sleeps looks up
+        for index in range(self._abandoned):  # wakes every waiting rank
             segment.publish(index, segment.word(index))
 
 
@@ -224,10 +220,10 @@ def create(num_bytes: int, named: bool = False) -> tuple[int, str]:
     """Return an open file of zeros and the path by which other processes of this host open it.
 
     Args:
-        named: use a file in `shared_memory_folder` even where memory without a name can be had.
+        named: whether to use a file in `shared_memory_folder` even if the system has memory without a name.
 
     Raises:
-        SetupError: there is not so much memory; says how much there is, and where.
+        SetupError: the memory is too small; names its size and folder.
     """
     if not named and hasattr(os, "memfd_create") and Path(f"/proc/{os.getpid()}/fd").is_dir():
         # No name, so nothing can be left behind, and /dev/shm may be small (64 MiB in a container).
@@ -248,7 +244,7 @@ def create(num_bytes: int, named: bool = False) -> tuple[int, str]:
 
 
 def _reserve(file: int, num_bytes: int, where: str) -> None:
-    """Take the memory now: a page that is not there would kill whoever touches it."""
+    """Reserve the memory now: access to a missing page would kill the process."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, num_bytes)
@@ -263,18 +259,18 @@ def _reserve(file: int, num_bytes: int, where: str) -> None:
 
 
 def reclaim(folder: Path) -> list[str]:
-    """Delete segments whose maker is gone, as after a kill between making and opening; return their names."""
-    found = []
+    """Delete segments whose process died before all ranks opened them; return their names."""
+    deleted = []
     for path in folder.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDWR)
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
                 path.unlink()
-                found.append(path.name)
+                deleted.append(path.name)
             finally:
                 os.close(file)
-    return found
+    return deleted
 
 
 def _aligned(num_bytes: int) -> int:

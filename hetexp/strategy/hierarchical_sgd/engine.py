@@ -1,4 +1,4 @@
-"""What a rank does under hierarchical local SGD: its steps are those of its host's ranks together."""
+"""The engine of hierarchical local SGD: the ranks of a host take each local step together."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class HierarchicalSteps(LocalSteps):
         groups_of: returns the ranks of each host.
     """
 
+    host_bytes = 0
+    """Bytes that this rank has sent to the other ranks of its host."""
+
     def __init__(self, settings: LocalSettings, groups_of: GroupsOf) -> None:
         super().__init__(settings)
         self._groups_of = groups_of
-
-    host_bytes = 0
-    """That this rank has handed over to the other ranks of its host."""
 
     def attach_exchange(self, store: dist.Store) -> None:
         super().attach_exchange(store)
@@ -46,12 +46,12 @@ class HierarchicalSteps(LocalSteps):
         return self.host.communicator
 
     def num_steps(self, step: int, num_global: int, num_local: int) -> int:
-        return 1  # the others of its host wait for a rank without samples, too
+        return 1  # also for a rank without samples, for which the others of its host wait
 
     def gradient(
         self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
     ) -> Gradient:
-        """Take this rank's gradient and sum over the host; if one rank's memory ran out, all try again."""
+        """Compute this rank's gradient and sum it over the host; retry on all if memory ran out on one."""
         gradient = super().gradient(step, microbatches, normalizer, meter)
         self._retries = self.host.any(gradient.shortage is not None)
         if self._retries:
@@ -59,7 +59,7 @@ class HierarchicalSteps(LocalSteps):
             return gradient
         start = self.state.backend.mark()
         self.host.sum()
-        meter.waited(start, self.state.backend.mark())  # the time is spent waiting for the others
+        meter.waited(start, self.state.backend.mark())
         self.host_bytes += self.host.gradients.num_bytes
         return gradient
 
@@ -77,7 +77,7 @@ class HierarchicalSteps(LocalSteps):
         return [*super().paced_links, self.host.gradients]
 
     def extra_step_seconds(self) -> float:
-        """Return a step's part of a sync, and the sum over this rank's host, behind which nothing hides."""
+        """Return the seconds of a step's part of a sync, and of the sum over this rank's host."""
         state, seconds = self.state, super().extra_step_seconds()
         if not state.plan.paced or len(self.host.ranks) < 2:
             return seconds

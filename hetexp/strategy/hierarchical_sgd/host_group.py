@@ -20,8 +20,8 @@ class HostGroup:
     """Sums gradients over the ranks of a host, through the host's memory, after each backward pass.
 
     Args:
-        ranks: of the host, rising.
-        store: that all ranks of the run share.
+        ranks: of the host, in rising order.
+        store: shared by all ranks of the run.
     """
 
     def __init__(self, state: TrainState, ranks: Sequence[int], store: dist.Store) -> None:
@@ -31,19 +31,19 @@ class HostGroup:
         self.gradients = SharedGradients(state, sets, trained, dist.PrefixStore("hosts", store))
         exchange = self.gradients.exchanges[0] if sets else None
         self.communicator: Communicator = _Counts(exchange) if exchange is not None else SoloCommunicator()
-        """Adds up the counts of samples."""
+        """Sums the counts of samples over the host."""
 
     def sum(self) -> None:
         """Replace each gradient by the sum over the host's ranks."""
         self.gradients.sum()
 
-    def any(self, mine: bool) -> bool:
-        """Return whether it is so on any rank of the host."""
-        return bool(self.communicator.all_reduce(torch.tensor([int(mine)], dtype=torch.int64)))
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is true on any rank of the host."""
+        return bool(self.communicator.all_reduce(torch.tensor([int(flag)], dtype=torch.int64)))
 
 
 class _Counts(SoloCommunicator):
-    """Sums of a few numbers over a host's ranks, by the exchange that their gradients take."""
+    """Sums a few numbers over a host's ranks, through the exchange of their gradients."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

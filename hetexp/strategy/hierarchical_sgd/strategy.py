@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class HierarchicalSGD(LocalSGD):
     """Sums gradients over the ranks of a host in every step, and averages the hosts' weights now and then.
 
-    A host takes, with its part of the global batch, exactly the step that a single device would take with
-    that part. What `LocalSGD` does between ranks is done between hosts: each counts by the samples that all
-    of its ranks trained on (Lin et al. 2020, Don't Use Large Mini-Batches, Use Local SGD, section 5).
-    BatchNorm's statistics stay each rank's own until the next sync.
+    A host takes exactly the step that a single device would take with the host's part of the global batch.
+    Between hosts it is `LocalSGD`: each host counts by the samples of all its ranks (Lin et al. 2020, Don't
+    Use Large Mini-Batches, Use Local SGD, section 5). BatchNorm's statistics stay each rank's own until the
+    next sync.
 
     Args:
         sync_every: steps from one average of the hosts' weights to the next.
@@ -74,10 +74,10 @@ class HierarchicalSGD(LocalSGD):
         return list(hosts.values())
 
     def step_exchange(self, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]) -> Exchange:
-        """Return what a step exchanges: the slowest host's sum of its gradients, too, which nothing hides."""
+        """Return the exchange of a step: its part of a sync, and the slowest host's sum of gradients."""
         synced, longest = super().step_exchange(exchange, plan, devices), 0.0
         for group in self.groups_of(devices) if len(devices) > 1 else ():
-            # They are on one host, whatever the devices themselves say if the user has named the groups.
+            # A group counts as one host, also if the user has named groups of several hosts' devices.
             members = [replace(devices[rank], host=None) for rank in group]
             if len(members) > 1:
                 inside = replace(exchange, measured=None)
@@ -85,16 +85,18 @@ class HierarchicalSGD(LocalSGD):
         return replace(synced, other_seconds=synced.other_seconds + longest)
 
     def may_leave_out(self, policy: BalancingPolicy) -> bool:
-        return False  # whose hosts take part is what the strategy is about
+        return False  # every host takes part
 
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
         problems = super().check(config, devices)
         groups = self._groups
         if groups is None:
             if len(self.groups_of(devices)) < 2:
-                fix = "On one host, strategy.groups=[[0,1],[2,3]] would say which ranks are to count as one."
+                fix = (
+                    "On one host, strategy.groups=[[0,1],[2,3]] would name the ranks that count as one host."
+                )
                 names = ", ".join(device.id for device in devices)
-                accepted = f"ddp or local_sgd where all devices ({names}) are on one host"
+                accepted = f"ddp or local_sgd if all devices ({names}) are on one host"
                 problems.append(must_be("strategy", accepted, self.name, fix))
             return problems
         if len(groups) < 2 or any(not group for group in groups):

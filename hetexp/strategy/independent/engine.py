@@ -1,4 +1,4 @@
-"""What a rank does under independent training: it trains and saves a model of its own."""
+"""The engine of independent training: each rank trains and saves a model of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetexp.strategy.local_sgd.outer import give_weights
 from hetexp.strategy.local_sgd.own_steps import OwnSteps
 from hetexp.strategy.local_sgd.sync_stats import FIX, explain
 from hetexp.training.engine import StepResult
-from hetexp.training.evaluate import evaluate_alone
+from hetexp.training.evaluate import evaluate_locally
 from hetexp.training.gradient import Gradient
 from hetexp.training.measuring.timer import StepTimer, Totals
 from hetexp.training.model_hooks import conclude, share
@@ -36,12 +36,12 @@ class IndependentSteps(OwnSteps):
         super().__init__()
         self._settings = settings
         self._evaluations: list[dict[str, float]] = []
-        """Of each rank's own model, the last time that they were evaluated."""
+        """The last evaluation of each rank's model."""
 
     _begun = False
-    """Whether the weights are those to train from: all ranks', or this rank's own from a checkpoint."""
+    """Whether the model has its first weights: rank 0's, or this rank's own from a checkpoint."""
     merged: dict[str, Any] | None = None
-    """How the ranks' models were merged (`hetexp.strategy.independent.merging`)."""
+    """The report of the merge (`hetexp.strategy.independent.merging`)."""
 
     @property
     def moves_samples(self) -> bool:
@@ -64,16 +64,18 @@ class IndependentSteps(OwnSteps):
         conclude(self.state, share(self.state, step, gradient.tally, num_samples, among=self.group))
 
     def conclude(self, step: int, result: StepResult, normalizer: LossNormalizer, meter: StepTimer) -> None:
-        """Stop at a gradient that stays not finite: this rank never asks the others.
+        """Stop at a gradient that no smaller loss scale makes finite, without a message to other ranks.
 
         Raises:
             NonFiniteError: `trainer.non_finite` says stop.
         """
         result.synchronised = False
-        state, since = self.state, self.since
-        if since.hopeless_step and state.config.trainer.non_finite == "stop":
+        state, stats = self.state, self.since
+        if stats.hopeless_step and state.config.trainer.non_finite == "stop":
             device = f"{state.plan.devices[state.rank]}"
-            message = explain(since.hopeless_step, since.hopeless_loss, state.rank, device, since.found)
+            message = explain(
+                stats.hopeless_step, stats.hopeless_loss, state.rank, device, stats.samples_found
+            )
             raise NonFiniteError(f"{message} {FIX}")
 
     def forget(self) -> None:
@@ -102,17 +104,17 @@ class IndependentSteps(OwnSteps):
         state = self.state
         if state.eval_data is None:
             return []
-        own = evaluate_alone(state)
+        local = evaluate_locally(state)
         state.communicator.meet()
         names = state.hooks.measures if state.hooks is not None else ()
-        gathered = torch.zeros((state.communicator.world_size, 3 + len(names)), dtype=torch.float64)
-        row = [own["loss"], own["samples"], own.get("accuracy", -1.0), *(own[name] for name in names)]
-        gathered[state.rank] = torch.tensor(row, dtype=torch.float64)
+        table = torch.zeros((state.communicator.world_size, 3 + len(names)), dtype=torch.float64)
+        row = [local["loss"], local["samples"], local.get("accuracy", -1.0), *(local[name] for name in names)]
+        table[state.rank] = torch.tensor(row, dtype=torch.float64)
         return [
             {"loss": loss, "samples": samples}
             | ({"accuracy": accuracy} if accuracy >= 0 else {})
             | dict(zip(names, values, strict=True))
-            for loss, samples, accuracy, *values in state.communicator.all_reduce(gathered).tolist()
+            for loss, samples, accuracy, *values in state.communicator.all_reduce(table).tolist()
         ]
 
     # ------------------------------------------------------------ checkpoints
@@ -123,13 +125,13 @@ class IndependentSteps(OwnSteps):
 
     @property
     def spare_checkpoints(self) -> int:
-        return 1  # all ranks resume from a step that all of them have: one may be behind
+        return 1  # ranks resume from a step that all of them have, and one may be behind
 
     def checkpoint_path(self, step: int) -> str:
         return str(self.state.checkpoints)
 
     def state_extra(self) -> dict[str, Any]:
-        """Return what part of the data the model was trained on."""
+        """Return this rank's part of the data, and its device."""
         state, rank = self.state, self.state.rank
         part = {
             "rank": rank,
@@ -149,7 +151,7 @@ class IndependentSteps(OwnSteps):
         if len(folders) == state.plan.world_size:
             return folders[state.rank]
         accepted = f"a run of as many devices as this one has ({state.plan.world_size})"
-        fix = f"It is of {len(folders)}: hetexp merge makes one model of theirs, which any run goes on from."
+        fix = f"It is of {len(folders)}: hetexp merge makes one model of theirs, from which any run resumes."
         raise CheckpointError(must_be("resume", accepted, str(path), fix))
 
     def restore(self, folder: Path, extra: Mapping[str, Any]) -> None:
@@ -158,7 +160,7 @@ class IndependentSteps(OwnSteps):
             return
         self._begun, self.samples = True, part["samples"]
         if part["share"] != self.state.plan.shares[self.state.rank]:
-            log.warning("resume: the shares are others than before: samples are dealt out again.")
+            log.warning("resume: the shares have changed: samples are dealt out again.")
 
     # ------------------------------------------------------------ the end
 

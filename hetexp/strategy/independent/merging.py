@@ -1,4 +1,4 @@
-"""From models that were trained apart to one, judged beside its parents on the evaluation data."""
+"""Merges models that were trained independently to one, and compares it with them on the evaluation data."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from hetexp.checkpoint.optimizer_state import tensor_names
 from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError
 from hetexp.data.loader import chop, cut
-from hetexp.training.evaluate import evaluate_alone
+from hetexp.training.evaluate import evaluate_locally
 from hetexp.training.model_hooks import conclude
 from hetexp.training.state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 
 RECALIBRATED_SAMPLES = 8192
-"""Training samples, at most, that BatchNorm's statistics are measured on."""
+"""Most training samples for BatchNorm's statistics."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How models are to be merged."""
+class MergeOptions:
+    """How to merge models."""
 
     weights: tuple[float, ...] | None = None
-    """One a parent; `None`: by the samples that each was trained on."""
+    """One a parent; `None`: by the samples of each."""
     soup: Literal["greedy"] | None = None
     batch_norm: Literal["recalibrate", "average"] = "recalibrate"
     lora_scaling: float | None = None
-    """Of all adapters, where the model's layers do not tell it."""
+    """Of all adapters, if the model's layers do not have it."""
     force: bool = False
-    """Whether models may be merged that began from other weights."""
+    """Whether to merge models that began from different weights."""
 
 
 class MergeSettings(Protocol):
-    """What `Independent` is configured with; see there for each option."""
+    """The options of `Independent`; see there for each."""
 
     merge: bool
     soup: Literal["greedy"] | None
@@ -75,46 +75,44 @@ class Merged:
 
 def merge(
     parents: Sequence[Parent],
-    wanted: Wanted,
+    options: MergeOptions,
     state: TrainState | None,
     evaluations: Sequence[dict[str, float]] = (),
 ) -> Merged:
-    """Merge models, and evaluate the result where there is something to evaluate with.
+    """Merge models, and evaluate the result if there is evaluation data.
 
     Args:
-        state: with the model that the parents are of, which then holds the merged one; `None`: nothing is
+        state: with a model of the parents' kind, which then holds the merged one; `None`: nothing is
             evaluated, and running statistics are averaged.
-        evaluations: of the parents, where these are known; else they are found here.
+        evaluations: of the parents; empty: they are evaluated here.
 
     Raises:
-        CheckpointError: the parents are no models of one kind, began from other weights (without `force`),
-            or what is wanted needs more than there is.
+        CheckpointError: the parents are models of different kinds, began from different weights (without
+            `force`), or the options need evaluation data that is missing.
     """
     check_parents(parents)
     foreign = strangers(parents)
-    if foreign is not None and not wanted.force:
-        raise CheckpointError(f"{foreign} `--force` merges them all the same, and tells how that went.")
-    weights = weights_of(parents, wanted.weights)
-    judge = _Judge(parents, weights, wanted, state)
-    found = [dict(one) for one in evaluations]
-    if not found and judge.evaluates:
-        found = [judge.evaluation([index]) for index in range(len(parents))]
+    if foreign is not None and not options.force:
+        raise CheckpointError(f"{foreign} `--force` merges them all the same, and reports the result.")
+    weights = weights_of(parents, options.weights)
+    trials = _Trials(parents, weights, options, state)
+    evaluations = list(evaluations)
+    if not evaluations and trials.evaluates:
+        evaluations = [trials.evaluation([index]) for index in range(len(parents))]
     chosen = list(range(len(parents)))
-    if wanted.soup == "greedy":
-        if not judge.evaluates:
-            raise CheckpointError(
-                "`--soup greedy` needs evaluation data, but the runs have none to judge by."
-            )
-        chosen = greedy_soup([one["loss"] for one in found], lambda some: judge.evaluation(some)["loss"])
-    tensors = judge.tensors(chosen)
-    evaluation = evaluate_alone(state) if state is not None and judge.evaluates else {}
-    part = judge.parts_of(chosen)
-    losses = [one.get("loss") for one in found] or [None] * len(parents)
-    known = [loss for loss in losses if loss is not None]
+    if options.soup == "greedy":
+        if not trials.evaluates:
+            raise CheckpointError("`--soup greedy` needs evaluation data, but the runs have none.")
+        losses = [evaluation["loss"] for evaluation in evaluations]
+        chosen = greedy_soup(losses, lambda some: trials.evaluation(some)["loss"])
+    tensors = trials.tensors(chosen)
+    evaluation = evaluate_locally(state) if state is not None and trials.evaluates else {}
+    parent_losses = [parent.get("loss") for parent in evaluations] or [None] * len(parents)
+    known = [loss for loss in parent_losses if loss is not None]
     worse = evaluation["loss"] > min(known) if evaluation and known else None
     report = {
-        "method": "greedy soup" if wanted.soup else "mean",
-        "weights": part,
+        "method": "greedy soup" if options.soup else "mean",
+        "weights": trials.parts_of(chosen),
         "parents": [
             {
                 "device": parent.name,
@@ -126,29 +124,33 @@ def merge(
                 "seed": parent.state["extra"]["config"]["trainer"]["seed"],
                 "loss": loss,
             }
-            for parent, loss in zip(parents, losses, strict=True)
+            for parent, loss in zip(parents, parent_losses, strict=True)
         ],
         "merged_loss": evaluation.get("loss"),
         "worse_than_best_parent": worse,
-        "batch_norm": judge.batch_norm,
+        "batch_norm": trials.batch_norm,
         "other_start": foreign,
     }
     return Merged(tensors, report, evaluation)
 
 
-class _Judge:
+class _Trials:
     """Makes means of some of the parents, and evaluates them."""
 
     def __init__(
-        self, parents: Sequence[Parent], weights: Sequence[float], wanted: Wanted, state: TrainState | None
+        self,
+        parents: Sequence[Parent],
+        weights: Sequence[float],
+        options: MergeOptions,
+        state: TrainState | None,
     ) -> None:
-        self._parents, self._weights, self._wanted, self._state = parents, weights, wanted, state
+        self._parents, self._weights, self._options, self._state = parents, weights, options, state
         self.evaluates = state is not None and state.eval_data is not None
         self.batch_norm: str | None = None
-        """What became of running statistics, `None` where there are none."""
+        """How running statistics were merged, `None` if the model has none."""
         self._scalings = lora_scalings(state.model) if state is not None else {}
-        if wanted.lora_scaling is not None:
-            self._scalings = dict.fromkeys(adapter_names(parents[0].tensors), wanted.lora_scaling)
+        if options.lora_scaling is not None:
+            self._scalings = dict.fromkeys(adapter_names(parents[0].tensors), options.lora_scaling)
 
     def parts_of(self, chosen: Sequence[int]) -> list[float]:
         """Return each parent's weight in the mean of some of them; 0 for the others."""
@@ -179,22 +181,22 @@ class _Judge:
         if not _norms(self._state.model):
             return merged
         self.batch_norm = "averaged"
-        if self._wanted.batch_norm == "recalibrate" and len(chosen) > 1:
+        if self._options.batch_norm == "recalibrate" and len(chosen) > 1:
             recalibrate(self._state)
             self.batch_norm = "recalibrated"
         return {name: value.detach().cpu() for name, value in pack_model(self._state.model)[0].items()}
 
     def evaluation(self, chosen: Sequence[int]) -> dict[str, float]:
-        """Return what the mean of some of the parents makes of the evaluation data."""
+        """Return the evaluation of the mean of some of the parents."""
         assert self._state is not None
         self.tensors(chosen)
-        return evaluate_alone(self._state)
+        return evaluate_locally(self._state)
 
 
 def recalibrate(state: TrainState) -> None:
     """Measure the running statistics of all BatchNorm layers again, on training data with present weights.
 
-    Each becomes the mean over batches of the training's size; everything else computes as in an evaluation.
+    They become means over batches of the training's size; all other layers are in evaluation mode.
     """
     norms = _norms(state.model)
     before = [norm.momentum for norm in norms]
@@ -218,7 +220,7 @@ def recalibrate(state: TrainState) -> None:
 
 
 def _epoch(state: TrainState) -> list[list[int]]:
-    """Return the global batches of the first epoch: samples in no order of their own."""
+    """Return the indices of the first epoch's global batches, in their random order."""
     position = Progress().position
     batches = []
     while position.epoch == 0:
@@ -228,15 +230,15 @@ def _epoch(state: TrainState) -> list[list[int]]:
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
-    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return [norm for norm in found if norm.running_mean is not None]
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [norm for norm in norms if norm.running_mean is not None]
 
 
 def write_merged(folder: Path, parents: Sequence[Parent], merged: Merged) -> Path:
-    """Write a merged model as a checkpoint of the usual form, and return it.
+    """Write a merged model as a checkpoint of the usual form, and return its folder.
 
-    It stands where its parent with the largest weight stood. The optimizer starts fresh: moments of gradients
-    at other weights are none of these. `state.json` says who took part.
+    Its progress is that of the parent with the largest weight. The optimizer starts without moments, which
+    would be of other weights. `state.json` names the parents.
     """
     weights = merged.report["weights"]
     heaviest = parents[max(range(len(parents)), key=lambda i: (weights[i], -i))]
@@ -265,16 +267,16 @@ def merge_ranks(
         evaluations: of each rank's model; empty if they were not evaluated.
 
     Returns:
-        The merged checkpoint and its evaluation, `None` if they were not merged; and what the summary says.
+        The merged checkpoint and its evaluation, `None` if they were not merged; and the summary's entry.
     """
-    wanted = Wanted(soup=settings.soup, batch_norm=settings.batch_norm)
+    options = MergeOptions(soup=settings.soup, batch_norm=settings.batch_norm)
     name = folder_name(step)
     read = [read_parent(rank_folder(state.checkpoints, rank) / name) for rank in range(state.plan.world_size)]
     # A device without a share has trained nothing.
-    taking_part = [rank for rank, parent in enumerate(read) if parent.samples]
-    parents = [read[rank] for rank in taking_part]
+    trained = [rank for rank, parent in enumerate(read) if parent.samples]
+    parents = [read[rank] for rank in trained]
     try:
-        merged = merge(parents, wanted, state, [evaluations[rank] for rank in taking_part if evaluations])
+        merged = merge(parents, options, state, [evaluations[rank] for rank in trained if evaluations])
     except CheckpointError as error:
         log.warning("The models were not merged, and stay as they are: %s", error)
         return None, {"error": f"{error}"}

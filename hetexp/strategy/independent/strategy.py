@@ -1,4 +1,4 @@
-"""Each device trains a model of its own on its part of the data; in the end they are merged to one."""
+"""Independent training: each device trains a model on its part of the data; the end merges them."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ class Independent(Unexchanged):
         return ExchangeText("models, merged to one", "after the last step") if self.merge else None
 
     def ignores_commands(self) -> str:
-        return f"strategy={self.name} has no step at whose end all its devices meet."
+        return f"strategy={self.name} has no step at whose end all its devices exchange data."
 
     def refuses_restart(self) -> str:
-        return f"strategy={self.name} trains a model on each device, of which one is lost."
+        return f"strategy={self.name} trains a model on each device, and one of them is lost."
 
     def resumes_ranks(self, path: Path) -> bool:
         return bool(rank_folders(path))

@@ -1,8 +1,8 @@
-"""What differs from rank to rank under `local_sgd`, in one file a rank of a checkpoint.
+"""Each rank's own state under `local_sgd`, in one file a rank of a checkpoint.
 
-A checkpoint holds the synced model and rank 0's optimizer, as any other. To go on to the bit, each rank needs
-its own optimizer's state (`strategy.inner_state=keep`) and what its wire has lost, and all of them the outer
-momentum.
+A checkpoint holds the synced model and rank 0's optimizer, as under any strategy. To go on to the bit, each
+rank also needs its own optimizer's state (`strategy.inner_state=keep`) and the error feedback of its
+compression, and all ranks need the outer momentum.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from hetexp.checkpoint.model_state import first_names, named_parameters
 from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
 from hetexp.strategy.local_sgd.outer import OuterStep
 from hetexp.strategy.local_sgd.settings import LocalSettings
+from hetexp.training.saving.random_states import padded_bytes
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 2**24
-"""Of a rank's state that travel in one message."""
+CHUNK_BYTES = 2**24
+"""Bytes of a rank's state in one message."""
 FEEDBACK, MOMENTUM = "wire/feedback", "outer/momentum"
 
 
@@ -43,28 +44,27 @@ def rank_files(state: TrainState, outer: OuterStep, settings: LocalSettings) -> 
     tensors: dict[str, torch.Tensor] = {}
     packed: dict[str, Any] | None = None
     if settings.inner_state == "keep" and state.rank > 0:
-        found, packed = pack_optimizer(state.optimizer, first_names(state.model))
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in found.items()}
+        moments, packed = pack_optimizer(state.optimizer, first_names(state.model))
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in moments.items()}
     if outer.exchange.feedback is not None:
         tensors[FEEDBACK] = outer.exchange.feedback
     if outer.momentum is not None and state.rank == 0:
         tensors[MOMENTUM] = outer.momentum
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    mine = safetensors.torch.save(copies, {"optimizer": json.dumps(packed)})
-    everyone = _to_first(state, mine)
-    return {file_name(rank): content for rank, content in enumerate(everyone)}
+    contents = _gather_bytes(state, safetensors.torch.save(copies, {"optimizer": json.dumps(packed)}))
+    return {file_name(rank): content for rank, content in enumerate(contents)}
 
 
 def restore_rank(
     state: TrainState, begin: Callable[[], OuterStep], settings: LocalSettings, folder: Path
 ) -> None:
-    """Put this rank's own state back, from a checkpoint whose model and optimizer have been loaded.
+    """Restore this rank's own state from a checkpoint whose model and optimizer have been loaded.
 
-    A checkpoint of other ranks, or of another strategy, has none for it: its optimizer goes on from rank 0's
-    state, and what the wire had lost is lost.
+    A checkpoint of another number of ranks, or of another strategy, has no such state: the optimizer then
+    goes on from rank 0's state, without error feedback.
 
     Args:
-        begin: returns what the ranks hold in common.
+        begin: returns the outer step.
     """
     first = folder / file_name(0)
     if not first.is_file():
@@ -84,31 +84,27 @@ def restore_rank(
             )
         return
     with safe_open(folder / file_name(state.rank), "pt", "cpu") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         packed = json.loads(file.metadata()["optimizer"])
-    if FEEDBACK in found and settings.wire != "float32":
-        outer.exchange.feedback = found[FEEDBACK].clone()
+    if FEEDBACK in tensors and settings.wire != "float32":
+        outer.exchange.feedback = tensors[FEEDBACK].clone()
     if packed is not None and settings.inner_state == "keep":
-        moments = {n.removeprefix("optimizer/"): t for n, t in found.items() if n.startswith("optimizer/")}
+        moments = {n.removeprefix("optimizer/"): t for n, t in tensors.items() if n.startswith("optimizer/")}
         restore_optimizer(moments, packed, state.optimizer, named_parameters(state.model))
 
 
-def _to_first(state: TrainState, mine: bytes) -> list[bytes]:
+def _gather_bytes(state: TrainState, content: bytes) -> list[bytes]:
     """Return every rank's bytes on rank 0, and nothing on the others."""
     communicator, exchange = state.communicator, state.exchange
     if exchange is None:
-        return [mine]
+        return [content]
     home = torch.device("cpu") if exchange.takes_host else state.device
-    sizes = torch.zeros(communicator.world_size, dtype=torch.int64)
-    sizes[communicator.rank] = len(mine)
-    lengths = communicator.all_reduce(sizes).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    everyone: list[list[bytes]] = [[] for _ in lengths]
-    for piece in padded.split(PIECE_BYTES):
-        for rank, part in enumerate(exchange.gather(piece.to(home))):
+    padded, lengths = padded_bytes(communicator, content)
+    contents: list[list[bytes]] = [[] for _ in lengths]
+    for chunk in padded.split(CHUNK_BYTES):
+        for rank, part in enumerate(exchange.gather(chunk.to(home))):
             if communicator.rank == 0:
-                everyone[rank].append(part.cpu().numpy().tobytes())
+                contents[rank].append(part.cpu().numpy().tobytes())
     if communicator.rank:
         return []
-    return [b"".join(pieces)[:length] for pieces, length in zip(everyone, lengths, strict=True)]
+    return [b"".join(chunks)[:length] for chunks, length in zip(contents, lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""What a rank does under local SGD: steps of its own, and now and then a sync with the other ranks."""
+"""The engine of local SGD: steps of each rank alone, and now and then a sync of all ranks."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from hetexp.training.normalizer import LossNormalizer
 
 log = logging.getLogger(__name__)
 
-REHEARSED_SYNCS = 3
+WARMUP_SYNCS = 3
 
 
 class LocalSteps(OwnSteps):
     """One rank's side of `local_sgd`."""
 
     outer: OuterStep | None = None
-    """From the first step on."""
+    """Set from the first step on."""
     _links: Links | None = None
     """Channels of emulated devices."""
     _warned = False
     _round_bytes = 0
-    """That this rank has handed over between syncs."""
+    """Bytes that this rank has sent between syncs."""
 
     def __init__(self, settings: LocalSettings) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LocalSteps(OwnSteps):
         self.synced()
 
     def synced(self) -> OuterStep:
-        """Return what ranks hold in common; the first time they all get the first rank's weights."""
+        """Return the outer step; at the first call all ranks get the weights of rank 0."""
         if self.outer is None:
             state = self.state
             self.outer = OuterStep(state.model, self.settings, state.communicator, self._summation)
@@ -89,7 +89,7 @@ class LocalSteps(OwnSteps):
         conclude(self.state, None)
 
     def conclude(self, step: int, result: StepResult, normalizer: LossNormalizer, meter: StepTimer) -> None:
-        """Sync if it is due; only a sync tells the ranks how many steps were left out.
+        """Sync if it is due; only a sync reports to all ranks how many steps were skipped.
 
         Raises:
             NonFiniteError: see `sync`.
@@ -101,7 +101,7 @@ class LocalSteps(OwnSteps):
         result.synchronised = result.can_save = due
 
     def _due(self, step: int) -> bool:
-        """Return whether the ranks meet after this step (the number of steps done before it)."""
+        """Return whether a sync follows this step (the number of steps done before it)."""
         if step < 0:
             return False
         return (step + 1) % self.settings.sync_every == 0 or step + 1 == self.state.total_steps
@@ -121,57 +121,58 @@ class LocalSteps(OwnSteps):
     # ------------------------------------------------------------ syncs
 
     def sync(self, step: int, loss_scale: LossScale | None, meter: StepTimer) -> int:
-        """Average what the ranks trained since the last sync; all of them call it.
+        """Average the changes of the ranks' weights since the last sync; all ranks call it.
 
         Returns:
-            How many local steps were left out since then, on all ranks together.
+            Number of local steps skipped since then, on all ranks together.
 
         Raises:
             NonFiniteError: on every rank, if one had a gradient that is not finite and `trainer.non_finite`
                 says stop; nothing was averaged.
             PeerLostError: another rank is gone.
         """
-        state, outer, mine = self.state, self.synced(), self.since
+        state, outer, stats = self.state, self.synced(), self.since
         state.backend.pause()
         start = state.backend.mark()
-        rows = self._gathered(loss_scale)
+        rows = self._all_reduce_stats(loss_scale)
         self.since = SyncStats()
         self._agree(rows, loss_scale)
-        self._face_non_finite(rows)
+        self._check_finite(rows)
         total = float(rows[:, 0].sum())
         if total:
-            weight = mine.count / total
+            weight = stats.count / total
             outer.step(weight)
             if self.settings.inner_state == "average":
                 outer.average_moments(state.optimizer, weight)
             elif self.settings.inner_state == "reset":
                 state.optimizer.state.clear()
-            self._conclude_model(outer, step, mine)
+            self._conclude_model(outer, step, stats)
         meter.waited(start, state.backend.mark())
         state.backend.resume()
-        self._rebalance(step, mine, rows[:, _FIXED:])
+        self._rebalance(step, stats, rows[:, _FIXED:])
         return int(rows[:, 1].sum())
 
-    def _gathered(self, loss_scale: LossScale | None) -> torch.Tensor:
-        """Return what each rank reports of its steps since the last sync [ranks, `_FIXED` + steps]."""
-        state, mine = self.state, self.since
+    def _all_reduce_stats(self, loss_scale: LossScale | None) -> torch.Tensor:
+        """Return every rank's report of its steps since the last sync, [ranks, `_FIXED` + steps]."""
+        state, stats = self.state, self.since
         limit = state.microbatch_limits[state.rank]
-        rows = torch.zeros((state.communicator.world_size, _FIXED + len(mine.seconds)), dtype=torch.float64)
+        rows = torch.zeros((state.communicator.world_size, _FIXED + len(stats.seconds)), dtype=torch.float64)
         scale = (loss_scale.value, loss_scale.good_steps) if loss_scale is not None else (0.0, 0)
-        row = [mine.count, mine.left_out, mine.hopeless_step, mine.hopeless_loss, *scale, limit or 0]
-        seconds = [own for _, _, own in mine.seconds]
-        rows[state.rank] = torch.tensor([*row, *mine.found.to_row(), *seconds], dtype=torch.float64)
+        row = [stats.count, stats.skipped, stats.hopeless_step, stats.hopeless_loss, *scale, limit or 0]
+        seconds = [seconds for _, _, seconds in stats.seconds]
+        rows[state.rank] = torch.tensor([*row, *stats.samples_found.to_row(), *seconds], dtype=torch.float64)
         return state.communicator.all_reduce(rows)
 
     def _agree(self, rows: torch.Tensor, loss_scale: LossScale | None) -> None:
-        """Take from all ranks' reports their microbatch limits, and the smallest loss scale."""
+        """Set the microbatch limits and the smallest loss scale of all ranks' reports."""
         self.state.microbatch_limits = [int(limit) or None for limit in rows[:, 6].tolist()]
         if loss_scale is not None:
             loss_scale.value = float(rows[:, 4].min())
             smallest = rows[:, 4] == rows[:, 4].min()
             loss_scale.good_steps = int(rows[smallest, 5].min())
 
-    def _face_non_finite(self, rows: torch.Tensor) -> None:
+    def _check_finite(self, rows: torch.Tensor) -> None:
+        """Stop the run, or warn once, if a rank reports a gradient that is not finite."""
         state = self.state
         hopeless = [(rank, row) for rank, row in enumerate(rows.tolist()) if row[2]]
         if not hopeless or state.config.trainer.non_finite == "continue":
@@ -193,25 +194,25 @@ class LocalSteps(OwnSteps):
             log.warning("%s Such steps are left out on that device; later ones are counted only.", sentences)
         self._warned = True
 
-    def _conclude_model(self, outer: OuterStep, step: int, mine: SyncStats) -> None:
-        """Let the model do what it does after a merge; all ranks hold the weights that come of it."""
+    def _conclude_model(self, outer: OuterStep, step: int, stats: SyncStats) -> None:
+        """Call the model's hooks after an average; all ranks then hold the same weights."""
         state = self.state
         if state.hooks is None:
             return
         before = max(step, 0) // self.settings.sync_every * self.settings.sync_every
-        conclude(state, None)  # candidates are judged by the merged weights as they will be
-        tally = mine.tally if mine.tally is not None else no_tally(state)
-        samples = int(state.communicator.all_reduce(torch.tensor([mine.samples])))
+        conclude(state, None)  # so that candidates are scored with the final weights
+        tally = stats.tally if stats.tally is not None else no_tally(state)
+        samples = int(state.communicator.all_reduce(torch.tensor([stats.samples])))
         conclude(state, share(state, step, tally, samples, before))
         outer.hold()
 
-    def _rebalance(self, step: int, mine: SyncStats, seconds: torch.Tensor) -> None:
-        """Judge the steps since the last sync one by one, until one of them asks for another split."""
+    def _rebalance(self, step: int, stats: SyncStats, seconds: torch.Tensor) -> None:
+        """Give the steps since the last sync to the balancer until it decides on another split."""
         state = self.state
-        for position, (number, samples, _) in enumerate(mine.seconds):
+        for position, (number, samples, _) in enumerate(stats.seconds):
             decision = state.balancer.observe(number, samples, seconds[:, position].tolist(), step)
             if state.rank == 0:
-                state.balancer.tell(decision)
+                state.balancer.record(decision)
             if decision is not None and decision.action in ("resplit", "move", "probe"):
                 return
 
@@ -234,8 +235,8 @@ class LocalSteps(OwnSteps):
     def paced_links(self) -> Sequence[PacedLink]:
         return [*super().paced_links, self._neighbours]
 
-    def rehearse_exchange(self) -> None:
-        for _ in range(REHEARSED_SYNCS):
+    def warm_up_exchange(self) -> None:
+        for _ in range(WARMUP_SYNCS):
             self.synced().step(1.0 / self.state.communicator.world_size)
 
     def extra_step_seconds(self) -> float:
@@ -271,5 +272,5 @@ def _travel(links: Links, num_bytes: int) -> float:
 
 
 _FIXED = 7 + WIDTH
-"""Numbers that every rank reports at a sync: count, steps left out, first hopeless step and its loss, loss
-scale and steps since it changed, microbatch limit, the hopeless step's samples; its seconds follow."""
+"""Numbers of a rank's report at a sync: count, skipped steps, first hopeless step and its loss, loss scale
+and steps since it changed, microbatch limit, the hopeless step's samples; seconds of each step follow."""

@@ -1,7 +1,7 @@
-"""From the weights that all ranks held at one sync to those of the next (Douillard et al. 2023, DiLoCo).
+"""The outer optimizer step from the weights of one sync to those of the next (Douillard et al. 2023, DiLoCo).
 
-Everything is computed on the host from the same numbers in the same order: ranks on any devices hold the
-same weights after a sync, to the bit.
+All ranks compute it on the host from the same numbers in the same order, so that they hold the same weights
+after a sync, to the bit.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from hetexp.comm.summation import Summation
 from hetexp.strategy.local_sgd.settings import LocalSettings
 
 COUNTERS = ("num_batches_tracked",)
-"""Integer buffers of which a sync keeps the largest; of others it keeps rank 0's."""
+"""Integer buffers that become the largest of all ranks at a sync; others become rank 0's."""
 
 
 class OuterStep:
-    """Averages what ranks trained apart, and steps against the mean of their changes.
+    """Averages the changes of the ranks' weights, and steps by the mean with an outer SGD.
 
-    What is trained travels; frozen parameters do not. Floating-point buffers (BatchNorm's running statistics)
-    become the ranks' weighted mean; of integer and boolean ones the largest of `COUNTERS` and rank 0's of all
-    others are kept.
+    Only trained parameters travel. Floating-point buffers (BatchNorm's running statistics) become the ranks'
+    weighted mean. Of integer and boolean buffers, `COUNTERS` become the largest, and all others rank 0's.
 
     Args:
         model: the rank's replica, on its device.
@@ -40,38 +39,38 @@ class OuterStep:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [b for b in model.buffers() if b.is_floating_point()]
         self.momentum: torch.Tensor | None = None
-        """Of the outer SGD [trained elements]; `None` before its first step, and without any."""
+        """Of the outer SGD [trained elements]; `None` before its first step, and without momentum."""
         self._synced = self._synced_buffers = torch.empty(0)
         self.hold()
 
     @property
     def sent_bytes(self) -> int:
-        """That this rank has handed over for weights, buffers and moments."""
+        """Bytes that this rank has sent for weights, buffers and moments."""
         return self.exchange.sent_bytes + self._plain.sent_bytes
 
     def hold(self) -> None:
-        """Take the model's present state for the one that all ranks hold."""
+        """Store the model's present state as the one that all ranks hold."""
         self._synced, self._synced_buffers = flat(self._trained), flat(self._buffers)
 
     def step(self, weight: float) -> None:
-        """Put every rank where the outer step leads; all of them call it.
+        """Take the outer step on every rank; all of them call it.
 
         Args:
-            weight: this rank's part of what all ranks trained on since the last sync; they sum to 1.
+            weight: this rank's fraction of all ranks' samples since the last sync; the weights sum to 1.
         """
         change = (self._synced - flat(self._trained)).mul_(weight)
         self._synced -= self._settings.outer_lr * self._looked_ahead(self.exchange.sum_(change))
         put(self._synced, self._trained)
         if self._buffers:
             now = flat(self._buffers)
-            # A constant stays as it is to the bit, an infinite one, too.
+            # Constants, also infinite ones, keep their bits.
             change = torch.where(now == self._synced_buffers, 0.0, self._synced_buffers - now)
             self._synced_buffers = self._synced_buffers - self._plain.sum_(change * weight)
             put(self._synced_buffers, self._buffers)
         self._agree_on_integers()
 
     def _looked_ahead(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what torch's SGD would step against, given this gradient."""
+        """Return the direction of torch's SGD with momentum for this gradient."""
         momentum = self._settings.outer_momentum
         if momentum == 0.0:
             return gradient
@@ -89,42 +88,41 @@ class OuterStep:
         if counters:
             put(self._communicator.all_reduce(flat(counters, torch.int64), "max"), counters)
         if others:
-            mine = flat(others, torch.int64)
-            mine = mine if self._communicator.rank == 0 else torch.zeros_like(mine)
-            put(self._communicator.all_reduce(mine), others)
+            values = flat(others, torch.int64)
+            values = values if self._communicator.rank == 0 else torch.zeros_like(values)
+            put(self._communicator.all_reduce(values), others)
 
     def begin_together(self) -> None:
         """Give every rank the weights and floating-point buffers of rank 0."""
         give_weights(self._model, self.exchange, self._communicator.rank)
 
     def average_moments(self, optimizer: torch.optim.Optimizer, weight: float) -> None:
-        """Average the optimizer's floating-point state over the ranks; of step counters the largest is kept.
+        """Average the optimizer's floating-point state over the ranks; step counters become the largest.
 
         A rank that has taken no step yet has no state, and goes on without.
 
         Raises:
-            RuntimeError: ranks hold different state, which only happens where they train different
-                parameters.
+            RuntimeError: ranks hold different state, which only happens if they train different parameters.
         """
         moments, counters = _moments(optimizer, self._trained)
         sizes = torch.tensor([sum(m.numel() for m in moments), len(counters)], dtype=torch.int64)
         length, number = self._communicator.all_reduce(sizes, "max").tolist()
         if moments and (int(sizes[0]), int(sizes[1])) != (length, number):
             raise RuntimeError(
-                "`strategy.inner_state` must be keep or reset where ranks train different parameters: their "
+                "`strategy.inner_state` must be keep or reset if ranks train different parameters: their "
                 "optimizers hold different state, which has no average."
             )
         if length:
-            mine = flat(moments) * weight if moments else torch.zeros(length, dtype=self._synced.dtype)
-            # Ranks without state take no part in the mean.
+            weighted = flat(moments) * weight if moments else torch.zeros(length, dtype=self._synced.dtype)
+            # Ranks without state do not count in the mean.
             parts = torch.tensor([weight if moments else 0.0], dtype=torch.float64)
             whole = float(self._communicator.all_reduce(parts))
-            mean = self._plain.sum_(mine)
+            mean = self._plain.sum_(weighted)
             if moments and whole:
                 put(mean / whole, moments)
         if number:
-            mine = flat(counters, torch.float64) if counters else torch.zeros(number, dtype=torch.float64)
-            largest = self._communicator.all_reduce(mine, "max")
+            counts = flat(counters, torch.float64) if counters else torch.zeros(number, dtype=torch.float64)
+            largest = self._communicator.all_reduce(counts, "max")
             if counters:
                 put(largest, counters)
 
@@ -134,8 +132,8 @@ def give_weights(model: nn.Module, exchange: Summation, rank: int) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     for tensors in (trained, [b for b in model.buffers() if b.is_floating_point()]):
         if tensors:
-            own = flat(tensors)
-            put(exchange.plain().sum_(own if rank == 0 else torch.zeros_like(own)), tensors)
+            values = flat(tensors)
+            put(exchange.plain().sum_(values if rank == 0 else torch.zeros_like(values)), tensors)
 
 
 def _moments(
@@ -153,16 +151,16 @@ def _moments(
 
 
 def flat(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return all elements in one vector of its own on the host."""
-    found = [tensor.detach().to("cpu", dtype).reshape(-1) for tensor in tensors]
-    return torch.cat(found) if found else torch.empty(0)
+    """Return all elements in one new vector on the host."""
+    parts = [tensor.detach().to("cpu", dtype).reshape(-1) for tensor in tensors]
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
 @torch.no_grad()
 def put(vector: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """Copy the elements of a vector into tensors, wherever and of whatever type these are."""
+    """Copy the elements of a vector into tensors of any device and type."""
     start = 0
     for tensor in tensors:
-        piece = vector[start : start + tensor.numel()]
-        tensor.copy_(piece.view(tensor.shape).to(tensor.dtype))
+        part = vector[start : start + tensor.numel()]
+        tensor.copy_(part.view(tensor.shape).to(tensor.dtype))
         start += tensor.numel()

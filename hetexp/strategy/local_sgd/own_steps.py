@@ -1,4 +1,4 @@
-"""Optimizer steps that each rank takes by itself, with its own samples."""
+"""The base of engines whose ranks each take optimizer steps with their own samples."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ from hetexp.training.gradient import Gradient, take_gradient
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.search import search
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.recovery.oom_recovery import halve_alone, sizes_of, split_by_sizes
+from hetexp.training.recovery.oom_recovery import halve_on_this_rank, sizes_of, split_by_sizes
 from hetexp.training.replica import Replica
 from hetexp.training.step import guarded_step
 
-Piece = tuple[list[Any], list[list[int]]]
+LocalStep = tuple[list[Any], list[list[int]]]
 """The microbatches of a local step, and the places of their samples in the training data."""
 
 
 class OwnSteps(Replica):
-    """Takes a rank's own steps: clipping, loss scale and microbatches are its own matter.
+    """Takes local steps: each rank has its own clipping, loss scale and microbatches.
 
-    The learning rate follows the global step, however many local ones a rank takes in it.
+    The learning rate follows the global steps, however many local steps a rank takes in one.
     """
 
-    asks_after_shortage = False
+    recovers_together = False
 
     def __init__(self) -> None:
         self.since = SyncStats()
+        """Statistics since the last sync."""
         self.samples = 0
-        """That this rank has trained on in the whole run."""
+        """Samples that this rank has trained on in the whole run."""
 
     def loaded_in(self) -> tuple[int, int | None]:
-        return 1, None  # whole: local steps divide the samples themselves
+        return 1, None  # the whole local batch, of which local steps take their parts
 
     # ------------------------------------------------------------ one global step
 
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
         state = self.state
         self.begin()
-        own = LossNormalizer(StepMessage(self.step_group), 1, loss_scale=normalizer.loss_scale)
-        pieces = self._pieces(step, batch)
-        if not pieces:
+        local = LossNormalizer(StepMessage(self.step_group), 1, loss_scale=normalizer.loss_scale)
+        local_steps = self._local_steps(step, batch)
+        if not local_steps:
             state.backend.begin_step(step)
-        results = [self._own_step(step, *piece, own, meter) for piece in pieces]
+        results = [self._local_step(step, *local_step, local, meter) for local_step in local_steps]
         learning_rate = float(state.optimizer.param_groups[0]["lr"])
         restart_schedule(state.schedule, state.schedule.last_epoch + 1)
         meter.samples += batch.local_samples
@@ -69,13 +70,13 @@ class OwnSteps(Replica):
             learning_rate=learning_rate,
             skipped=sum(result.skipped for result in results),
             local_count=count,
-            met=False,
+            communicated=False,
         )
-        self.conclude(step, whole, own, meter)
+        self.conclude(step, whole, local, meter)
         return whole
 
     def begin(self) -> None:
-        """Start from weights that all ranks hold; comes before every step."""
+        """Make sure that the ranks start from the same weights; called before every step."""
 
     @property
     def step_group(self) -> Communicator:
@@ -90,12 +91,12 @@ class OwnSteps(Replica):
         """End a global step, for instance by an exchange with the other ranks; `result` may be changed."""
 
     def took(self, step: int, gradient: Gradient, num_samples: int) -> None:
-        """Follow an update: let the model do what it does between steps."""
+        """Call the model's hooks after an update."""
 
     # ------------------------------------------------------------ one local step
 
-    def _pieces(self, step: int, batch: LocalBatch) -> list[Piece]:
-        """Return what each local step trains on: consecutive pieces of this rank's samples."""
+    def _local_steps(self, step: int, batch: LocalBatch) -> list[LocalStep]:
+        """Return the microbatches of each local step: consecutive parts of this rank's samples."""
         number = self.num_steps(step, batch.global_samples, batch.local_samples)
         if number == 0:
             return []
@@ -105,14 +106,14 @@ class OwnSteps(Replica):
         sizes = [size for of_step in passes for size in of_step]
         microbatches = split_by_sizes(batch.microbatches, sizes)
         places = list(chop([index for indices in batch.indices for index in indices], sizes))
-        pieces, start = [], 0
+        local_steps, start = [], 0
         for of_step in passes:
             end = start + len(of_step)
-            pieces.append((microbatches[start:end], places[start:end]))
+            local_steps.append((microbatches[start:end], places[start:end]))
             start = end
-        return pieces
+        return local_steps
 
-    def _own_step(
+    def _local_step(
         self,
         step: int,
         samples: list[Any],
@@ -120,14 +121,14 @@ class OwnSteps(Replica):
         normalizer: LossNormalizer,
         meter: StepTimer,
     ) -> StepResult:
-        state, since = self.state, self.since
+        state, stats = self.state, self.since
         suspects = list(zip(samples, places, strict=True)) if places[0] else []
         done = guarded_step(state, self, step, samples, normalizer, meter)
         gradient = done.gradient
-        judged = state.config.trainer.non_finite != "continue"
-        if judged and not done.mendable and not since.hopeless_step:
+        checked = state.config.trainer.non_finite != "continue"
+        if checked and not done.recoverable and not stats.hopeless_step:
             of_loss = not math.isfinite(float(gradient.loss_sum))
-            since.found = search(state, suspects, gradient.factor, of_loss)
+            stats.samples_found = search(state, suspects, gradient.factor, of_loss)
         if done.finite and gradient.updates:
             self.took(step, gradient, sum(sizes_of(done.microbatches)))
         return done.result(local_count=normalizer.local_count)
@@ -144,20 +145,20 @@ class OwnSteps(Replica):
     def smaller(self, step: int, microbatches: list[Any], gradient: Gradient) -> list[Any] | None:
         if gradient.shortage is None:
             return None
-        limit = halve_alone(self.state, step, microbatches, gradient.shortage)
+        limit = halve_on_this_rank(self.state, step, microbatches, gradient.shortage)
         return split_by_sizes(
             microbatches, [size for n in sizes_of(microbatches) for size in cut(n, 1, limit)]
         )
 
     def _count(self, step: int, result: StepResult) -> None:
         """Count a local step until the next sync."""
-        since = self.since
+        stats = self.since
         if not result.skipped:
-            since.count += result.local_count
+            stats.count += result.local_count
             return
-        since.left_out += 1
-        if result.beyond_mending and not since.hopeless_step:
-            since.hopeless_step, since.hopeless_loss = step + 1, float(result.loss_sum)
+        stats.skipped += 1
+        if result.unrecoverable and not stats.hopeless_step:
+            stats.hopeless_step, stats.hopeless_loss = step + 1, float(result.loss_sum)
 
     # ------------------------------------------------------------ what is logged and saved
 
@@ -167,8 +168,8 @@ class OwnSteps(Replica):
             f"device/{device.id}/train_loss": loss / count if count else None for device, loss, count in rows
         }
 
-    def checkpoint_bytes(self, own_bytes: int) -> int:
-        return own_bytes * self.state.plan.world_size
+    def checkpoint_bytes(self, local_bytes: int) -> int:
+        return local_bytes * self.state.plan.world_size
 
     def forget(self) -> None:
         self.since, self.samples = SyncStats(), 0

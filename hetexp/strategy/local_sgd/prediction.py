@@ -1,4 +1,4 @@
-"""Rows of strategies whose ranks take optimizer steps of their own: exchanged now and then, or never."""
+"""Predictions of strategies whose ranks take local steps and exchange weights now and then, or never."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hetexp.plan.strategy import Strategy
 
 
 def without_gradients(exchange: Exchange) -> Exchange:
-    """Return what a step under DDP exchanges beside the gradients."""
+    """Return the exchange of a step under DDP without its gradients."""
     return replace(exchange, buckets=(), other_seconds=0.0)
 
 
 def sync_seconds(
     exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec], wire: str = "float32"
 ) -> float:
-    """Return what an average of the weights over these devices takes; nothing hides it.
+    """Return the time of an average of the weights over these devices, which no compute overlaps.
 
     Args:
         exchange: of a step under DDP, whose gradients are as large as the weights.
-        devices: as links see them.
-        wire: what the weights' change travels as; coded on the host.
+        devices: with the facts of their links.
+        wire: compression of the weights' change, on the host.
     """
     num_bytes = sum(size for _, size in exchange.buckets)
     links = links_of(plan, devices, exchange.measured)
@@ -43,10 +43,10 @@ def sync_seconds(
 def rows_of(
     inputs: PredictionInputs, strategy: Strategy, local_steps: Callable[[Sequence[int]], list[int]]
 ) -> list[PredictedRun]:
-    """Return the row of each policy; a step is that of the slowest device, and its part of an exchange.
+    """Return the row of each policy; a step takes as long as the slowest device, and its part of an exchange.
 
     Args:
-        local_steps: samples of each rank → optimizer steps that it takes with them.
+        local_steps: samples of each rank → number of its optimizer steps.
     """
     rows = [_row(inputs, label, policy, strategy, local_steps) for label, policy in inputs.policies.items()]
     best = [row.efficiency for row in rows if row.efficiency is not None and row.measures]
@@ -82,12 +82,12 @@ def _row(
     if inputs.known.complete:
         devices = [inputs.devices[rank] for rank in ranks]
         steps = local_steps(counts)
-        own = [_seconds(d, n, k) for d, n, k in zip(devices, counts, steps, strict=True)]
-        seconds = max(own) + exchange.data_seconds + (exchange.other_seconds if len(ranks) > 1 else 0.0)
+        slowest = max(_seconds(d, n, k) for d, n, k in zip(devices, counts, steps, strict=True))
+        seconds = slowest + exchange.data_seconds + (exchange.other_seconds if len(ranks) > 1 else 0.0)
     return replace(inputs.timed(row, seconds), reasons=reasons, measures=settles)
 
 
 def _seconds(device: DeviceCalibration, samples: int, steps: int) -> float:
-    """Return what so many samples take in so many optimizer steps."""
+    """Return the time of `samples` in `steps` optimizer steps."""
     small, larger = divmod(samples, steps)
     return larger * device.curve.seconds(small + 1) + (steps - larger) * device.curve.seconds(small)

@@ -9,7 +9,7 @@ from hetexp.core.cost.step import Wire
 
 
 class LocalSettings(Protocol):
-    """What `LocalSGD` and strategies like it are configured with; see there for each option."""
+    """The options of `LocalSGD` and strategies like it; see there for each."""
 
     sync_every: int
     local_steps: Literal["equal", "speed"]

@@ -1,4 +1,4 @@
-"""Local SGD: each device takes optimizer steps of its own, and now and then their weights are averaged."""
+"""Local SGD: each device takes its own optimizer steps, and now and then the weights are averaged."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class LocalSGD(Unexchanged):
-    """Exchanges weights every `sync_every` steps, and nothing of the gradients.
+    """Exchanges weights every `sync_every` steps, and no gradients.
 
-    A global step has the samples that it has under any strategy; each rank trains on its slice by itself.
-    At a sync the ranks' weights are averaged by what each trained on since the last one, and an outer SGD
-    steps from the last synced weights against that average (Stich 2019; with AdamW inside and Nesterov
-    momentum outside it is DiLoCo, Douillard et al. 2023).
+    A global step has the same samples as under any strategy; each rank trains on its slice alone. At a sync
+    the ranks' weights are averaged by their samples since the last one, and an outer SGD steps from the last
+    synced weights towards that average (Stich 2019; with AdamW inside and Nesterov momentum outside it is
+    DiLoCo, Douillard et al. 2023).
 
     Args:
         sync_every: steps from one average of the weights to the next. The last step of a run always averages.
@@ -92,7 +92,7 @@ class LocalSGD(Unexchanged):
                 fix = f"Only at a sync do all devices hold one model. Write trainer.{key}={after}."
                 problems.append(must_be(f"trainer.{key}", accepted, steps, fix))
         if self.outer_nesterov and self.outer_momentum == 0:
-            accepted = "above 0 where `strategy.outer_nesterov` is true"
+            accepted = "above 0 if `strategy.outer_nesterov` is true"
             problems.append(must_be("strategy.outer_momentum", accepted, self.outer_momentum))
         if self.local_batch_size is not None and self.local_steps == "equal":
             accepted = "null unless `strategy.local_steps` is speed"
@@ -129,7 +129,7 @@ class LocalSGD(Unexchanged):
         return ExchangeText(what, f"each step in groups, {when} by all" if in_groups else when)
 
     def ignores_commands(self) -> str:
-        return f"strategy={self.name} has no step at whose end all its devices meet."
+        return f"strategy={self.name} has no step at whose end all its devices exchange data."
 
     def _steps_of(self, counts: Sequence[int]) -> list[int]:
         """Return the optimizer steps that each rank takes in a step of the global batch."""

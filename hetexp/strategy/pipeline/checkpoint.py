@@ -1,4 +1,4 @@
-"""The checkpoint of a model that is in stages: the same files as of a whole one, put together on rank 0.
+"""Checkpoints of a model in stages: rank 0 gathers the same files as those of a whole model.
 
 Each tensor comes from the lowest of the ranks that hold it, through the host, one after another.
 """
@@ -29,23 +29,22 @@ from hetexp.training.state import TrainState
 def gather(state: TrainState, cut: Cut, group: dist.ProcessGroup, step: int) -> CheckpointParts | None:
     """Return the whole model and its optimizer on rank 0, `None` elsewhere; all ranks call it.
 
-    A rank that is lost before its part has come is noted beside the checkpoints.
+    If a rank is lost before it has sent its part, a note is written beside the checkpoints.
 
     Args:
         group: of all ranks, through the host.
-        step: that this rank has done; all must have done the same.
+        step: number of steps done, the same on all ranks.
 
     Raises:
-        CheckpointError: something holds a value that cannot be stored, or a stage's part is none of this
-            step.
+        CheckpointError: a value cannot be stored, or a stage's part is of another step.
         PeerLostError: a rank is gone.
     """
-    own_model, own_optimizer, packed = pack_part(state, cut)
+    model, optimizer, packed = pack_part(state, cut)
     if state.rank != 0:
-        _send(group, step, own_model, own_optimizer, packed)
+        _send(group, step, model, optimizer, packed)
         return None
-    model, optimizer, described = dict(own_model), dict(own_optimizer), [packed]
-    stages = _parts_of(state, 0, step, len(own_model) + len(own_optimizer))
+    described = [packed]
+    stages = _parts_of(state, 0, step, len(model) + len(optimizer))
     for rank in range(1, state.plan.world_size):
         try:
             of_step, tensors, states, description = _receive(group, rank)
@@ -73,7 +72,7 @@ def gather(state: TrainState, cut: Cut, group: dist.ProcessGroup, step: int) -> 
 
 
 def _parts_of(state: TrainState, rank: int, step: int, num_tensors: int) -> list[StagePart]:
-    """Return what is known of a rank's stages."""
+    """Return the record of a rank's stages."""
     device = state.plan.devices[rank]
     return [
         StagePart(
@@ -91,40 +90,40 @@ def _parts_of(state: TrainState, rank: int, step: int, num_tensors: int) -> list
 
 
 def pack_part(state: TrainState, cut: Cut) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of the model and of the optimizer that this rank gives, and the optimizer's rest."""
+    """Return the tensors of model and optimizer that this rank sends, and the optimizer's other state."""
     tensors_of_model = state.model.state_dict()
     for name, value in tensors_of_model.items():
         if not isinstance(value, Tensor):
             kind = type(value).__name__
             raise CheckpointError(f"The model's '{name}' must be a tensor to be saved, but is {kind}.")
-    gives = {
+    sends = {
         name for name, value in cut.whole.parameters.items() if min(cut.holders[value]) == state.rank
     } | {name for name in cut.whole.buffers if min(cut.holders[name]) == state.rank}
-    model = {cut.saved_as[name]: value for name, value in tensors_of_model.items() if name in gives}
-    own = parameters_by_name(state.model, cut)
-    names: dict[nn.Parameter, str] = {parameter: name for name, parameter in own.items()}
-    mine = [p for group in state.optimizer.param_groups for p in group["params"]]
-    names |= {p: NOTHING for p in mine if p not in names and p.numel() == 0}
+    model = {cut.saved_as[name]: value for name, value in tensors_of_model.items() if name in sends}
+    parameters = parameters_by_name(state.model, cut)
+    names: dict[nn.Parameter, str] = {parameter: name for name, parameter in parameters.items()}
+    optimized = [p for group in state.optimizer.param_groups for p in group["params"]]
+    names |= {p: NOTHING for p in optimized if p not in names and p.numel() == 0}
     tensors, packed = pack_optimizer(state.optimizer, names)
-    packed = part_of_optimizer(packed, {name for name in own if name in gives})
+    packed = part_of_optimizer(packed, {name for name in parameters if name in sends})
     kept = tensor_names(packed)
     return model, {name: value for name, value in tensors.items() if name in kept}, packed
 
 
 NOTHING = "nothing"
-"""Name of what an optimizer holds that has nothing to train."""
+"""Name of the empty parameter of a rank without trained parameters."""
 
 
 def load_part(state: TrainState, cut: Cut, folder: Path) -> TrainingState:
-    """Put a checkpoint's optimizer state into this rank's optimizer; its weights are in the model already.
+    """Load a checkpoint's optimizer state into this rank's optimizer; the weights are in the model already.
 
     Raises:
         CheckpointError: it is not of this optimizer.
     """
-    own = parameters_by_name(state.model, cut)
-    if not any(parameter.requires_grad for parameter in own.values()):
+    local = parameters_by_name(state.model, cut)
+    if not any(parameter.requires_grad for parameter in local.values()):
         return load_state(folder)
-    by_any_name = {name: own[first] for name, first in cut.whole.parameters.items() if first in own}
+    by_any_name = {name: local[first] for name, first in cut.whole.parameters.items() if first in local}
     return load_optimizer(folder, state.optimizer, by_any_name)
 
 
@@ -156,17 +155,16 @@ def _receive(
         text = torch.empty(int(length), dtype=torch.uint8)
         dist.recv(text, rank, group=group)
         header = json.loads(bytes(text.tolist()).decode())
-        found: list[dict[str, Tensor]] = []
-        for key in ("model", "optimizer"):
-            found.append({})
+        model: dict[str, Tensor] = {}
+        optimizer: dict[str, Tensor] = {}
+        for key, tensors in (("model", model), ("optimizer", optimizer)):
             for name, shape, dtype in header[key]:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                tensors[name] = tensor = torch.empty(shape, dtype=getattr(torch, dtype))
                 if tensor.numel():
                     dist.recv(_bytes(tensor), rank, group=group)
-                found[-1][name] = tensor
     except RuntimeError as error:
         raise peer_lost(error) from error
-    return header["step"], found[0], found[1], header["packed"]
+    return header["step"], model, optimizer, header["packed"]
 
 
 def _described(tensors: Mapping[str, Tensor]) -> list[tuple[str, list[int], str]]:

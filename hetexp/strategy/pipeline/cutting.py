@@ -1,4 +1,4 @@
-"""What a rank keeps of the model where the strategy cuts it, from the plan and the whole model."""
+"""Cuts the whole model into a rank's stages, by the plan."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from hetexp.model.layered import call_layer
 
 @dataclass
 class Cut:
-    """A rank's part of the model, and what must be known of the rest."""
+    """A rank's part of the model, and facts about the whole one."""
 
     whole: Whole
     stages: tuple[Stage, ...]
     """This rank's, in the order of the pipeline."""
     pieces: tuple[Piece, ...]
-    """One a stage; of the modules that are left of the model."""
+    """One a stage, of this rank's modules."""
     group: tuple[int, ...]
-    """Ranks of this rank's pipeline, rising."""
+    """Ranks of this rank's pipeline, in rising order."""
     num_stages: int
     """Of this rank's pipeline."""
     layouts: dict[int, Layout]
-    """What leaves the layer before the one of this number."""
+    """First layer of a stage → layout of its input."""
     examples: tuple[Any, ...]
-    """A small batch of what goes into each piece, on the host."""
+    """A small batch of each piece's input, on the host."""
     holders: dict[str, tuple[int, ...]]
-    """Of each parameter's first name and each buffer's name the ranks that hold it."""
+    """First name of a parameter, or name of a buffer → the ranks that hold it."""
     saved_as: dict[str, str]
-    """Of each name in the whole model's state the one that a checkpoint keeps."""
+    """Name in the whole model's state → the name that a checkpoint keeps."""
 
     def saved_names(self) -> dict[str, str]:
         """Return the names of the whole model's state that a checkpoint leaves out, with the one kept."""
@@ -47,10 +47,10 @@ class Cut:
 
 
 def cut_model(plan: Plan, rank: int, model: nn.Module, inputs: Any) -> Cut:
-    """Take everything out of the model, in place, that this rank does not compute.
+    """Remove from the model, in place, all layers that this rank does not compute.
 
     Args:
-        model: whole, on the CPU; what is left keeps its names.
+        model: whole, on the CPU; the remaining modules keep their names.
         inputs: a small batch of the training data, of the model's type.
 
     Raises:
@@ -59,24 +59,24 @@ def cut_model(plan: Plan, rank: int, model: nn.Module, inputs: Any) -> Cut:
     whole = whole_of(model)
     stages = tuple(sorted(plan.stages[rank], key=lambda stage: stage.index))
     replica = stages[0].replica
-    of_replica = [stage for own in plan.stages for stage in own if stage.replica == replica]
+    of_replica = [stage for held in plan.stages for stage in held if stage.replica == replica]
     starts = {stage.first_layer for stage in of_replica}
     payloads = trace(model, whole, inputs, starts)
     _, left_out = pack_model(model)
     saved_as = {name: left_out.get(name, name) for name in model.state_dict()}
     num_samples = len(next(iter(_tensors(payloads[0]))))
-    codec = compressor_of(plan.boundary_wire)
+    compressor = compressor_of(plan.boundary_wire)
     ranges = [(stage.first_layer, stage.end_layer) for stage in stages]
-    pieces = tuple(Piece(model, whole.pieces, *one) for one in ranges)
+    pieces = tuple(Piece(model, whole.pieces, *layers) for layers in ranges)
     keep_only(model, whole, ranges)
     return Cut(
         whole=whole,
         stages=stages,
         pieces=pieces,
-        group=tuple(r for r, own in enumerate(plan.stages) if own[0].replica == replica),
+        group=tuple(r for r, held in enumerate(plan.stages) if held[0].replica == replica),
         num_stages=len(of_replica),
         layouts={
-            start: Layout.of(payload, num_samples, whole.pieces.layer_names[start - 1], codec)
+            start: Layout.of(payload, num_samples, whole.pieces.layer_names[start - 1], compressor)
             for start, payload in payloads.items()
             if start
         },
@@ -87,9 +87,9 @@ def cut_model(plan: Plan, rank: int, model: nn.Module, inputs: Any) -> Cut:
 
 
 def trace(model: nn.Module, whole: Whole, inputs: Any, starts: set[int]) -> dict[int, Any]:
-    """Return what goes into the layers of these numbers; into number 0 go the model's inputs.
+    """Return the inputs of the layers `starts`; those of layer 0 are the model's.
 
-    The model and the random numbers are left as they were.
+    The model and the random states are left as they were.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     payloads = {0: inputs}
@@ -107,13 +107,13 @@ def trace(model: nn.Module, whole: Whole, inputs: Any, starts: set[int]) -> dict
 
 
 def holders_of(stages: Sequence[Sequence[Stage]], whole: Whole) -> dict[str, tuple[int, ...]]:
-    """Return the ranks that hold each parameter (by its first name) and each buffer, rising."""
-    found: dict[str, list[int]] = {}
-    for rank, own in enumerate(stages):
-        ranges = [(stage.first_layer, stage.end_layer) for stage in own]
+    """Return the ranks that hold each parameter (by its first name) and each buffer, in rising order."""
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(stages):
+        ranges = [(stage.first_layer, stage.end_layer) for stage in held]
         for name in sorted(whole.parameters_of(ranges) | whole.buffers_of(ranges)):
-            found.setdefault(name, []).append(rank)
-    return {name: tuple(ranks) for name, ranks in found.items()}
+            holders.setdefault(name, []).append(rank)
+    return {name: tuple(ranks) for name, ranks in holders.items()}
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

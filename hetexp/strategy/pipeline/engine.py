@@ -1,4 +1,4 @@
-"""What a rank does in a pipeline: its layers' part of a step, of all samples that its pipeline takes."""
+"""The engine of pipelines: a rank computes its layers for all samples of its pipeline."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from hetexp.training.gradient import Gradient
 from hetexp.training.group import connect
 from hetexp.training.loss import count_of
 from hetexp.training.measuring.timer import StepTimer, Totals
-from hetexp.training.nonfinite.loss_scale import settle
+from hetexp.training.nonfinite.loss_scale import unscale_and_check
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.recovery.oom_recovery import ends_with_shortage, sizes_of
+from hetexp.training.recovery.oom_recovery import fatal_out_of_memory, sizes_of
 from hetexp.training.replica import Replica, gradient_of
 from hetexp.training.state import on_device
 from hetexp.training.step import advance_schedule, guarded_step
@@ -61,7 +61,7 @@ class Stages(Replica):
         return model if any(p.requires_grad for p in model.parameters()) else NothingTrained()
 
     def prepare(self, inputs: Any) -> None:
-        """Do nothing: the device gets the pieces of the model once the group stands."""
+        """Do nothing: the device gets the pieces of the model once the group is formed."""
 
     def join(
         self, plan: Plan, rank: int, store: dist.Store, agree_on_state: Callable[[], None] | None = None
@@ -71,7 +71,7 @@ class Stages(Replica):
         self._attach_pieces()
 
     def _attach_pieces(self) -> None:
-        """Let the device know this rank's pieces of the model, instead of the whole one."""
+        """Attach this rank's pieces of the model to the device."""
         state, cut, stages = self.state, self.cut, []
         for stage, piece, example in zip(cut.stages, cut.pieces, cut.examples, strict=True):
             inputs = state.to_device(example)
@@ -117,8 +117,8 @@ class Stages(Replica):
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
         """Take the step that one device would take with the global batch.
 
-        The rank of a pipeline's last stage multiplies its loss by 1 / N, N being the global count. From there
-        on all gradients are sums: over microbatches, pipelines, and the two ends of a tied weight.
+        The rank of a pipeline's last stage multiplies its loss by 1 / N, with N the global count. All further
+        gradients are sums: over microbatches, pipelines, and the two ends of a tied weight.
         """
         state = self.state
         done = guarded_step(state, self, step, batch.microbatches, normalizer, meter)
@@ -134,18 +134,18 @@ class Stages(Replica):
         normalizer.start(count)
         state.optimizer.zero_grad(set_to_none=True)
         why = "The other ranks of the pipeline cannot do the step again."
-        with ends_with_shortage(state, step, sizes_of(microbatches), why), _bare_shortage():
+        with fatal_out_of_memory(state, step, sizes_of(microbatches), why), _bare_shortage():
             state.backend.begin_step(step)
             factor, global_count = normalizer.factor()
             loss_sum = staging.run(microbatches, factor)
             staging.gradients.sum()
         meter.add(staging.times.busy_seconds[-1], staging.times.step_seconds[-1])
         gradient = Gradient(loss_sum, global_count, factor=factor)
-        judged = state.config.trainer.non_finite != "continue"
+        checked = state.config.trainer.non_finite != "continue"
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-        gradient.finite, norm = settle(gradients, normalizer.loss_scale, judged), None
+        gradient.finite, norm = unscale_and_check(gradients, normalizer.loss_scale, checked), None
         clips = state.config.trainer.clip_norm is not None
-        if judged or normalizer.loss_scale is not None or clips:
+        if checked or normalizer.loss_scale is not None or clips:
             gradient.finite, norm = staging.gradients.agree(gradient.finite, clips)
         if norm is not None:
             gradient.norm = torch.tensor(norm, dtype=state.dtype, device=state.device)
@@ -167,12 +167,12 @@ class Stages(Replica):
         return self.state.plan.shares  # of the work: every rank has all samples of its pipeline
 
     def replicated(self) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
-        """Yield what more than one rank holds: replicas of a layer, both ends of a tied weight."""
+        """Yield the tensors of several ranks: replicas of a layer, and both ends of a tied weight."""
         model, cut = self.state.model, self.cut
-        own, absent = parameters_by_name(model, cut), torch.zeros(())
+        local, absent = parameters_by_name(model, cut), torch.zeros(())
         buffers = dict(model.named_buffers())
         for name in dict.fromkeys(cut.whole.parameters.values()):
-            ranks, parameter = cut.holders[name], own.get(name)
+            ranks, parameter = cut.holders[name], local.get(name)
             if len(ranks) > 1:
                 yield "weight", name, absent if parameter is None else parameter.detach(), ranks
                 if name in cut.whole.trained:
@@ -183,8 +183,8 @@ class Stages(Replica):
 
     # ------------------------------------------------------------ checkpoints
 
-    def checkpoint_bytes(self, own_bytes: int) -> int:
-        return self.staging.sum_once(own_bytes)
+    def checkpoint_bytes(self, local_bytes: int) -> int:
+        return self.staging.sum_once(local_bytes)
 
     def gather(self, step: int) -> CheckpointParts | None:
         return gather(self.state, self.cut, self.staging.all_ranks, step)
@@ -200,7 +200,7 @@ class Stages(Replica):
 
     def start_pacing(self, time_scale: float) -> None:
         super().start_pacing(time_scale)
-        self.staging.times.forget()  # those of a rehearsal
+        self.staging.times.forget()  # those of the warm-up
 
     def work(self) -> Work:
         plan, staging = self.state.plan, self.staging
@@ -212,7 +212,7 @@ class Stages(Replica):
         return self.staging.sent_bytes() + self.staging.gradients.num_bytes
 
     def facts(self) -> dict[str, Any]:
-        """Return what this rank alone knows of its stages; medians over all microbatches of all steps."""
+        """Return the times of this rank's stages: medians over all microbatches of all steps."""
         staging, times = self.staging, self.staging.times
         return {
             "stages": [
@@ -244,8 +244,8 @@ class Stages(Replica):
         """Return the summary's entry of one pipeline, with its stages in order.
 
         `step_s` is the median time of a step's schedule, from the first microbatch to the last gradient,
-        without the exchange between pipelines and the update. `bubble` is the part of it in which a device of
-        the pipeline neither computed nor moved tensors, the mean over its devices.
+        without the exchange between pipelines and the update. `bubble` is the fraction of it in which a
+        device neither computed nor moved tensors, the mean over the pipeline's devices.
         """
         plan = self.state.plan
         ranks = [rank for rank, stages in enumerate(plan.stages) if stages[0].replica == replica]
@@ -267,7 +267,7 @@ class Stages(Replica):
 
 @contextmanager
 def _bare_shortage() -> Iterator[None]:
-    """Raise the error that torch's schedule wraps into one of its own if memory ran out."""
+    """Raise the out-of-memory error itself, which torch's schedule wraps into another one."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Rows of strategies that cut the model: each policy's stages, and what they take."""
+"""Predictions of strategies that cut the model: each policy's stages and their times."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from hetexp.plan.stages.arrange import Arrangement, CutsModels, arrange
 def rows_of(inputs: PredictionInputs, cuts: CutsModels) -> list[PredictedRun]:
     """Return the row of each policy.
 
-    Policies by which the devices are taken to be as fast as by another's get the same stages; they are found
-    once.
+    Policies that assume the same speeds of the devices get the same stages, which are searched once.
     """
     try:
         layers = inputs.layers()
     except ConfigError as error:
         why = " ".join(error.problems)
         return [PredictedRun(label, problem=why) for label in inputs.policies]
-    found: dict[object, Arrangement | str] = {}
+    arrangements: dict[object, Arrangement | str] = {}
     rows = []
     for label, policy in inputs.policies.items():
         try:
@@ -31,12 +30,14 @@ def rows_of(inputs: PredictionInputs, cuts: CutsModels) -> list[PredictedRun]:
             rows.append(PredictedRun(label, problem=f"{inputs.unknown()}: its shares would decide"))
             continue
         key: object = (policy.measures and policy.drop_slower) if settles else shares
-        if key not in found:
+        if key not in arrangements:
             try:
-                found[key] = arrange(inputs.plan, cuts, policy, layers, inputs.known, inputs.checks_memory)
+                arrangements[key] = arrange(
+                    inputs.plan, cuts, policy, layers, inputs.known, inputs.checks_memory
+                )
             except ConfigError as error:
-                found[key] = " ".join(error.problems)
-        arrangement = found[key]
+                arrangements[key] = " ".join(error.problems)
+        arrangement = arrangements[key]
         if isinstance(arrangement, str):
             rows.append(PredictedRun(label, problem=arrangement))
         else:
@@ -47,24 +48,24 @@ def rows_of(inputs: PredictionInputs, cuts: CutsModels) -> list[PredictedRun]:
     return [row.reaching(ceiling) for row in rows]
 
 
-def _row(inputs: PredictionInputs, label: str, found: Arrangement, measures: bool) -> PredictedRun:
-    seconds = found.step_seconds
-    watts = [inputs.watts[rank] for rank in found.ranks]
-    known = None if None in watts else sum(one or 0.0 for one in watts)
+def _row(inputs: PredictionInputs, label: str, arrangement: Arrangement, measures: bool) -> PredictedRun:
+    seconds, ranks = arrangement.step_seconds, arrangement.ranks
+    watts = [inputs.watts[rank] for rank in ranks]
+    total = None if None in watts else sum(w or 0.0 for w in watts)
     joules = None
-    if known is not None and found.bubble is not None and seconds is not None:
-        busy = [one or 0.0 for one in found.busy_seconds]
+    if total is not None and arrangement.bubble is not None and seconds is not None:
+        busy = [s or 0.0 for s in arrangement.busy_seconds]
         joules = sum((w or 0.0) * s for w, s in zip(watts, busy, strict=True)) / inputs.total
     row = PredictedRun(
         label,
-        found.ranks,
-        found.local_batch_sizes,
-        watts=known,
+        ranks,
+        arrangement.local_batch_sizes,
+        watts=total,
         joules_per_sample=joules,
-        memory_bytes=found.memory_bytes if inputs.checks_memory else (None,) * len(found.ranks),
-        reasons=found.reasons,
+        memory_bytes=arrangement.memory_bytes if inputs.checks_memory else (None,) * len(ranks),
+        reasons=arrangement.reasons,
         measures=measures,
-        stages=found.stages,
-        bubble=found.bubble,
+        stages=arrangement.stages,
+        bubble=arrangement.bubble,
     )
     return inputs.timed(row, seconds)

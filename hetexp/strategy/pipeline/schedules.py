@@ -1,6 +1,6 @@
-"""What is to be known of torch's pipeline schedules before torch is there.
+"""Names and limits of torch's pipeline schedules, for planning without torch.
 
-The names and the limits are those of `torch.distributed.pipelining.schedules`.
+They are those of `torch.distributed.pipelining.schedules`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ class Schedule:
 
     name: ScheduleName
     stages_a_rank: int = 1
-    """That it is meant for."""
+    """Least number of stages a rank."""
     more_stages: bool = False
-    """Whether a rank may have more of them."""
+    """Whether a rank may have more stages."""
     returns: bool = False
-    """Whether the stages go through the ranks and back (a V), instead of round and round."""
+    """Whether the stages go through the ranks and back (a V), instead of starting again at the first rank."""
     splits_backward: bool = False
-    """Whether gradients of the weights come later than those of the inputs."""
+    """Whether gradients of the weights are computed later than those of the inputs."""
 
     def rank_of(self, stage: int, num_ranks: int) -> int:
-        """Return which of a pipeline's ranks computes a stage."""
+        """Return the place, among a pipeline's ranks, of the one that computes a stage."""
         turn, place = divmod(stage, num_ranks)
         return num_ranks - 1 - place if self.returns and turn % 2 else place
 
     def stages_problem(self, num_stages: int, num_ranks: int) -> str | None:
-        """Return what the schedule asks of the number of stages instead, `None` where it may be this."""
+        """Return the number of stages that the schedule needs instead, in words; `None` if this one fits."""
         each, rest = divmod(num_stages, num_ranks)
         if rest == 0 and (each == self.stages_a_rank or (self.more_stages and each > self.stages_a_rank)):
             return None
-        wanted = self.stages_a_rank * num_ranks
-        whole = f"a multiple of {num_ranks} from {wanted} on" if self.more_stages else str(wanted)
-        return f"{whole} for schedule {self.name} on {num_ranks} device{'s' if num_ranks > 1 else ''}"
+        least = self.stages_a_rank * num_ranks
+        accepted = f"a multiple of {num_ranks} from {least} on" if self.more_stages else str(least)
+        return f"{accepted} for schedule {self.name} on {num_ranks} device{'s' if num_ranks > 1 else ''}"
 
     def microbatches_problem(self, num_microbatches: int, num_stages: int, num_ranks: int) -> str | None:
-        """Return what is asked of the number of microbatches instead, `None` where it may be this."""
+        """Return the number of microbatches that it needs instead, in words; `None` if this one fits."""
         if self.name in ("1F1B", "DualPipeV") and num_microbatches < num_stages:
             return f"at least the {num_stages} stages for schedule {self.name}"
         if self.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
@@ -54,14 +54,14 @@ class Schedule:
         return None
 
     def num_microbatches(self, num_stages: int, num_ranks: int, num_samples: int) -> int:
-        """Return a sensible number of microbatches: four a stage, no more than there are samples.
+        """Return the default number of microbatches: four a stage, at most one a sample.
 
-        It is what the schedule takes, also where the samples are fewer: then some microbatches are empty.
+        If the schedule needs more microbatches than there are samples, some are empty.
         """
-        wanted = max(1, min(MICROBATCHES_A_STAGE * num_stages, num_samples))
+        number = max(1, min(MICROBATCHES_A_STAGE * num_stages, num_samples))
         if self.stages_a_rank > 1:
-            return max(num_stages, wanted // num_ranks * num_ranks)
-        return max(num_stages, wanted)
+            return max(num_stages, number // num_ranks * num_ranks)
+        return max(num_stages, number)
 
 
 SCHEDULES: dict[str, Schedule] = {

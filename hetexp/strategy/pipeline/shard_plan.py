@@ -1,4 +1,4 @@
-"""What may be wrong with the layers of a pipeline's stages, as a person wrote them."""
+"""Checks the user's layers of a pipeline's stages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ Ranges = Sequence[Sequence[int]]
 
 
 def check_ranges(ranges: Ranges, key: str = "strategy.shard_plan") -> list[str]:
-    """Return what is wrong with ranges of layers whatever the model, one sentence a mistake.
+    """Return the problems of ranges of layers that need no model, one sentence each.
 
     Args:
         key: Hydra key of the list.
     """
     problems = []
-    for position, one in enumerate(ranges):
+    for position, bounds in enumerate(ranges):
         name = f"{key}[{position}]"
-        if len(one) != 2 or any(not isinstance(number, int) or number < 0 for number in one):
-            problems.append(must_be(name, "two numbers of layers, the first one and the end", list(one)))
-        elif one[0] >= one[1]:
-            problems.append(must_be(name, "a range of at least one layer (first < end)", list(one)))
+        if len(bounds) != 2 or any(not isinstance(number, int) or number < 0 for number in bounds):
+            problems.append(must_be(name, "two numbers of layers, the first one and the end", list(bounds)))
+        elif bounds[0] >= bounds[1]:
+            problems.append(must_be(name, "a range of at least one layer (first < end)", list(bounds)))
     if problems or not ranges:
         return problems
     if ranges[0][0] != 0:
+        shown = [list(bounds) for bounds in ranges]
         problems.append(
-            f"`{key}` must start at layer 0, but starts at layer {ranges[0][0]} instead ({_shown(ranges)})."
+            f"`{key}` must start at layer 0, but starts at layer {ranges[0][0]} instead ({shown})."
         )
     for before, after in zip(ranges, ranges[1:], strict=False):
         end, first = before[1], after[0]
@@ -45,7 +46,7 @@ def check_ranges(ranges: Ranges, key: str = "strategy.shard_plan") -> list[str]:
 
 
 def check_layers(ranges: Ranges, layers: Sequence[str], key: str = "strategy.shard_plan") -> list[str]:
-    """Return what is wrong with ranges that `check_ranges` has nothing against for a model of these layers.
+    """Return the problems of ranges without problems of `check_ranges`, for a model of these layers.
 
     Args:
         layers: names of the model's layers.
@@ -67,7 +68,3 @@ def check_layers(ranges: Ranges, layers: Sequence[str], key: str = "strategy.sha
 
 def _layers(first: int, end: int) -> str:
     return f"layer {first}" if end - first == 1 else f"layers {first}–{end - 1}"
-
-
-def _shown(ranges: Ranges) -> str:
-    return str([list(one) for one in ranges])

@@ -1,4 +1,4 @@
-"""Gradients of parameters that several ranks hold: replicas of a layer, and both ends of a tied weight."""
+"""Sums the gradients of parameters on several ranks: replicas of a layer, both ends of a tied weight."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class _Group:
     parameters: list[nn.Parameter]
     exchange: Exchange
     feedback: torch.Tensor | None = None
-    """What the wire has lost of this rank's gradients, to be sent in the next step."""
+    """The error of compressing this rank's gradients, added in the next step."""
 
 
 class SharedGradients:
     """Sums the gradients of each parameter over all ranks that hold it, through the host.
 
-    Ranks hold different sets of parameters with different others: each such set of ranks is a group. A
-    parameter that takes part on none of them keeps no gradient at all, as on one device.
+    A rank may share different parameters with different ranks: each such set of ranks is a group. A parameter
+    that no rank of its group has used keeps no gradient, as on one device.
 
     Args:
-        state: of this rank; all ranks build theirs at the same time.
-        sets: ranks, rising, and what this rank has of the parameters that they hold: on each of these ranks,
-            which make their groups in the same order.
-        counted: the parameters that this rank counts: each has one such rank.
-        store: that all ranks share.
+        state: of this rank; all ranks build their objects at the same time.
+        sets: ranks of a group in rising order, and the parameters that they hold; each of these ranks lists
+            its groups in the same order.
+        counted: the parameters that this rank counts in the norm: each has one such rank.
+        store: shared by all ranks.
     """
 
     def __init__(
@@ -57,34 +57,34 @@ class SharedGradients:
         store: dist.Store,
     ) -> None:
         self._state, self.counted = state, counted
-        self._codec = compressor_of(state.config.comm.wire)
+        self._compressor = compressor_of(state.config.comm.wire)
         self._groups: list[_Group] = []
-        for ranks, mine in sets:
+        for ranks, parameters in sets:
             limit = state.config.comm.timeout_seconds
             exchange = form_subgroup(ranks, state.rank, store, state.plan, state.device, limit)
-            self._groups.append(_Group(ranks, mine, exchange))
+            self._groups.append(_Group(ranks, parameters, exchange))
         self.num_bytes = 0
-        """Handed over in the last step, coded as they travel."""
+        """Sent in the last step, compressed if they are."""
         self.time_scale = 0.0
         self._ratios: list[float] = []
         self._late_seconds = self._modelled_seconds = 0.0
 
     @classmethod
     def of_stages(cls, state: TrainState, cut: Cut, store: dist.Store) -> SharedGradients:
-        """Return those of a model that is cut."""
-        own = parameters_by_name(state.model, cut)
-        trained = {name: p for name, p in own.items() if p.requires_grad}
+        """Return the shared gradients of a model in stages."""
+        local = parameters_by_name(state.model, cut)
+        trained = {name: p for name, p in local.items() if p.requires_grad}
         sets = []
         for ranks in sorted({ranks for ranks in cut.holders.values() if len(ranks) > 1}):
-            mine = [trained[name] for name in sorted(trained) if cut.holders[name] == ranks]
-            if mine:
-                sets.append((ranks, mine))
-        counted = [p for name, p in own.items() if min(cut.holders[name]) == state.rank]
+            parameters = [trained[name] for name in sorted(trained) if cut.holders[name] == ranks]
+            if parameters:
+                sets.append((ranks, parameters))
+        counted = [p for name, p in local.items() if min(cut.holders[name]) == state.rank]
         return cls(state, sets, counted, store)
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """Of each group."""
+        """The exchange of each group."""
         return [group.exchange for group in self._groups]
 
     def sum(self) -> None:
@@ -99,14 +99,14 @@ class SharedGradients:
             flat = self._flat(parameters)
             self._exchange(group, flat)
             start = len(parameters)
-            for parameter, takers in zip(parameters, flat[:start].tolist(), strict=True):
-                if takers:
+            for parameter, users in zip(parameters, flat[:start].tolist(), strict=True):
+                if users:
                     summed = flat[start : start + parameter.numel()].view_as(parameter)
                     parameter.grad = summed.to(parameter.device, copy=True)
                 start += parameter.numel()
 
     def sum_over(self, ranks: tuple[int, ...], vector: torch.Tensor) -> None:
-        """Replace a vector on the host by its sum over the ranks of one of the sets; they all call it.
+        """Replace a vector on the host by its sum over the ranks of one group; all of them call it.
 
         Raises:
             PeerLostError: one of them is gone.
@@ -116,7 +116,7 @@ class SharedGradients:
         self._exchange(group, vector)
 
     def _flat(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return a 1 for each parameter that has a gradient, then all gradients, zero where there is none."""
+        """Return a 1 for each parameter with a gradient, else 0, then all gradients, zeros if missing."""
         size = sum(p.numel() for p in parameters)
         flat = torch.zeros(len(parameters) + size, dtype=self._state.dtype)
         start = len(parameters)
@@ -129,7 +129,7 @@ class SharedGradients:
         return flat
 
     def real_ratio(self) -> float:
-        """Return the median of real ÷ modelled time of an exchange while nothing was delayed yet."""
+        """Return the median of real ÷ modelled time of an exchange before pacing started."""
         return statistics.median(self._ratios) if self._ratios else 0.0
 
     def late_share(self) -> float:
@@ -137,24 +137,23 @@ class SharedGradients:
         return self._late_seconds / self._modelled_seconds if self._modelled_seconds else 0.0
 
     def start(self, time_scale: float) -> None:
-        """Delay every exchange from now on; forget what a rehearsal has lost by compression."""
+        """Delay every exchange from now on; forget the error feedback of the warm-up."""
         self.time_scale = time_scale
         for group in self._groups:
             group.feedback = None
 
     def _exchange(self, group: _Group, flat: torch.Tensor) -> None:
-        """Sum over a group; between emulated devices it takes as long as it would on their links."""
+        """Sum over a group; between emulated devices, take as long as their links would."""
         plan, scale = self._state.plan, self.time_scale
         if not plan.paced:
             self._sum(group, flat)
             return
         links = links_of(plan, [plan.devices[rank] for rank in group.ranks])
-        num_bytes = flat.numel() * flat.element_size()  # they leave the device as they are
+        num_bytes = flat.numel() * flat.element_size()  # uncompressed on the way to the host
         to_host = links.to_host_seconds(group.exchange.rank, num_bytes)
         moment = torch.tensor([time.perf_counter() + to_host * scale], dtype=torch.float64)
-        latest = max(
-            float(one.view(torch.float64)) for one in group.exchange.gather(moment.view(torch.uint8))
-        )
+        moments = group.exchange.gather(moment.view(torch.uint8))
+        latest = max(float(arrival.view(torch.float64)) for arrival in moments)
         met, rest = time.perf_counter(), links.bucket_seconds(num_bytes) + to_host
         self._sum(group, flat)
         now = time.perf_counter()
@@ -168,8 +167,8 @@ class SharedGradients:
             time.sleep(due - now)
 
     def _sum(self, group: _Group, flat: torch.Tensor) -> None:
-        """Really sum over a group. Which parameters take part is sent as it is, whatever the wire."""
-        if self._codec is None:
+        """Sum over a group; only the gradients are compressed, not the flags of used parameters."""
+        if self._compressor is None:
             group.exchange.sum_(flat)
             self.num_bytes += flat.numel() * flat.element_size()
             return
@@ -177,15 +176,15 @@ class SharedGradients:
         if group.feedback is None:
             group.feedback = torch.zeros_like(gradients)
         group.exchange.sum_(flags)
-        group.exchange.sum_coded_(gradients, self._codec, group.feedback)
-        self.num_bytes += flags.numel() * flags.element_size() + self._codec.sent_bytes(len(gradients))
+        group.exchange.sum_coded_(gradients, self._compressor, group.feedback)
+        self.num_bytes += flags.numel() * flags.element_size() + self._compressor.sent_bytes(len(gradients))
 
     def agree(self, finite: bool, wants_norm: bool) -> tuple[bool, float | None]:
-        """Make one decision and one norm of what every rank knows of its own gradients.
+        """Return whether the gradients of all ranks are finite, and the norm of the whole gradient.
 
         Args:
-            finite: whether this rank's are; all ranks skip the step where one rank's are not.
-            wants_norm: whether to compute the norm of the whole gradient, each parameter once.
+            finite: whether this rank's gradients are finite.
+            wants_norm: whether to compute the norm, in which each parameter counts once.
         """
         numbers = torch.zeros(2, dtype=torch.float64)
         numbers[0] = 0.0 if finite else 1.0
@@ -197,5 +196,5 @@ class SharedGradients:
 
 
 def parameters_by_name(model: nn.Module, cut: Cut) -> dict[str, nn.Parameter]:
-    """Return what is left of a model's parameters by the first name that each has in the whole model."""
+    """Return the parameters of this rank's part by the first name that each has in the whole model."""
     return {cut.whole.parameters[name]: p for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""A `shard_plan` that says of each stage on which device it is, on which host, and what it has of the model.
+"""A `shard_plan` that names the device, the host and the layers of each stage.
 
     strategy.shard_plan:
       - {device: "cuda:0", host: one, blocks: 4}     # the next four layers, or
@@ -22,11 +22,11 @@ Entry = Mapping[str, Any]
 WAYS = ("blocks", "layers", "modules")
 KEY = "strategy.shard_plan"
 TO = ".."
-"""Between the first and the last of modules that follow one another."""
+"""Stands between the first and the last of consecutive modules."""
 
 
 def check_entries(entries: Sequence[Entry], devices: Sequence[DeviceSpec], schedule: Schedule) -> list[str]:
-    """Return what is wrong with a plan whatever the model, one sentence a mistake."""
+    """Return the problems of a plan that need no model, one sentence each."""
     problems = [
         problem
         for place, entry in enumerate(entries)
@@ -34,7 +34,7 @@ def check_entries(entries: Sequence[Entry], devices: Sequence[DeviceSpec], sched
     ]
     ways = sorted({way for entry in entries for way in WAYS if way in entry})
     if len(ways) > 1 and not problems:
-        problems.append(f"`{KEY}` must tell all stages in one way, but has {' and '.join(ways)}.")
+        problems.append(f"`{KEY}` must give all stages in one way, but has {' and '.join(ways)}.")
     return problems or _check_places(entries, devices, schedule)
 
 
@@ -44,7 +44,7 @@ def group_of(entries: Sequence[Entry], devices: Sequence[DeviceSpec]) -> list[in
 
 
 def ranges_of(entries: Sequence[Entry]) -> Ranges | None:
-    """Return the layers `[first, end)` of each stage; `None` where only the model's names tell them."""
+    """Return the layers `[first, end)` of each stage; `None` if they depend on the model's names."""
     if any("modules" in entry for entry in entries):
         return None
     if all("layers" in entry for entry in entries):
@@ -57,25 +57,25 @@ def ranges_of(entries: Sequence[Entry]) -> Ranges | None:
 
 
 def ranges_by_name(entries: Sequence[Entry], layers: Sequence[str]) -> Ranges:
-    """Return the layers `[first, end)` of each stage, of a plan with nothing against it."""
-    found = [sorted(_places(entry["modules"], layers)[0]) for entry in entries]
-    return [[places[0], places[-1] + 1] for places in found]
+    """Return the layers `[first, end)` of each stage, of a plan without problems."""
+    stages = [sorted(_places(entry["modules"], layers)[0]) for entry in entries]
+    return [[places[0], places[-1] + 1] for places in stages]
 
 
 def check_names(entries: Sequence[Entry], layers: Sequence[str]) -> list[str]:
-    """Return what is wrong with the modules of a plan for a model of these layers, one sentence a mistake."""
+    """Return the problems of a plan's modules for a model of these layers, one sentence each."""
     problems: list[str] = []
     holders: dict[int, list[int]] = {}
     for stage, entry in enumerate(entries):
         places, unknown = _places(entry["modules"], layers)
         key = f"{KEY}[{stage}].modules"
         for name in unknown:
-            known = f"layers of the model ({layers[0]} to {layers[-1]}), or what several of them begin with"
-            problems.append(must_be(key, known, name, did_you_mean(name, layers).strip()))
+            accepted = f"layers of the model ({layers[0]} to {layers[-1]}), or a prefix of several of them"
+            problems.append(must_be(key, accepted, name, did_you_mean(name, layers).strip()))
         for place in places:
             holders.setdefault(place, []).append(stage)
         if places and sorted(places) != list(range(min(places), max(places) + 1)):
-            gap = next(one for one in range(min(places), max(places)) if one not in places)
+            gap = next(place for place in range(min(places), max(places)) if place not in places)
             problems.append(f"`{key}` must be layers that follow one another, but leaves out {layers[gap]}.")
     for place, name in enumerate(layers):
         stages = sorted(set(holders.get(place, [])))
@@ -86,7 +86,8 @@ def check_names(entries: Sequence[Entry], layers: Sequence[str]) -> list[str]:
     if left_out and not problems:
         names = ", ".join(left_out[:3]) + (", …" if len(left_out) > 3 else "")
         problems.append(f"`{KEY}` must hold all {len(layers)} layers of the model, but leaves out {names}.")
-    firsts = [min(holds) for holds in (_places(one["modules"], layers)[0] for one in entries) if holds]
+    held = (_places(entry["modules"], layers)[0] for entry in entries)
+    firsts = [min(places) for places in held if places]
     if not problems and firsts != sorted(firsts):
         order = f"in the order of the model's layers ({layers[0]} first)"
         problems.append(f"`{KEY}` must have its stages {order}.")
@@ -94,35 +95,35 @@ def check_names(entries: Sequence[Entry], layers: Sequence[str]) -> list[str]:
 
 
 def _places(modules: str | Sequence[str], layers: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Return the numbers of the layers that are meant, and names that mean none."""
+    """Return the numbers of the named layers, and the names of no layer."""
     places: dict[int, None] = {}
     unknown = []
     for text in [modules] if isinstance(modules, str) else modules:
         first, _, last = str(text).partition(TO)
-        ends = [_meant(name, layers) for name in ((first, last) if last else (first,))]
+        ends = [_named(name, layers) for name in ((first, last) if last else (first,))]
         if not all(ends):
-            unknown += [name for name, meant in zip((first, last), ends, strict=False) if not meant]
+            unknown += [name for name, named in zip((first, last), ends, strict=False) if not named]
             continue
         places |= dict.fromkeys(range(ends[0][0], ends[-1][-1] + 1) if last else ends[0])
     return list(places), unknown
 
 
-def _meant(name: str, layers: Sequence[str]) -> list[int]:
-    """Return the layers of a name: that one, or all that are inside of it."""
-    return [place for place, one in enumerate(layers) if one == name or one.startswith(f"{name}.")]
+def _named(name: str, layers: Sequence[str]) -> list[int]:
+    """Return the layer of this name, or all layers inside the module of this name."""
+    return [place for place, layer in enumerate(layers) if layer == name or layer.startswith(f"{name}.")]
 
 
 def _check_form(key: str, entry: Entry) -> list[str]:
-    known = ("device", "host", *WAYS)
+    keys = ("device", "host", *WAYS)
     problems = [
-        f"`{key}` may have {', '.join(known)}, but has `{name}`.{did_you_mean(str(name), known)}"
+        f"`{key}` may have {', '.join(keys)}, but has `{name}`.{did_you_mean(str(name), keys)}"
         for name in entry
-        if name not in known
+        if name not in keys
     ]
     given = [way for way in WAYS if entry.get(way) is not None]
     if len(given) != 1:
-        found = " and ".join(given) or "none of them"
-        return [*problems, f"`{key}` must have one of blocks, layers and modules, but has {found}."]
+        ways = " and ".join(given) or "none of them"
+        return [*problems, f"`{key}` must have one of blocks, layers and modules, but has {ways}."]
     value = entry[given[0]]
     if given[0] == "blocks" and (type(value) is not int or value < 1):
         problems.append(must_be(f"{key}.blocks", "a number of layers, 1 or more", value))
@@ -137,18 +138,18 @@ def _check_form(key: str, entry: Entry) -> list[str]:
 
 def _check_device(place: int, entry: Entry, devices: Sequence[DeviceSpec]) -> list[str]:
     key, name, host = f"{KEY}[{place}].device", entry.get("device"), entry.get("host")
-    found = _ranks(entry, devices)
-    if len(found) == 1 or not devices:
+    ranks = _ranks(entry, devices)
+    if len(ranks) == 1 or not devices:
         return []
     ids = list(dict.fromkeys(device.id for device in devices))
-    if not found and host is not None and name in ids:
+    if not ranks and host is not None and name in ids:
         hosts = ", ".join(sorted({str(device.host) for device in devices if device.id == name}))
         return [must_be(f"{KEY}[{place}].host", f"a host that has {name} ({hosts})", host)]
-    if not found:
+    if not ranks:
         fix = did_you_mean(str(name), ids).strip()
         return [must_be(key, f"one of the run's devices ({', '.join(ids)})", name, fix)]
-    hosts = ", ".join(str(devices[rank].host) for rank in found)
-    return [must_be(f"{KEY}[{place}].host", f"given where several hosts have {name} ({hosts})", host)]
+    hosts = ", ".join(str(devices[rank].host) for rank in ranks)
+    return [must_be(f"{KEY}[{place}].host", f"given if several hosts have {name} ({hosts})", host)]
 
 
 def _ranks(entry: Entry, devices: Sequence[DeviceSpec]) -> list[int]:
@@ -161,21 +162,21 @@ def _ranks(entry: Entry, devices: Sequence[DeviceSpec]) -> list[int]:
 
 
 def _check_places(entries: Sequence[Entry], devices: Sequence[DeviceSpec], schedule: Schedule) -> list[str]:
-    """Return what speaks against the devices that the stages are on."""
+    """Return the problems of the stages' devices."""
     if not devices:
         return []
     group = group_of(entries, devices)
     idle = [str(devices[rank].id) for rank in range(len(devices)) if rank not in group]
     if idle:
-        fix = "Leave out of `hardware.devices` what is to do nothing."
+        fix = "Leave unused devices out of `hardware.devices`."
         return [f"`{KEY}` must use each of the run's devices, but leaves out {', '.join(idle)}. {fix}"]
     wanted = schedule.stages_problem(len(entries), len(group))
     if wanted is not None:
         return [f"`{KEY}` must have one entry a stage, which are {wanted}, but has {len(entries)} instead."]
     problems = []
     for stage, entry in enumerate(entries):
-        own, due = _ranks(entry, devices)[0], group[schedule.rank_of(stage, len(group))]
-        if own != due:
-            accepted = f"{devices[due].id}, where schedule {schedule.name} has stage {stage}"
+        rank, expected = _ranks(entry, devices)[0], group[schedule.rank_of(stage, len(group))]
+        if rank != expected:
+            accepted = f"{devices[expected].id}, to which schedule {schedule.name} assigns stage {stage}"
             problems.append(must_be(f"{KEY}[{stage}].device", accepted, entry["device"]))
     return problems

@@ -1,4 +1,4 @@
-"""What the strategies have in common that cut the model into stages."""
+"""The base of strategies that cut the model into stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Staged(Strategy):
-    """Gives each rank some consecutive layers of the model, of all samples of its pipeline.
+    """Gives each rank consecutive layers of the model, which it computes for all samples of its pipeline.
 
     Args:
         schedule: one of torch's (`torch.distributed.pipelining`).
@@ -51,15 +51,15 @@ class Staged(Strategy):
         """Return the layers of each pipeline's stages; `None`: the planner's choice."""
 
     def groups_on(self, devices: Sequence[DeviceSpec]) -> list[list[int]] | None:
-        """Return the ranks of each pipeline, in the order of its stages, where a plan names devices, too."""
+        """Return the chosen groups, also if `shard_plan` names devices."""
         return self.chosen_groups(len(devices))
 
     def ranges_in(self, layers: Sequence[str]) -> list[Ranges] | None:
-        """Return the layers of each pipeline's stages, where a plan names the model's layers, too."""
+        """Return the chosen ranges, also if `shard_plan` names the model's layers."""
         return self.chosen_ranges()
 
     def check_layers(self, layers: Sequence[str]) -> list[str]:
-        """Return what speaks against the chosen stages for a model of these layers."""
+        """Return the problems of the chosen stages for a model of these layers."""
         chosen = self.chosen_ranges()
         pairs = zip(chosen, self.keys(), strict=True) if chosen is not None else ()
         return [problem for ranges, key in pairs for problem in check_layers(ranges, layers, key)]
@@ -72,7 +72,7 @@ class Staged(Strategy):
         """Return the microbatches of a step of one pipeline.
 
         Args:
-            num_samples: that the pipeline takes of a full global batch.
+            num_samples: of the pipeline in a full global batch.
         """
         if self._num_microbatches is not None:
             return self._num_microbatches
@@ -83,22 +83,20 @@ class Staged(Strategy):
         trainer = config.trainer
         fix = "A pipeline's microbatches are `strategy.num_microbatches`."
         if trainer.accumulate > 1:
-            accepted = f"1 where `strategy` is {self.name}"
+            accepted = f"1 if `strategy` is {self.name}"
             problems.append(must_be("trainer.accumulate", accepted, trainer.accumulate, fix))
         if trainer.microbatch_size is not None:
-            accepted = f"null where `strategy` is {self.name}"
+            accepted = f"null if `strategy` is {self.name}"
             problems.append(must_be("trainer.microbatch_size", accepted, trainer.microbatch_size, fix))
         if self.schedule.splits_backward and trainer.activation_checkpointing:
-            accepted = (
-                f"false where `strategy.schedule` is {self.schedule.name}, which splits the backward pass"
-            )
+            accepted = f"false if `strategy.schedule` is {self.schedule.name}, which splits the backward pass"
             fix = "1F1B and the other schedules that do not split it may compute activations again."
             problems.append(must_be("trainer.activation_checkpointing", accepted, True, fix))
         if self.schedule.splits_backward and any(device.backend == "emulated" for device in devices):
             problems.append(
                 must_be(
                     "strategy.schedule",
-                    "one that computes a backward pass at once where devices are emulated (GPipe, 1F1B, "
+                    "one that computes a backward pass at once if devices are emulated (GPipe, 1F1B, "
                     "Interleaved1F1B, LoopedBFS)",
                     self.schedule.name,
                 )
@@ -106,7 +104,7 @@ class Staged(Strategy):
         return problems
 
     def check_stages(self, groups: Sequence[Sequence[int]]) -> list[str]:
-        """Return what speaks against the chosen ranges and microbatches for pipelines of these ranks."""
+        """Return the problems of the chosen ranges and microbatches for pipelines of these ranks."""
         problems = []
         chosen = self.chosen_ranges()
         for position, group in enumerate(groups):
@@ -114,19 +112,19 @@ class Staged(Strategy):
             if chosen is not None:
                 ranges, key = chosen[position], self.keys()[position]
                 problems += check_ranges(ranges, key)
-                wanted = self.schedule.stages_problem(len(ranges), len(group))
-                if wanted is not None:
+                accepted = self.schedule.stages_problem(len(ranges), len(group))
+                if accepted is not None:
                     problems.append(
-                        f"`{key}` must have one range of layers a stage, which are {wanted}, but has "
+                        f"`{key}` must have one range of layers a stage, which are {accepted}, but has "
                         f"{len(ranges)} instead."
                     )
                     continue
                 num_stages = len(ranges)
             if self._num_microbatches is None:
                 continue
-            wanted = self.schedule.microbatches_problem(self._num_microbatches, num_stages, len(group))
-            if wanted is not None:
-                problem = must_be("strategy.num_microbatches", wanted, self._num_microbatches)
+            accepted = self.schedule.microbatches_problem(self._num_microbatches, num_stages, len(group))
+            if accepted is not None:
+                problem = must_be("strategy.num_microbatches", accepted, self._num_microbatches)
                 problems += [problem] if problem not in problems else []
         return problems
 
@@ -135,10 +133,10 @@ class Staged(Strategy):
         return wire + check_boundary_wire(config) + require_exchange(config, self.name)
 
     def check_model(self, config: Config) -> list[str]:
-        """Return what keeps the model from being cut as the configuration says.
+        """Return why the model cannot be cut as the configuration says.
 
-        To know that, the data set and the model are built. The ranks do the same, and report what a user's
-        own classes raise there.
+        This builds the data set and the model. So do the ranks, which report errors of the user's own
+        classes.
         """
         from hetexp.strategy.pipeline.pieces import layer_names
 
@@ -169,8 +167,8 @@ class Staged(Strategy):
         return ExchangeText(f"gradients of the same layers{coded}", how="gloo, through host memory")
 
     def describe_pipeline(self, num_stages: int, num_ranks: int, num_samples: int) -> str:
-        many = self.num_microbatches(num_stages, num_ranks, num_samples)
-        return f" in {many} microbatches ({self.schedule.name})"
+        number = self.num_microbatches(num_stages, num_ranks, num_samples)
+        return f" in {number} microbatches ({self.schedule.name})"
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         return model  # its pieces are called by the schedule

@@ -1,7 +1,7 @@
-"""A rank's stages at work: torch's schedule, what travels between them, and the gradients that ranks share.
+"""Runs a rank's stages by torch's schedule, with their activations and the gradients that ranks share.
 
-What goes from stage to stage travels through the host (`hetexp.comm.boundary`), so that any vendors mix.
-Microbatches may differ in size and even be empty, as torch sees tensors of one size only.
+Activations travel from stage to stage through the host (`hetexp.comm.boundary`), so that any vendors mix.
+Microbatches may differ in size and even be empty, as torch only sees tensors of one size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOST = torch.device("cpu")
 
 
 class NothingTrained(nn.Module):
-    """Stands for a rank whose layers have no parameter that is trained: an optimizer needs one."""
+    """A module with an empty parameter for the optimizer of a rank without trained parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class NothingTrained(nn.Module):
 
 @dataclass
 class Feed:
-    """The microbatches of the step under way, and what becomes of them."""
+    """The microbatches of the step under way, and the sum of their losses."""
 
     microbatches: list[Any] = field(default_factory=list)
     """`(inputs, targets)` each; `None` for an empty one."""
@@ -51,11 +51,7 @@ class Feed:
 
 
 class StageModule(nn.Module):
-    """What torch's schedule calls: from one tensor on the host to the next, or to the loss.
-
-    Args:
-        received: of the first stage [1], the number of a microbatch; else what the stage before has packed.
-    """
+    """A stage as torch's schedule calls it: from one tensor on the host to the next, or to the loss."""
 
     def __init__(
         self, state: TrainState, cut: Cut, stage: Stage, piece: Piece, feed: Feed, rows: int
@@ -67,12 +63,17 @@ class StageModule(nn.Module):
         self._anchor = torch.zeros((), dtype=state.dtype, requires_grad=True)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Return [capacity] on the host; of the last stage [1], the loss times the factor."""
+        """Return [capacity] on the host; the last stage returns [1], the loss times the factor.
+
+        Args:
+            received: [1], the number of a microbatch, on the first stage; else the packed tensor of the stage
+                before.
+        """
         state, feed, number = self._state, self._feed, number_of(received)
         rows = feed.sizes[number]
         if rows == 0:
-            came = received if received.requires_grad else self._anchor
-            return nothing(came, 0 if self._is_last else number, self._capacity)
+            anchor = received if received.requires_grad else self._anchor
+            return nothing(anchor, 0 if self._is_last else number, self._capacity)
         with state.autocast():
             output = self.piece(self._inputs(received, number, rows))
             if self._is_last:
@@ -96,14 +97,14 @@ class StageModule(nn.Module):
 
 
 def capacity_after(state: TrainState, cut: Cut, stage: Stage, rows: int) -> int:
-    """Return the elements of what leaves a stage for so many samples."""
+    """Return the elements of a stage's packed output for `rows` samples."""
     if stage.index == cut.num_stages - 1:
         return 1
     return cut.layouts[stage.end_layer].capacity(rows, state.dtype)
 
 
 class StageSettings(Protocol):
-    """What a strategy that cuts the model is configured with (`hetexp.strategy.pipeline.staged`)."""
+    """The options of a strategy that cuts the model (`hetexp.strategy.pipeline.staged`)."""
 
     schedule: Schedule
 
@@ -113,11 +114,11 @@ class StageSettings(Protocol):
 
 
 class Staging:
-    """This rank's stages, connected with those of the other ranks; all ranks build theirs at the same time.
+    """This rank's stages, connected with those of the other ranks; all ranks build it at the same time.
 
     Args:
         state: with the model cut and the communicator formed.
-        store: that all ranks share.
+        store: shared by all ranks.
     """
 
     def __init__(self, state: TrainState, cut: Cut, store: dist.Store, settings: StageSettings) -> None:
@@ -133,19 +134,20 @@ class Staging:
         self.times = StageTimes()
         self.feed = Feed()
         self._handed: dict[int, torch.Tensor] = {}
-        """In an evaluation, what a stage gave that the same rank's next stage takes."""
+        """In an evaluation, the packed input of a stage whose stage before is on the same rank."""
         timeout = timedelta(seconds=state.config.comm.timeout_seconds)
         self.all_ranks = dist.new_group(backend="gloo", timeout=timeout)
         """All ranks, through the host."""
-        groups = sorted({tuple(_ranks_of(state, replica)) for replica in _replicas(state)})
-        made = {ranks: dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in groups}
-        self.group = made[cut.group]
+        replicas = range(len(state.plan.replica_batch_sizes))
+        groups = sorted({tuple(_ranks_of(state, replica)) for replica in replicas})
+        formed = {ranks: dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in groups}
+        self.group = formed[cut.group]
         """The ranks of this pipeline, through the host."""
         self.gradients = SharedGradients.of_stages(state, cut, store)
         self._schedule = self._build()
 
     def run(self, microbatches: list[Any], factor: float) -> torch.Tensor:
-        """Do forward and backward of all microbatches; the gradients are this pipeline's own so far.
+        """Run forward and backward of all microbatches; the gradients are then those of this pipeline alone.
 
         Args:
             microbatches: `(inputs, targets)` each; at most `num_microbatches`.
@@ -170,12 +172,12 @@ class Staging:
         return feed.loss_sum
 
     def evaluate(self, inputs: Any, number: int, num_samples: int) -> Any:
-        """Let a batch pass through the pipeline's stages without gradients.
+        """Run a batch through the pipeline's stages without gradients.
 
         Every rank of the pipeline calls it for the same batches in the same order.
 
         Args:
-            inputs: of the model, on the host; only the first stage looks at them.
+            inputs: of the model, on the host; only the first stage reads them.
 
         Returns:
             The model's output on the rank of the last stage, `None` elsewhere.
@@ -210,19 +212,19 @@ class Staging:
             dist.send(packed, after, group=self.group)
         return None
 
-    def sum_once(self, own_bytes: int) -> int:
-        """Return the sum over all ranks of what each has, what several hold counted once; all ranks call it.
+    def sum_once(self, local_bytes: int) -> int:
+        """Return the sum over all ranks, counting parameters of several ranks once; all ranks call it.
 
         Args:
-            own_bytes: of this rank, about as large a part of them for each of its parameters.
+            local_bytes: of this rank's parameters, about the same for each element.
         """
         held = sum(p.numel() for p in self._state.model.parameters())
         counted = sum(p.numel() for p in self.gradients.counted)
-        part = own_bytes * counted / held if held else 0.0
+        part = local_bytes * counted / held if held else 0.0
         return round(float(self._state.communicator.all_reduce(torch.tensor([part], dtype=torch.float64))))
 
     def sent_bytes(self) -> int:
-        """Return what this rank's stages send in a step, forward and backward."""
+        """Return the bytes that this rank's stages send in a step, forward and backward."""
         itemsize = self._state.dtype.itemsize
         sent = 0
         for stage in self.cut.stages:
@@ -240,12 +242,13 @@ class Staging:
         from torch.distributed.pipelining import PipelineStage, schedules
 
         state, cut = self._state, self.cut
-        before = {stage.end_layer: capacity_after(state, cut, stage, self.rows) for stage in self._all()}
+        pipeline = (s for held in state.plan.stages for s in held if s.replica == self.replica)
+        before = {stage.end_layer: capacity_after(state, cut, stage, self.rows) for stage in pipeline}
         stages = []
         for stage, piece in zip(cut.stages, cut.pieces, strict=True):
             module = StageModule(state, cut, stage, piece, self.feed, self.rows)
             takes, gives = before.get(stage.first_layer, 1), capacity_after(state, cut, stage, self.rows)
-            built = PipelineStage(
+            pipeline_stage = PipelineStage(
                 module,
                 stage.index,
                 cut.num_stages,
@@ -254,8 +257,8 @@ class Staging:
                 output_args=_shape(state, gives, True),
                 group=self.group,
             )
-            self.times.watch(built, stage.index, self.feed, state.backend.mark)
-            stages.append(built)
+            self.times.watch(pipeline_stage, stage.index, self.feed, state.backend.mark)
+            stages.append(pipeline_stage)
         schedule = schedules.get_schedule_class(self._settings.schedule.name)
         several = issubclass(schedule, schedules.PipelineScheduleMulti)
         return schedule(
@@ -265,22 +268,18 @@ class Staging:
             scale_grads=False,
         )
 
-    def _all(self) -> list[Stage]:
-        """Return all stages of this pipeline."""
-        return [s for own in self._state.plan.stages for s in own if s.replica == self.replica]
-
 
 class StageTimes:
-    """What the passes of this rank's stages took, and how long the steps were."""
+    """The times of this rank's passes, stage by stage, and of whole steps."""
 
     def __init__(self) -> None:
         self.step_seconds: list[float] = []
         """From the first microbatch to the last gradient, of each step."""
         self.busy_seconds: list[float] = []
-        """Of them, those in which this rank computed or moved tensors between device and host."""
+        """The part of each step in which this rank computed or moved tensors between device and host."""
         self.passes: dict[tuple[int, str], list[float]] = {}
-        """Of each stage and kind of pass (`forward`, `backward`, and `weights` where a schedule splits the
-        backward pass) the seconds of each microbatch."""
+        """Stage and kind of pass (`forward`, `backward`, or `weights` if a schedule splits backward passes)
+        → seconds of each microbatch."""
         self._marks: list[tuple[int, str, int, Any, Any]] = []
 
     def watch(self, stage: Any, index: int, feed: Feed, mark: Callable[[], Any]) -> None:
@@ -301,7 +300,7 @@ class StageTimes:
         return measured
 
     def end_step(self, seconds: float, between: Callable[[Any, Any], float]) -> None:
-        """Read the marks of a step, which the device has passed."""
+        """Read the marks of a step that the device has done."""
         busy = 0.0
         for index, kind, size, start, end in self._marks:
             spent = between(start, end)
@@ -313,12 +312,12 @@ class StageTimes:
         self.busy_seconds.append(busy)
 
     def median(self, index: int, kind: str) -> float | None:
-        """Return the seconds of a pass of a stage, `None` where there was none."""
-        found = self.passes.get((index, kind))
-        return statistics.median(found) if found else None
+        """Return the median seconds of a pass of a stage, `None` without one."""
+        seconds = self.passes.get((index, kind))
+        return statistics.median(seconds) if seconds else None
 
     def forget(self) -> None:
-        """Forget what was measured: it was no training."""
+        """Forget all times: they were of no training."""
         self.step_seconds, self.busy_seconds, self.passes = [], [], {}
 
 
@@ -333,9 +332,5 @@ def _shape(state: TrainState, capacity: int, requires_grad: bool) -> torch.Tenso
     return torch.empty(capacity, dtype=state.dtype, device="meta", requires_grad=requires_grad)
 
 
-def _replicas(state: TrainState) -> range:
-    return range(len(state.plan.replica_batch_sizes))
-
-
 def _ranks_of(state: TrainState, replica: int) -> list[int]:
-    return [rank for rank, own in enumerate(state.plan.stages) if own[0].replica == replica]
+    return [rank for rank, held in enumerate(state.plan.stages) if held[0].replica == replica]

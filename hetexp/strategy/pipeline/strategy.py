@@ -1,4 +1,4 @@
-"""A pipeline: each device has some of the model's layers, and the microbatches of a step pass through all."""
+"""Pipeline parallelism: each device has some of the model's layers; microbatches pass through all."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Pipeline(Staged):
     ) -> None:
         super().__init__(schedule, num_microbatches)
         stages = () if shard_plan == "auto" else shard_plan
-        self._entries = [one for one in stages if isinstance(one, Mapping)]
-        """Of stages that are given with their devices."""
-        ranges = [list(one) for one in stages if not isinstance(one, Mapping)]
+        self._entries = [stage for stage in stages if isinstance(stage, Mapping)]
+        """Stages that are given with their devices."""
+        ranges = [list(stage) for stage in stages if not isinstance(stage, Mapping)]
         self._ranges: Ranges | None = None if shard_plan == "auto" else ranges
 
     def chosen_groups(self, num_devices: int) -> list[list[int]] | None:

@@ -1,4 +1,4 @@
-"""The base of strategies whose ranks exchange gradients in a way of their own, and then step alike."""
+"""The base of strategies with their own exchange of gradients, whose ranks then step alike."""
 
 from hetexp.strategy.synchronous.exchange import GradientExchange
 from hetexp.strategy.synchronous.strategy import Synchronous

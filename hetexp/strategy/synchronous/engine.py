@@ -71,14 +71,16 @@ class SynchronousSteps(DataParallel):
         parts = [p.grad for p in self._trained if p.grad is not None]
         if normalizer.loss_scale is not None:
             normalizer.loss_scale.unscale(parts)
-        bad = gradient.shortage is not None or (state.looks and not all_finite(parts))
+        bad = gradient.shortage is not None or (state.checks_finite and not all_finite(parts))
         gradient.finite = not state.communicator.all_reduce(torch.tensor([float(bad)]), "max")
         if gradient.finite and state.config.debug.exchange:
             world = state.communicator.world_size
             counts = normalizer.local_count, gradient.global_count
             self._ranks = ranks = _Ranks(self._summation, state.rank, world, *counts)
             exchanged = self._exchange(_flat(self._trained), ranks)
-            gradient.finite = not state.looks or all_finite([exchanged])  # a sum of finite parts may overflow
+            gradient.finite = not state.checks_finite or all_finite(
+                [exchanged]
+            )  # a sum of finite parts may overflow
             _put(exchanged, self._trained)
         meter.waited(start, state.backend.mark())
         return gradient

@@ -1,4 +1,4 @@
-"""What a strategy with an exchange of its own may use."""
+"""The collectives for a strategy with an exchange of its own."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
 
 
 class GradientExchange(Protocol):
-    """What a strategy may use while it exchanges the gradients of a step.
+    """Collectives of all ranks during the exchange of one step's gradients.
 
-    Time and bytes are measured, and delayed on emulated devices.
+    Their time and bytes are measured, and delayed on emulated devices.
     """
 
     rank: int
     world_size: int
     local_count: float
-    """Samples or unmasked tokens that this rank's gradient is of."""
+    """Samples or unmasked tokens of this rank's gradient."""
     global_count: float
-    """Those of all ranks."""
+    """Samples or unmasked tokens of all ranks."""
 
     def sum_(self, vector: torch.Tensor) -> torch.Tensor:
         """Replace a vector by its sum over all ranks, the same bits on each of them, and return it.

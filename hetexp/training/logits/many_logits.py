@@ -36,14 +36,14 @@ class ManyLogits(torch.autograd.Function):
             ctx.save_for_backward(rows, targets, sums)
             total: torch.Tensor = losses.sum()
             return total
-        own = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        log_likelihoods = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         counted, places = _places(targets, ignored)
         with _no_autocast(rows.device):
             for part in _parts(rows):
-                chances = torch.log_softmax(rows[part], dim=-1, dtype=torch.float32)
-                own[part] = chances.gather(1, places[part]).squeeze(1)
+                log_probabilities = torch.log_softmax(rows[part], dim=-1, dtype=torch.float32)
+                log_likelihoods[part] = log_probabilities.gather(1, places[part]).squeeze(1)
             ctx.save_for_backward(rows, targets)
-            return -own.where(counted, 0.0).sum()
+            return -log_likelihoods.where(counted, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -54,40 +54,40 @@ class ManyLogits(torch.autograd.Function):
             return kernels.gradient(rows, targets, sums[0], weight, ctx.ignored), None, None
         counted, places = _places(targets, ctx.ignored)
         weights = weight.where(counted, 0.0).unsqueeze(1)
-        found = torch.empty_like(rows)
+        gradient = torch.empty_like(rows)
         for part in _parts(rows):
-            chances = torch.softmax(rows[part], dim=-1, dtype=torch.float32)
-            chances.scatter_add_(1, places[part], chances.new_full((1, 1), -1.0).expand_as(places[part]))
-            torch.mul(chances, weights[part], out=found[part])
-        return found, None, None
+            errors = torch.softmax(rows[part], dim=-1, dtype=torch.float32)
+            errors.scatter_add_(1, places[part], errors.new_full((1, 1), -1.0).expand_as(places[part]))
+            torch.mul(errors, weights[part], out=gradient[part])
+        return gradient, None, None
 
 
 def _places(targets: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which rows count, [rows], and each one's target, [rows, 1]."""
+    """Return which rows count, [rows], and the target of each, [rows, 1]."""
     counted = targets != ignored
     return counted, targets.where(counted, 0).unsqueeze(1)
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep autocast from casting what is read as it is; `meta`, on which memory is estimated, has none."""
+    """Return a context without autocast; the device `meta`, on which memory is estimated, has none."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _parts(rows: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of so many rows that they have about `CHUNK` numbers."""
+    """Yield slices of rows with about `CHUNK` numbers each."""
     step = max(1, CHUNK // rows.shape[1])
     for start in range(0, len(rows), step):
         yield slice(start, start + step)
 
 
 def _kernels(rows: torch.Tensor) -> ModuleType | None:
-    """Return what Triton compiles, where it can for this device."""
+    """Return Triton's kernels, `None` if Triton cannot compile for this device."""
     return _compiled(rows.device) if rows.is_cuda else None
 
 
 @functools.cache
 def _compiled(device: torch.device) -> ModuleType | None:
-    """Try on a row whether Triton, its driver and the C compiler that it needs are all there."""
+    """Return the kernels if one row shows that Triton, its driver and the C compiler it needs all work."""
     try:
         from hetexp.training.logits import triton_logits
 
@@ -96,6 +96,6 @@ def _compiled(device: torch.device) -> ModuleType | None:
         losses, sums = triton_logits.losses(rows, targets, -100)
         triton_logits.gradient(rows, targets, sums, losses.sum(), -100)
     except Exception as error:  # a compiler's, of any class
-        log.info("the loss of many logits takes torch's operations, as Triton does not run: %s", error)
+        log.info("the loss of many logits uses torch's operations, as Triton does not run: %s", error)
         return None
     return triton_logits

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
-"""Logits of a row that a program looks at together."""
+"""Logits of a row that a program reads at once."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -35,7 +35,7 @@ def _losses(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient(  # type: ignore[no-untyped-def]
-    rows, targets, sums, weight, found, columns, ignored, BLOCK: tl.constexpr
+    rows, targets, sums, weight, result, columns, ignored, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     start = row * columns
@@ -45,8 +45,8 @@ def _gradient(  # type: ignore[no-untyped-def]
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
         logits = tl.load(rows + start + at, mask=at < columns).to(tl.float32)
-        chances = tl.exp(logits - sum_) - tl.where(at == target, 1.0, 0.0)
-        tl.store(found + start + at, (chances * factor).to(found.dtype.element_ty), mask=at < columns)
+        errors = tl.exp(logits - sum_) - tl.where(at == target, 1.0, 0.0)
+        tl.store(result + start + at, (errors * factor).to(result.dtype.element_ty), mask=at < columns)
 
 
 def losses(rows: torch.Tensor, targets: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,19 +57,19 @@ def losses(rows: torch.Tensor, targets: torch.Tensor, ignored: int) -> tuple[tor
         targets: [rows] int64; the loss of one that is no class is NaN.
         ignored: the target whose loss is 0.
     """
-    own, sums = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(2))
+    losses, sums = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(2))
     with torch.cuda.device(rows.device):
-        _losses[(len(rows),)](rows, targets, own, sums, rows.shape[1], ignored, BLOCK=BLOCK, num_warps=8)
-    return own, sums
+        _losses[(len(rows),)](rows, targets, losses, sums, rows.shape[1], ignored, BLOCK=BLOCK, num_warps=8)
+    return losses, sums
 
 
 def gradient(
     rows: torch.Tensor, targets: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, ignored: int
 ) -> torch.Tensor:
     """Return the gradient of the sum of losses by the rows, times `weight`, float32 on the device."""
-    found = torch.empty_like(rows)
+    result = torch.empty_like(rows)
     with torch.cuda.device(rows.device):
         _gradient[(len(rows),)](
-            rows, targets, sums, weight, found, rows.shape[1], ignored, BLOCK=BLOCK, num_warps=8
+            rows, targets, sums, weight, result, rows.shape[1], ignored, BLOCK=BLOCK, num_warps=8
         )
-    return found
+    return result

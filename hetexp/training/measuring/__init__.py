@@ -1,1 +1,1 @@
-"""What a run measures or estimates of its devices before it trains."""
+"""Measurements and estimates of a run's devices and model, before and after training."""

@@ -1,9 +1,9 @@
 """Measures each device before a run: its own work at several batch sizes, then a few steps of all together.
 
-Those steps have the split that the sizes tell of, and what each device works in them counts for its curve as
-well: it is measured most often where it will be used. All ranks measure at the same time, as they will train,
-and none waits for another inside what is timed (invariant 4). Weights, optimizer and random states are left
-as they were.
+Those steps use the split that the first curves suggest, and their times are points of the curves as well: so
+each device is measured most often near the size that it will get. All ranks measure at the same time, as they
+will train, and no timed span contains a wait for another rank (invariant 4). Weights, optimizer and random
+states are restored afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset
 
 from hetexp.balancing.fit import fit_curve, median_errors, sizes_to_measure
 from hetexp.balancing.solver import solve
-from hetexp.comm.rendezvous import exchange
+from hetexp.comm.rendezvous import all_gather_json
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.call import call_model
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seconds
@@ -36,28 +36,28 @@ from hetexp.hardware.links import links_of
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.compiled import any_batch_size
 from hetexp.training.measuring.timer import StepTimer
-from hetexp.training.measuring.warmup_calibration import undone
+from hetexp.training.measuring.warmup_calibration import restored_after
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.recovery.oom_recovery import ends_with_shortage
+from hetexp.training.recovery.oom_recovery import fatal_out_of_memory, part_of
 from hetexp.training.state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 
 NUM_SIZES = 7
 FIRST_PASSES = 3
-"""Of the size by which the ranks find their likely shares."""
+"""Passes of the size by which the ranks estimate their shares."""
 LONG_SECONDS, GROWTH = 2.0, 4
-"""No pass should take longer while nothing is known yet; how much larger the next size tried is."""
+"""Longest pass that the search for that size should run, and its factor from one size to the next."""
 PASSES = 2
-"""Of each size on the way up, and again on the way down: one that slows meanwhile does so for all sizes."""
+"""Passes of each size on the way up, and again on the way down: a device that slows does so for all sizes."""
 MOST_PASSES = 16
-"""Of a size, where passes spread."""
+"""Most passes of a size whose times spread."""
 SURE = 0.015
-"""Standard error of a size's median, as a fraction of it, below which it is not measured again."""
+"""A size is not measured again if the relative standard error of its median is below this."""
 LEAST_EXTRA_SECONDS = 1.0
-"""What measuring again may take; or as long as all sizes took before, where that is longer."""
+"""Time for repeated measurements, or the time that all sizes took before if that is longer."""
 MOST_OF_SHARE = 2.0
-"""How far beyond its likely share a device is measured: shares move, and the line goes on from there."""
+"""Largest measured size ÷ the likely share: shares move, and a curve is extrapolated from there."""
 WARM_STEPS, JOINT_STEPS = 3, 8
 SMALL_BYTES, LARGE_BYTES = 2**16, 2**24
 """Messages whose times separate an all-reduce's latency from its rate."""
@@ -71,7 +71,7 @@ class Joint:
     """Median of a step: the first after a rest may take twice as long on a card."""
     data_seconds: float
     """Median of the wait for samples in a step."""
-    own: tuple[float, ...]
+    local_seconds: tuple[float, ...]
     """This rank's own work in each step."""
 
 
@@ -84,18 +84,18 @@ class _Passes:
     backward: list[float]
     """Fraction of each pass that was backward."""
     most: int | None = None
-    """Samples of the largest pass that fits, where the memory did not suffice for more."""
+    """Samples of the largest pass that fits, if memory ran out with more."""
 
 
 def calibrate(state: TrainState, store: dist.Store) -> dict[str, Any]:
-    """Return what was measured, the same on every rank: `devices` and `exchange`, as plain types.
+    """Return the measured `devices` and `exchange` as plain types, the same on every rank.
 
     Times of emulated devices are modelled seconds.
     """
     scale = state.time_scale or 1.0
-    with undone(state):
+    with restored_after(state):
         passes = _measure_passes(state, scale)
-        devices = _exchanged(state, store, "calibration", _fitted(state, passes))
+        devices = _all_gathered(state, store, "calibration", _fitted(state, passes))
         state.microbatch_limits = [
             min((n for n in (limit, device.curve.microbatch_size) if n is not None), default=None)
             for limit, device in zip(state.microbatch_limits, devices, strict=True)
@@ -105,18 +105,18 @@ def calibrate(state: TrainState, store: dist.Store) -> dict[str, Any]:
         split = solve([device.curve for device in devices], state.config.trainer.global_batch_size)
         measured = _measure_exchange(state) if not state.plan.paced else None
         joint = joint_steps(state, split)
-        passes.points += _single_passes(state, split.counts[state.rank], joint.own, scale)
-        devices = _exchanged(state, store, "calibration/joint", _fitted(state, passes))
-        known = _beside_work(state, devices, split, joint, measured, scale)
-    return {"devices": [device.to_dict() for device in devices], "exchange": known.to_dict()}
+        passes.points += _single_passes(state, split.counts[state.rank], joint.local_seconds, scale)
+        devices = _all_gathered(state, store, "calibration/joint", _fitted(state, passes))
+        exchange = _beside_work(state, devices, split, joint, measured, scale)
+    return {"devices": [device.to_dict() for device in devices], "exchange": exchange.to_dict()}
 
 
-def _exchanged(
-    state: TrainState, store: dist.Store, topic: str, mine: DeviceCalibration
+def _all_gathered(
+    state: TrainState, store: dist.Store, topic: str, local: DeviceCalibration
 ) -> list[DeviceCalibration]:
-    """Tell all ranks what this one measured, and return what each of them did."""
+    """Return the calibrations of all ranks, on every rank."""
     limit = state.config.comm.timeout_seconds
-    rows = exchange(store, topic, state.rank, state.plan.world_size, mine.to_dict(), limit)
+    rows = all_gather_json(store, topic, state.rank, state.plan.world_size, local.to_dict(), limit)
     return [DeviceCalibration.from_dict(row) for row in rows]
 
 
@@ -127,7 +127,7 @@ def _measure_passes(state: TrainState, scale: float) -> _Passes:
     batch = _samples(state, total)
     passes = _Passes([], [], [])
     first = _first_size(state, batch, max(1, total // (4 * state.plan.world_size)), scale)
-    # Nobody waits for this rank while it tries sizes: it finds out by itself what fits, and says so.
+    # No other rank waits for this one while it tries sizes, so it may fail and go on.
     while not _time_if_it_fits(state, batch, first, passes, scale, FIRST_PASSES):
         first //= 2
     speeds = torch.zeros(state.plan.world_size, dtype=torch.float64)
@@ -150,13 +150,13 @@ def _measure_passes(state: TrainState, scale: float) -> _Passes:
 
 
 def _first_size(state: TrainState, batch: tuple[Any, Any], most: int, scale: float) -> int:
-    """Return a size up to `most` at which a pass takes this device no long time: it may be a CPU."""
+    """Return a size up to `most` whose pass is short on this device, which may be a CPU."""
     size = 1
     while size < most:
-        tried = _Passes([], [], [])
-        if not _time_if_it_fits(state, batch, size, tried, scale, repetitions=1):
+        trial = _Passes([], [], [])
+        if not _time_if_it_fits(state, batch, size, trial, scale, repetitions=1):
             break
-        if tried.points[0][1] * scale * GROWTH > LONG_SECONDS:
+        if trial.points[0][1] * scale * GROWTH > LONG_SECONDS:
             break
         size = min(size * GROWTH, most)
     return size
@@ -170,7 +170,7 @@ def _measure_more(
     scale: float,
     repetitions: int = PASSES,
 ) -> None:
-    """Time more passes of a size that fitted before; where it no longer does, that is the limit."""
+    """Time more passes of a size that fitted before; if it no longer does, lower the limit."""
     if passes.most is not None and size > passes.most:
         return
     if not _time_if_it_fits(state, batch, size, passes, scale, repetitions, warm=True):
@@ -180,10 +180,10 @@ def _measure_more(
 def _measure_again(
     state: TrainState, batch: tuple[Any, Any], passes: _Passes, scale: float, took_seconds: float
 ) -> None:
-    """Repeat the sizes whose passes spread, in turn, until all are sure or it takes too long.
+    """Repeat the sizes whose passes spread, in turn, until their medians are precise or time is up.
 
     Args:
-        took_seconds: what all sizes took before.
+        took_seconds: time that all sizes took before.
     """
     deadline = time.perf_counter() + max(LEAST_EXTRA_SECONDS, took_seconds)
     while True:
@@ -212,20 +212,20 @@ def _time_if_it_fits(
     repetitions: int = PASSES,
     warm: bool = False,
 ) -> bool:
-    """Time passes of a size; return whether the memory suffices for them.
+    """Time passes of a size; return whether they fit in memory.
 
     Raises:
-        DeviceMemoryError: it does not even suffice for one sample. The launcher then ends all ranks.
+        DeviceMemoryError: not even one sample fits. The launcher then ends all ranks.
     """
     try:
-        with ends_with_shortage(state, -1, [1], "No share fits.") if size == 1 else nullcontext():
+        with fatal_out_of_memory(state, -1, [1], "No share fits.") if size == 1 else nullcontext():
             _time_steps(state, batch, size, passes, scale, repetitions, warm)
         return True
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         log.warning("a pass over %d samples does not fit: %s", size, first_line(error))
-    # Only now the frames are gone that held what the pass had computed.
+    # Only now are the frames freed that held the pass's tensors.
     state.optimizer.zero_grad(set_to_none=True)
     state.backend.release_memory()
     return False
@@ -240,15 +240,14 @@ def _time_steps(
     repetitions: int,
     warm: bool = False,
 ) -> None:
-    """Do steps of one pass each, without exchange, and add their times.
+    """Run steps of one pass each, without exchange, and add their times.
 
-    Where the size is new, one more comes first and is left out: kernels are chosen and memory is taken once
-    for each size.
+    An untimed pass comes first if the size is new: kernels are chosen and memory is allocated once a size.
 
     Args:
-        warm: whether passes of this size were done before.
+        warm: whether passes of this size ran before.
     """
-    inputs, targets = (_first(value, size) for value in batch)
+    inputs, targets = (part_of(value, 0, size) for value in batch)
     backend = state.backend
     marks: list[tuple[Any, Any, Any]] = []
     began = 0.0
@@ -274,7 +273,7 @@ def _time_steps(
     backend.synchronize()
     cycle = (time.perf_counter() - began) / repetitions / scale
     seconds = [backend.seconds_between(start, end) / scale for start, _, end in marks]
-    passes.points += [(size, one) for one in seconds]
+    passes.points += [(size, duration) for duration in seconds]
     passes.updates.append(max(0.0, cycle - statistics.fmean(seconds)))
     passes.backward += [
         backend.seconds_between(middle, end) / backend.seconds_between(start, end)
@@ -283,7 +282,7 @@ def _time_steps(
 
 
 def _output(state: TrainState, inputs: Any) -> Any:
-    """Return what the model makes of inputs on the host, by the passes that training will run."""
+    """Return the model's output for inputs on the host, compiled if training compiles it."""
     moved = state.to_device(inputs)
     if state.compiled is None:
         return call_model(state.model, moved)
@@ -292,15 +291,15 @@ def _output(state: TrainState, inputs: Any) -> Any:
 
 
 def _fitted(state: TrainState, passes: _Passes) -> DeviceCalibration:
-    """Return the curve of a whole step, with the microbatches that the configuration cuts it into."""
+    """Return the curve of a whole step, with the microbatches that the configuration asks for."""
     fit = fit_curve(passes.points)
-    pieces, size, cap = state.config.trainer.accumulate, state.microbatch_size, None
-    if passes.most is not None and pieces > 1:  # as many pieces as the person wants, and no larger ones
-        cap = passes.most * pieces
+    accumulate, size, cap = state.config.trainer.accumulate, state.microbatch_size, None
+    if passes.most is not None and accumulate > 1:  # as many microbatches as the user wants, and no larger
+        cap = passes.most * accumulate
     elif passes.most is not None:
         size = passes.most
     curve = replace(
-        _in_pieces(fit.curve, pieces),
+        _accumulated(fit.curve, accumulate),
         update_seconds=statistics.median(passes.updates),
         microbatch_size=size,
         cap=cap,
@@ -314,28 +313,28 @@ def _fitted(state: TrainState, passes: _Passes) -> DeviceCalibration:
     )
 
 
-def _in_pieces(curve: SpeedCurve, pieces: int) -> SpeedCurve:
-    """Return the curve of a local batch that is always cut into so many passes."""
-    if pieces == 1:
+def _accumulated(curve: SpeedCurve, accumulate: int) -> SpeedCurve:
+    """Return the curve of a local batch in `accumulate` passes, from that of a single pass."""
+    if accumulate == 1:
         return curve
-    kinks = tuple((at * pieces, slope) for at, slope in curve.kinks)
-    return replace(curve, fixed_seconds=curve.fixed_seconds * pieces, kinks=kinks)
+    kinks = tuple((at * accumulate, slope) for at, slope in curve.kinks)
+    return replace(curve, fixed_seconds=curve.fixed_seconds * accumulate, kinks=kinks)
 
 
 def _single_passes(
-    state: TrainState, samples: int, own: Sequence[float], scale: float
+    state: TrainState, samples: int, local_seconds: Sequence[float], scale: float
 ) -> list[tuple[int, float]]:
     """Return the passes of joint steps as points of the curve.
 
     Args:
-        samples: of this rank in each of them.
-        own: real seconds of this rank's own work in each.
+        samples: of this rank in each step.
+        local_seconds: real seconds of this rank's own work in each step.
     """
     sizes = cut(samples, state.config.trainer.accumulate, state.microbatch_size)
     if not sizes:
         return []
     size = max(sizes)  # they differ by at most one sample
-    return [(size, seconds * size / samples / scale) for seconds in own]
+    return [(size, seconds * size / samples / scale) for seconds in local_seconds]
 
 
 def _beside_work(
@@ -346,9 +345,9 @@ def _beside_work(
     measured: Channel | None,
     scale: float,
 ) -> Exchange:
-    """Return what joint steps took beyond the devices' own work, the same on every rank."""
-    agreed = torch.tensor([joint.seconds, joint.data_seconds], dtype=torch.float64)
-    seconds, data = (state.communicator.all_reduce(agreed, "max") / scale).tolist()
+    """Return the time of joint steps beyond the devices' own work, the same on every rank."""
+    slowest = torch.tensor([joint.seconds, joint.data_seconds], dtype=torch.float64)
+    seconds, data = (state.communicator.all_reduce(slowest, "max") / scale).tolist()
     known = Exchange(_buckets(state), measured, data_seconds=data)
     links = links_of(state.plan, measured=measured)
     seen = state.strategy.step_exchange(known, state.plan, state.plan.devices)
@@ -359,9 +358,9 @@ def _beside_work(
 def joint_steps(
     state: TrainState, split: Split, warm_steps: int = WARM_STEPS, steps: int = JOINT_STEPS
 ) -> Joint:
-    """Time training steps with this split, exchange included; full batches only, where there are any.
+    """Time training steps with this split, exchange included; all ranks call it together.
 
-    All ranks call it together. It trains: `undone` takes that back.
+    Batches are full unless the data set is smaller than one. The steps train: see `restored_after`.
     """
     divisor = state.strategy.gradient_divisor(state.communicator.world_size)
     normalizer = LossNormalizer(StepMessage(state.communicator), divisor)
@@ -380,26 +379,28 @@ def joint_steps(
         page_locked=state.backend.copies_page_locked,
     )
     meters: list[StepTimer] = []
-    took: list[float] = []
+    seconds: list[float] = []
     waited: list[float] = []
     for step in range(warm_steps + steps):
         if step in (0, warm_steps):
             _rest(state)
-            meters, took, waited = [], [], []
-        asked = time.perf_counter()
+            meters, seconds, waited = [], [], []
+        began = time.perf_counter()
         batch = next(batches)
-        waited.append(time.perf_counter() - asked)
-        meters.append(StepTimer(state.backend))  # one a step, read at the end: nothing waits for it meanwhile
+        waited.append(time.perf_counter() - began)
+        meters.append(
+            StepTimer(state.backend)
+        )  # one a step, read at the end: so no step waits for the device
         state.engine.step(-1, batch, normalizer, meters[-1])
-        took.append(time.perf_counter() - asked)  # each step waits for the others' counts
+        seconds.append(time.perf_counter() - began)  # each step waits for the others' counts
     batches.close()
     _rest(state)
-    own = tuple(meter.take()[0] for meter in meters)
-    return Joint(statistics.median(took), statistics.median(waited), own)
+    local_seconds = tuple(meter.take()[0] for meter in meters)
+    return Joint(statistics.median(seconds), statistics.median(waited), local_seconds)
 
 
 def _rest(state: TrainState) -> None:
-    """Let all ranks finish what they do, and start again together."""
+    """Wait for the device and for all ranks, and start the device's clock again."""
     state.backend.pause()
     state.backend.synchronize()
     state.communicator.barrier()
@@ -409,7 +410,7 @@ def _rest(state: TrainState) -> None:
 def _measure_exchange(state: TrainState) -> Channel:
     """Return the exchange of gradients as a channel of the cost model: a host's memory, or a ring.
 
-    Of memory it is the latency of a sum, and the rate as between two ranks; of a ring the latency of a round.
+    A channel of memory has the latency of a sum and the rate between two ranks; a ring that of a round.
     """
     assert state.exchange is not None
     seconds = []
@@ -434,7 +435,7 @@ def channel_of(small: float, large: float, ranks: int, shared: bool) -> Channel:
 
     Args:
         ranks: at least two.
-        shared: whether it is memory that they share.
+        shared: whether the ranks exchange through shared memory.
     """
     travelled = Channel(0.0, 1.0, shared).sum_seconds(1.0, ranks)  # for each byte of a rank
     rate = (LARGE_BYTES - SMALL_BYTES) * travelled / max(large - small, 1e-9)
@@ -443,7 +444,7 @@ def channel_of(small: float, large: float, ranks: int, shared: bool) -> Channel:
 
 
 def _buckets(state: TrainState) -> tuple[tuple[float, int], ...]:
-    """Return what leaves this model in a step; the first rank with samples tells all."""
+    """Return the buckets of a step: the fraction of backward done when each leaves, and its bytes."""
     if state.paced is not None and state.paced.buckets:
         return tuple(state.paced.buckets)
     num_bytes = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad)
@@ -457,20 +458,8 @@ def _buckets(state: TrainState) -> tuple[tuple[float, int], ...]:
 
 
 def _samples(state: TrainState, count: int) -> tuple[Any, Any]:
-    """Return so many training samples as one batch on the host; they repeat where there are not as many."""
+    """Return `count` training samples as one batch on the host; they repeat if the data set has fewer."""
     indices = [i % len(state.train_data) for i in range(count)]  # type: ignore[arg-type]
     loader = DataLoader(Subset(state.train_data, indices), batch_size=count)
     inputs, targets = next(iter(loader))
     return inputs, targets
-
-
-def _first(value: Any, count: int) -> Any:
-    """Return the first samples of a batch, whatever it is made of."""
-    if isinstance(value, torch.Tensor):
-        return value[:count]
-    if isinstance(value, dict):
-        return {key: _first(item, count) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_first(item, count) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

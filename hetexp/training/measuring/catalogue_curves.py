@@ -1,8 +1,7 @@
-"""What the catalogue says of a run's devices before anything is measured: counted work ÷ the cards' rates.
+"""Speed curves from the catalogue, before anything is measured: counted work ÷ the cards' rates.
 
 The same figures pace emulated devices (`hetexp.hardware.emulation.emulated.CardTimes`), so a run of such
-devices without hidden deviations takes what is predicted from them. For real cards they are what data sheets
-promise.
+devices without hidden deviations takes the predicted time. For real cards they are the data sheets' rates.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class CountedWork:
     """Of one sample."""
     backward_flops: float
     sample_bytes: int
-    """What one sample's inputs move to the device."""
+    """Bytes of one sample's inputs on the way to the device."""
     weight_bytes: int
-    """Of the parameters that are trained, as they are exchanged."""
+    """Of the trained parameters, as they are exchanged."""
     gradients: tuple[tuple[float, int], ...]
-    """In the order in which backward ends them: fraction of backward that each takes, bytes."""
+    """Each gradient's fraction of backward and bytes, in the order in which backward ends them."""
 
 
 def known_from_catalogue(
@@ -59,8 +58,8 @@ def known_from_catalogue(
     Args:
         devices: one a rank, as `precisions` are.
         built: holds the run's model and a sample.
-        emulated: whether the ranks will count the work of a model on the CPU, as emulated devices do; else
-            it is counted without data. Kernels that torch does not count on the CPU make the difference.
+        emulated: whether the ranks will count the model's work on the CPU, as emulated devices do; otherwise
+            it is counted without data. The counts differ by kernels that torch does not count on the CPU.
     """
     catalogue = load_catalogue(config.hardware.catalogue)
     cards = [card_of(d) if d.backend == "emulated" else catalogue.real(d) for d in devices]
@@ -73,7 +72,7 @@ def known_from_catalogue(
         return nothing
     try:
         work = count(config, built, emulated)
-    except Exception as error:  # a person's own model runs any code
+    except Exception as error:  # the user's own model runs any code
         first_line = str(error).strip().partition("\n")[0]
         return replace(
             nothing, reason=f"the model's work could not be counted ({type(error).__name__}: {first_line})"
@@ -98,7 +97,7 @@ def known_from_catalogue(
 
 
 def exchange_of(config: Config, strategy: Strategy, built: RunMemory, emulated: bool) -> Exchange:
-    """Return what a run exchanges by its model alone; nothing where that could not be built.
+    """Return a run's exchange as its model alone determines it; an empty one if the model cannot be built.
 
     Args:
         built, emulated: as for `known_from_catalogue`.
@@ -107,7 +106,7 @@ def exchange_of(config: Config, strategy: Strategy, built: RunMemory, emulated: 
         return Exchange()
     try:
         return _exchange(count(config, built, emulated), strategy)
-    except Exception:  # a person's own model runs any code
+    except Exception:  # the user's own model runs any code
         return Exchange()
 
 
@@ -138,10 +137,10 @@ def count(config: Config, built: RunMemory, emulated: bool) -> CountedWork:
 def calibration_of(
     card: Card, precision: str, work: CountedWork, trainer: TrainerConfig, slow: float, likely: int
 ) -> DeviceCalibration:
-    """Return the step of a card as the catalogue has it.
+    """Return the calibration of a card by the catalogue's rates.
 
     Args:
-        slow: factor by which the device is made slower than it is.
+        slow: factor by which the device is slowed down.
         likely: local samples for which forward and backward are separated.
     """
     figures = (work.forward_flops, work.backward_flops, UPDATE_PASSES * work.weight_bytes)
@@ -159,9 +158,9 @@ def calibration_of(
 
 
 def in_buckets(gradients: Sequence[tuple[float, int]], cap_bytes: int) -> tuple[tuple[float, int], ...]:
-    """Return what leaves the device as torch's DDP puts gradients together: a bucket ends once it is full.
+    """Return the buckets that torch's DDP makes of gradients: a bucket ends once it is full.
 
-    That is `compute_bucket_assignment_by_size` with one limit: a cap that is given holds for the first, too.
+    As `compute_bucket_assignment_by_size` with one limit: a given cap holds for the first bucket, too.
 
     Args:
         gradients: in the order in which they are ready: fraction of backward, bytes.
@@ -182,10 +181,10 @@ def in_buckets(gradients: Sequence[tuple[float, int]], cap_bytes: int) -> tuple[
 
 
 def _moved(value: Any, model: nn.Module) -> Any:
-    """Return a sample's inputs where the model is, floating-point ones in the weights' type."""
+    """Return a sample's inputs on the model's device, floating-point ones in the weights' type."""
     weight = next(model.parameters())
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(weight.device, weight.dtype if tensor.is_floating_point() else tensor.dtype)
 
-    return tree_map_only(torch.Tensor, one, value)
+    return tree_map_only(torch.Tensor, move, value)

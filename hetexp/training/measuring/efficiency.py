@@ -1,4 +1,4 @@
-"""How near a run came to what its devices do alone, and where the rest of the time went."""
+"""The efficiency of a run: its speed ÷ that of its devices alone, and the causes of the loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hetexp.training.state import TrainState
 def account_for(
     state: TrainState, summary: dict[str, Any], totals: Totals, ranks: Sequence[dict[str, Any]]
 ) -> None:
-    """Add to the summary the exchange's exposed time, and how near the run came to its devices' own speeds.
+    """Add to the summary the exchange's exposed time, and the efficiency by the devices' own speeds.
 
     Args:
-        totals: settled.
-        ranks: what each rank measured (`hetexp.training.measuring.result`).
+        totals: without the warm-up.
+        ranks: each rank's measurements (`hetexp.training.measuring.result`).
     """
     if not totals.steps:
         return
-    # The rank that never waits for another's work waits for the exchange alone.
+    # The slowest rank never waits for another's work, only for the exchange.
     summary["comm"]["exposed_s"] = min(rank["own"]["waited"] for rank in ranks) / totals.steps
     exchanged = [rank["exchanged"] for rank in ranks if rank["exchanged"] is not None]
     summary["comm"]["exchange_s"] = min(exchanged) if len(exchanged) == len(ranks) else None
@@ -41,34 +41,34 @@ def account_for(
 def _by_calibration(
     plan: Plan, summary: dict[str, Any], totals: Totals, counts: Sequence[int], scale: float
 ) -> dict[str, Any]:
-    """Return the fields that say how near the run came to what its devices do alone, as measured before.
+    """Return the summary's fields of efficiency, by the curves measured before the run.
 
     Args:
-        counts: the split, at the end where it followed the devices' speeds.
+        counts: the split; the last one if it followed the devices' speeds.
         scale: real seconds a second of the calibration's clock.
     """
     assert plan.calibration is not None
     predicted = plan.calibration["predicted_step_seconds"]
     full_step = plan.config["trainer"]["global_batch_size"] / summary["samples_per_s"] / scale
-    curves = [DeviceCalibration.from_dict(one).curve for one in plan.calibration["devices"]]
+    curves = [DeviceCalibration.from_dict(device).curve for device in plan.calibration["devices"]]
     data = totals.data_seconds / totals.steps / scale
-    found = account(curves, counts, predicted, predicted, full_step, data)
-    return _fields(found, "calibration", scale) | {"predicted_step_s": predicted * scale}
+    accounted = account(curves, counts, predicted, predicted, full_step, data)
+    return _fields(accounted, "calibration", scale) | {"predicted_step_s": predicted * scale}
 
 
 def _by_own_work(
-    summary: dict[str, Any], totals: Totals, counts: Sequence[int], own: Sequence[dict[str, float]]
+    summary: dict[str, Any], totals: Totals, counts: Sequence[int], ranks: Sequence[dict[str, float]]
 ) -> dict[str, Any]:
-    """Return these fields from each device's own work during the run, where nothing was measured before it.
+    """Return these fields by each device's own work during the run, if nothing was measured before it.
 
-    A device's time is taken to grow with its samples, so that large fixed costs make its own speed look
-    lower than it is. Nothing is reported if a device had no samples, or of a device alone.
+    A device's time is assumed to be proportional to its samples, so large fixed costs make the device look
+    slower than it is. A single device, or one without samples, gives no fields.
     """
-    if len(own) < 2 or not all(one["compute"] > 0 and one["samples"] for one in own):
+    if len(ranks) < 2 or not all(rank["compute"] > 0 and rank["samples"] for rank in ranks):
         return {}
-    # What is more than the least of them is waiting for others and rank 0's log, not the device's own.
-    update = max(min(one["rest"] for one in own), 0.0) / totals.steps
-    curves = [SpeedCurve(0.0, one["compute"] / one["samples"], update_seconds=update) for one in own]
+    # A rank's time beyond the smallest is waiting for others and rank 0's log, not its device's own.
+    update = max(min(rank["rest"] for rank in ranks), 0.0) / totals.steps
+    curves = [SpeedCurve(0.0, rank["compute"] / rank["samples"], update_seconds=update) for rank in ranks]
     full_step = sum(counts) / summary["samples_per_s"]
     slowest = max(curve.seconds(count) for curve, count in zip(curves, counts, strict=True))
     joint = slowest + summary["comm"]["exposed_s"]
@@ -76,12 +76,13 @@ def _by_own_work(
     return _fields(account(curves, counts, joint, joint, full_step, data), "run", 1.0)
 
 
-def _fields(found: Account, source: str, scale: float) -> dict[str, Any]:
+def _fields(accounted: Account, source: str, scale: float) -> dict[str, Any]:
+    solo = accounted.solo_samples_per_second
     return {
-        "solo_samples_per_s": sum(found.solo_samples_per_second) / scale,
+        "solo_samples_per_s": sum(solo) / scale,
         "solo_source": source,
-        "ceiling": found.ceiling if source == "calibration" else None,
-        "efficiency": found.efficiency,
-        "lost_to": found.lost_to,
-        "solo": [one / scale for one in found.solo_samples_per_second],
+        "ceiling": accounted.ceiling if source == "calibration" else None,
+        "efficiency": accounted.efficiency,
+        "lost_to": accounted.lost_to,
+        "solo": [rate / scale for rate in solo],
     }

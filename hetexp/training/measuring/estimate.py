@@ -1,4 +1,4 @@
-"""What memory a run's ranks need, from its configuration and its plan's facts; nothing touches a device."""
+"""Estimates the memory that a run's ranks need, from its configuration and plan; no device is touched."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _Rank = tuple[DeviceSpec, int, str, int | None]
 class RunMemory:
     """Estimates of every rank of a run.
 
-    The data set is built as the ranks build it, its first sample stands for all, and the model is built
-    without memory where it can be. Nothing here raises for a person's own class that does not work: ranks
-    tell that better, and `reason` has the first line.
+    The data set is built as the ranks build it, its first sample stands for all, and the model is built on
+    the meta device if possible. No error of the user's own classes is raised here: `reason` has its first
+    line, and the ranks report it in full.
 
     Args:
         devices: one a rank, as `local_batch_sizes` and `precisions` are.
         local_batch_sizes: each rank's samples of a full global batch.
-        precisions: what each rank computes in (`float32`, `bfloat16`, …).
+        precisions: each rank's (`float32`, `bfloat16`, …).
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class RunMemory:
                 self.sample = next(iter(DataLoader(same_shape(data.train), batch_size=1)))
             self.data_facts = data.facts
             inputs, targets = self.sample
-            self.model = _build(config, data.facts, precisions)
+            model = build_on_meta(config.model, data.facts, config.trainer.activation_checkpointing)
+            self.model = model.to(torch.float64 if "float64" in precisions else torch.float32)
             self._loss = build_loss(config.trainer.loss)
-            self._known = _estimates_of(self._signature())
-        except Exception as error:  # a person's own classes run any code
+            self._cache = _estimates_of(self._signature())
+        except Exception as error:  # the user's own classes run any code
             cause = error.__cause__ or error  # Hydra wraps what a constructor raises
             self.reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
@@ -88,7 +89,7 @@ class RunMemory:
         """Return the estimates of other ranks of the same run; data and model are not built again.
 
         Args:
-            microbatch_sizes: most samples of a pass of each rank, where the configuration does not say it.
+            microbatch_sizes: most samples of a pass of each rank, unless the configuration sets it.
         """
         other = copy.copy(self)
         other.__dict__.pop("estimates", None)
@@ -98,11 +99,11 @@ class RunMemory:
 
     @cached_property
     def estimates(self) -> list[MemoryEstimate | None]:
-        """What each rank needs; `None` where `reason` says why it is not known."""
+        """Each rank's memory; `None` if `reason` says why it is unknown."""
         return [self._estimate(*rank) for rank in self._ranks]
 
     def problems(self) -> list[str]:
-        """Return one sentence a device whose memory is known and too small, with what would fit."""
+        """Return a sentence for each device whose memory is known and too small, with a size that fits."""
         pairs = zip(self._ranks, self.estimates, strict=True)
         return [
             self._problem(device, precision, estimate)
@@ -113,10 +114,10 @@ class RunMemory:
         ]
 
     def caps(self) -> list[int | None]:
-        """Return the most samples a step that each device's memory allows, `None` where it sets no limit.
+        """Return the most samples of a step that each device's memory allows, `None` for no limit.
 
-        It sets none where its size or the need is not known, and where passes may be as small as need be.
-        A device that cannot hold one sample has the cap 0.
+        There is no limit if the memory or the need is unknown, or if passes may be arbitrarily small. A
+        device that cannot hold one sample has the cap 0.
         """
         trainer = self._config.trainer
         if trainer.microbatch_size is not None:
@@ -134,8 +135,8 @@ class RunMemory:
     def largest_passes(self, num_samples: Sequence[int]) -> list[int | None]:
         """Return the size of the largest pass that fits on each device, to be one of several.
 
-        `None` where so many samples fit in one pass, where memory or need are not known, and where the person
-        chose how a local batch is cut. 0 where not even one sample fits.
+        `None` if all samples fit in one pass, if memory or need are unknown, or if the user chose the
+        microbatches. 0 if not even one sample fits.
 
         Args:
             num_samples: of each rank.
@@ -144,21 +145,21 @@ class RunMemory:
         chosen = trainer.microbatch_size is not None or trainer.accumulate > 1
         if chosen or not self._strategy.varies_passes():
             return [None] * len(self._ranks)
-        found: list[int | None] = []
+        sizes: list[int | None] = []
         for (device, _, precision, _), samples in zip(self._ranks, num_samples, strict=True):
             whole = self._largest(device, precision, samples, accumulates=False)
             if whole is None:  # all of them, or unknown
-                found.append(None)
+                sizes.append(None)
                 continue
             with_room = self._largest(device, precision, samples, accumulates=True, headroom=True)
             size = with_room or self._largest(device, precision, samples, accumulates=True)
-            found.append(size if size is not None else samples)
-        return found
+            sizes.append(size if size is not None else samples)
+        return sizes
 
     def _largest(
         self, device: DeviceSpec, precision: str, most: int, accumulates: bool, headroom: bool = False
     ) -> int | None:
-        """Return the largest pass below `most` samples that fits, `None` if those do or it is not known."""
+        """Return the largest pass below `most` samples that fits, `None` if `most` fits or it is unknown."""
         if device.memory_bytes is None or self.reason is not None or most == 0:
             return None
         rules = rules_for(device).with_headroom() if headroom else rules_for(device)
@@ -181,27 +182,27 @@ class RunMemory:
         return self._measured(workload, sizes[0] if sizes else 0, rules)
 
     def _measured(self, workload: Workload, size: int, rules: MemoryRules) -> MemoryEstimate:
-        """Return the estimate of one of this run's workloads, which is made once in this process."""
+        """Return the estimate of one of this run's workloads, from the cache if it was made before."""
         key = (workload.precision, workload.accumulates, size, rules)
-        if key not in self._known:  # devices of one kind need the same, and searches ask again and again
-            self._known[key] = estimate_memory(workload, size, rules)
-        return self._known[key]
+        if key not in self._cache:  # devices of one kind need the same, and searches ask again and again
+            self._cache[key] = estimate_memory(workload, size, rules)
+        return self._cache[key]
 
     def _signature(self) -> tuple[Any, ...]:
         """Return all that estimates depend on beside a workload's precision and size, and the device."""
         config, strategy = self._config, self._strategy
         optimizer = {key: value for key, value in config.optimizer.items() if key != "lr"}
-        written = (config.model, config.data, optimizer, config.trainer.activation_checkpointing)
-        tensors = [(name, one.shape, one.dtype) for name, one in self.model.state_dict().items()]
-        sample = tree_map_only(torch.Tensor, lambda one: (one.shape[1:], one.dtype), self.sample)
+        options = (config.model, config.data, optimizer, config.trainer.activation_checkpointing)
+        tensors = [(name, t.shape, t.dtype) for name, t in self.model.state_dict().items()]
+        sample = tree_map_only(torch.Tensor, lambda t: (t.shape[1:], t.dtype), self.sample)
         classes = (type(strategy), type(self._loss), *(type(module) for module in self.model.modules()))
-        return str((written, tensors, sample, vars(strategy))), classes
+        return str((options, tensors, sample, vars(strategy))), classes
 
     def _workload(self, precision: str, accumulates: bool, fuses: bool = False) -> Workload:
         return Workload(
             model=self.model,
             build_optimizer=lambda model: build_optimizer(self._config.optimizer, model, fuses),
-            # As `hetexp.training.state.TrainState.local_loss` takes it.
+            # As in `hetexp.training.state.TrainState.local_loss`.
             loss=lambda output, targets: summed(self._loss, output, targets),
             sample=self.sample,
             precision=precision,
@@ -219,15 +220,15 @@ class RunMemory:
         largest = None
         if estimate.measured and size > 1:
             try:
-                has_bytes, most, known = device.memory_bytes, size - 1, self._measured
+                has_bytes, most, estimate_of = device.memory_bytes, size - 1, self._measured
                 largest = largest_microbatch(
-                    workload, has_bytes, rules.with_headroom(), most, known
-                ) or largest_microbatch(workload, has_bytes, rules, most, known)
-            except ValueError:  # fewer samples cannot be measured: that the least is too much still holds
+                    workload, has_bytes, rules.with_headroom(), most, estimate_of
+                ) or largest_microbatch(workload, has_bytes, rules, most, estimate_of)
+            except ValueError:  # fewer samples cannot be measured: this size is still too large
                 return _too_many(self._config, f"less than {size} on {device}", estimate, has, "")
         if largest is None:
-            alone = estimate if size <= 1 else self._measured(workload, 1, rules)
-            needs = (alone if alone.measured else estimate).explain()
+            single = estimate if size <= 1 else self._measured(workload, 1, rules)
+            needs = (single if single.measured else estimate).explain()
             return (
                 f"`model` must fit on {device}, which has {has}, but needs {needs} instead. Choose a smaller "
                 "model, an optimizer with less state, or a device with more memory."
@@ -239,7 +240,7 @@ class RunMemory:
 
 @lru_cache(maxsize=64)
 def _estimates_of(signature: tuple[Any, ...]) -> dict[Any, MemoryEstimate]:
-    """Return what is known by now of runs of one signature."""
+    """Return this process's estimates for runs of one signature, to be read and added to."""
     return {}
 
 
@@ -248,12 +249,11 @@ def _too_many(config: Config, accepted: str, estimate: MemoryEstimate, has: str,
     return must_be("trainer.microbatch_size", accepted, config.trainer.microbatch_size, needs)
 
 
-def _build(config: Config, facts: Any, precisions: Sequence[str]) -> nn.Module:
-    """Build the model as `hetexp.training.wiring` does, on the meta device if its constructor allows it."""
+def build_on_meta(node: Any, facts: Any, activation_checkpointing: bool = False) -> nn.Module:
+    """Build a model as `hetexp.training.wiring` does, on the meta device if its constructor allows it."""
     try:
         with torch.device("meta"):
-            model = build_model(config.model, facts, config.trainer.activation_checkpointing)
-    except Exception:  # it reads values while it is built, or is simply wrong: then this raises, too
+            return build_model(node, facts, activation_checkpointing)
+    except Exception:  # its constructor reads values; if it is simply wrong, it raises again
         with torch.random.fork_rng(devices=[]):
-            model = build_model(config.model, facts, config.trainer.activation_checkpointing)
-    return model.to(torch.float64 if "float64" in precisions else torch.float32)
+            return build_model(node, facts, activation_checkpointing)

@@ -1,4 +1,4 @@
-"""What each layer of a run's model costs, counted on the model itself before anything starts."""
+"""Counts the work and the memory of each layer of a run's model before anything starts."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hetexp.optimizer.build import build_optimizer
 from hetexp.training.measuring.estimate import RunMemory
 
 SIZES = (2, 3)
-"""Samples of two passes, whose difference is one sample's; normalising over a batch refuses a single one."""
+"""Samples of two passes, whose difference is that of one sample; batch norms refuse a single sample."""
 LARGE_BYTES = 2 * 2**30
-"""Weights of a model that is counted without data if it can be, on emulated devices, too: a plan alone should
+"""Larger models are counted on the meta device if possible, even for emulated devices: a plan alone should
 not need the model's memory."""
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """What one piece did with so many samples."""
+    """Forward and backward of one layer with a number of samples."""
 
     flops: int
     kept_bytes: int
-    """What backward needs of it, weights and buffers left out."""
+    """Saved for backward, without weights and buffers."""
     output_bytes: int
 
 
@@ -48,9 +48,9 @@ def describe_layers(
 
     Args:
         built: holds the run's model, its loss and a sample.
-        precision: what most of the ranks compute in; activations follow it.
-        emulated: whether the ranks will count a model on the CPU, as emulated devices do; else it is counted
-            without data, and on the CPU only where it needs values.
+        precision: of most ranks, and so of the activations.
+        emulated: whether the ranks will count the model on the CPU, as emulated devices do; otherwise it is
+            counted without data, or on the CPU if it needs values.
 
     Raises:
         ConfigError: the model may not be cut, or could not be built or called.
@@ -60,14 +60,14 @@ def describe_layers(
     if pieces_of(built.model) is None:
         kind = config.model["_target_"]
         raise ConfigError(
-            "`model` must tell where it may be cut (a method `pieces`, see hetexp.model.layered) where a "
+            "`model` must say where it may be cut (a method `pieces`, see hetexp.model.layered) if a "
             f"strategy cuts it into stages, but {kind} does not. strategy=ddp trains it whole."
         )
     passes = None
     with on_meta(built.model) as model:
         states = _states(config, model)
         if not emulated or _bytes([*model.parameters()]) > LARGE_BYTES:
-            with contextlib.suppress(Exception):  # a person's own model runs any code, and may need values
+            with contextlib.suppress(Exception):  # the user's own model runs any code, and may need values
                 passes = _passes(model, built, precision)
     if passes is None:
         model = _with_values(config, built)
@@ -90,28 +90,28 @@ def _layers(
     flops = [few.flops + more.flops for few, more in passes]
     total = sum(flops)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = []
+    layers = []
     for index, name in enumerate(pieces.layer_names):
         held = _tensors(model, pieces, index)
         parameters = [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
         few, more = passes[index]
-        found.append(
+        layers.append(
             Layer(
                 name=name,
                 work=flops[index] / total if total else 1 / len(passes),
                 weight_bytes=_bytes(parameters),
-                trained_bytes=_bytes([one for one in parameters if one.requires_grad]),
-                buffer_bytes=_bytes([one for one in held if not isinstance(one, nn.Parameter)]),
+                trained_bytes=_bytes([p for p in parameters if p.requires_grad]),
+                buffer_bytes=_bytes([t for t in held if not isinstance(t, nn.Parameter)]),
                 activation_bytes=max(0, more.kept_bytes - few.kept_bytes),
                 output_bytes=max(0, more.output_bytes - few.output_bytes),
-                state_bytes=sum(states[names[id(one)]] for one in parameters),
+                state_bytes=sum(states[names[id(p)]] for p in parameters),
             )
         )
-    return tuple(found)
+    return tuple(layers)
 
 
 def _passes(model: nn.Module, built: RunMemory, precision: str) -> list[tuple[_Pass, _Pass]]:
-    """Return of each layer what it does with few samples and with one more."""
+    """Return each layer's pass with few samples, and its pass with one more."""
     few, more = (_run(model, built, precision, size) for size in SIZES)
     return list(zip(few, more, strict=True))
 
@@ -122,10 +122,10 @@ def _run(model: nn.Module, built: RunMemory, precision: str, size: int) -> list[
     first = next((p for p in model.parameters()), torch.empty(0))
     inputs, targets = (_sized(part, size, first) for part in built.sample)
     payload: Any = inputs
-    found = []
+    passes = []
     for index, name in enumerate(pieces.layer_names):
         is_last = index == len(pieces.layer_names) - 1
-        call = _piece(model, pieces, name, index == 0, is_last)
+        call = _layer_call(model, pieces, name, index == 0, is_last)
         held = [tensor for tensor in tree_leaves(payload) if isinstance(tensor, torch.Tensor)]
         around = [*model.parameters(), *model.buffers(), *([] if index else held)]
         with _saved(around) as kept, FlopCounterMode(display=False) as counter:
@@ -135,17 +135,17 @@ def _run(model: nn.Module, built: RunMemory, precision: str, size: int) -> list[
                 result = built.local_loss(output, targets) if is_last else output
             with _as_on_device(first, precision):  # a layer that computes its activations again does so here
                 _backward(result, [*model.parameters(), *held])
-        sent = 0 if is_last else _bytes([one for one in tree_leaves(output) if isinstance(one, torch.Tensor)])
-        found.append(_Pass(counter.get_total_flops(), _storage_bytes(kept), sent))
-        # As the next rank gets it: a tensor of its own, whose gradient goes back.
+        sent = 0 if is_last else _bytes([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)])
+        passes.append(_Pass(counter.get_total_flops(), _storage_bytes(kept), sent))
+        # As the next rank receives it: a leaf with a gradient of its own.
         payload = tree_map_only(torch.Tensor, _received, output)
-    return found
+    return passes
 
 
-def _piece(
+def _layer_call(
     model: nn.Module, pieces: Pieces, name: str, is_first: bool, is_last: bool
 ) -> Callable[[Any], Any]:
-    """Return a layer with what comes before all layers, and after them, where it is the first or last one."""
+    """Return a function that calls a layer; the first and the last one include the model's begin and end."""
     layer = model.get_submodule(name)
 
     def call(payload: Any) -> Any:
@@ -157,9 +157,9 @@ def _piece(
     return call
 
 
-def _backward(result: Any, wanted: Sequence[torch.Tensor]) -> None:
+def _backward(result: Any, inputs: Sequence[torch.Tensor]) -> None:
     tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-    leaves = [tensor for tensor in wanted if tensor.requires_grad]
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
     if tensors and leaves:
         ones = [torch.ones_like(tensor) for tensor in tensors]
         torch.autograd.grad(tensors, leaves, ones, allow_unused=True)
@@ -167,12 +167,12 @@ def _backward(result: Any, wanted: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def _saved(around: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield a list that gets what autograd keeps for backward, but for what is there anyway."""
-    there = {tensor.untyped_storage()._cdata for tensor in around}
+    """Yield a list that autograd fills with the tensors that it saves, except those in `around`."""
+    excluded = {tensor.untyped_storage()._cdata for tensor in around}
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage()._cdata not in there:
+        if tensor.untyped_storage()._cdata not in excluded:
             kept.append(tensor)
         return tensor
 
@@ -182,7 +182,7 @@ def _saved(around: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @contextlib.contextmanager
 def _as_on_device(weight: torch.Tensor, precision: str) -> Iterator[None]:
-    """Let the model call what it would call on a device of this precision."""
+    """Let the model run the functions that it would run on a device of this precision."""
     if weight.is_meta:
         functions = CardFunctions(precision, fused_attention=True)
         with functions:
@@ -196,10 +196,10 @@ def _as_on_device(weight: torch.Tensor, precision: str) -> Iterator[None]:
 
 
 def _states(config: Config, model: nn.Module) -> dict[str, int]:
-    """Return of each parameter of a model on the meta device what the optimizer keeps of it.
+    """Return the bytes of optimizer state of each parameter of a model on the meta device.
 
-    Moments as large as the parameter where the optimizer cannot step without values: what most keep is that
-    or less.
+    If the optimizer cannot step without values, two moments of the parameter's size are assumed: most
+    optimizers keep as much or less.
     """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -208,7 +208,7 @@ def _states(config: Config, model: nn.Module) -> dict[str, int]:
         for group in optimizer.param_groups:
             group.update({key: False for key in ("fused", "foreach") if group.get(key)})
         optimizer.step()
-    except Exception:  # a person's own optimizer may read values, or want a closure
+    except Exception:  # the user's own optimizer may read values, or want a closure
         trained = {name: 2 * _bytes([p]) for name, p in model.named_parameters() if p.requires_grad}
         return {name: trained.get(name, 0) for name, _ in model.named_parameters()}
     finally:
@@ -228,9 +228,9 @@ def _tensors(model: nn.Module, pieces: Pieces, index: int) -> list[torch.Tensor]
     held: dict[int, torch.Tensor] = {}
     for name in names:
         owner, _, last = name.rpartition(".")
-        found = getattr(model.get_submodule(owner), last)
-        own = [*found.parameters(), *found.buffers()] if isinstance(found, nn.Module) else [found]
-        held |= {id(tensor): tensor for tensor in own}
+        value = getattr(model.get_submodule(owner), last)
+        tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
+        held |= {id(tensor): tensor for tensor in tensors}
     return list(held.values())
 
 
@@ -244,14 +244,14 @@ def _with_values(config: Config, built: RunMemory) -> nn.Module:
 
 
 def _sized(value: Any, size: int, like: torch.Tensor) -> Any:
-    """Return a sample's inputs or targets repeated, where the model is, floating ones in its type."""
+    """Return a sample's inputs or targets `size` times, on the device and in the floating type of `like`."""
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def repeat(tensor: torch.Tensor) -> torch.Tensor:
         dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
         whole = tensor[:1].expand(size, *tensor.shape[1:]) if tensor.dim() else tensor
         return whole.contiguous().to(like.device, dtype)
 
-    return tree_map_only(torch.Tensor, one, value)
+    return tree_map_only(torch.Tensor, repeat, value)
 
 
 def _received(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,6 +263,6 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return what the tensors' storages take, each once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""From what each rank measured to the summary of the run."""
+"""Gathers every rank's measurements into the summary of the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hetexp.comm.rendezvous import exchange
+from hetexp.comm.rendezvous import all_gather_json
 from hetexp.core.cost.step import Work, step_seconds
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
@@ -19,21 +19,22 @@ from hetexp.hardware.backend import backend_class
 from hetexp.hardware.emulation.emulated import OUTRUN_TOLERANCE
 from hetexp.hardware.links import links_of
 from hetexp.training.group import versions
-from hetexp.training.loop import Outcome, driven
+from hetexp.training.loop import Outcome, driven_backends
 from hetexp.training.state import TrainState
 
 
 def report(state: TrainState, store: dist.Store, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
     """Gather every rank's measurements; return the summary, the same on every rank but for `checkpoint`."""
     limit = state.config.comm.timeout_seconds
-    everyone = exchange(store, "result", state.rank, state.plan.world_size, _mine(state, outcome), limit)
+    local = _local_report(state, outcome)
+    ranks = all_gather_json(store, "result", state.rank, state.plan.world_size, local, limit)
     time_scale = state.time_scale
-    emulation = _emulation(state, everyone, time_scale) if time_scale is not None else None
+    emulation = _emulation(state, ranks, time_scale) if time_scale is not None else None
     if emulation is not None and state.rank == 0:
         write_json(Path(state.plan.run_dir) / "emulation.json", emulation)
-    totals = outcome.totals.settled
+    totals = outcome.totals.after_warmup
     seconds = totals.train_seconds
-    reasons = [rank["invalid_reason"] for rank in everyone if rank["invalid_reason"]]
+    reasons = [rank["invalid_reason"] for rank in ranks if rank["invalid_reason"]]
     summary = blank_summary(state.plan, "completed")
     summary |= {
         "time_scale": time_scale,
@@ -51,34 +52,34 @@ def report(state: TrainState, store: dist.Store, outcome: Outcome, wall_seconds:
         "checkpoint": outcome.checkpoint,
         "splits": state.balancer.num_changes,
     }
-    sent = [rank["sent"] for rank in everyone if rank["sent"] is not None]
-    summary["comm"]["bytes_per_step"] = max(sent) if len(sent) == len(everyone) else None
+    sent = [rank["sent"] for rank in ranks if rank["sent"] is not None]
+    summary["comm"]["bytes_per_step"] = max(sent) if len(sent) == len(ranks) else None
     summary["versions"] |= versions()
     plan = state.plan
     for place, device in enumerate(summary["devices"]):
-        rank = everyone[plan.rank_of(place)]
+        rank = ranks[plan.rank_of(place)]
         several = len(plan.devices_of(plan.rank_of(place))) > 1
-        device |= _of_one(plan, rank["device"], place) if several else rank["device"]
+        device |= _device_of_several(plan, rank["device"], place) if several else rank["device"]
         joules = rank["joules"][place if several else 0]
         source = backend_class(device["backend"]).energy_source if joules is not None else None
         device |= {"energy_j": joules, "energy_source": source}
-    state.engine.summarise(summary, totals, everyone)
+    state.engine.summarise(summary, totals, ranks)
     return summary
 
 
-def _of_one(plan: Plan, facts: dict[str, Any], place: int) -> dict[str, Any]:
-    """Return what is known of one of several devices of a rank: the rank was timed, not the device."""
+def _device_of_several(plan: Plan, facts: dict[str, Any], place: int) -> dict[str, Any]:
+    """Return the facts of one of several devices of a rank, of which only the rank was timed."""
     largest = apportion(facts["micro_batch"], plan.card_shares).counts[place]
     unknown = {"samples_per_s": None, "peak_memory": facts["peak_memory"] if place == 0 else None}
-    own = {"share": plan.share_of(place), "local_batch": plan.batch_size_of(place)}
-    return facts | own | unknown | {"micro_batch": largest}
+    share = {"share": plan.share_of(place), "local_batch": plan.batch_size_of(place)}
+    return facts | share | unknown | {"micro_batch": largest}
 
 
-def _emulation(state: TrainState, everyone: list[dict[str, Any]], time_scale: float) -> dict[str, Any]:
-    """Return what the cost model says of a step and what each rank really paced, in real seconds."""
-    work = [rank["work"] for rank in everyone]
+def _emulation(state: TrainState, ranks: list[dict[str, Any]], time_scale: float) -> dict[str, Any]:
+    """Return the step that the cost model predicts, and each rank's real phases, in real seconds."""
+    work = [rank["work"] for rank in ranks]
     # A rank without samples has no backward pass: its buckets leave at once.
-    computing = [rank["buckets"] for rank in everyone if rank["work"] and rank["work"]["backward"]]
+    computing = [rank["buckets"] for rank in ranks if rank["work"] and rank["work"]["backward"]]
     buckets: list[tuple[float, int]] = computing[0] if computing else []
     predicted = None
     if all(work):
@@ -92,31 +93,31 @@ def _emulation(state: TrainState, everyone: list[dict[str, Any]], time_scale: fl
         "buckets": buckets,
         "devices": [
             {"id": device.id, "work": rank["work"], "phases": rank["phases"]}
-            for device, rank in zip(state.plan.devices, everyone, strict=True)
+            for device, rank in zip(state.plan.devices, ranks, strict=True)
         ],
     }
 
 
 def _phases(state: TrainState) -> dict[str, dict[str, float]]:
     """Return the medians of real and modelled seconds of each kind of phase that this rank paced."""
-    pairs: dict[str, list[tuple[float, float]]] = {}
+    phases: dict[str, list[tuple[float, float]]] = {}
     for name, real, modelled in state.backend.paced():
-        pairs.setdefault(name, []).append((real, modelled))
+        phases.setdefault(name, []).append((real, modelled))
     if state.paced is not None:
-        pairs["exchange"] = state.paced.link_seconds
+        phases["exchange"] = state.paced.link_seconds
     return {
         name: {
-            "real": statistics.median(real for real, _ in found),
-            "modelled": statistics.median(modelled for _, modelled in found),
-            "ratio": statistics.median(real / modelled for real, modelled in found),
+            "real": statistics.median(real for real, _ in pairs),
+            "modelled": statistics.median(modelled for _, modelled in pairs),
+            "ratio": statistics.median(real / modelled for real, modelled in pairs),
         }
-        for name, found in pairs.items()
-        if found
+        for name, pairs in phases.items()
+        if pairs
     }
 
 
 def _invalid_reason(state: TrainState) -> str | None:
-    """Return why this rank's timings must not be used, `None` where they may."""
+    """Return why this rank's timings must not be used, `None` if they may."""
     reason = state.backend.invalid_reason()
     late = max((link.late_share() for link in state.engine.paced_links), default=0.0)
     if reason is None and late > OUTRUN_TOLERANCE:
@@ -127,10 +128,10 @@ def _invalid_reason(state: TrainState) -> str | None:
     return reason
 
 
-def _mine(state: TrainState, outcome: Outcome) -> dict[str, Any]:
-    """Return what only this rank knows."""
-    totals, settled = outcome.totals, outcome.totals.settled
-    working = settled.local_samples and settled.compute_seconds
+def _local_report(state: TrainState, outcome: Outcome) -> dict[str, Any]:
+    """Return this rank's measurements as plain types."""
+    totals, steady = outcome.totals, outcome.totals.after_warmup
+    working = steady.local_samples and steady.compute_seconds
     share = totals.local_samples / totals.global_samples if totals.steps else None
     hook = state.hook if state.hook is not None and state.hook.sent_bytes else None
     work = state.engine.work()
@@ -141,24 +142,23 @@ def _mine(state: TrainState, outcome: Outcome) -> dict[str, Any]:
         "buckets": state.paced.buckets if state.paced is not None else [],
         "phases": _phases(state),
         "own": {
-            "compute": settled.compute_seconds,
-            "waited": settled.wait_seconds,
-            "samples": settled.local_samples,
+            "compute": steady.compute_seconds,
+            "waited": steady.wait_seconds,
+            "samples": steady.local_samples,
             # The update, and what the host does between two steps.
-            "rest": settled.train_seconds
-            - settled.compute_seconds
-            - settled.wait_seconds
-            - settled.data_seconds,
+            "rest": steady.train_seconds - steady.compute_seconds - steady.wait_seconds - steady.data_seconds,
         },
         "sent": state.engine.sent_bytes(totals.steps),
         "exchanged": hook.exchange_seconds / totals.steps if hook is not None and totals.steps else None,
-        "joules": outcome.energy.joules() if outcome.energy is not None else [None] * len(driven(state)),
+        "joules": outcome.energy.joules()
+        if outcome.energy is not None
+        else [None] * len(driven_backends(state)),
         "device": {
             **versions(),
             "share": share if work.share is None else work.share,
             "local_batch": work.samples,
             "micro_batch": work.microbatch,
-            "samples_per_s": settled.local_samples / settled.compute_seconds if working else None,
+            "samples_per_s": steady.local_samples / steady.compute_seconds if working else None,
             "idle_s": totals.wait_seconds,
             "peak_memory": state.backend.peak_memory_bytes(),
             "steps": totals.steps,

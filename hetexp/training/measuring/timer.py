@@ -1,4 +1,4 @@
-"""What a rank measures of itself: its own work, kept apart from waiting for others."""
+"""Times a rank's own work, separately from its waits for other ranks."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from hetexp.hardware.backend import Backend
 
 @dataclass
 class StepTimer:
-    """Adds up compute seconds between device marks, and waiting apart from them."""
+    """Adds up this rank's compute seconds and wait seconds between marks of the device."""
 
     backend: Backend
     compute_seconds: float = 0.0
-    """Own forward and backward work since the last `reset`."""
+    """Forward and backward work since the last `take`."""
     wait_seconds: float = 0.0
-    """Time in backward after the last own gradient, the exchange of gradients included."""
+    """Time in backward after this rank's last gradient, the exchange of gradients included."""
     samples: int = 0
     _returned: float = 0.0
-    """Of `compute_seconds`, what `since_last` has returned; below 0 after a `take` that came before it."""
+    """The part of `compute_seconds` that `since_last` has returned; below 0 after a `take` before it."""
     _spans: list[tuple[Any, Any]] = field(default_factory=list)
     _waits: list[tuple[Any, Any]] = field(default_factory=list)
     _within: list[tuple[Any, Any]] = field(default_factory=list)
-    """Waits for other ranks in the midst of what `_spans` time."""
+    """Waits for other ranks inside `_spans`."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward and time its own work without the wait for the exchange that ends it.
+        """Run backward; time its work, and separately the wait for the exchange that ends it.
 
-        DDP waits for its buckets in a callback at the end of backward. A callback that is queued by the
-        first hook to run comes before it, when the last own gradient is there.
+        DDP waits for its buckets in a callback at the end of backward. The first hook to run queues another
+        callback, which runs before DDP's, when this rank's last gradient is there.
         """
-        own_end: list[Any] = []
+        work_end: list[Any] = []
 
         def queue(_: torch.Tensor) -> None:
-            Variable._execution_engine.queue_callback(lambda: own_end.append(self.backend.mark()))
+            Variable._execution_engine.queue_callback(lambda: work_end.append(self.backend.mark()))
 
         loss.register_hook(queue)
         start = self.backend.mark()
         loss.backward()
         end = self.backend.mark()
-        self._spans.append((start, own_end[0]))
-        self._waits.append((own_end[0], end))
+        self._spans.append((start, work_end[0]))
+        self._waits.append((work_end[0], end))
         self._take_waits()
 
     def span(self, start: Any, end: Any) -> None:
-        """Count the time between two marks as own work; read later, so that nothing waits for it now."""
+        """Count the time between two marks as own work; the marks are read later, without a wait now."""
         self._spans.append((start, end))
         self._take_waits()
 
     def waited(self, start: Any, end: Any) -> None:
-        """Count the time between two marks as spent for others: an exchange between two steps."""
+        """Count the time between two marks as a wait for other ranks."""
         self._waits.append((start, end))
 
     def add(self, busy_seconds: float, seconds: float) -> None:
-        """Count the own work of a stretch that was measured already; the rest of it was waiting."""
+        """Count `busy_seconds` of work and the rest of `seconds` as waiting."""
         self.compute_seconds += busy_seconds
         self.wait_seconds += max(seconds - busy_seconds, 0.0)
 
     def bookmark(self) -> tuple[int, int]:
-        """Return where the list of what was timed ends now."""
+        """Return a position for `back_to`."""
         return len(self._spans), len(self._waits)
 
     def back_to(self, bookmark: tuple[int, int]) -> None:
-        """Forget what was timed since then: it was for nothing, and no speed of the device."""
+        """Forget the times since a bookmark: their step is done again."""
         spans, waits = bookmark
         del self._spans[spans:], self._waits[waits:]
 
-    def settle(self) -> None:
+    def read_marks(self) -> None:
         """Wait for the device and read all marks taken so far."""
         self.backend.synchronize()
         self._read_spans()
@@ -78,7 +78,7 @@ class StepTimer:
         self._waits.clear()
 
     def since_last(self) -> float:
-        """Return the own work since the last call, whose end on the device is waited for."""
+        """Return the seconds of work since the last call; waits until the device has done it."""
         if self._spans:
             self.backend.wait(self._spans[-1][1])
             self._read_spans()
@@ -98,8 +98,8 @@ class StepTimer:
         self._within.clear()
 
     def take(self) -> tuple[float, float, int]:
-        """Settle, return compute seconds, wait seconds and samples, and start again from zero."""
-        self.settle()
+        """Read all marks, return compute seconds, wait seconds and samples, and start again from zero."""
+        self.read_marks()
         taken = self.compute_seconds, self.wait_seconds, self.samples
         self._returned -= self.compute_seconds
         self.compute_seconds, self.wait_seconds, self.samples = 0.0, 0.0, 0
@@ -111,25 +111,25 @@ class Totals:
     """Sums over a whole run, for the summary."""
 
     train_seconds: float = 0.0
-    """In steps, waiting and logging included, evaluation and checkpoints not."""
+    """Time in steps, with waiting and logging, without evaluation and checkpoints."""
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
     data_seconds: float = 0.0
-    """Waiting for samples to be loaded."""
+    """Time of waiting for samples to be loaded."""
     local_samples: int = 0
     global_samples: int = 0
     steps: int = 0
     start: Totals | None = None
-    """What of it fell into the steps before the first log line."""
+    """The sums over the steps before the first log line."""
 
     @property
-    def settled(self) -> Totals:
-        """What follows the first log line; everything where nothing does.
+    def after_warmup(self) -> Totals:
+        """The sums after the first log line; all sums if no step follows it.
 
         The first steps load libraries, choose kernels and fill caches: they may take a hundred times as long
-        as the others, and say nothing of a device's speed.
+        as the others, and do not show a device's speed.
         """
         if self.start is None or self.steps == self.start.steps:
             return self
-        sums = {one.name for one in fields(self)} - {"start"}
-        return Totals(**{name: getattr(self, name) - getattr(self.start, name) for name in sums})
+        names = {sum_.name for sum_ in fields(self)} - {"start"}
+        return Totals(**{name: getattr(self, name) - getattr(self.start, name) for name in names})

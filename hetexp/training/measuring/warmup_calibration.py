@@ -1,4 +1,4 @@
-"""Before an emulated training: how slow must it be so that this machine can keep every pace?"""
+"""Finds the time scale of an emulated training: how slow it must be so that this machine keeps every pace."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from hetexp.hardware.emulation.emulated import SCALE_MARGIN
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.normalizer import LossNormalizer
-from hetexp.training.seeding import undrawn
+from hetexp.training.seeding import keeping_random_states
 from hetexp.training.state import Progress, TrainState
 
-REHEARSED_STEPS = 6
+WARMUP_STEPS = 6
 
 
-def rehearse(state: TrainState, real_steps: Callable[[TrainState], None] | None = None) -> float | None:
-    """Find the time scale of emulated devices and start their pacing; `None` without any.
+def calibrate_time_scale(
+    state: TrainState, real_steps: Callable[[TrainState], None] | None = None
+) -> float | None:
+    """Find the time scale of emulated devices and start their pacing; return `None` without such devices.
 
-    All ranks do a few real steps at the same time, as they will in training, and take the smallest scale that
-    none of them outruns. Parameters, optimizer, schedule and random states are left as they were.
+    All ranks run a few real steps at the same time, as they will in training, and take the smallest scale
+    that none of them outruns. Parameters, optimizer, schedule and random states are restored.
 
     Args:
-        real_steps: does these steps at full speed; by default those of the configured training.
+        real_steps: runs these steps at full speed; by default those of the configured training.
     """
     if not state.plan.paced:
         return None
     scale = state.config.hardware.time_scale
     if scale is None:
-        with undone(state):
+        with restored_after(state):
             (real_steps or _real_steps)(state)
-        own = state.backend.rehearsal_scale() or 0.0
+        compute = state.backend.rehearsal_scale() or 0.0
         ratios = [link.real_ratio() for link in state.engine.paced_links]
         links = max(ratios, default=0.0) * SCALE_MARGIN
-        needed = torch.tensor([max(own, links)], dtype=torch.float64)
+        needed = torch.tensor([max(compute, links)], dtype=torch.float64)
         scale = float(state.communicator.all_reduce(needed, "max"))
     state.communicator.barrier()
     state.backend.start_pacing(scale)
@@ -46,13 +48,13 @@ def rehearse(state: TrainState, real_steps: Callable[[TrainState], None] | None 
 
 
 @contextmanager
-def undone(state: TrainState) -> Iterator[None]:
-    """Let the block train, and put weights, optimizer, schedule and random states back afterwards."""
+def restored_after(state: TrainState) -> Iterator[None]:
+    """Let the block train, and restore weights, optimizer, schedule and random states afterwards."""
     weights = copy.deepcopy(state.model.state_dict())
     optimizer = copy.deepcopy(state.optimizer.state_dict())
     cards = state.backend.random_states()
     state.model.train()
-    with undrawn():
+    with keeping_random_states():
         yield
     state.backend.set_random_states(cards)
     state.backend.resume()
@@ -65,11 +67,11 @@ def undone(state: TrainState) -> Iterator[None]:
 
 
 def _real_steps(state: TrainState) -> None:
-    """Train a little at full speed."""
+    """Train a few steps at full speed."""
     divisor = state.strategy.gradient_divisor(state.communicator.world_size)
-    scale = copy.copy(state.loss_scale)  # whatever the rehearsal finds out, the training starts fresh
+    scale = copy.copy(state.loss_scale)  # the training starts with its own
     normalizer = LossNormalizer(StepMessage(state.communicator), divisor, loss_scale=scale)
     meter = StepTimer(state.backend)
-    for batch in state.engine.batches(Progress().position, REHEARSED_STEPS):
+    for batch in state.engine.batches(Progress().position, WARMUP_STEPS):
         state.engine.step(-1, batch, normalizer, meter)
-    state.engine.rehearse_exchange()
+    state.engine.warm_up_exchange()

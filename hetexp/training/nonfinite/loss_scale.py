@@ -1,8 +1,8 @@
-"""Gradients that are not finite, and the scale that keeps float16 ones from vanishing.
+"""The loss scale, which keeps float16 gradients from vanishing, and checks of gradients for finite values.
 
-Everything here is decided from the exchanged gradient, which all ranks hold alike, so that all take the same
-decision without asking each other (NVIDIA/apex#237: only after the all-reduce is it safe). torch's own
-`GradScaler` needs float64, which Arc cards and Apple's GPUs lack (pytorch/pytorch#147731, #142397).
+All ranks hold the same exchanged gradient and decide by it alone, so they decide alike without a message
+(NVIDIA/apex#237: only after the all-reduce is it safe). torch's own `GradScaler` needs float64, which Arc
+cards and Apple's GPUs lack (pytorch/pytorch#147731, #142397).
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from hetexp.model.base import WithAuxiliary
 
 
 class NonFiniteError(HetexpError):
-    """A gradient is not finite, and no smaller loss scale would mend it."""
+    """A gradient is not finite, and no smaller loss scale would help."""
 
 
 @dataclass
 class LossScale:
-    """A power of two that losses are multiplied by and gradients are divided by again, one for all ranks.
+    """A power of two by which losses are multiplied and gradients divided again; the same on all ranks.
 
-    It halves after a step whose gradient is not finite, and doubles after `GROWTH_INTERVAL` steps in a row
-    whose gradient is, as `torch.amp.GradScaler` does. Both are exact in float32: a rank that computes in
-    another precision than float16 gets the very gradient that it would get without a scale.
+    The scale halves after a step whose gradient is not finite. It doubles after `GROWTH_INTERVAL` finite
+    steps in a row, as `torch.amp.GradScaler` does. Both are exact in float32: a rank of another precision
+    than float16 gets the same bits as without a scale.
     """
 
     GROWTH_INTERVAL: ClassVar[int] = 2000
     LARGEST: ClassVar[float] = 2.0**127
     """The largest power of two that float32 holds."""
     SMALLEST: ClassVar[float] = 2.0**-14
-    """A gradient that still overflows at this scale does not do so because of it."""
+    """If a gradient still overflows at this scale, the scale is not the cause."""
 
     value: float = 2.0**16
     good_steps: int = 0
     """Steps since the last change."""
 
     def update(self, finite: bool) -> bool:
-        """Take in whether a step's gradient was finite.
+        """Adapt the scale to a step's gradient.
 
         Returns:
-            Whether it was finite or a smaller scale may mend it.
+            Whether the gradient was finite, or a smaller scale may make it so.
         """
         if not finite:
             self.good_steps = 0
@@ -79,12 +79,12 @@ class LossScale:
 
 
 def largest_magnitude(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the largest magnitude on the device, NaN where there is one; `None` without gradients.
+    """Return the largest magnitude on the device, NaN if the gradients hold one; `None` without gradients.
 
-    Not the norm: that may overflow on one kind of device and not on another.
+    The Euclidean norm would not do: it may overflow on one kind of device and not on another.
     """
-    found = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    return torch.nn.utils.get_total_norm(found, math.inf) if found else None
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return torch.nn.utils.get_total_norm(dense, math.inf) if dense else None
 
 
 def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
@@ -93,14 +93,14 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     return largest is None or math.isfinite(float(largest))
 
 
-def settle(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool) -> bool:
-    """Undo the loss scale in the exchanged gradients, and judge them.
+def unscale_and_check(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool) -> bool:
+    """Remove the loss scale from the exchanged gradients, and check them.
 
     Args:
-        look: whether to look for values that are not finite where there is no scale to adapt.
+        look: whether to check gradients without a loss scale.
 
     Returns:
-        Whether the gradients are finite (they count as finite if unchecked); the same on every rank.
+        Whether the gradients are finite; unchecked ones count as finite.
     """
     if loss_scale is None:
         return not look or all_finite(gradients)
@@ -109,7 +109,7 @@ def settle(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look
 
 
 def widened(output: Any) -> Any:
-    """Return a model's output with half-precision tensors in float32: a sum over a batch needs the digits."""
+    """Return a model's output with half-precision tensors in float32, as sums over a batch need."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if type(output) in (tuple, list):
@@ -122,12 +122,12 @@ def widened(output: Any) -> Any:
 
 
 def check_device(backend: Backend, precision: str) -> None:
-    """Ask the device in hand whether it computes in what the plan says.
+    """Check that the device itself computes in the planned precision.
 
     Raises:
         SetupError: it does not.
     """
-    # Everything computes in float32, and to ask costs a kernel.
+    # Every device computes in float32, and the check costs a kernel.
     if precision == "float32" or backend.computes_in(precision) is not False:
         return
     raise SetupError(

@@ -1,31 +1,31 @@
-"""What a rank found out about a step of its own that is not finite, and how the others learn of it."""
+"""A rank's report of the samples that made a step non-finite, as numbers for the other ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 MOST_NAMED = 8
-"""Samples that a message names at most, of each rank."""
+"""Most samples of each rank that a message names."""
 WIDTH = 3 + MOST_NAMED
-"""Numbers that `NonFiniteSamples` travels as."""
+"""Numbers of a `NonFiniteSamples` in a message."""
 NOT_FOUND, ALONE, TOGETHER = range(3)
-"""What was found on a rank: nothing, samples that are not finite alone, or only as one pass."""
+"""Kinds of a rank's report: no samples, samples that are not finite alone, or samples of one pass."""
 
 
 @dataclass
 class NonFiniteSamples:
-    """What one rank found out about its own part of a step."""
+    """The samples on one rank that make its part of a step non-finite."""
 
     what: int = NOT_FOUND
     samples: list[int] = field(default_factory=list)
     """Places in the training data, at most `MOST_NAMED`."""
     count: int = 0
-    """How many there are in all; of samples that are found one by one, at least so many."""
+    """Number of such samples; a lower bound if the search ended early."""
     parameter: int = -1
-    """Number of the first parameter whose own gradient is not finite, where that was asked; -1: none."""
+    """Number of the first parameter whose gradient on this rank is not finite; -1: none, or not checked."""
 
     def to_row(self) -> list[float]:
-        """Return numbers for all ranks to add up, each rank in a row of its own."""
+        """Return the `WIDTH` numbers of this rank's row in a table of all ranks."""
         padded = self.samples + [0] * (MOST_NAMED - len(self.samples))
         return [self.what, self.count, self.parameter, *padded]
 
@@ -36,7 +36,7 @@ class NonFiniteSamples:
         return cls(what, padded[: min(count, MOST_NAMED)], count, parameter)
 
     def words(self) -> str:
-        """Name the samples."""
+        """Return the samples' names for a message."""
         more = "" if self.count <= len(self.samples) else " and more"
         listed = ", ".join(map(str, self.samples)) + more
         return f"training sample{'s' if self.count > 1 else ''} {listed}"

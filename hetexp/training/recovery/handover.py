@@ -1,4 +1,4 @@
-"""The training's state, from one rank to those that lack it: JSON through the store, tensors in pieces.
+"""Transfers the training's state to ranks that lack it: JSON through the store, tensors in chunks.
 
 Nothing is pickled, and every tensor keeps its type and its bits: parameters, buffers, the optimizer's moments
 and master weights.
@@ -26,24 +26,24 @@ from hetexp.training.state import Progress, TrainState
 if TYPE_CHECKING:
     from hetexp.training.loop import Training
 
-PIECE_BYTES = 2**24
-"""Of the state that travel in one message."""
+CHUNK_BYTES = 2**24
+"""Bytes of the state in one message."""
 _KEY = "handover"
 _OUTCOME = ("train_loss", "evaluation", "checkpoint", "stopped_early")
 _DONE = ("evaluated_at", "saved_at", "logged_at", "stops")
 
 
-def give(training: Training, store: dist.Store, settled: bool, tensors: bool, handled: int) -> None:
-    """Tell all ranks where the training stands; the rank calls it whose state counts.
+def give(training: Training, store: dist.Store, step_ended: bool, tensors: bool, handled: int) -> None:
+    """Write the training's progress into the store; only the donor, whose state counts, calls it.
 
     Args:
         store: of the new group.
-        settled: whether what follows the last step is done; else it is done again, from where it began.
-        tensors: whether a rank needs more than that.
-        handled: number of the last request that was seen to.
+        step_ended: whether logging, evaluation and saving of the last step are done, or must be done again.
+        tensors: whether a rank needs weights and optimizer state as well.
+        handled: number of the last request that was answered.
     """
     state = training.state
-    progress = training.progress if settled else training.good
+    progress = training.progress if step_ended else training.good
     named, packed = state_of(state) if tensors else ({}, None)
     facts = {
         "progress": {
@@ -66,15 +66,15 @@ def give(training: Training, store: dist.Store, settled: bool, tensors: bool, ha
 
 
 def take(training: Training, store: dist.Store, donor: int, behind: bool, tensors: bool) -> int:
-    """Go on from where the training stands by the word of the rank that gave it; all of them call it.
+    """Take over the progress, and if need be the tensors, that the donor gave; all ranks call it.
 
     Args:
-        donor: that rank.
-        behind: whether this rank lacks the state.
-        tensors: whether any rank does.
+        donor: rank that called `give`.
+        behind: whether this rank lacks the tensors.
+        tensors: whether any rank lacks them.
 
     Returns:
-        Number of the last request that was seen to.
+        Number of the last request that was answered.
 
     Raises:
         PeerLostError: a rank is gone meanwhile.
@@ -87,13 +87,12 @@ def take(training: Training, store: dist.Store, donor: int, behind: bool, tensor
             named = state_of(state)[0]
             send([named[name] for name, _, _ in layout], state.communicator, donor)
         else:
-            blank = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in layout}
-            send(list(blank.values()), state.communicator, donor)
+            received = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in layout}
+            send(list(received.values()), state.communicator, donor)
             if behind:
-                set_state(state, blank, facts["optimizer"])
-    stands = facts["progress"]
-    now = Progress.from_dict(stands["step"], stands["position"], stands["more"])
-    progress.__dict__.update(now.__dict__)
+                set_state(state, received, facts["optimizer"])
+    raw = facts["progress"]
+    progress.__dict__.update(Progress.from_dict(raw["step"], raw["position"], raw["more"]).__dict__)
     training.good = replace(progress)
     restart_schedule(state.schedule, progress.step)
     for key in _OUTCOME:
@@ -115,18 +114,18 @@ def take(training: Training, store: dist.Store, donor: int, behind: bool, tensor
 
 
 def state_of(state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return all tensors of a training by name, and what else the optimizer keeps, as JSON can hold it."""
+    """Return all tensors of a training by name, and the rest of the optimizer's state as JSON can hold it."""
     names = first_names(state.model)
     tensors = {f"model/{name}": parameter.detach() for parameter, name in names.items()}
     # Also those buffers that a checkpoint leaves out.
     tensors |= {f"buffer/{name}": buffer.detach() for name, buffer in state.model.named_buffers()}
-    found, packed = pack_optimizer(state.optimizer, names)
-    tensors |= {f"optimizer/{name}": tensor.detach() for name, tensor in found.items()}
+    moments, packed = pack_optimizer(state.optimizer, names)
+    tensors |= {f"optimizer/{name}": tensor.detach() for name, tensor in moments.items()}
     return tensors, packed
 
 
 def set_state(state: TrainState, tensors: dict[str, Tensor], packed: dict[str, Any]) -> None:
-    """Put what `state_of` returned on another rank into this one's model and optimizer."""
+    """Copy the result of another rank's `state_of` into this rank's model and optimizer."""
     parameters = named_parameters(state.model)
     buffers = dict(state.model.named_buffers())
     moments: dict[str, Tensor] = {}
@@ -141,43 +140,43 @@ def set_state(state: TrainState, tensors: dict[str, Tensor], packed: dict[str, A
 
 
 def send(tensors: Sequence[Tensor], communicator: Communicator, source: int) -> None:
-    """Fill all ranks' tensors on the host with those of one rank, bit for bit; all ranks call it.
+    """Fill all ranks' tensors on the host with those of `source`, bit for bit; all ranks call it.
 
     Args:
-        tensors: of the same types and shapes everywhere; on `source` on any device.
+        tensors: of the same types and shapes on all ranks; on `source` on any device.
     """
-    gives = communicator.rank == source
-    last, own = -1, torch.empty(0, dtype=torch.uint8)
-    for piece in _pieces([tensor.numel() * tensor.element_size() for tensor in tensors]):
-        message = torch.empty(sum(end - start for _, start, end in piece), dtype=torch.uint8)
+    sends = communicator.rank == source
+    last, content = -1, torch.empty(0, dtype=torch.uint8)
+    for chunk in _chunks([tensor.numel() * tensor.element_size() for tensor in tensors]):
+        message = torch.empty(sum(end - start for _, start, end in chunk), dtype=torch.uint8)
         place = 0
-        if gives:
-            for index, start, end in piece:
-                if index != last:  # off the device once, however many pieces it travels in
-                    last, one = index, tensors[index].detach().cpu().contiguous()
-                    own = one.reshape(-1).view(torch.uint8)
-                message[place : place + end - start] = own[start:end]
+        if sends:
+            for index, start, end in chunk:
+                if index != last:  # copied off the device once, however many chunks it travels in
+                    last, tensor = index, tensors[index].detach().cpu().contiguous()
+                    content = tensor.reshape(-1).view(torch.uint8)
+                message[place : place + end - start] = content[start:end]
                 place += end - start
         message = communicator.broadcast(message, source)
-        if not gives:
-            for index, start, end in piece:
+        if not sends:
+            for index, start, end in chunk:
                 tensors[index].view(-1).view(torch.uint8)[start:end] = message[place : place + end - start]
                 place += end - start
 
 
-def _pieces(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield messages of at most `PIECE_BYTES`: of which tensors which bytes they have."""
-    piece: list[tuple[int, int, int]] = []
-    left = PIECE_BYTES
+def _chunks(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield chunks of at most `CHUNK_BYTES`: tensor, first byte and end of each part."""
+    chunk: list[tuple[int, int, int]] = []
+    left = CHUNK_BYTES
     for index, size in enumerate(sizes):
         start = 0
         while start < size:
             end = min(size, start + left)
-            piece.append((index, start, end))
+            chunk.append((index, start, end))
             left -= end - start
             start = end
             if not left:
-                yield piece
-                piece, left = [], PIECE_BYTES
-    if piece:
-        yield piece
+                yield chunk
+                chunk, left = [], CHUNK_BYTES
+    if chunk:
+        yield chunk

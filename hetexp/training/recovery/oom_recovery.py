@@ -1,10 +1,10 @@
-"""What the ranks do together when the memory of one of them runs out in a step.
+"""Recovery of all ranks when one of them runs out of memory in a step.
 
-The rank in trouble ends the exchange with NaN for the gradients that it does not have. So every rank sees a
-gradient that is not finite, none steps, and only then do they ask each other whose memory it was: a step
-that goes well costs nothing. That rank's microbatch halves, and all do the step again with the same samples.
-Where it cannot halve, all end together. Losses and samples are those of a run that was not disturbed; random
-numbers (dropout) go on from where they were, and buffers (running statistics) are put back before.
+That rank ends the exchange with NaN for its missing gradients. So every rank sees a gradient that is not
+finite, and none steps. Only then do they report whose memory ran out: a successful step costs nothing. That
+rank halves its microbatches, and all ranks do the step again with the same samples. If it cannot halve them,
+the run ends. Losses and samples are those of an undisturbed run; random numbers (dropout) go on from where
+they were, and buffers (running statistics) are restored before.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ FIX = (
 
 
 class DeviceMemoryError(HetexpError):
-    """A device's memory does not suffice, and smaller microbatches cannot help."""
+    """A device runs out of memory, and smaller microbatches cannot help."""
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
     """Memory of this rank's device ran out in a step."""
 
-    said: str
-    """The device's own words."""
+    reason: str
+    """First line of the device's error."""
     free_bytes: int | None
-    """At that moment; `None` where it is not known."""
+    """Free memory at that moment; `None` if unknown."""
 
 
 def recovering_guard(state: TrainState, together: bool) -> EmptyShareGuard | None:
-    """Let the guard keep the model's shortages, and return it; `None` if a shortage ends the run.
+    """Return the guard, which then catches out-of-memory errors of the model; `None` if these end the run.
 
     Args:
-        together: whether ranks learn of another's shortage by the step's gradient. With
-            `trainer.non_finite=continue` the gradient is not checked, so that they could not.
+        together: whether ranks learn of another's error by the step's gradient. They cannot with
+            `trainer.non_finite=continue`, which leaves the gradient unchecked.
     """
-    if together and not state.looks and state.communicator.world_size > 1:
+    if together and not state.checks_finite and state.communicator.world_size > 1:
         return None
     guard = state.strategy.guard(state.module) if state.strategy.varies_passes() else None
     if guard is not None:
@@ -62,57 +62,49 @@ def recovering_guard(state: TrainState, together: bool) -> EmptyShareGuard | Non
 
 
 def split_microbatches(microbatches: list[Any], most: int | None) -> list[Any]:
-    """Return the microbatches with those of more than `most` samples cut into even pieces, in order.
+    """Return the microbatches, in order, with those of more than `most` samples cut evenly.
 
     Args:
         microbatches: `(inputs, targets)` each, as a data loader collates them.
     """
     if most is None:
         return microbatches
-    pieces = []
-    for (inputs, targets), size in zip(microbatches, sizes_of(microbatches), strict=True):
-        if size <= most:
-            pieces.append((inputs, targets))
-            continue
-        start = 0
-        for piece in cut(size, 1, most):
-            pieces.append((part_of(inputs, start, start + piece), part_of(targets, start, start + piece)))
-            start += piece
-    return pieces
+    return split_by_sizes(
+        microbatches, [part for size in sizes_of(microbatches) for part in cut(size, 1, most)]
+    )
 
 
 def split_indices(indices: list[list[int]], most: int | None) -> list[list[int]]:
     """Return the places of samples in the data, cut as `split_microbatches` cuts their microbatches."""
     if most is None:
         return indices
-    return [list(piece) for one in indices for piece in chop(one, cut(len(one), 1, most))]
+    return [list(part) for places in indices for part in chop(places, cut(len(places), 1, most))]
 
 
 def split_by_sizes(microbatches: list[Any], sizes: list[int]) -> list[Any]:
-    """Return the microbatches cut into pieces of these sizes, in order; no piece spans two of them."""
-    pieces, left = [], list(sizes)
+    """Return the microbatches cut to these sizes, in order; none may span two of the given ones."""
+    parts, left = [], list(sizes)
     for (inputs, targets), size in zip(microbatches, sizes_of(microbatches), strict=True):
+        if not size:  # its inputs hold no tensor to cut
+            parts.append((inputs, targets))
         start = 0
         while start < size:
             end = start + left.pop(0)
-            pieces.append(
-                (inputs, targets) if end == size and not start else _cut_out(inputs, targets, start, end)
+            whole = end == size and not start
+            parts.append(
+                (inputs, targets) if whole else (part_of(inputs, start, end), part_of(targets, start, end))
             )
             start = end
-    return pieces
-
-
-def _cut_out(inputs: Any, targets: Any, start: int, end: int) -> tuple[Any, Any]:
-    return part_of(inputs, start, end), part_of(targets, start, end)
+    return parts
 
 
 def sizes_of(microbatches: list[Any]) -> list[int]:
-    """Return the number of samples of each microbatch; 0 where its inputs are no tensors."""
+    """Return the number of samples of each microbatch; 0 if its inputs hold no tensors."""
     return [next((len(t) for t in tensors(inputs) if t.dim()), 0) for inputs, _ in microbatches]
 
 
 def part_of(value: Any, start: int, end: int) -> Any:
-    """Return some samples of what `torch.utils.data.default_collate` makes of them."""
+    """Return the samples `[start, end)` of inputs or targets that `default_collate` has made."""
     if isinstance(value, torch.Tensor):
         return value[start:end] if value.dim() else value
     if isinstance(value, dict):
@@ -123,14 +115,14 @@ def part_of(value: Any, start: int, end: int) -> Any:
     return value[start:end]
 
 
-def halve_together(
+def halve_on_all_ranks(
     state: TrainState, step: int, microbatches: list[Any], shortage: OutOfMemory | None
 ) -> bool:
-    """Ask all ranks whether memory ran out, and halve the microbatch where it did; all ranks must call it.
+    """Learn from all ranks whether memory ran out, and halve those ranks' microbatches; all ranks call it.
 
     Args:
         step: number of steps done.
-        microbatches: of this rank, as they were just tried.
+        microbatches: of this rank, in the attempt.
         shortage: of this rank.
 
     Returns:
@@ -138,16 +130,16 @@ def halve_together(
 
     Raises:
         DeviceMemoryError: on a rank whose microbatch was a single sample.
-        PeerLostError: on all others then.
+        PeerLostError: on all other ranks in that case.
     """
     reports = torch.zeros((state.communicator.world_size, 4), dtype=torch.float64)
     if shortage is not None:
         sizes = sizes_of(microbatches)
         free = -1 if shortage.free_bytes is None else shortage.free_bytes
         reports[state.rank] = torch.tensor([1, max(sizes, default=0), sum(sizes), free], dtype=torch.float64)
-    everyone = [[int(value) for value in row] for row in state.communicator.all_reduce(reports).tolist()]
+    rows = [[int(value) for value in row] for row in state.communicator.all_reduce(reports).tolist()]
     hopeless = []
-    for rank, (short, size, samples, free) in enumerate(everyone):
+    for rank, (short, size, samples, free) in enumerate(rows):
         if not short:
             continue
         what = _what_happened(state, rank, step, size, samples, None if free < 0 else free)
@@ -158,12 +150,12 @@ def halve_together(
         if state.rank in (0, rank):
             log.warning("%s From now on it is at most %d. All ranks do the step again.", what, half)
     if hopeless:
-        # Each tells of itself, so that the first cause has the device's own words.
-        mine = [what for rank, what in hopeless if rank == state.rank]
-        if mine and shortage is not None:
-            raise DeviceMemoryError(f"{mine[0]} {shortage.said.rstrip('.')}. {FIX}")
+        # Each rank reports itself, so that the first cause has the text of the device's error.
+        local = [what for rank, what in hopeless if rank == state.rank]
+        if local and shortage is not None:
+            raise DeviceMemoryError(f"{local[0]} {shortage.reason.rstrip('.')}. {FIX}")
         raise PeerLostError(" ".join(what for _, what in hopeless))
-    return any(short for short, *_ in everyone)
+    return any(short for short, *_ in rows)
 
 
 def _what_happened(
@@ -177,10 +169,10 @@ def _what_happened(
     )
 
 
-def halve_alone(state: TrainState, step: int, microbatches: list[Any], shortage: OutOfMemory) -> int:
-    """Halve this rank's microbatch after a step of its own that memory did not suffice for.
+def halve_on_this_rank(state: TrainState, step: int, microbatches: list[Any], shortage: OutOfMemory) -> int:
+    """Halve this rank's microbatch after memory ran out in a step of its own.
 
-    No other rank waits for it: they learn of the limit when they meet.
+    No other rank waits for it: the others learn of the limit at the next sync.
 
     Returns:
         The most samples of a pass from now on.
@@ -192,21 +184,21 @@ def halve_alone(state: TrainState, step: int, microbatches: list[Any], shortage:
     size = max(sizes, default=0)
     what = _what_happened(state, state.rank, step, size, sum(sizes), shortage.free_bytes)
     if size <= 1:
-        raise DeviceMemoryError(f"{what} {shortage.said.rstrip('.')}. {FIX}")
+        raise DeviceMemoryError(f"{what} {shortage.reason.rstrip('.')}. {FIX}")
     state.microbatch_limits[state.rank] = half = -(-size // 2)
     log.warning("%s From now on it is at most %d. The rank does its step again.", what, half)
     return half
 
 
 @contextmanager
-def ends_with_shortage(state: TrainState, step: int, sizes: list[int], why: str) -> Iterator[None]:
-    """Tell in full what memory ran out in the block: nothing there can be done again.
+def fatal_out_of_memory(state: TrainState, step: int, sizes: list[int], why: str) -> Iterator[None]:
+    """Turn an out-of-memory error in the block, which cannot be done again, into a full report.
 
-    The other ranks wait for this one until the launcher, which it tells by ending, ends them.
+    The other ranks wait for this one until the launcher sees that it has ended, and ends them.
 
     Args:
         sizes: of this rank's microbatches.
-        why: sentence that says why it ends the run.
+        why: a sentence on why the error ends the run.
 
     Raises:
         DeviceMemoryError: memory ran out.

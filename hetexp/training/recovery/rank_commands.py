@@ -1,7 +1,7 @@
-"""What people ask of a running training; all ranks act at the end of the same step, the first one answers.
+"""Commands of the user to a running training: all ranks act at the end of the same step, rank 0 answers.
 
-`checkpoint` saves, `stop` ends the training after the step. Anything else is a name for which the run's own
-code has a handler: `hetexp.on_request` or `trainer.on_request` registers it.
+`checkpoint` saves, `stop` ends the training after the step. Any other name needs a handler of the user's,
+which `hetexp.on_request` or `trainer.on_request` registers.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ OWN = ("checkpoint", "stop")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a handler is given; it is called on every rank."""
+    """The argument of a handler, which every rank calls."""
 
     argument: str
-    """What followed the name."""
+    """Text after the command's name."""
     step: int
-    """Steps that are done."""
+    """Number of steps done."""
     rank: int
     world_size: int
     model: nn.Module
-    """Holds the parameters; the same on every rank. What changes it must do so alike on all of them."""
+    """Holds the parameters, the same on every rank. A handler must change it alike on all ranks."""
     optimizer: torch.optim.Optimizer
 
 
 Handler = Callable[[Asked], Any]
-"""Returns what is answered, as JSON can hold it; the first rank's counts."""
+"""Returns the answer, as JSON can hold it; that of rank 0 is sent."""
 
 _handlers: dict[str, Handler] = {}
 
@@ -62,7 +62,7 @@ def on_request(name: str, handler: Handler) -> None:
     _handlers[name] = handler
 
 
-class Requests:
+class RankCommands:
     """Answers requests, one after another.
 
     Args:
@@ -72,13 +72,13 @@ class Requests:
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self.handled = 0
-        """Number of the last one that was seen to; the same on every rank."""
+        """Number of the last request that was answered; the same on every rank."""
 
     def serve(self, training: Training, newest: int) -> None:
-        """See to all requests up to this one; all ranks call it at the end of the same step.
+        """Answer all requests up to `newest`; all ranks call it at the end of the same step.
 
         Raises:
-            PeerLostError: a rank is lost meanwhile; the request is seen to again.
+            PeerLostError: a rank is lost meanwhile; the request is answered again.
         """
         while self.handled < newest:
             number = self.handled + 1
@@ -101,10 +101,10 @@ class Requests:
             return reply
         handler = self._handler(training, request.name)
         if handler is None:
-            known = [*OWN, *self._known(training)]
+            names = [*OWN, *dict.fromkeys([*_handlers, *training.state.config.trainer.on_request])]
             return {
-                "error": f"`{request.name}` is no request that this run knows: {', '.join(known)}."
-                + did_you_mean(request.name, known)
+                "error": f"`{request.name}` is no request that this run knows: {', '.join(names)}."
+                + did_you_mean(request.name, names)
             }
         state = training.state
         asked = Asked(request.argument, step, state.rank, state.plan.world_size, state.model, state.optimizer)
@@ -112,16 +112,13 @@ class Requests:
             return reply | {"answer": handler(asked)}
         except PeerLostError:
             raise
-        except Exception as error:  # a mistake in it is no reason to lose the training
+        except Exception as error:  # an error of the handler must not end the training
             log.warning("the handler of `%s` failed:\n%s", request.name, traceback.format_exc())
             return {"error": f"the handler of `{request.name}` failed: {type(error).__name__}: {error}"}
-
-    def _known(self, training: Training) -> dict[str, str]:
-        return {**dict.fromkeys(_handlers, ""), **training.state.config.trainer.on_request}
 
     def _handler(self, training: Training, name: str) -> Handler | None:
         path = training.state.config.trainer.on_request.get(name)
         if name in _handlers or path is None:
             return _handlers.get(name)
-        found: Handler = locate(path)
-        return found
+        handler: Handler = locate(path)
+        return handler

@@ -1,11 +1,10 @@
-"""One rank's part in a training whose members change: how it leaves a group, and forms the next one.
+"""How one rank leaves its group and forms the next one when the members of a training change.
 
-A rank that loses another one drops the step that it is in, and waits for the launcher's word on who trains
-from now on (`hetexp/core/epoch.py`). The members re-form their group and tell each other how far they are. A
-rank may have died between the exchange of gradients and the update, so that some have done the step and
-others have not: the newest step counts, since it is the step that all would have done. Who is behind, and who
-comes new, is given all of its state by one that has it (`hetexp/training/recovery/handover.py`). Then the
-next global batch is done by all, whatever their number.
+A rank that loses another one drops its step and waits until the launcher names the members of the next epoch
+(`hetexp/core/epoch.py`). The members form a group and report their progress. A rank may have died between the
+exchange of gradients and the update, so that some ranks have done the step and others have not. The newest
+step counts, since all would have done it. A rank that has its state gives it to ranks that are behind or new
+(`hetexp/training/recovery/handover.py`). Then all members train on the next global batch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from hetexp.comm.connections.lost import is_peer_lost
 from hetexp.comm.connections.sockets import shut_all
 from hetexp.comm.connections.watched_store import WatchedStore
-from hetexp.comm.rendezvous import exchange
+from hetexp.comm.rendezvous import all_gather_json
 from hetexp.core.epoch import Epoch, plan_key, prepared_key, reformed_key
 from hetexp.core.errors import HandshakeError, HetexpError, PeerLostError, SetupError
 from hetexp.core.lines import last_rows
@@ -29,7 +28,7 @@ from hetexp.core.plan import Plan
 from hetexp.training.group import versions
 from hetexp.training.recovery.carried import Carried
 from hetexp.training.recovery.handover import give, take
-from hetexp.training.recovery.rank_commands import Requests
+from hetexp.training.recovery.rank_commands import RankCommands
 from hetexp.training.recovery.watch import LauncherNews
 from hetexp.training.wiring import start_loggers
 
@@ -39,15 +38,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LINES = 2**18
-"""Bytes at the end of `metrics.jsonl` in which the lines of the last step are."""
+"""Bytes at the end of `metrics.jsonl` that contain the lines of the last step."""
 
 
 class DismissedError(HetexpError):
-    """The training goes on without this rank, as a person has asked."""
+    """The training goes on without this rank, as the user has asked."""
 
 
 class RankRecovery:
-    """What a rank needs to outlive the others, and to hear of what people ask for.
+    """Lets a rank outlive other ranks, and answer the user's commands.
 
     Args:
         store: the launcher's.
@@ -58,24 +57,24 @@ class RankRecovery:
         self.member = member
         self._launcher = store
         self._watch = LauncherNews(store, shut_all)
-        self.requests = Requests(store)
+        self.requests = RankCommands(store)
         self.epoch = 0
         """Number of the epoch whose group this rank is in, or is about to form."""
         self._forming = False
         self.store: dist.Store = WatchedStore(store, "", self._obsolete)
-        """Of the group; whoever waits in it learns that somebody is gone."""
+        """The group's store; its waits end if a member is gone."""
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching for epochs and requests."""
         self._watch.start()
 
     def stop(self) -> None:
-        """Watch no longer, in a process that goes on afterwards."""
+        """Stop watching, in a process that goes on afterwards."""
         self._watch.stop()
 
     def _obsolete(self) -> bool:
-        """Return whether no rank comes to this group any more."""
-        if self._forming:  # some may have gone on to a newer one already, whatever that changes
+        """Return whether the group of this epoch can no longer form or work."""
+        if self._forming:  # other ranks may be in a newer group already
             return self._watch.epoch > self.epoch
         return self._watch.broken_since(self.epoch)
 
@@ -93,7 +92,7 @@ class RankRecovery:
 
     # ------------------------------------------------------------ another group
 
-    def form_anew(self, training: Training, error: Exception | None = None) -> None:
+    def rejoin(self, training: Training, error: Exception | None = None) -> None:
         state = training.state
         lost = error is not None
         if error is not None and not (state.survives and is_peer_lost(error)):
@@ -101,7 +100,7 @@ class RankRecovery:
         if error is not None:
             log.warning("A member of the group is lost (%s).", str(error).partition("\n")[0])
         began = time.monotonic()
-        # Before this rank waits: the others are to learn at once that it has left.
+        # Before this rank waits, so that the others learn at once that it has left.
         state.doing = "waiting"
         state.engine.leave()
         training.carried = Carried.of(state)
@@ -122,7 +121,7 @@ class RankRecovery:
             return
 
     def _next_epoch(self, training: Training, error: Exception | None) -> Epoch:
-        """Return the epoch that follows, or raise what broke the present one where none comes."""
+        """Return the next epoch; raise the error that broke the present one if none comes."""
         limit = training.state.config.comm.timeout_seconds
         number = self.epoch
         while True:
@@ -131,7 +130,7 @@ class RankRecovery:
                 raise error
             if epoch is not None and (training.ready or self.member in epoch.members):
                 return epoch
-            number = self.epoch if epoch is None else epoch.number  # a newcomer's turn has not come
+            number = self.epoch if epoch is None else epoch.number  # an epoch without this newcomer
 
     def _join(self, training: Training, epoch: Epoch, lost: bool, began: float) -> None:
         state = training.state
@@ -163,42 +162,42 @@ class RankRecovery:
             log.info("epoch %d: %s train from step %d on", epoch.number, who, training.progress.step)
 
     def _agree(self, training: Training, store: dist.Store) -> int:
-        """Bring all ranks to the state of the newest step, and return the rank that had it."""
+        """Bring all ranks to the state of the newest step; return the donor, the first rank that had it."""
         state, limit = training.state, training.state.config.comm.timeout_seconds
-        mine: dict[str, Any] = {
+        local: dict[str, Any] = {
             "step": training.progress.step if training.ready else -1,
-            "settled": training.settled,
+            "step_ended": training.step_ended,
             "evaluated": training.evaluated_at == training.progress.step,
             "saved": training.saved_at == training.progress.step,
             "written": written(training),
             "runs on": versions(),
         }
-        everyone = exchange(store, "state", state.rank, state.plan.world_size, mine, limit)
-        newest = max(one["step"] for one in everyone)
+        reports = all_gather_json(store, "state", state.rank, state.plan.world_size, local, limit)
+        newest = max(report["step"] for report in reports)
         if newest < 0:
             raise SetupError("none of the members has a state to go on from.")
-        have = [rank for rank, one in enumerate(everyone) if one["step"] == newest]
-        donor, behind = have[0], len(have) < len(everyone)
-        # What follows the step is done again by all unless all have done it. The rank that writes may have
-        # died when the others had handed over their part of a line.
-        complete = all(everyone[rank]["written"] for rank in have)
-        settled = complete and all(everyone[rank]["settled"] for rank in have)
+        ahead = [report for report in reports if report["step"] == newest]
+        donor, behind = reports.index(ahead[0]), len(ahead) < len(reports)
+        # All ranks log, evaluate and save again unless all have done so. The rank that writes may have died
+        # when the others had sent their part of a line.
+        complete = all(report["written"] for report in ahead)
+        step_ended = complete and all(report["step_ended"] for report in ahead)
         if state.rank == donor:
-            give(training, store, settled, behind, self.requests.handled)
-        self.requests.handled = take(training, store, donor, mine["step"] < newest, behind)
-        state.run_on = tuple(one["runs on"] for one in everyone)
-        training.settled = settled
+            give(training, store, step_ended, behind, self.requests.handled)
+        self.requests.handled = take(training, store, donor, local["step"] < newest, behind)
+        state.run_on = tuple(report["runs on"] for report in reports)
+        training.step_ended = step_ended
         if not complete:
             training.logged_at = -1
-        if not complete or not all(everyone[rank]["evaluated"] for rank in have):
+        if not complete or not all(report["evaluated"] for report in ahead):
             training.evaluated_at = -1
-        if not all(everyone[rank]["saved"] for rank in have):
+        if not all(report["saved"] for report in ahead):
             training.saved_at = -1
         training.ready = True
         return donor
 
     def _take_loggers(self, training: Training) -> None:
-        """Let only the first rank write the metrics from now on."""
+        """Open the loggers on rank 0, and close those of a rank that was rank 0 before."""
         state = training.state
         if state.rank == 0:
             training.lines = written_lines(Path(state.plan.run_dir) / "metrics.jsonl")
@@ -212,12 +211,12 @@ class RankRecovery:
     # ------------------------------------------------------------ a newcomer
 
     def prepare(self) -> None:
-        """Tell the launcher that this process can be taken in."""
+        """Report to the launcher that this process can join."""
         self._launcher.set(prepared_key(self.member), "1")
 
 
 def written(training: Training) -> bool:
-    """Return whether the lines that this rank has had its part in since the last step are in the file."""
+    """Return whether the metrics file has the lines of the last step to which this rank has contributed."""
     step, due = training.progress.step, set()
     if training.logged_at == step:
         due.add(("train", step))
@@ -227,9 +226,9 @@ def written(training: Training) -> bool:
 
 
 def written_lines(path: Path) -> set[tuple[str, int]]:
-    """Return which lines of the last steps a metrics file has: `train` or `eval`, and the step."""
-    found = set()
+    """Return the lines of the last steps in a metrics file: `train` or `eval`, and the step."""
+    lines = set()
     for row in last_rows(path, LINES):
         kinds = {str(name).partition("/")[0] for name in row}
-        found |= {(kind, row["step"]) for kind in kinds & {"train", "eval"}}
-    return found
+        lines |= {(kind, row["step"]) for kind in kinds & {"train", "eval"}}
+    return lines

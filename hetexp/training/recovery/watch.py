@@ -1,7 +1,7 @@
-"""What the launcher has decided, and what people ask of the training, known as soon as it is said.
+"""Watches the store for the launcher's epochs and the user's requests.
 
-A thread asks the store again and again. It does not wait there for a key: the store tells those that wait one
-by one, and a client of them that has just died can be in the way.
+A thread polls the store. It does not wait there for a key: the store wakes waiting clients one by one, and a
+client that has just died can block the others.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hetexp.core.epoch import LATEST, LATEST_REQUEST, Epoch, Request
 LOOK_SECONDS = 0.1
 """Pause between two looks: a rank with live peers learns of another's loss at most this much later."""
 HURRIED_SECONDS = 0.005
-"""The same where this rank waits for an epoch."""
+"""The same pause if this rank waits for an epoch."""
 
 
 class LauncherNews:
-    """Knows the newest epoch and the newest request; a thread with a connection of its own looks for them.
+    """The newest epoch and the newest request, polled by a thread with its own connection.
 
     Args:
         store: the launcher's.
-        broken: called as soon as an epoch comes that says that a member is gone, before anybody learns of it
-            here: a rank that waits for it in a collective leaves it then.
+        broken: called first when an epoch says that a member is gone, so that a rank that waits for that
+            member in a collective leaves it.
     """
 
     def __init__(self, store: dist.Store, broken: Callable[[], object] = lambda: None) -> None:
@@ -42,11 +42,11 @@ class LauncherNews:
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch: epochs and requests from the present ones on."""
+        """Start to poll for epochs and requests after the present ones."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer: a process that ends with a thread inside torch's store may abort."""
+        """Stop polling: a process that ends with a thread inside torch's store may abort."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -62,11 +62,11 @@ class LauncherNews:
         return self._request
 
     def broken_since(self, number: int) -> bool:
-        """Tell whether a member of that epoch is gone."""
+        """Return whether a member of that epoch is gone."""
         return self._urgent > number
 
     def newest_after(self, number: int, seconds: float) -> Epoch | None:
-        """Return the newest epoch once there is one beyond this number; `None`: none came in time."""
+        """Wait for an epoch beyond this number and return the newest; `None` if none comes in time."""
         deadline = time.monotonic() + seconds
         self._hurry.set()
         try:

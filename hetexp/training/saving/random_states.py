@@ -1,8 +1,8 @@
 """The states of the random numbers of Python, NumPy and torch in a checkpoint.
 
-The states of all ranks are in one file of integers and bytes. A run that goes on with the same kinds of
-devices in the same order draws the same numbers as one that was never interrupted: dropout masks,
-augmentations. Elsewhere each state goes where there is such a device.
+One file of integers and bytes holds the states of all ranks. A run that resumes on the same kinds of devices
+in the same order draws the same numbers (dropout masks, augmentations) as one that was never interrupted. On
+other devices each state goes to a device of its kind, if there is one.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 
 FILE = "random.safetensors"
 _NAMED = 6
-"""Most states that a warning lists."""
+"""Most devices that a warning lists."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose states these are."""
+    """The device and the generators of a rank's states."""
 
     device: str
     """Its id in the plan, such as `cuda:1`."""
     kind: str | None
-    """Backend of its card; `None` where the processor drew all numbers."""
+    """Backend of its card; `None` if the rank has no card."""
     python: tuple[int, float | None]
     """Version of the generator's state, and its second normal number."""
     numpy: tuple[int, int, float]
@@ -51,25 +51,21 @@ class Origin:
 
 
 def random_files(state: TrainState) -> dict[str, bytes]:
-    """Return the file of all ranks' states by its name, on the group's first rank; nothing elsewhere.
-
-    All ranks call it.
-    """
-    mine = _pack(*own_states(state))
-    everyone = _gathered(state.engine.group, mine)
+    """Return the file of all ranks' states by its name, on the group's first rank; all ranks call it."""
+    contents = _all_gather_bytes(state.engine.group, _pack(*local_states(state)))
     if state.engine.group.rank:
         return {}
     tensors: dict[str, Tensor] = {}
     origins = []
-    for place, content in enumerate(everyone):
+    for place, content in enumerate(contents):
         states, origin = _unpack(content)
         tensors |= {f"rank_{place}/{name}": value for name, value in states.items()}
         origins.append(origin)
     return {FILE: safetensors.torch.save(tensors, {"origins": json.dumps(origins)})}
 
 
-def own_states(state: TrainState) -> tuple[dict[str, Tensor], Origin]:
-    """Return the states of this process and of the cards that it drives, and whose they are."""
+def local_states(state: TrainState) -> tuple[dict[str, Tensor], Origin]:
+    """Return the states of this process and of the cards that it drives, and their origin."""
     version, words, second = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     cards = state.backend.random_states()
@@ -91,9 +87,9 @@ def own_states(state: TrainState) -> tuple[dict[str, Tensor], Origin]:
 
 
 def restore_random(state: TrainState, folder: Path) -> None:
-    """Put random states back where there are such devices; else one warning names those that were left.
+    """Restore the random states of devices that the run still has; one warning names the others.
 
-    A checkpoint of before they were saved has none.
+    Old checkpoints have no such file.
     """
     path = folder / FILE
     if not path.is_file():
@@ -105,20 +101,21 @@ def restore_random(state: TrainState, folder: Path) -> None:
     devices = state.plan.devices
     if group.world_size < len(devices):  # each rank has a file of its own
         devices = devices[state.rank : state.rank + 1]
-    host, cards = match_states([one["kind"] for one in origins], [_kind(spec.backend) for spec in devices])
-    _put_back(state, tensors, origins, host[group.rank], cards[group.rank])
+    saved = [origin["kind"] for origin in origins]
+    host, cards = match_states(saved, [_kind(spec.backend) for spec in devices])
+    _restore(state, tensors, origins, host[group.rank], cards[group.rank])
     if group.rank == 0:
-        _tell(devices, origins, host, cards)
+        _warn(devices, origins, host, cards)
 
 
 def match_states(
     saved: Sequence[str | None], now: Sequence[str | None]
 ) -> tuple[list[int | None], list[int | None]]:
-    """Return for each rank whose host's states, and whose card's, it goes on with; `None`: no rank's.
+    """Return for each rank the saved ranks whose host's and whose card's states it restores; `None`: none.
 
     Args:
-        saved: kind of each rank's card at the time of the checkpoint; `None` for a processor.
-        now: likewise.
+        saved: kind of each saved rank's card; `None` for a CPU.
+        now: kind of each present rank's card.
     """
     host = [rank if rank < len(saved) else None for rank in range(len(now))]
     left: dict[str | None, list[int]] = {}
@@ -128,7 +125,7 @@ def match_states(
     return host, cards
 
 
-def _put_back(
+def _restore(
     state: TrainState,
     tensors: dict[str, Tensor],
     origins: list[dict[str, Any]],
@@ -148,15 +145,15 @@ def _put_back(
         state.backend.set_random_states(states)
 
 
-def _tell(
+def _warn(
     devices: Sequence[DeviceSpec],
     origins: list[dict[str, Any]],
     host: list[int | None],
     cards: list[int | None],
 ) -> None:
     """Warn once, for all ranks, of states that are lost, and of devices that begin with their seed."""
-    lost = [one["device"] for place, one in enumerate(origins) if one["kind"] and place not in cards]
-    lost += [f"the process of {one['device']}" for place, one in enumerate(origins) if place not in host]
+    lost = [saved["device"] for place, saved in enumerate(origins) if saved["kind"] and place not in cards]
+    lost += [f"the process of {saved['device']}" for place, saved in enumerate(origins) if place not in host]
     fresh = [
         spec.id
         for spec, process, card in zip(devices, host, cards, strict=True)
@@ -164,7 +161,7 @@ def _tell(
     ]
     if not lost and not fresh:
         return
-    changes = [f"those of {_list(lost)} are left, there is no such device now"] if lost else []
+    changes = [f"those of {_list(lost)} are lost, since the run has no such device now"] if lost else []
     changes += [f"{_list(fresh)} begin with their seeds"] if fresh else []
     log.warning(
         "resume: random states of other devices: %s. Dropout and augmentations draw other numbers than they "
@@ -191,12 +188,17 @@ def _unpack(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return safetensors.torch.load(content), json.loads(header["__metadata__"]["origin"])
 
 
-def _gathered(communicator: Communicator, mine: bytes) -> list[bytes]:
-    """Return every rank's bytes, on every rank: they are few."""
+def _all_gather_bytes(communicator: Communicator, content: bytes) -> list[bytes]:
+    padded, lengths = padded_bytes(communicator, content)
+    contents = communicator.all_gather(padded)
+    return [part[:length].numpy().tobytes() for part, length in zip(contents, lengths, strict=True)]
+
+
+def padded_bytes(communicator: Communicator, content: bytes) -> tuple[Tensor, list[int]]:
+    """Return this rank's bytes [longest] uint8, filled up with zeros, and the length of every rank's."""
     sizes = torch.zeros(communicator.world_size, dtype=torch.int64)
-    sizes[communicator.rank] = len(mine)
+    sizes[communicator.rank] = len(content)
     lengths = communicator.all_reduce(sizes).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    everyone = communicator.all_gather(padded)
-    return [one[:n].numpy().tobytes() for one, n in zip(everyone, lengths, strict=True)]
+    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return padded, lengths

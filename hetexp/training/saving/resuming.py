@@ -1,4 +1,4 @@
-"""How a run goes on from a checkpoint, whatever strategy and devices it is of."""
+"""Resumes a run from a checkpoint of any strategy and devices."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def resume(state: TrainState, configured: bool = True) -> Progress:
             of a script's own optimizer take all values from the checkpoint, as `load_state_dict` does.
 
     Raises:
-        CheckpointError: it is not there, not complete or not of this model.
+        CheckpointError: the checkpoint does not exist, is incomplete or of another model.
     """
     if state.config.resume is None:
         return Progress()
-    built = [dict(group) for group in state.optimizer.param_groups]
+    configured_groups = [dict(group) for group in state.optimizer.param_groups]
     folder = state.engine.find(Path(state.plan.working_dir, state.config.resume))
     saved = state.engine.load(folder)
     state.resumed_from = {key: saved.extra.get(key) for key in ("run_id", "group")} | {"step": saved.step}
@@ -40,24 +40,24 @@ def resume(state: TrainState, configured: bool = True) -> Progress:
     if state.loss_scale is not None and saved.extra.get("loss_scale") is not None:
         state.loss_scale = LossScale.from_dict(saved.extra["loss_scale"])
     state.engine.restore(folder, saved.extra)
-    _settle_groups(state, built, saved.extra.get("config", {}) if configured else None)
-    # The rates are a function of the step: they follow from it and from this run's own configuration.
+    _merge_groups(state, configured_groups, saved.extra.get("config", {}) if configured else None)
+    # The learning rates are a function of the step and of this run's configuration.
     restart_schedule(state.schedule, saved.step)
     restore_random(state, folder)
     state.microbatch_limits = _limits_before(state, saved.extra.get("devices", []))
     return Progress.from_dict(saved.step, saved.position, saved.extra["progress"])
 
 
-def _settle_groups(
+def _merge_groups(
     state: TrainState, built: Sequence[Mapping[str, Any]], saved: Mapping[str, Any] | None
 ) -> None:
-    """Decide which values of the optimizer's groups hold, now that all of them are the checkpoint's.
+    """Choose each value of the optimizer's groups, which now hold the checkpoint's values.
 
-    What this run's configuration says otherwise than the saved run's holds, and so do the rates. All other
+    Learning rates, and values that differ between the two runs' configurations, are this run's. All other
     values stay the checkpoint's, as an optimizer may count or estimate something in its groups.
 
     Args:
-        built: the groups before.
+        built: the groups before the checkpoint was loaded.
         saved: the saved run's configuration; `None`: the checkpoint's values hold.
 
     Raises:
@@ -68,7 +68,7 @@ def _settle_groups(
     if saved is not None:
         section, before = state.plan.config["optimizer"], saved.get("optimizer") or {}
         holds = {key for key in section.keys() | before.keys() if section.get(key) != before.get(key)}
-        if any(key not in group for key in holds for group in groups):  # of a function that makes the groups
+        if any(key not in group for key in holds for group in groups):  # keys of a function that makes groups
             holds = {key for group in built for key in group}
         holds = (holds | {"lr", "initial_lr"}) - {"params", "param_names"}
     held, taken = {}, {}
@@ -98,21 +98,21 @@ def _settle_groups(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that can be compared and shown: a configuration has lists where a class has tuples."""
+    """Return a value to compare and show: a configuration has lists for the tuples of a class."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _lacking_state(state: TrainState) -> list[str]:
-    """Return what the optimizer would keep of a parameter that its state in the checkpoint does not have."""
+    """Return the names of optimizer state that the checkpoint lacks for a parameter."""
     kept = [parameter for parameter, moments in state.optimizer.state.items() if moments]
     if not kept:
         return []
     smallest = min(kept, key=torch.Tensor.numel)
     twin = nn.Parameter(torch.zeros_like(smallest))
     twin.grad = torch.zeros_like(smallest)
-    with contextlib.suppress(Exception):  # an optimizer that wants more than a gradient judges by itself
+    with contextlib.suppress(Exception):  # an optimizer that needs more than a gradient cannot be checked
         fresh = build_optimizer(state.plan.config["optimizer"], nn.ParameterList([twin]))
         fresh.step()
         return sorted(fresh.state[twin].keys() - state.optimizer.state[smallest].keys())
@@ -120,6 +120,6 @@ def _lacking_state(state: TrainState) -> list[str]:
 
 
 def _limits_before(state: TrainState, devices: list[dict[str, Any]]) -> list[int | None]:
-    """Return the microbatch limits that memory set to the same devices before."""
-    known = {(one["id"], one["name"]): one.get("microbatch_limit") for one in devices}
-    return [known.get((device.id, device.name)) for device in state.plan.devices]
+    """Return the microbatch limits of the same devices in the saved run."""
+    limits = {(device["id"], device["name"]): device.get("microbatch_limit") for device in devices}
+    return [limits.get((device.id, device.name)) for device in state.plan.devices]

@@ -1,4 +1,4 @@
-"""What a rank, or all of them together, make of the training's state: one checkpoint."""
+"""Saves the training's state as a checkpoint, written by one rank for all or by each rank for itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetexp.training.state import Progress, TrainState
 
 
 def provenance(state: TrainState) -> list[dict[str, Any]]:
-    """Return what trained the model: each rank's device, its part of the batch, and what it ran on."""
+    """Return each rank's device, its share of the batch, and its versions, for the checkpoint."""
     plan = state.plan
     ranks = [rank for rank in range(plan.world_size) for _ in plan.devices_of(rank)]
     kept = ("id", "backend", "vendor", "name", "uuid", "architecture", "driver", "emulated")
@@ -37,18 +37,18 @@ def save(
     wait: bool = False,
     timed: bool = False,
 ) -> str | None:
-    """Write a checkpoint on rank 0, whose replica is as good as any; return its path there.
+    """Write a checkpoint on rank 0, whose replica equals all others; return its path there.
 
-    All ranks call it, and go on once its snapshot is taken (`trainer.checkpoint_in_background`); the others
-    wait for that, as long as it takes. One write is under way at a time.
+    All ranks call it, and go on once the snapshot is taken (`trainer.checkpoint_in_background`), however long
+    that takes. One write is under way at a time.
 
     Args:
-        evaluation: of the weights as they are now, where they were evaluated.
-        wait: until it is on the disk.
+        evaluation: of the present weights, if they were evaluated.
+        wait: until the checkpoint is on the disk.
         timed: whether it is written only because the last one is old (`trainer.checkpoint_minutes`).
 
     Raises:
-        CheckpointError: it could not be written, or, with `trainer.on_save_error=stop`, the one before it.
+        CheckpointError: the write failed, or the one before it with `trainer.on_save_error=stop`.
     """
     engine = state.engine
     files = random_files(state) | engine.state_files()
@@ -64,7 +64,7 @@ def save(
 
 
 def add_evaluation(state: TrainState, step: int, evaluation: Mapping[str, float]) -> None:
-    """Write an evaluation into the checkpoint that was saved at this step before; all ranks call it."""
+    """Add an evaluation to the checkpoint that was saved at this step; all ranks call it."""
     if not evaluation or state.engine.group.rank:
         return
     folder = state.engine.checkpoint_folder / folder_name(step)
@@ -75,19 +75,19 @@ def finish_saving(state: TrainState) -> None:
     """Wait until the last checkpoint is on the disk; all ranks call it.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: the write failed.
     """
     with state.communicator.working():
-        state.saver.settle()
+        state.saver.wait()
     state.communicator.meet()
 
 
 def save_before(state: TrainState, good: Progress, first_step: int, saved_at: int) -> str:
-    """Save the state before a step that ends the run, and return how to go on from it; all ranks call it.
+    """Save the state before a step that ends the run; return the advice on how to resume. All ranks call it.
 
     Args:
-        good: where the run stood then; the weights are still of that moment.
-        first_step: steps that were done when this run began: what it began with needs no checkpoint.
+        good: progress before that step, to which the weights belong.
+        first_step: number of steps done when this run began: its first state needs no checkpoint.
         saved_at: step of the last checkpoint.
     """
     fix = "with a lower `optimizer.lr`, with `trainer.clip_norm`, or with trainer.non_finite=skip"
@@ -98,11 +98,11 @@ def save_before(state: TrainState, good: Progress, first_step: int, saved_at: in
         restart_schedule(state.schedule, good.step)
         try:
             save(state, good, wait=True)
-        except CheckpointError as error:  # on rank 0, while the others wait for it
+        except CheckpointError as error:  # on rank 0, for which the others wait
             state.communicator.meet()
             return f"The state before it could not be saved: {error}"
     try:
-        state.saver.settle()
+        state.saver.wait()
     except CheckpointError as error:
         state.communicator.barrier()
         return f"The state before it could not be saved: {error}"
@@ -133,18 +133,18 @@ def _state(state: TrainState, progress: Progress) -> TrainingState:
 
 @dataclass(frozen=True)
 class Content:
-    """What goes into a checkpoint, beside this rank's model and optimizer."""
+    """The content of a checkpoint beside this rank's model and optimizer."""
 
     state: TrainingState
     files: dict[str, bytes]
     evaluation: Mapping[str, float] | None = None
     timed: bool = False
     gathered: CheckpointParts | None = None
-    """Model and optimizer of all ranks, where each has a part of them."""
+    """Model and optimizer of all ranks, if each has a part of them."""
 
 
 def _write(state: TrainState, content: Content, wait: bool) -> None:
-    """Write what this rank holds, or what was gathered from all of them."""
+    """Write the gathered model and optimizer, or this rank's if none were gathered."""
     trainer = state.config.trainer
 
     def take(memory: SnapshotMemory) -> Snapshot:

@@ -22,10 +22,10 @@ OnError = Literal["warn", "stop"]
 class Saver:
     """Writes one snapshot at a time; the next one waits until it is on the disk.
 
-    Nothing of it needs another rank: a write goes on whoever leaves the job.
+    A write needs no other rank, and goes on if one is lost.
 
     Args:
-        lock_pages: of the backend whose tensors are saved.
+        lock_pages: page-locks memory for the backend whose tensors are saved.
     """
 
     def __init__(self, lock_pages: LockPages | None = None) -> None:
@@ -40,19 +40,19 @@ class Saver:
         on_error: OnError,
         wait: bool,
     ) -> None:
-        """Take a snapshot, and write it; checkpoints that need not stay are deleted afterwards.
+        """Take a snapshot, write it, and delete checkpoints by the rotation.
 
         Args:
             parent: folder of the run's checkpoints.
-            take: takes the snapshot, into this memory.
-            on_error: whether a write that failed in the background ends the run, or is warned of.
-            wait: for this one, whose failure is raised.
+            take: takes the snapshot into the given memory.
+            on_error: whether a failed write in the background ends the run, or only causes a warning.
+            wait: whether to wait for this write, and raise its error.
 
         Raises:
-            CheckpointError: something cannot be stored; this write failed, or the one before, and `on_error`
+            CheckpointError: a value cannot be stored; this write failed, or the one before, and `on_error`
                 says stop.
         """
-        self.settle(on_error)
+        self.wait(on_error)
         snapshot = take(self._memory)
         if wait:
             _write(parent, snapshot, rotation)
@@ -69,22 +69,22 @@ class Saver:
         self._writer.start(write)
 
     def add_evaluation(self, folder: Path, evaluation: Mapping[str, float], rotation: Rotation) -> None:
-        """Write an evaluation into the newest checkpoint, which may be the best now, and rotate again.
+        """Add an evaluation to the newest checkpoint, which may now be the best, and rotate again.
 
-        A manifest that cannot be written keeps the checkpoint as whole as it was, and is warned of.
+        An error in writing the manifest only causes a warning: the checkpoint stays complete.
         """
-        self.settle("warn")
+        self.wait("warn")
         try:
             add_evaluation(folder, evaluation)
         except OSError as error:
             log.warning("The evaluation is not in the manifest of '%s': %s", folder, error)
         _rotate(folder.parent, rotation)
 
-    def settle(self, on_error: OnError = "stop") -> None:
+    def wait(self, on_error: OnError = "stop") -> None:
         """Wait for the write that is under way.
 
         Raises:
-            CheckpointError: it failed, and `on_error` says stop.
+            CheckpointError: the write failed, and `on_error` says stop.
         """
         try:
             self._writer.wait()
@@ -93,7 +93,7 @@ class Saver:
                 raise
 
     def leave(self, seconds: float) -> bool:
-        """Let a write that is under way end, before the process does; return whether it has, in this time."""
+        """Wait at most `seconds` for a write under way; return whether it has ended."""
         try:
             return self._writer.wait(seconds)
         except CheckpointError:  # reported already

@@ -33,7 +33,7 @@ def coded(exchange: Exchange, wire: Wire, tensor: torch.Tensor, feedback: torch.
 
 @pytest.mark.parametrize(("wire", "allowed"), [("bfloat16", 0.02), ("int8", 0.05)])
 def test_a_coded_sum(monkeypatch: pytest.MonkeyPatch, wire: Wire, allowed: float) -> None:
-    monkeypatch.setattr(module, "PIECE", BLOCK)  # several messages, the last one short
+    monkeypatch.setattr(module, "CHUNK", BLOCK)  # several messages, the last one short
 
     def one(exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
         feedback = torch.zeros(SHAPE)

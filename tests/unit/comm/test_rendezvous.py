@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.rendezvous import compare_facts, connect_store, exchange, form_group, limit_of_forming
+from hetexp.comm.rendezvous import all_gather_json, compare_facts, connect_store, form_group, forming_timeout
 from hetexp.core.errors import HandshakeError, SetupError
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def closed_port() -> Iterator[int]:
 def test_everybody_gets_everything_in_order(world_size: int) -> None:
     store = dist.HashStore()
     mine = [{"rank": r, "nested": {"list": [r, None, 0.5, "ü"]}, "big": 2**60 + r} for r in range(world_size)]
-    gathered = together(world_size, lambda r: exchange(store, "facts", r, world_size, mine[r], 20.0))
+    gathered = together(world_size, lambda r: all_gather_json(store, "facts", r, world_size, mine[r], 20.0))
     assert gathered == [mine] * world_size
 
 
@@ -47,8 +47,8 @@ def test_topics_are_kept_apart() -> None:
     store = dist.HashStore()
 
     def rank(r: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        first = exchange(store, "first", r, 2, {"value": r}, 20.0)
-        return first, exchange(store, "second", r, 2, {"value": 10 + r}, 20.0)
+        first = all_gather_json(store, "first", r, 2, {"value": r}, 20.0)
+        return first, all_gather_json(store, "second", r, 2, {"value": 10 + r}, 20.0)
 
     assert together(2, rank) == [([{"value": 0}, {"value": 1}], [{"value": 10}, {"value": 11}])] * 2
 
@@ -57,7 +57,7 @@ def test_topics_are_kept_apart() -> None:
 def test_a_rank_that_does_not_come_is_named(missing: int) -> None:
     other = 1 - missing
     with pytest.raises(HandshakeError) as refused:
-        exchange(dist.HashStore(), "handshake", other, 2, {}, 0.05)
+        all_gather_json(dist.HashStore(), "handshake", other, 2, {}, 0.05)
     told = str(refused.value)
     assert told.startswith(f"rank {other} waited 0.05 s at ")
     assert f"for rank {missing}, which did not come" in told
@@ -67,7 +67,7 @@ def test_a_rank_that_does_not_come_is_named(missing: int) -> None:
 def test_the_address_is_named_where_the_store_has_one() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(HandshakeError, match=rf"at 127\.0\.0\.1:{server.port} for rank 1"):
-        exchange(server, "handshake", 0, 2, {}, 0.05)
+        all_gather_json(server, "handshake", 0, 2, {}, 0.05)
 
 
 def test_the_limit_is_of_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,17 +83,17 @@ def test_the_limit_is_of_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> 
             return b"{}"
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    exchange(Slow(), "t", 0, 3, {}, 5.0)
+    all_gather_json(Slow(), "t", 0, 3, {}, 5.0)
     assert waits == [5.0, 3.0, 1.0]
 
 
 def test_values_travel_as_json_never_as_pickle() -> None:
     store = dist.HashStore()
     with pytest.raises(TypeError):
-        exchange(store, "t", 0, 1, {"value": object()}, 1.0)
+        all_gather_json(store, "t", 0, 1, {"value": object()}, 1.0)
     store.set("t/0", "\x80\x04N.")
     with pytest.raises(ValueError, match="."):
-        exchange(_ReadOnly(store), "t", 0, 1, {}, 1.0)
+        all_gather_json(_ReadOnly(store), "t", 0, 1, {}, 1.0)
 
 
 class _ReadOnly(dist.HashStore):
@@ -267,9 +267,9 @@ def test_a_group_forms_under_the_same_name_after_one_that_did_not() -> None:
 
 def test_gloo_has_a_part_of_the_limit() -> None:
     """It waits several times its timeout for a connection, and is given no longer than for a collective."""
-    assert limit_of_forming(60.0, 5.0).total_seconds() == 1.0
-    assert limit_of_forming(60.0, None).total_seconds() == 60.0
-    assert limit_of_forming(0.5, 5.0).total_seconds() == 0.5
+    assert forming_timeout(60.0, 5.0).total_seconds() == 1.0
+    assert forming_timeout(60.0, None).total_seconds() == 60.0
+    assert forming_timeout(0.5, 5.0).total_seconds() == 0.5
 
 
 @pytest.mark.parametrize("limits", [(0.2,), (60.0, 0.2)])

@@ -34,7 +34,7 @@ def each(
 @pytest.mark.parametrize(("wire", "allowed"), [("float32", 1e-6), ("bfloat16", 0.02), ("int8", 0.05)])
 def test_all_ranks_get_one_sum(monkeypatch: pytest.MonkeyPatch, wire: Wire, allowed: float) -> None:
     for module in (compression, exchange):  # several messages, the last one short
-        monkeypatch.setattr(module, "PIECE", BLOCK)
+        monkeypatch.setattr(module, "CHUNK", BLOCK)
     sums = each(wire, lambda summation, rank: summation.sum_(own(rank)))
     assert all(torch.equal(one, sums[0]) for one in sums)
     true = total()

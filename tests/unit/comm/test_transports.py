@@ -17,7 +17,7 @@ from hetexp.comm import transports as module
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.exchange import Exchange
 from hetexp.comm.library_exchange import LibraryExchange
-from hetexp.comm.transports import Job, Paths, form_paths, self_test
+from hetexp.comm.transports import Job, Transports, form_transports, self_test
 from hetexp.core.errors import PeerLostError, SetupError
 from hetexp.core.topology import Group, Topology
 
@@ -82,13 +82,13 @@ def job(rank: int, store: dist.Store, limit: float = 20.0) -> Job:
     return Job(store, rank, 3, CPU, 30.0, limit)
 
 
-def form(routes: Sequence[Topology], build: Any, limit: float = 20.0) -> list[Paths]:
+def form(routes: Sequence[Topology], build: Any, limit: float = 20.0) -> list[Transports]:
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
-        return list(pool.map(lambda rank: form_paths(routes, job(rank, store, limit), build), range(3)))
+        return list(pool.map(lambda rank: form_transports(routes, job(rank, store, limit), build), range(3)))
 
 
-def total(paths: Paths, rank: int) -> float:
+def total(paths: Transports, rank: int) -> float:
     tensor = torch.full((7,), float(rank + 1))
     paths.exchange.sum_(tensor)
     return float(tensor[0])
@@ -160,7 +160,7 @@ def test_a_rank_that_is_gone_is_no_reason_for_another_route(monkeypatch: pytest.
             store.set("paths/2", "{}")
             return
         with pytest.raises(PeerLostError, match="another rank is gone since the self-test of shm"):
-            form_paths([SHM, GLOO], job(number, store, 0.3), left)
+            form_transports([SHM, GLOO], job(number, store, 0.3), left)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(rank, range(3)))
@@ -181,7 +181,7 @@ def test_what_was_formed_is_ended_where_a_rank_is_gone(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_agreed", is_gone)
     for _ in range(2):
         with pytest.raises(PeerLostError):
-            form_paths([SHM], Job(dist.HashStore(), 0, 1, CPU, 30.0, 30.0))
+            form_transports([SHM], Job(dist.HashStore(), 0, 1, CPU, 30.0, 30.0))
         assert not dist.is_initialized()
 
 
@@ -201,7 +201,7 @@ def test_a_native_group_that_fails_gives_way_to_gloo(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "self_test", wrong)
     native, gloo = (Topology(((Group(library, (0,)),),)) for library in ("nccl", "gloo"))
     try:
-        found = form_paths([native, gloo], replace(job(0, dist.HashStore()), world_size=1))
+        found = form_transports([native, gloo], replace(job(0, dist.HashStore()), world_size=1))
         assert asked == ["nccl", "gloo"]
         assert found.fallback == {"from": "nccl", "to": "gloo", "reason": "zeros on rank 0"}
         assert dist.is_initialized()

@@ -115,7 +115,7 @@ class _Leaves(nn.Sequential):
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        (nn.Linear(2, 2), "must tell where it may be cut"),
+        (nn.Linear(2, 2), "must say where it may be cut"),
         (nn.Sequential(), "at least one layer"),
         (_Leaves(("0", "1")), "leaves out extra"),
         (_Leaves(("0", "2")), "has no 2"),

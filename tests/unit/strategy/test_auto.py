@@ -16,7 +16,7 @@ def test_it_refuses_to_pick_from_nothing() -> None:
     assert Auto().check(config, []) == []
     assert Auto(["ddp"]).check(config, []) == []
     assert Auto([]).check(config, []) == [
-        "`strategy.among` must name a strategy at least, but is [] instead. null means all."
+        "`strategy.among` must name at least one strategy, but is [] instead. null means all."
     ]
 
 
@@ -26,5 +26,5 @@ def test_no_rank_trains_with_it() -> None:
         lambda: Auto().accumulate(nn.Linear(1, 1)),
         lambda: Auto().gradient_divisor(2),
     ):
-        with pytest.raises(RuntimeError, match="another strategy by the time that ranks start"):
+        with pytest.raises(RuntimeError, match="replaced by another strategy before ranks start"):
             use()

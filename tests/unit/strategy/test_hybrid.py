@@ -32,7 +32,7 @@ def test_groups_that_fit_are_taken() -> None:
     ("count", "arguments", "told"),
     [
         (2, {}, "`strategy` must be ddp or pipeline for fewer than three devices (cpu:0, cpu:1)"),
-        (3, {"shard_plan": [[[0, 6]]]}, "`strategy.groups` must be given where `strategy.shard_plan` is"),
+        (3, {"shard_plan": [[[0, 6]]]}, "`strategy.groups` must be given if `strategy.shard_plan` is"),
         (3, {"groups": [[0, 1, 2]]}, "`strategy.groups` must be two lists of ranks or more"),
         (3, {"groups": [[0, 1], [1, 2]]}, "`strategy.groups` must be lists that hold each rank from 0 to 2"),
         (4, {"groups": [[0, 1], [2]]}, "`strategy.groups` must be lists that hold each rank from 0 to 3"),

@@ -192,7 +192,7 @@ def test_changes_are_written_down_with_their_reason(tmp_path: Path) -> None:
     balancer = Balancer(plan_of(1, 1, run_dir=tmp_path), SETTINGS)
     for step in range(1, 8):
         counts = balancer.split(step - 1, TOTAL).counts
-        balancer.tell(balancer.observe(step - 1, TOTAL, [0.01 * counts[0], 0.03 * counts[1]], step))
+        balancer.record(balancer.observe(step - 1, TOTAL, [0.01 * counts[0], 0.03 * counts[1]], step))
     (line,) = [json.loads(text) for text in (tmp_path / SPLITS_FILE).read_text().splitlines()]
     assert line["counts"] == [48, 16]
     assert line["action"] == "resplit"

@@ -11,7 +11,7 @@ from torch import nn
 
 from hetexp.core.config import read_config
 from hetexp.core.errors import SetupError
-from hetexp.training.compiled import any_batch_size, compiled, tells_why_not
+from hetexp.training.compiled import any_batch_size, compile_errors_explained, compiled
 
 
 def test_nothing_is_compiled_by_default() -> None:
@@ -58,17 +58,17 @@ def test_a_missing_compiler_is_one_sentence() -> None:
     with (
         torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/c++"), "fx_graph_cache": False}),
         pytest.raises(SetupError) as refused,
-        tells_why_not(),
+        compile_errors_explained(),
     ):
         model(torch.ones(5, 3))
     torch._dynamo.reset()
     assert str(refused.value).startswith(
-        "`trainer.compile` must be false where torch cannot compile the model: "
+        "`trainer.compile` must be false if torch cannot compile the model: "
     )
     assert "/nowhere/c++" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(ZeroDivisionError), tells_why_not():
+    with pytest.raises(ZeroDivisionError), compile_errors_explained():
         raise ZeroDivisionError

@@ -591,7 +591,7 @@ def test_contents_of_a_line(make_state: MakeState, clock: Clock) -> None:
     totals = window.totals
     assert (totals.train_seconds, totals.compute_seconds, totals.steps) == (4.0, 3.0, 2)
     assert (totals.local_samples, totals.global_samples) == (16, 16)
-    assert totals.settled is totals  # nothing came after the first line
+    assert totals.after_warmup is totals  # nothing came after the first line
 
 
 def test_a_line_tells_what_a_step_was_predicted_to_take(make_state: MakeState, clock: Clock) -> None:
@@ -622,8 +622,8 @@ def test_a_line_starts_again_from_zero(make_state: MakeState, clock: Clock) -> N
     assert "train/grad_norm" not in first
     assert window.totals.train_seconds == 5.0
     assert window.totals.steps == 2
-    settled = window.totals.settled
-    assert (settled.train_seconds, settled.steps, settled.global_samples) == (4.0, 1, 8)
+    steady = window.totals.after_warmup
+    assert (steady.train_seconds, steady.steps, steady.global_samples) == (4.0, 1, 8)
 
 
 def test_what_is_not_training_takes_no_time(make_state: MakeState, clock: Clock) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hetexp.comm.connections.pulse import Pulse
 from hetexp.comm.connections.watched_store import WatchedStore, another_connection
 from hetexp.comm.library_exchange import LibraryExchange
-from hetexp.comm.rendezvous import exchange
+from hetexp.comm.rendezvous import all_gather_json
 from hetexp.core.errors import PeerLostError
 
 
@@ -49,7 +49,7 @@ def test_a_meeting_ends_when_nobody_comes() -> None:
     watched = WatchedStore(dist.HashStore(), "", gone.is_set)
     with ThreadPoolExecutor(2) as pool:
         meeting = pool.submit(Pulse(watched, 0, 2, 60.0).meet)
-        telling = pool.submit(exchange, watched, "facts", 0, 2, {}, 60.0)
+        telling = pool.submit(all_gather_json, watched, "facts", 0, 2, {}, 60.0)
         gone.set()
         for waiting in (meeting, telling):
             with pytest.raises((PeerLostError, RuntimeError), match="have changed"):

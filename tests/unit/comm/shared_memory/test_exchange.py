@@ -190,7 +190,7 @@ def _fails(rank: int, size: int, store: dist.Store) -> str:
     try:
         path.sum_(torch.ones(10))
         if rank:
-            path._walk = None  # type: ignore[assignment]
+            path._copy = None  # type: ignore[assignment]
         path.sum_(torch.ones(10, dtype=torch.bfloat16))
     except PeerLostError as error:
         return str(error)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from exchanging import each
 
-from hetexp.comm.rendezvous import exchange
+from hetexp.comm.rendezvous import all_gather_json
 from hetexp.comm.shared_memory import segment as module
 from hetexp.comm.shared_memory.segment import PREFIX, Segment, Waiter, create, reclaim
 from hetexp.core.errors import PeerLostError, SetupError
@@ -30,10 +30,10 @@ def opened(rank: int, store: dist.Store, named: bool = False, size: int = SIZE) 
     if rank == 0:
         file, path = create(Segment.total_bytes(WORDS, BYTES), named)
         told = {"path": path}
-    path = exchange(store, "path", rank, size, told, LONG)[0]["path"]
+    path = all_gather_json(store, "path", rank, size, told, LONG)[0]["path"]
     file = file if rank == 0 else os.open(path, os.O_RDWR)
     segment = Segment(file, rank, size, WORDS, BYTES)
-    exchange(store, "open", rank, size, {}, LONG)
+    all_gather_json(store, "open", rank, size, {}, LONG)
     if rank == 0 and not path.startswith("/proc/"):
         Path(path).unlink()
     return segment

@@ -74,7 +74,9 @@ def test_wrong_names_are_told() -> None:
     with pytest.raises(ConfigError, match=r"`strategy.among` must be a list of .*Did you mean `dp`\?"):
         choose(*MIX, "strategy.among=[dpp]")
     problems = checked("strategy=auto", "strategy.among=[]", *MIX).problems
-    assert problems == ["`strategy.among` must name a strategy at least, but is [] instead. null means all."]
+    assert problems == [
+        "`strategy.among` must name at least one strategy, but is [] instead. null means all."
+    ]
 
 
 HOSTS = (

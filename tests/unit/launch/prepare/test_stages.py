@@ -81,7 +81,7 @@ def test_too_few_layers_are_told() -> None:
     [
         (GPT, {"shard_plan": [[0, 4], [4, 9]]}, "names layers 6–8 in [4, 9]"),
         (GPT, {"shard_plan": [[0, 4], [4, 5]]}, "leaves out layer 5 (blocks.5)"),
-        ({"_target_": "torch.nn.Identity"}, {}, "must tell where it may be cut"),
+        ({"_target_": "torch.nn.Identity"}, {}, "must say where it may be cut"),
         ({"_target_": "pieced.Masked", "normalises": True}, {}, "must not normalise over the batch"),
     ],
 )

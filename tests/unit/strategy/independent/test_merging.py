@@ -15,9 +15,9 @@ from hetexp.checkpoint.folder import TrainingState, load_checkpoint, save_checkp
 from hetexp.checkpoint.merge import Parent, read_parent
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.core.errors import CheckpointError
-from hetexp.strategy.independent.merging import Wanted, merge, recalibrate, write_merged
+from hetexp.strategy.independent.merging import MergeOptions, merge, recalibrate, write_merged
 from hetexp.strategy.single import Single
-from hetexp.training.evaluate import evaluate_alone
+from hetexp.training.evaluate import evaluate_locally
 from hetexp.training.state import TrainState
 
 MakeState = Callable[..., TrainState]
@@ -78,25 +78,25 @@ def test_statistics_are_those_of_the_training_data(state: TrainState) -> None:
 
 def test_the_merged_model_beside_its_parents(state: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0, 30), parent(tmp_path / "b", 0.5, 10)]
-    merged = merge(parents, Wanted(), state)
+    merged = merge(parents, MergeOptions(), state)
     report = merged.report
     assert report["weights"] == [0.75, 0.25]
     assert [one["device"] for one in report["parents"]] == ["a", "b"]
     assert report["batch_norm"] == "recalibrated"
     losses = [one["loss"] for one in report["parents"]]
-    assert report["merged_loss"] == merged.evaluation["loss"] == evaluate_alone(state)["loss"]
+    assert report["merged_loss"] == merged.evaluation["loss"] == evaluate_locally(state)["loss"]
     assert report["worse_than_best_parent"] == (report["merged_loss"] > min(losses))
     mean = 0.75 * parents[0].tensors["linear.weight"] + 0.25 * parents[1].tensors["linear.weight"]
     torch.testing.assert_close(merged.tensors["linear.weight"], mean)
     assert bool((merged.tensors["norm.running_mean"] > 1).all())  # the parents' are zero
-    average = merge(parents, Wanted(batch_norm="average"), state)
+    average = merge(parents, MergeOptions(batch_norm="average"), state)
     assert average.report["batch_norm"] == "averaged"
     assert not bool(average.tensors["norm.running_mean"].any())
 
 
 def test_any_run_goes_on_from_it(state: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0, 10), parent(tmp_path / "b", 0.5, 30)]
-    merged = merge(parents, Wanted(), state)
+    merged = merge(parents, MergeOptions(), state)
     path = write_merged(tmp_path / "merged", parents, merged)
     model = Net(3.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -111,26 +111,26 @@ def test_any_run_goes_on_from_it(state: TrainState, tmp_path: Path) -> None:
 
 def test_a_soup_takes_in_what_helps(state: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / name, shift) for name, shift in (("a", 0.0), ("b", 50.0))]
-    soup = merge(parents, Wanted(soup="greedy"), state)
+    soup = merge(parents, MergeOptions(soup="greedy"), state)
     assert soup.report["weights"] == [1.0, 0.0]
     assert soup.report["worse_than_best_parent"] is False
     assert torch.equal(soup.tensors["linear.weight"], parents[0].tensors["linear.weight"])
-    assert merge(parents, Wanted(), state).report["worse_than_best_parent"] is True
+    assert merge(parents, MergeOptions(), state).report["worse_than_best_parent"] is True
 
 
 def test_other_seeds_need_force_and_are_flagged(state: TrainState, tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0), parent(tmp_path / "b", 0.1, seed=4)]
     with pytest.raises(CheckpointError, match=r"trainer\.seed=4.*--force"):
-        merge(parents, Wanted(), state)
-    merged = merge(parents, Wanted(force=True), state)
+        merge(parents, MergeOptions(), state)
+    merged = merge(parents, MergeOptions(force=True), state)
     assert "trainer.seed=4" in merged.report["other_start"]
     assert merged.report["worse_than_best_parent"] is not None
 
 
 def test_without_a_model_nothing_is_judged(tmp_path: Path) -> None:
     parents = [parent(tmp_path / "a", 0.0), parent(tmp_path / "b", 0.5)]
-    merged = merge(parents, Wanted(), None)
+    merged = merge(parents, MergeOptions(), None)
     assert (merged.report["merged_loss"], merged.report["worse_than_best_parent"]) == (None, None)
     assert merged.report["batch_norm"] == "averaged"
     with pytest.raises(CheckpointError, match="needs evaluation data"):
-        merge(parents, Wanted(soup="greedy"), None)
+        merge(parents, MergeOptions(soup="greedy"), None)

@@ -50,7 +50,7 @@ def test_multiples_are_fine() -> None:
     [
         (
             {"outer_nesterov": True},
-            "`strategy.outer_momentum` must be above 0 where `strategy.outer_nesterov` is true, but is 0.0 "
+            "`strategy.outer_momentum` must be above 0 if `strategy.outer_nesterov` is true, but is 0.0 "
             "instead.",
         ),
         (

@@ -82,7 +82,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("entries", "told"),
     [
-        ([stage(blocks=2), stage("cpu:1", modules=["norm"])], "must tell all stages in one way, but has blo"),
+        ([stage(blocks=2), stage("cpu:1", modules=["norm"])], "must give all stages in one way, but has blo"),
         ([stage(blocks=2), stage(blocks=2)], "must use each of the run's devices, but leaves out cpu:1."),
         ([stage(blocks=2)], "must use each of the run's devices, but leaves out cpu:1."),
         ([stage(layers=[0, 2]), stage("cpu:1", layers=[3, 6])], "must cover the layers without a gap, but"),
@@ -96,7 +96,7 @@ def test_what_no_single_stage_shows(entries: list[dict[str, Any]], told: str) ->
 
 def test_a_host_must_be_said_where_several_have_the_device() -> None:
     (problem,) = problems([stage(blocks=1), stage("cpu:1", blocks=1)], HOSTS)
-    assert problem.startswith("`strategy.shard_plan[0].host` must be given where several hosts have cpu:0 (o")
+    assert problem.startswith("`strategy.shard_plan[0].host` must be given if several hosts have cpu:0 (o")
 
 
 def test_stages_that_come_back_to_a_device() -> None:
@@ -104,8 +104,8 @@ def test_stages_that_come_back_to_a_device() -> None:
     assert problems(there, CPUS[:2], schedule="ZBVZeroBubble") == []
     (problem, _) = problems(there, CPUS[:2], schedule="LoopedBFS")
     assert problem == (
-        "`strategy.shard_plan[2].device` must be cpu:0, where schedule LoopedBFS has stage 2, but is 'cpu:1' "
-        "instead."
+        "`strategy.shard_plan[2].device` must be cpu:0, to which schedule LoopedBFS assigns stage 2, but is "
+        "'cpu:1' instead."
     )
 
 

@@ -63,18 +63,16 @@ def test_what_does_not_fit_is_told(count: int, arguments: dict[str, Any], told: 
 
 def test_microbatches_are_the_pipelines_own() -> None:
     (told,) = problems(CPUS, {"accumulate": 2})
-    assert told.startswith("`trainer.accumulate` must be 1 where `strategy` is pipeline, but is 2 instead.")
+    assert told.startswith("`trainer.accumulate` must be 1 if `strategy` is pipeline, but is 2 instead.")
     (told,) = problems(CPUS, {"microbatch_size": 2})
-    assert told.startswith("`trainer.microbatch_size` must be null where `strategy` is pipeline, but is 2")
+    assert told.startswith("`trainer.microbatch_size` must be null if `strategy` is pipeline, but is 2")
 
 
 def test_activations_are_not_computed_again_where_backward_is_split() -> None:
     again = {"activation_checkpointing": True}
     assert problems(CPUS, again) == []
     (told,) = problems(CPUS[:2], again, schedule="ZBVZeroBubble")
-    assert told.startswith(
-        "`trainer.activation_checkpointing` must be false where `strategy.schedule` is ZBV"
-    )
+    assert told.startswith("`trainer.activation_checkpointing` must be false if `strategy.schedule` is ZBV")
 
 
 def test_emulated_devices_compute_a_backward_pass_at_once() -> None:

@@ -258,7 +258,7 @@ def test_joint_steps_are_of_full_batches_and_the_median_counts(
     state = make_state(SoloCommunicator(), train=data, model=device, global_batch_size=8)
     joint = joint_steps(state, Split((8,)))
     assert set(device.sizes) == {8}
-    assert joint.own == pytest.approx([7.0 + 2.4] + [2.4] * 7)
+    assert joint.local_seconds == pytest.approx([7.0 + 2.4] + [2.4] * 7)
     assert joint.seconds == pytest.approx(2.4)
     assert joint.data_seconds == 0.0
     few = make_state(SoloCommunicator(), train=data, model=device, global_batch_size=32)

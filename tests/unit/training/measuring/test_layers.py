@@ -207,7 +207,7 @@ def test_tuples_frozen_layers_and_buffers(reads: bool) -> None:
 
 
 def test_a_model_that_may_not_be_cut() -> None:
-    with pytest.raises(ConfigError, match=r"`model` must tell where it may be cut \(a method `pieces`"):
+    with pytest.raises(ConfigError, match=r"`model` must say where it may be cut \(a method `pieces`"):
         described({"_target_": f"{OWN}.Whole"}, IMAGES)
     with pytest.raises(ConfigError, match="can be built and called"):
         described({"_target_": "hetexp.model.gpt.GPT", "num_heads": 3}, TEXT)

@@ -102,9 +102,9 @@ def test_marks_are_read_only_after_the_device_is_done(backend: ClockBackend) -> 
     meter.span(0.0, 0.0)
     meter.backward(loss_that_takes(backend, nn.Parameter(torch.ones(1)), 1.0))
     assert backend.finished == 0.0  # measuring made nobody wait
-    meter.settle()
+    meter.read_marks()
     assert meter.compute_seconds == 1.0
-    meter.settle()
+    meter.read_marks()
     assert meter.compute_seconds == 1.0  # no span counts twice
 
 

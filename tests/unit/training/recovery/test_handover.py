@@ -40,7 +40,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("piece", [16, 1000, 2**24])
 def test_messages_of_any_size_bring_all_bits(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(handover, "PIECE_BYTES", piece)
+    monkeypatch.setattr(handover, "CHUNK_BYTES", piece)
 
     def rank(communicator: Communicator) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(communicator.rank)
@@ -102,7 +102,7 @@ def test_those_behind_and_newcomers_stand_where_the_donor_stands(make_state: Mak
         training.loss_at, training.logged_at = (steps, 0.5 * steps), steps - 1
         training.outcome.evaluation = {"loss": float(steps)}
         if communicator.rank == 2:
-            give(training, store, settled=False, tensors=True, handled=4)
+            give(training, store, step_ended=False, tensors=True, handled=4)
         return training, take(training, store, 2, behind=steps < 3, tensors=True)
 
     (zero, first), (one, second), (two, third) = FakeGroup(3).run(rank)
@@ -129,7 +129,7 @@ def test_no_tensor_travels_where_all_are_at_one_step(
         training = Training(trained(make_state, communicator, 1), Progress(step=1))
         training.progress.best = 0.25  # of an evaluation that not all have ended
         if communicator.rank == 0:
-            give(training, store, settled=False, tensors=False, handled=0)
+            give(training, store, step_ended=False, tensors=False, handled=0)
         take(training, store, 0, behind=False, tensors=False)
         return training
 

@@ -26,8 +26,8 @@ from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import (
     DeviceMemoryError,
     OutOfMemory,
-    ends_with_shortage,
-    halve_together,
+    fatal_out_of_memory,
+    halve_on_all_ranks,
     recovering_guard,
     sizes_of,
     split_microbatches,
@@ -83,7 +83,7 @@ def test_only_the_rank_in_trouble_halves_and_all_know(make_state: MakeState) -> 
     def rank(comm: Communicator) -> tuple[bool, list[int | None]]:
         state = make_state(comm, (1, 1, 1))
         short = OutOfMemory("no more", 2**20) if comm.rank == 1 else None
-        again = halve_together(state, 3, microbatches(3, 2), short)
+        again = halve_on_all_ranks(state, 3, microbatches(3, 2), short)
         return again, state.microbatch_limits
 
     assert FakeGroup(3).run(rank) == [(True, [None, 2, None])] * 3
@@ -92,7 +92,7 @@ def test_only_the_rank_in_trouble_halves_and_all_know(make_state: MakeState) -> 
 def test_without_a_shortage_nothing_is_done_again(make_state: MakeState) -> None:
     def rank(comm: Communicator) -> tuple[bool, list[int | None]]:
         state = make_state(comm, (1, 1))
-        return halve_together(state, 3, microbatches(4), None), state.microbatch_limits
+        return halve_on_all_ranks(state, 3, microbatches(4), None), state.microbatch_limits
 
     assert FakeGroup(2).run(rank) == [(False, [None, None])] * 2
 
@@ -102,7 +102,7 @@ def test_a_single_sample_ends_all(make_state: MakeState) -> None:
         state = make_state(comm, (1, 1))
         short = OutOfMemory("CUDA out of memory.", 3 * 2**20) if comm.rank == 1 else None
         with pytest.raises((DeviceMemoryError, PeerLostError)) as caught:
-            halve_together(state, 6, microbatches(1, 1, 1), short)
+            halve_on_all_ranks(state, 6, microbatches(1, 1, 1), short)
         assert state.microbatch_limits == [None, None]
         return caught.value
 
@@ -142,10 +142,10 @@ def test_nobody_learns_of_it_where_nobody_looks(
 
 def test_other_errors_pass(make_state: MakeState) -> None:
     state = make_state(SoloCommunicator())
-    with pytest.raises(RuntimeError, match="shapes"), ends_with_shortage(state, 0, [4], "No."):
+    with pytest.raises(RuntimeError, match="shapes"), fatal_out_of_memory(state, 0, [4], "No."):
         raise RuntimeError("shapes do not match")
     told = pytest.raises(DeviceMemoryError, match="in microbatches of 4 .* No. no more. Choose")
-    with told, ends_with_shortage(state, 0, [4, 3], "No."):
+    with told, fatal_out_of_memory(state, 0, [4, 3], "No."):
         raise torch.OutOfMemoryError("no more\nsee the manual")
 
 

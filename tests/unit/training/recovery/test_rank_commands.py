@@ -14,7 +14,7 @@ from hetexp.comm.fake import FakeGroup
 from hetexp.core.epoch import Request
 from hetexp.training.loop import Training
 from hetexp.training.recovery import rank_commands
-from hetexp.training.recovery.rank_commands import Asked, Requests, on_request
+from hetexp.training.recovery.rank_commands import Asked, RankCommands, on_request
 from hetexp.training.state import Progress, TrainState
 
 MakeState = Callable[..., TrainState]
@@ -39,7 +39,7 @@ def ask(make_state: MakeState, *asked: tuple[str, str], world: int = 2) -> tuple
         on = {"dotted": f"{__name__}.by_path"}
         state = make_state(communicator, (1.0,) * world, on_request=on)
         training = Training(state, Progress(step=4))
-        served = Requests(store)
+        served = RankCommands(store)
         served.serve(training, len(asked))
         served.serve(training, len(asked))  # each once
         assert served.handled == len(asked)

@@ -49,20 +49,20 @@ def test_the_newest_step_counts(make_state: MakeState) -> None:
         assert donor == 1
         assert training.progress.step == 7
         assert training.ready
-        assert training.settled
+        assert training.step_ended
         assert weight(training) == 7.0
 
 
 def test_what_follows_a_step_is_done_again_unless_all_have_done_it(make_state: MakeState) -> None:
-    done = {"step": 5, "settled": True, "evaluated_at": 5, "saved_at": 5}
-    missed = {"step": 5, "settled": False, "evaluated_at": 5, "saved_at": 0}
+    done = {"step": 5, "step_ended": True, "evaluated_at": 5, "saved_at": 5}
+    missed = {"step": 5, "step_ended": False, "evaluated_at": 5, "saved_at": 0}
     for training, _ in agree(make_state, done, missed):
-        assert not training.settled
+        assert not training.step_ended
         assert training.evaluated_at == 5
         assert training.saved_at == -1
-    behind = {"step": 4, "settled": False}
+    behind = {"step": 4, "step_ended": False}
     for training, _ in agree(make_state, done, behind):
-        assert training.settled
+        assert training.step_ended
         assert training.saved_at == 5
 
 

@@ -21,7 +21,7 @@ from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.fake import FakeGroup
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.training.loop import train
-from hetexp.training.measuring.warmup_calibration import undone
+from hetexp.training.measuring.warmup_calibration import restored_after
 from hetexp.training.saving.random_states import FILE, match_states, random_files, restore_random
 from hetexp.training.saving.resuming import resume
 from hetexp.training.seeding import seed_all, seeded
@@ -117,7 +117,7 @@ def test_what_is_undone_has_drawn_nothing(make_state: MakeState, device: str) ->
     seed_all(3)
     expected = draw()
     seed_all(3)
-    with undone(parts):
+    with restored_after(parts):
         draw()
         parts.backend.set_random_states([state + 1 for state in before])
     assert draw() == expected
@@ -160,7 +160,7 @@ def test_one_warning_lists_the_states_without_a_device(
         restore_random(parts_on(make_state, SoloCommunicator(), ["cpu"]), tmp_path)
     (record,) = caplog.records
     told = record.getMessage()
-    assert "those of cuda:0, xpu:0, the process of xpu:0, the process of cpu are left" in told
+    assert "those of cuda:0, xpu:0, the process of xpu:0, the process of cpu are lost" in told
     caplog.clear()
 
     def rank(communicator: Communicator) -> None:

@@ -84,7 +84,7 @@ def test_a_snapshot_holds_one_moment_whatever_follows(job: Job, held: threading.
     assert not job.folder.exists() or not list(job.folder.glob("step_*"))
     assert not job.saver.leave(0.01)
     held.set()
-    job.saver.settle()
+    job.saver.wait()
     assert job.found() == (1, 1.0)
 
 
@@ -98,7 +98,7 @@ def test_the_next_save_waits_for_the_one_before(job: Job, held: threading.Event)
     assert second.is_alive()
     held.set()
     second.join(60)
-    job.saver.settle()
+    job.saver.wait()
     assert job.found() == (2, 2.0)
     assert [one.name for one in sorted(job.folder.iterdir())] == ["step_00000001", "step_00000002"]
 
@@ -123,7 +123,7 @@ def test_a_full_disk_is_warned_of_and_the_next_save_tries_again(
     job.go_on()
     with caplog.at_level(logging.WARNING):
         job.save()
-        job.saver.settle("warn")
+        job.saver.wait("warn")
     assert "step_00000002' could not be written: [Errno 28] No space left on device" in caplog.text
     assert "The ones before it are as they were. The training goes on" in caplog.text
     assert job.found() == (1, 1.0)
@@ -131,7 +131,7 @@ def test_a_full_disk_is_warned_of_and_the_next_save_tries_again(
     filling(False)
     job.go_on()
     job.save()
-    job.saver.settle()
+    job.saver.wait()
     assert job.found() == (3, 3.0)
 
 
@@ -143,7 +143,7 @@ def test_a_full_disk_ends_the_run_where_it_is_to(job: Job, filling: Callable[[bo
         job.save(on_error="stop")
     job.save()
     with pytest.raises(CheckpointError, match=r"step_00000001.*No space left"):
-        job.saver.settle()
+        job.saver.wait()
     with pytest.raises(CheckpointError, match="No space left"):
         job.save(wait=True, on_error="warn")  # the last one must be written
     job.save()
