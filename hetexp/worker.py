@@ -76,7 +76,7 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
     except _Terminated:
         job.close(1 if job.waits else 143)
         end(143)
-    except (Exception, SystemExit) as error:  # whatever it is, the launcher must learn of it
+    except (Exception, SystemExit) as error:  # the launcher must learn of any error
         text = traceback.format_exc()
         with contextlib.suppress(OSError):  # a full disk may be what ends this rank
             print(text, flush=True)

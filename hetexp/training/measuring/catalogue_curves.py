@@ -21,7 +21,6 @@ from hetexp.core.device import DeviceSpec
 from hetexp.hardware.catalogue import Card, card_of, load_catalogue
 from hetexp.hardware.emulation.emulated import UPDATE_PASSES, CardTimes
 from hetexp.hardware.emulation.pacing import count_work, tensors
-from hetexp.model.base import build_model
 from hetexp.plan.known import CATALOGUE, NOTHING, Known
 from hetexp.plan.strategy import Strategy
 from hetexp.training.measuring.estimate import RunMemory
@@ -117,11 +116,8 @@ def _exchange(work: CountedWork, strategy: Strategy) -> Exchange:
 
 def count(config: Config, built: RunMemory, emulated: bool) -> CountedWork:
     """Count the work of a run's model on one sample."""
-    model = built.model
-    if emulated and next(model.parameters()).is_meta:
-        with torch.random.fork_rng(devices=[]):
-            recompute = config.trainer.activation_checkpointing
-            model = build_model(config.model, built.data_facts, recompute).to(next(model.parameters()).dtype)
+    recompute = config.trainer.activation_checkpointing
+    model = built.model_with_values(recompute) if emulated else built.model
     inputs = _moved(built.sample[0], model)
     forward, backward, fractions = count_work(model, inputs)
     sized = [(fraction, p.numel() * p.element_size()) for p, fraction in fractions]

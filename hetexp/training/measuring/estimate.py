@@ -75,6 +75,15 @@ class RunMemory:
             cause = error.__cause__ or error  # Hydra wraps what a constructor raises
             self.reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
+    def model_with_values(self, activation_checkpointing: bool = False) -> nn.Module:
+        """Return the model on the CPU, built again if it is on the meta device."""
+        weight = next(self.model.parameters(), None)
+        if weight is None or not weight.is_meta:
+            return self.model
+        with torch.random.fork_rng(devices=[]):
+            model = build_model(self._config.model, self.data_facts, activation_checkpointing)
+        return model.to(weight.dtype)
+
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return a batch's loss, as a rank takes it."""
         return self._workload("float32", accumulates=False).loss(output, targets)

@@ -18,7 +18,6 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.stage import Layer
 from hetexp.hardware.memory.estimate import on_meta
 from hetexp.hardware.memory.functions import CardFunctions
-from hetexp.model.base import build_model
 from hetexp.model.layered import Pieces, call_layer, pieces_of
 from hetexp.optimizer.build import build_optimizer
 from hetexp.training.measuring.estimate import RunMemory
@@ -70,7 +69,7 @@ def describe_layers(
             with contextlib.suppress(Exception):  # the user's own model runs any code, and may need values
                 passes = _passes(model, built, precision)
     if passes is None:
-        model = _with_values(config, built)
+        model = built.model_with_values().train()
         try:
             passes = _passes(model, built, precision)
         except Exception as error:
@@ -232,15 +231,6 @@ def _tensors(model: nn.Module, pieces: Pieces, index: int) -> list[torch.Tensor]
         tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
         held |= {id(tensor): tensor for tensor in tensors}
     return list(held.values())
-
-
-def _with_values(config: Config, built: RunMemory) -> nn.Module:
-    """Return the model on the CPU."""
-    first = next((p for p in built.model.parameters()), None)
-    if first is None or not first.is_meta:
-        return built.model.train()
-    with torch.random.fork_rng(devices=[]):
-        return build_model(config.model, built.data_facts).to(first.dtype).train()
 
 
 def _sized(value: Any, size: int, like: torch.Tensor) -> Any:

@@ -1,1 +1,1 @@
-"""Gradients that are not finite: found, skipped, explained."""
+"""Gradients that are not finite: detection, skipped steps, and messages."""
