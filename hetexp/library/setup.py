@@ -97,16 +97,14 @@ def setup(
         global_batch_size: samples of one optimizer step, over all devices.
         eval_dataset: for `Run.evaluate`.
         accumulate: microbatches that each device cuts its part of a batch into.
-        microbatch_size: most samples of a microbatch, instead of `accumulate`; devices may then differ in
-            their number of microbatches.
+        microbatch_size: most samples of a microbatch, whose number may then differ from device to device.
         seed: of the order of samples, and under `hetexp launch` of dropout and random samples.
         drop_last: whether to leave out the last batch of an epoch if it is not full.
         num_workers: data loader processes of each device.
         prefetch_factor: microbatches that each of them loads ahead.
         collate: makes a batch of a list of samples, as `collate_fn` of torch's `DataLoader`.
         log_every: steps between lines of `metrics.jsonl`.
-        run_dir: folder for metrics and checkpoints outside of `hetexp launch`; by default a new one in
-            `outputs`, made when the first of them is written.
+        run_dir: run folder outside of `hetexp launch`; by default a new one in `outputs`, made when needed.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -129,15 +127,14 @@ def setup(
     if problems:
         raise ConfigError(problems)
     launched = _launched
-    if launched is None:
-        _refuse_other_launchers()
-        plan = plan_alone(device_alone(), Path(run_dir) if run_dir is not None else _new_folder())
-        rank = 0
-        store: dist.Store = dist.HashStore()
-    else:
+    if launched is not None:
         if launched.run is not None:
             raise UsageError("hetexp.setup must be called once in a script, but is called again.")
         plan, rank, store = launched.plan, launched.rank, launched.store
+    else:
+        _refuse_other_launchers()
+        plan = plan_alone(device_alone(), Path(run_dir) if run_dir is not None else _new_folder())
+        rank, store = 0, dist.HashStore()
     plan = _decided(plan, given, model)
     config = read_config(plan.config)
     sampler = GlobalSampler(len(dataset), global_batch_size, seed, drop_last)  # type: ignore[arg-type]
