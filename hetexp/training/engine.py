@@ -44,7 +44,7 @@ class StepResult:
     """The rate that this step used."""
     skipped: int = 0
     """Number of updates skipped because their gradient was not finite; the same on every rank."""
-    unrecoverable: bool = False
+    beyond_mending: bool = False
     """Whether, in addition, no smaller loss scale would help."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Each microbatch's part of `loss_sum`, from the last attempt."""
@@ -54,7 +54,7 @@ class StepResult:
     """Whether all ranks hold the same weights after the step."""
     can_save: bool = True
     """Whether all ranks can save a common checkpoint after the step."""
-    communicated: bool = True
+    met: bool = True
     """Whether all ranks exchanged the step's message, in which the first rank reports its clock."""
     local_count: float = 0
     """Elements that `loss_sum` is the sum over."""
@@ -304,7 +304,7 @@ class Engine(ABC):
         """The exchanges that emulated links delay."""
         return ()
 
-    def warm_up_exchange(self) -> None:  # noqa: B027
+    def rehearse_exchange(self) -> None:  # noqa: B027
         """Run the exchanges that are no part of a step, so that their time on this machine is known."""
 
     def start_pacing(self, time_scale: float) -> None:

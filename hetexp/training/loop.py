@@ -165,7 +165,7 @@ class Training:
                 rebalance(state, progress.step, before, message.all_seconds)
             before = batch
             self._advance(batch, result, message)
-            if result.unrecoverable and state.config.trainer.non_finite != "continue":
+            if result.beyond_mending and state.config.trainer.non_finite != "continue":
                 text = report_non_finite(state, progress, batch, result, window)
                 if state.config.trainer.non_finite == "stop":
                     fix = save_before(state, self._before, self.first_step, self.saved_at)
@@ -180,7 +180,7 @@ class Training:
                     return False
             if self.outcome.stopped_early or self.stops:
                 break
-            if not result.communicated:  # then ranks learn with a log line that a checkpoint is due
+            if not result.met:  # then ranks learn with a log line that a checkpoint is due
                 due = window.save_due and result.can_save
             if due and progress.step < state.total_steps:
                 window.stop()

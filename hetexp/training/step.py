@@ -68,7 +68,7 @@ class Guarded:
             grad_norm=self.grad_norm,
             learning_rate=self.learning_rate,
             skipped=not self.finite,
-            unrecoverable=not self.recoverable,
+            beyond_mending=not self.recoverable,
             losses=gradient.losses,
             factor=gradient.factor,
             **more,

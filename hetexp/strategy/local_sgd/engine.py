@@ -235,7 +235,7 @@ class LocalSteps(OwnSteps):
     def paced_links(self) -> Sequence[PacedLink]:
         return [*super().paced_links, self._neighbours]
 
-    def warm_up_exchange(self) -> None:
+    def rehearse_exchange(self) -> None:
         for _ in range(WARMUP_SYNCS):
             self.synced().step(1.0 / self.state.communicator.world_size)
 

@@ -70,7 +70,7 @@ class OwnSteps(Replica):
             learning_rate=learning_rate,
             skipped=sum(result.skipped for result in results),
             local_count=count,
-            communicated=False,
+            met=False,
         )
         self.conclude(step, whole, local, meter)
         return whole
@@ -157,7 +157,7 @@ class OwnSteps(Replica):
             stats.count += result.local_count
             return
         stats.skipped += 1
-        if result.unrecoverable and not stats.hopeless_step:
+        if result.beyond_mending and not stats.hopeless_step:
             stats.hopeless_step, stats.hopeless_loss = step + 1, float(result.loss_sum)
 
     # ------------------------------------------------------------ what is logged and saved

@@ -74,4 +74,4 @@ def _real_steps(state: TrainState) -> None:
     meter = StepTimer(state.backend)
     for batch in state.engine.batches(Progress().position, WARMUP_STEPS):
         state.engine.step(-1, batch, normalizer, meter)
-    state.engine.warm_up_exchange()
+    state.engine.rehearse_exchange()
