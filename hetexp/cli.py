@@ -1,9 +1,8 @@
 """The command `hetexp`: a table of subcommands, each a function of the words that follow its name.
 
-Neither typer nor click nor argparse's subparsers share the words out. Hydra must get those of `train` as they
-were typed (`--help`, `-m`, `key=value`, `-sc`), which each of the three has to be kept from reading, and
-click alone takes longer to import than `hetexp --help` takes. A subcommand makes its own parser
-(`hetexp.commands.support.command_line`). To add a subcommand, write
+Hydra must get the words of `train` as the user typed them (`--help`, `-m`, `key=value`, `-sc`). Typer, click
+and argparse's subparsers would read these first, and importing click takes longer than `hetexp --help` runs.
+So each subcommand makes its own parser (`hetexp.commands.support.command_line`). To add a subcommand, write
 `hetexp/commands/NAME.py` with a function `main`, and add its name to `COMMANDS`.
 """
 
@@ -47,7 +46,7 @@ ELSEWHERE = {
     "control": "hetexp.commands.control:main_control",
     "dashboard": "hetexp.web.main:main",
 }
-"""Functions of the commands that are not `main` of `hetexp.commands.NAME`."""
+"""Commands whose function is not `main` of `hetexp.commands.NAME`."""
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 
@@ -113,10 +112,9 @@ def _unknown(words: list[str]) -> str:
 
 
 def _complete(words: list[str]) -> int:
-    """Answer the shell, which knows `hetexp` but not which subcommand's words it completes.
+    """Print completions for a shell, which knows `hetexp` but none of its subcommands.
 
-    The script that `hetexp train -sc install=bash` prints asks `hetexp -sc query=bash`, with the line in
-    COMP_LINE.
+    The script of `hetexp train -sc install=bash` calls `hetexp -sc query=bash`, with the line in COMP_LINE.
     """
     line = os.environ.get("COMP_LINE", "")
     typed = line.split(maxsplit=2)

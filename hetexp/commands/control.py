@@ -1,4 +1,4 @@
-"""`hetexp add`, `hetexp drop` and `hetexp control`: ask a running training, and print what it answers."""
+"""`hetexp add`, `hetexp drop` and `hetexp control`: send a request to a run, and print its answer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _RUN = "folder of a run, or its name below outputs"
 _ADD = """\
 examples
   hetexp add outputs/2026-01-31/12-00-00-0a1b2c cuda:1     a card that is free, as in `hetexp gpus`
-  hetexp add 12-00-00-0a1b2c xpu:0                         one that was dropped or lost"""
+  hetexp add 12-00-00-0a1b2c xpu:0                         a card that was dropped or lost"""
 _DROP = """\
 examples
   hetexp drop 12-00-00-0a1b2c xpu:0        the others take its samples from the next step on"""
 _CONTROL = """\
 names
   checkpoint    save a checkpoint at the end of the step
-  stop          save one, and end the run
+  stop          save a checkpoint, and end the run
   NAME          whatever the run's own code has registered a handler for (docs/guide/faults.md)"""
 
 
@@ -45,7 +45,7 @@ def main_control(arguments: Sequence[str]) -> int:
     parser.add_argument("argument", nargs="?", default="", metavar="ARGUMENT", help="for your own handler")
     options = parser.parse_args(arguments)
     if options.name in ("add", "drop"):
-        print(f"A device is taken in or out by `hetexp {options.name} RUN DEVICE`.", file=sys.stderr)
+        print(f"`hetexp {options.name} RUN DEVICE` does this, not hetexp control.", file=sys.stderr)
         return 2
     return _ask(options.name, options)
 

@@ -15,8 +15,7 @@ from hetexp.commands.support.command_line import add_shared, command_parser, exi
 if TYPE_CHECKING:
     from hetexp.core.plan import Plan
 
-FORMATS = ("mmd", "svg", "png", "pdf")
-DEFAULT = "mmd,svg"
+DEFAULT_FORMATS = "mmd,svg"
 
 _EPILOG = """\
 examples
@@ -29,17 +28,19 @@ def main(arguments: Sequence[str]) -> int:
     """Draw and print the files' paths.
 
     Returns:
-        2 where something that was typed cannot be used, 1 where a format that was asked for cannot be drawn.
+        2 if an argument is wrong, 1 if a requested format cannot be drawn.
     """
     options = _parser().parse_intermixed_args(list(arguments))
     return exit_code(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
+    from hetexp.report.diagram.files import FORMATS
+
     parser = command_parser(
         "diagram",
         "Draw machines, devices, links, shares or layers and memory of a plan, as Mermaid text "
-        "(mmd) and, where Graphviz is installed, as SVG, PNG or PDF. Nothing is started.",
+        "(mmd) and, if Graphviz is installed, as SVG, PNG or PDF. Nothing is started.",
         _EPILOG,
     )
     parser.add_argument(
@@ -47,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         help="group=option and key=value, as for hetexp train; or a run folder, or its plan.json",
     )
-    parser.add_argument("--format", metavar="LIST", help=f"of {', '.join(FORMATS)} (default: {DEFAULT})")
+    parser.add_argument(
+        "--format", metavar="LIST", help=f"of {', '.join(FORMATS)} (default: {DEFAULT_FORMATS})"
+    )
     parser.add_argument(
         "--output", metavar="FOLDER", help="where to write (default: the run folder, or the current one)"
     )
@@ -59,25 +62,25 @@ def _run(options: argparse.Namespace) -> int:
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.files import folder_problem
     from hetexp.core.instantiate import only_trusted
-    from hetexp.report.diagram.files import write_diagrams
+    from hetexp.report.diagram.files import FORMATS, write_diagrams
     from hetexp.report.diagram.picture import strategy_problems
 
-    formats = [name.strip() for name in (options.format or DEFAULT).split(",")]
+    formats = [name.strip() for name in (options.format or DEFAULT_FORMATS).split(",")]
     problems = [
         must_be("--format", f"some of {', '.join(FORMATS)}, with commas between", options.format)
         for name in formats
         if name not in FORMATS
     ][:1]
     given = Path(options.config[0]) if len(options.config) == 1 else None
-    sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
+    sys.path.append(str(Path.cwd()))  # the user's own classes, as for `hetexp train`
     stored = given is not None and (given.exists() or "=" not in given.name)
     if given is not None and stored:
         folder = Path(options.output) if options.output else given if given.is_dir() else given.parent
-        plan, remarks, wrong = _read(given)
+        plan, remarks, plan_problems = _stored_plan(given)
     else:
         folder = Path(options.output or ".")
-        plan, remarks, wrong = _foreseen(options)
-    problems += wrong
+        plan, remarks, plan_problems = _predicted_plan(options)
+    problems += plan_problems
     if reason := folder_problem(folder):
         problems.append(must_be("--output", "a folder that can be written", str(folder), reason))
     if problems:
@@ -95,8 +98,8 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if drawn.problem is not None and options.format else 0
 
 
-def _read(given: Path) -> tuple[Plan | None, list[str], list[str]]:
-    """Return the plan of a run, and what is wrong with the path."""
+def _stored_plan(given: Path) -> tuple[Plan | None, list[str], list[str]]:
+    """Return the plan of a run, no remarks, and the problems of the path."""
     from hetexp.core.errors import must_be
     from hetexp.core.plan import Plan
 
@@ -111,16 +114,16 @@ def _read(given: Path) -> tuple[Plan | None, list[str], list[str]]:
         return None, [], [must_be("CONFIG", accepted, str(given), f"{path} is {kind} ({error}).")]
 
 
-def _foreseen(options: argparse.Namespace) -> tuple[Plan | None, list[str], list[str]]:
-    """Return the plan that a run would have, what is not known of it, and what is wrong with the words."""
+def _predicted_plan(options: argparse.Namespace) -> tuple[Plan | None, list[str], list[str]]:
+    """Return the plan that a run would have, remarks on unknown parts, and the problems of the words."""
     from hetexp.app import compose_and_check
     from hetexp.launch.prepare.select_strategy import foreseen
     from hetexp.plan.run_spec import Request
 
     here = Path.cwd()
     request = Request(here / "plan", here, overrides=tuple(options.config))
-    found = compose_and_check(options.config, request, options.config_dir)
-    if found.problems or found.spec is None:
-        return None, [], found.problems
-    _, plan, remarks = foreseen(found.spec)
+    checked = compose_and_check(options.config, request, options.config_dir)
+    if checked.problems or checked.spec is None:
+        return None, [], checked.problems
+    _, plan, remarks = foreseen(checked.spec)
     return plan, remarks, []

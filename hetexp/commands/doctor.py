@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     ready = not any(problem.blocks for section in sections for problem in section.problems)
     if options.json:
         print(json.dumps({"ready": ready, "sections": [asdict(section) for section in sections]}, indent=2))
-    elif not sections[0].rows:  # something is missing, perhaps what prints
+    elif not sections[0].rows:  # a package is missing, perhaps rich, which prints
         print("\n".join(problem.text for problem in sections[0].problems))
     else:
         _show(sections, ready)
@@ -47,9 +47,9 @@ def examine(context: Context | None = None) -> list[Section]:
     try:
         check_own_interpreter()
     except SetupError as error:  # the checks themselves cannot be imported then
-        lacking = Section("hetexp")
-        lacking.problem(str(error), blocks=True)
-        return [lacking]
+        section = Section("hetexp")
+        section.problem(str(error), blocks=True)
+        return [section]
     from hetexp.commands.support.checks import CHECKS, Context
 
     context = context or Context()
@@ -58,7 +58,7 @@ def examine(context: Context | None = None) -> list[Section]:
         section = Section(title)
         try:
             check(context, section)
-        except Exception as error:  # whatever it is, the other checks go on
+        except Exception as error:  # the other checks go on
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             section.row("check", f"failed: {why}")
             section.problem(f"The check '{title}' failed ({why}). Please report this, with all of the above")
@@ -72,7 +72,7 @@ def _show(sections: Sequence[Section], ready: bool) -> None:
     console = Console(highlight=False)
 
     def say(text: str, label: str = "", style: str = "") -> None:
-        """Print text beside its label, in as many lines as it needs; a path or a command is never cut."""
+        """Print text beside its label, wrapped; a path or a command is never cut."""
         lines = textwrap.wrap(
             text, console.width - len(label), break_on_hyphens=False, break_long_words=False
         )
@@ -90,8 +90,8 @@ def _show(sections: Sequence[Section], ready: bool) -> None:
         return
     say("What to fix", style="bold")
     for number, problem in enumerate(problems, start=1):
-        needed = " No training runs before." if problem.blocks else ""
-        say(f"{problem.text}{needed}", label=f"{number}. ", style="red" if problem.blocks else "")
+        consequence = " No training can run until then." if problem.blocks else ""
+        say(f"{problem.text}{consequence}", label=f"{number}. ", style="red" if problem.blocks else "")
         if problem.fix is not None:
             console.print(f"   {problem.fix}", markup=False, soft_wrap=True)
     if ready:

@@ -1,4 +1,4 @@
-"""`hetexp env`: one interpreter a vendor, since torch drives only the cards that it is built for."""
+"""`hetexp env`: one interpreter a vendor, since a build of torch drives the cards of one vendor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hetexp.commands.support.command_line import add_shared, command_parser, exi
 from hetexp.commands.support.interpreters import (
     NO_ENVIRONMENT,
     Interpreter,
-    how_to_mend,
     interpreters,
-    own_line,
+    repair_command,
+    unbroken_line,
 )
 from hetexp.core.errors import SetupError
 from hetexp.hardware.detection.builds import own_build
@@ -50,29 +50,33 @@ def _parser() -> argparse.ArgumentParser:
     about = "One interpreter a vendor: torch drives the cards of the vendor that it is built for."
     parser = command_parser("env", about)
     actions = parser.add_subparsers(required=True, metavar="list | create | check")
-    listing = actions.add_parser("list", help="this interpreter and the recorded environments")
-    add_shared(listing, "--json")
-    listing.set_defaults(action=_list)
-    making = actions.add_parser("create", help="make an environment with a vendor's torch, and record it")
-    making.add_argument("kind", choices=list(KINDS), help="whose torch it gets")
-    making.add_argument("--name", help="in the record; the kind by default")
-    making.add_argument("--path", type=Path, help="its folder; $HETEXP_HOME/envs/NAME by default")
-    making.add_argument("--python", help="base interpreter; this one by default")
-    making.add_argument("--torch", metavar="VERSION", help="this interpreter's version by default")
-    making.add_argument(
+    list_parser = actions.add_parser("list", help="this interpreter and the recorded environments")
+    add_shared(list_parser, "--json")
+    list_parser.set_defaults(action=_list)
+    create_parser = actions.add_parser(
+        "create", help="make an environment with a vendor's torch, and record it"
+    )
+    create_parser.add_argument("kind", choices=list(KINDS), help="whose torch it gets")
+    create_parser.add_argument("--name", help="in the record; the kind by default")
+    create_parser.add_argument("--path", type=Path, help="its folder; $HETEXP_HOME/envs/NAME by default")
+    create_parser.add_argument("--python", help="base interpreter; this one by default")
+    create_parser.add_argument("--torch", metavar="VERSION", help="this interpreter's version by default")
+    create_parser.add_argument(
         "--index", metavar="URL", help="index of torch's wheels, such as a mirror of PyTorch's"
     )
-    making.add_argument(
+    create_parser.add_argument(
         "--installer",
         choices=["pip", "uv"],
         help="by default uv if it is installed and pip has no sources of its own configured, else pip",
     )
-    making.add_argument("--force", action="store_true", help="replace an environment that is there")
-    making.add_argument("--dry-run", action="store_true", help="print the commands and change nothing")
-    making.set_defaults(action=_create)
-    checking = actions.add_parser("check", help="compute with each, and train with this one and each other")
-    checking.add_argument("names", nargs="*", help="environments; all by default")
-    checking.set_defaults(action=_check)
+    create_parser.add_argument("--force", action="store_true", help="replace an existing environment")
+    create_parser.add_argument("--dry-run", action="store_true", help="print the commands and change nothing")
+    create_parser.set_defaults(action=_create)
+    check_parser = actions.add_parser(
+        "check", help="compute with each, and train with this one and each other"
+    )
+    check_parser.add_argument("names", nargs="*", help="environments; all by default")
+    check_parser.set_defaults(action=_check)
     return parser
 
 
@@ -103,7 +107,7 @@ def listed(all_interpreters: Sequence[Interpreter], width: int) -> list[Renderab
     """Return the table of interpreters and the lines below it.
 
     Args:
-        width: of the terminal; if it is narrow, the paths are below the table.
+        width: columns of the terminal; on a narrow one the paths stand below the table.
     """
     from rich.text import Text
 
@@ -120,7 +124,7 @@ def listed(all_interpreters: Sequence[Interpreter], width: int) -> list[Renderab
         else:
             cells += ["n/a", "n/a", "cannot be used"]
             notes.append(Text(f"{name} cannot be used: {problem}. To make it again:"))
-            notes.append(own_line(how_to_mend(interpreter)))
+            notes.append(unbroken_line(repair_command(interpreter)))
         rows.append([(cell, "" if problem is None else "red") for cell in cells])
         paths.append(Text(f"{name}: {interpreter.python}", overflow="fold"))
     if width >= WIDE:
@@ -137,7 +141,7 @@ def _create(options: argparse.Namespace) -> int:
     version = options.torch or (own_build().version or "").partition("+")[0]
     if not version:
         raise SetupError(
-            "--torch must be given, since this interpreter has no torch whose version could be used."
+            "`--torch` must be given if this interpreter has no torch, whose version is the default."
         )
     wheel = _wheel(options, version)
     uv, why = _installer(options.installer)
@@ -152,22 +156,22 @@ def _create(options: argparse.Namespace) -> int:
     started = time.monotonic()
     with _progress() as show:
 
-        def tell(command: tuple[str, ...]) -> None:
+        def announce(command: tuple[str, ...]) -> None:
             show("")
             print(typed(command), flush=True)
 
-        build = create(recipe, tell, show)
+        build = create(recipe, announce, show)
     seconds = time.monotonic() - started
     print(
         f"# Made in {seconds:.0f} s and recorded as '{recipe.name}': torch {build.version}, {recipe.python}"
     )
-    print("# What it drives is used from now on without being named. To try it:")
+    print("# From now on, runs find it for the cards that it drives. To try it:")
     print(f"hetexp env check {recipe.name}")
     return 0
 
 
 def _wheel(options: argparse.Namespace, version: str) -> Wheel:
-    """Choose the build; NVIDIA's depends on the driver and on the cards."""
+    """Return the build to install; NVIDIA's depends on the driver and on the cards."""
     driver, architectures = None, []
     if options.kind == "cuda" and options.index is None and "+" not in version:
         cards = [card.spec for card in detect(builds=[]).cards if card.spec.backend == "cuda"]
@@ -178,20 +182,20 @@ def _wheel(options: argparse.Namespace, version: str) -> Wheel:
     )
 
 
-def _installer(wanted: str | None) -> tuple[str | None, str]:
-    """Return uv's path, `None` for pip, and which of the two it is and why."""
+def _installer(requested: str | None) -> tuple[str | None, str]:
+    """Return uv's path (`None` for pip), and the installer's name with the reason."""
     uv = shutil.which("uv")
-    if wanted == "uv" and uv is None:
-        raise SetupError("--installer must be pip if uv is not installed, but is 'uv' instead.")
-    if wanted is not None:
-        return (uv if wanted == "uv" else None), f"{wanted}, as --installer says"
+    if requested == "uv" and uv is None:
+        raise SetupError("`--installer` must be pip if uv is not installed, but is 'uv' instead.")
+    if requested is not None:
+        return (uv if requested == "uv" else None), f"{requested}, as --installer says"
     if uv is not None and pip_has_own_sources():
         return None, "pip, which is configured with sources that uv does not read"
     return uv, "pip" if uv is None else "uv"
 
 
 def _announce(recipe: Recipe, why: str) -> None:
-    """Say what is going to be done, so that the output as a whole is a shell script."""
+    """Print build and folder as comments, so that the whole output is a shell script."""
     wheel = recipe.wheel
     source = f"from {wheel.index}" if wheel.index else "from the installer's own sources"
     print(f"# torch {wheel.version} {source} ({wheel.reason})")
@@ -200,14 +204,14 @@ def _announce(recipe: Recipe, why: str) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Show the last line that a command printed, on a terminal; elsewhere nothing."""
+    """Yield a function that shows a command's newest line on a terminal, and elsewhere nothing."""
     if not sys.stderr.isatty():
         yield lambda line: None
         return
     width = shutil.get_terminal_size().columns
 
     def show(line: str) -> None:
-        """Put a line in the place of the one before; an empty one clears it."""
+        """Replace the shown line; an empty text clears it."""
         print(f"\r\x1b[2K{line.strip()[: width - 1]}", end="", file=sys.stderr, flush=True)
 
     try:
@@ -217,8 +221,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from hetexp.commands.support.env_check import check, checked, chosen
+    from hetexp.commands.support.env_check import check, result_table, selected
 
-    results = check(chosen(interpreters(), options.names))
-    print_parts(checked(results))
+    results = check(selected(interpreters(), options.names))
+    print_parts(result_table(results))
     return 1 if any(result.problems for result in results) else 0

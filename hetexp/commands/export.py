@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_shared(parser, "run")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the files")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; by default as they are")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; by default unchanged")
     parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
     add_shared(parser, "--trust")
     return parser
@@ -47,9 +47,9 @@ def _run(options: argparse.Namespace) -> int:
     from hetexp.core.errors import ConfigError, must_be
 
     checkpoint = stored_checkpoint(options.run, contents=False)
-    there = [name for name in (WEIGHTS, CONFIG, ABOUT) if (options.output / name).exists()]
-    if there and not options.force:
-        fix = f"It holds {' and '.join(there)}; --force replaces them."
+    existing = [name for name in (WEIGHTS, CONFIG, ABOUT) if (options.output / name).exists()]
+    if existing and not options.force:
+        fix = f"It holds {' and '.join(existing)}; --force replaces them."
         raise ConfigError(must_be("--output", "a new folder", str(options.output), fix))
     for sentence in checkpoint.skipped:
         print(sentence)

@@ -1,4 +1,4 @@
-"""`hetexp gpus`: every card of the machine, what it does at the moment, and what keeps it from use."""
+"""`hetexp gpus`: every card of the machine, with its readings and the reason if it cannot be used."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def show(as_json: bool) -> None:
 
 
 def inspect() -> Inventory:
-    """Return the cards of this machine with who uses them."""
+    """Return the cards of this machine, with the processes that use them."""
     from hetexp.hardware.detection.probe import torch_devices
 
-    # What no driver can be asked is asked of an interpreter's torch, which takes seconds: the answer is
-    # fetched in the background and shown by the next call.
+    # If no driver knows a card, an interpreter's torch is asked, which takes seconds. Its answer comes
+    # in the background, and the next call shows it.
     machine = Machine(torch_sees=partial(torch_devices, wait=False))
     return detect(machine, busy=who_is_busy(machine))
 
@@ -132,7 +132,7 @@ def rendered(inventory: Inventory, width: int) -> list[RenderableType]:
     """Return the table and the lines below it.
 
     Args:
-        width: of the terminal; a narrow one gets fewer columns.
+        width: columns of the terminal; a narrow one gets a smaller table.
     """
     if not inventory.cards:
         return [
@@ -149,7 +149,7 @@ def rendered(inventory: Inventory, width: int) -> list[RenderableType]:
 
 
 def _cells(card: DetectedCard) -> dict[str, tuple[str, str]]:
-    """Return text and style of each column."""
+    """Return text and style of each column, by its name."""
     spec, reading = card.spec, card.reading
     vendor = "" if spec.vendor in spec.name.lower() else f"{spec.vendor}: "
     name = vendor + spec.name + (" (integrated)" if spec.integrated else "")
@@ -168,7 +168,7 @@ def _cells(card: DetectedCard) -> dict[str, tuple[str, str]]:
 
 
 def _notes(inventory: Inventory) -> list[RenderableType]:
-    """Lines for what does not fit a cell: reasons, fixes, interpreters."""
+    """Return lines for reasons, fixes and interpreters, which do not fit a cell."""
     from rich.text import Text
 
     lines = []

@@ -71,39 +71,39 @@ def _run(options: argparse.Namespace) -> int:
     parts = {"train": (source.data.train, options.limit), "evaluation": (source.data.evaluation, None)}
     for name, (dataset, limit) in parts.items():
         if dataset is not None:
-            pieces = (piece.to(dtype) for piece in source.vectors(dataset, options.batch_size))
-            counts[name] = _write(options.output, name, pieces, limit)
+            chunks = (vectors.to(dtype) for vectors in source.vectors(dataset, options.batch_size))
+            counts[name] = _write(options.output, name, chunks, limit)
     facts = {"model": source.target, "layer": options.layer, "checkpoint": str(folder.resolve())}
     write_json(options.output / SOURCE, facts | {"vectors": counts, "dtype": options.dtype})
     print(f"Vectors of {options.layer} ({folder}): {json.dumps(counts)} in {options.output}")
     return 0
 
 
-def _write(folder: Path, name: str, pieces: Iterator[torch.Tensor], limit: int | None) -> int:
-    """Write vectors as shards, and return their number."""
+def _write(folder: Path, name: str, chunks: Iterator[torch.Tensor], limit: int | None) -> int:
+    """Write at most `limit` vectors as shards, and return their number."""
     import torch
 
     from hetexp.checkpoint.tensor_file import write_tensors
 
-    held: list[torch.Tensor] = []
+    pending: list[torch.Tensor] = []
     total = number = 0
 
     def flush() -> None:
         nonlocal number
-        vectors = torch.cat(held).contiguous()
+        vectors = torch.cat(pending).contiguous()
         write_tensors(folder / f"{name}_{number:05}.safetensors", {"activations": vectors}, {})
-        held.clear()
+        pending.clear()
         number += 1
 
-    for piece in pieces:
+    for chunk in chunks:
         if limit is not None:
-            piece = piece[: limit - total]
-        total += len(piece)
-        held.append(piece)
-        if sum(vectors.nbytes for vectors in held) >= SHARD_BYTES:
+            chunk = chunk[: limit - total]
+        total += len(chunk)
+        pending.append(chunk)
+        if sum(vectors.nbytes for vectors in pending) >= SHARD_BYTES:
             flush()
         if total == limit:
             break
-    if held:
+    if pending:
         flush()
     return total

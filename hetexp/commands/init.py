@@ -62,7 +62,7 @@ def _init(options: argparse.Namespace) -> int:
         raise ConfigError(problems)
     path = Path.cwd() / "conf" / "cluster" / f"{options.name}.yaml"
     if path.exists() and not options.force:
-        raise SetupError(f"{path} is there already: --force writes over it, --name takes another one.")
+        raise SetupError(f"{path} exists already: --force overwrites it, --name chooses another name.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, as_yaml(cluster, devices, options.token_file))
     token_file = options.token_file or default_token_file()
@@ -70,7 +70,7 @@ def _init(options: argparse.Namespace) -> int:
         write_token(token_file, new_token())
         note = "the secret of all machines, which only you may read"
     except FileExistsError:
-        note = "the secret that was there already"
+        note = "the secret, which existed already"
     print(f"{path}: the machines\n{token_file}: {note}")
     print(
         "Copy both to the same places on every machine (scp keeps the secret secret), and run there:\n"
@@ -83,12 +83,12 @@ def ask(read: Callable[[str], str]) -> list[tuple[str, str]]:
     """Return the machines that the user names, the leader first.
 
     Args:
-        read: shows a question and returns the answer's line.
+        read: function that shows a question and returns the answer.
     """
     hosts: list[tuple[str, str]] = []
     while True:
         which = "The leading machine" if not hosts else "Another machine"
-        name = read(f"{which}, its name (as `hostname` tells it there; empty: no more): ").strip()
+        name = read(f"{which}, its name (as `hostname` prints it there; empty: no more): ").strip()
         if not name:
             return hosts
         address = read(f"The address by which the others reach {name}: ").strip()
@@ -96,12 +96,13 @@ def ask(read: Callable[[str], str]) -> list[tuple[str, str]]:
 
 
 def as_yaml(cluster: ClusterConfig, devices: dict[str, str], token_file: Path | None) -> str:
-    """Return the file of a cluster, for people to read and change."""
+    """Return a cluster as YAML, for the user to read and change."""
     lines = ["# The machines of a run; the same command on each of them.", "hosts: # the first one leads"]
     for host in cluster.hosts:
-        wanted = devices.get(host.name, "auto")
-        shown = wanted if wanted == "auto" else f"[{', '.join(part.strip() for part in wanted.split(','))}]"
-        lines += [f'  - name: "{host.name}"', f'    address: "{host.address}"', f"    devices: {shown}"]
+        names = devices.get(host.name, "auto")
+        if names != "auto":
+            names = f"[{', '.join(name.strip() for name in names.split(','))}]"
+        lines += [f'  - name: "{host.name}"', f'    address: "{host.address}"', f"    devices: {names}"]
     lines += [f"port: {cluster.port}"]
     lines += [f'token_file: "{token_file}"'] if token_file is not None else []
     return "\n".join(line.rstrip() for line in lines) + "\n"

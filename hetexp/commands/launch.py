@@ -1,12 +1,11 @@
-"""`hetexp launch`: a person's own training script as the ranks of a plan, one process a device."""
+"""`hetexp launch`: the user's own training script as the ranks of a plan, one process a device."""
 
 from __future__ import annotations
 
 import argparse
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     from hetexp.core.plan import Plan
     from hetexp.plan.run_spec import CheckedRun, Request, RunSpec
 
-OF_THE_SCRIPT = ("model", "data", "optimizer", "trainer")
-"""Sections that say what a script says itself."""
+SCRIPT_SECTIONS = ("model", "data", "optimizer", "trainer")
+"""Sections of the configuration that a script decides by its code."""
 POLICIES = ("auto", "adaptive", "tflops", "vram", "manual", "equal")
 RUN_DIR = "hydra.run.dir="
 
@@ -34,7 +33,7 @@ examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch the script; return 2 where something that was typed cannot be used, else how the run ended."""
+    """Launch the script; return 2 if an argument is wrong, else the run's exit code."""
     options, script_arguments = parse(arguments)
     return exit_code(lambda: _run(options, script_arguments), failure=1)
 
@@ -49,7 +48,7 @@ def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return what is for hetexp, and the script's own arguments."""
+    """Return hetexp's options, and the script's own arguments."""
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
     return _parser().parse_intermixed_args(words[:end]), words[end + 1 :]
@@ -71,10 +70,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> tuple[Plan, RunSpec]:
-    """Return the plan of what was typed, and the run.
+    """Return the plan of a command line, and its run.
 
     Raises:
-        ConfigError: everything that is wrong with it, before any process starts.
+        ConfigError: all problems of the command line, before any process starts.
         RunFailedError: the disk is full.
     """
     from omegaconf import OmegaConf
@@ -85,23 +84,24 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     from hetexp.core.compose.words import written_out
     from hetexp.core.errors import ConfigError, HetexpError, must_be
     from hetexp.core.files import ending_when_full, write_text
+    from hetexp.core.sweep.folder import new_name
     from hetexp.launch.resume import clear, find, going_on
     from hetexp.plan.planner import make_plan
     from hetexp.plan.run_spec import CheckedRun, Request
 
     register_resolvers()
     here, script = Path.cwd(), Path(options.script)
-    sys.path.append(str(here))  # a person's own policies and trackers, as for `hetexp train`
+    sys.path.append(str(here))  # the user's own policies and trackers, as for `hetexp train`
     name_own_conf_dir(Path(options.config_dir) if options.config_dir else None)
     folders = [word for word in options.overrides if word.startswith(RUN_DIR)]
     typed = written_out([word for word in options.overrides if word not in folders])
-    problems = [*_check_script(script), *_of_the_script(typed)]
-    folder = here / (folders[-1].removeprefix(RUN_DIR) if folders else _new_folder())
-    composed, wrong = compose_typed(
-        [word for word in typed if _section(word) not in OF_THE_SCRIPT or _is_precision(word)],
-        config_dir=options.config_dir,
+    problems = [*_check_script(script), *_script_key_problems(typed)]
+    new_folder = f"outputs/{date.today()}/{new_name()}"
+    folder = here / (folders[-1].removeprefix(RUN_DIR) if folders else new_folder)
+    composed, compose_problems = compose_typed(
+        [word for word in typed if not _decided_by_script(word)], config_dir=options.config_dir
     )
-    problems += wrong
+    problems += compose_problems
     if composed is None:
         raise ConfigError(problems)
     request = Request(
@@ -112,13 +112,13 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
         script=script,
         script_arguments=tuple(script_arguments),
     )
-    found = check(composed, request)
-    spec, origin = found.spec, None
-    problems += found.problems
+    checked = check(composed, request)
+    spec, origin = checked.spec, None
+    problems += checked.problems
     if spec is not None:
         hosts = spec.config.cluster
         if hosts.hosts:
-            fix = "A script of one's own has the devices of one machine."
+            fix = "Your own script runs on the devices of one machine."
             problems.append(must_be("cluster.hosts", "empty (cluster=none)", hosts.names, fix))
         try:
             origin = find(spec)
@@ -140,22 +140,22 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
 
 
 def check(cfg: DictConfig, request: Request) -> CheckedRun:
-    """Return the run of a script with its devices, and everything that is wrong with it.
+    """Return the run of a script with its devices, and all its problems.
 
-    What belongs to the script is left out of the configuration, and nothing of it is built.
+    Sections of the script's own objects are emptied, so that none of these is built.
     """
     from hetexp import app
     from hetexp.plan.run_spec import CheckedRun
 
     for section in ("model", "data", "optimizer"):
         cfg[section] = {}
-    found = app.check(cfg, request)
-    problems = [] if found.spec is None else _unsupported(found.spec)
-    return CheckedRun(found.spec, [*found.problems, *problems])
+    checked = app.check(cfg, request)
+    problems = [] if checked.spec is None else _unsupported(checked.spec)
+    return CheckedRun(checked.spec, [*checked.problems, *problems])
 
 
 def _unsupported(spec: RunSpec) -> list[str]:
-    """Return what hetexp's own training can do and a script cannot, one sentence a problem."""
+    """Return one sentence for each requested feature that only hetexp's own training has."""
     from hetexp.core.errors import must_be
     from hetexp.core.precision import choose_precisions
 
@@ -193,32 +193,30 @@ def _check_script(script: Path) -> list[str]:
     return [must_be("script", "a Python file", str(script), fix)]
 
 
-def _of_the_script(typed: Sequence[str]) -> list[str]:
-    """Return one sentence for each word that says what the script says itself."""
+def _script_key_problems(typed: Sequence[str]) -> list[str]:
+    """Return one sentence for each word that sets what the script decides."""
     return [
         f"`{word.lstrip('+~').partition('=')[0]}` must be absent with hetexp launch, but is "
         f"'{word.partition('=')[2]}' instead. The script decides it; what it reads itself comes after `--`."
         for word in typed
-        if _section(word) in OF_THE_SCRIPT and not _is_precision(word)
+        if _decided_by_script(word)
     ]
 
 
-def _section(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0].partition(".")[0]
-
-
-def _is_precision(word: str) -> bool:
-    return word.lstrip("+").partition("=")[0] == "trainer.precision"
+def _decided_by_script(word: str) -> bool:
+    section = word.lstrip("+~").partition("=")[0].partition(".")[0]
+    is_precision = word.lstrip("+").partition("=")[0] == "trainer.precision"
+    return section in SCRIPT_SECTIONS and not is_precision
 
 
 def _choices(typed: Sequence[str]) -> dict[str, str]:
-    """Return which option of each group of devices and policies the run has, for its summary."""
+    """Return the chosen options of `hardware`, `strategy` and `balancing`, for the run's summary."""
     from omegaconf import OmegaConf
 
     from hetexp.core.compose.conf_folders import conf_dir
 
     shipped: Any = OmegaConf.load(conf_dir() / "config.yaml")
-    found = {
+    choices = {
         str(key): str(value)
         for entry in shipped.defaults
         if isinstance(entry, Mapping)
@@ -226,9 +224,4 @@ def _choices(typed: Sequence[str]) -> dict[str, str]:
         if str(key) in ("hardware", "strategy", "balancing")
     }
     words = [word.partition("=") for word in typed]
-    return found | {key: value for key, _, value in words if key in found}
-
-
-def _new_folder() -> str:
-    now = datetime.now()
-    return f"outputs/{now:%Y-%m-%d}/{now:%H-%M-%S}-{secrets.token_hex(3)}"
+    return choices | {key: value for key, _, value in words if key in choices}

@@ -22,7 +22,7 @@ examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Merge, say how the result compares with its parents; return 2 if that is impossible."""
+    """Merge checkpoints, and print the result beside its parents; return 2 if that is impossible."""
     options = _parser().parse_args(arguments)
     return exit_code(lambda: _run(options), trust=options.trust)
 
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-norm",
         choices=["recalibrate", "average"],
         default="recalibrate",
-        help="running statistics: measured again on training data (the default), or averaged",
+        help="running statistics: measured again with training data (the default), or averaged",
     )
     parser.add_argument(
         "--lora-scaling",
@@ -78,19 +78,19 @@ def _run(options: argparse.Namespace) -> int:
     if options.lora_scaling is not None and not 0 < options.lora_scaling < float("inf"):
         raise ConfigError(must_be("--lora-scaling", "a number above 0", options.lora_scaling))
     console = Console()
-    state, why = _parts(parents[0])
+    state, reason = _cpu_state(parents[0])
     if state is None:
-        console.print(f"Nothing is evaluated: {why}", style="yellow", markup=False, highlight=False)
+        console.print(f"Nothing is evaluated: {reason}", style="yellow", markup=False, highlight=False)
     elif state.eval_data is None:
         console.print("Nothing is evaluated: the runs have no evaluation data.", style="yellow")
-    wanted = MergeOptions(
+    settings = MergeOptions(
         weights=tuple(options.weights) if options.weights is not None else None,
         soup=options.soup,
         batch_norm=options.batch_norm,
         lora_scaling=options.lora_scaling,
         force=options.force,
     )
-    merged = merge(parents, wanted, state)
+    merged = merge(parents, settings, state)
     folder = _output(options.output, options.runs)
     path = write_merged(folder, parents, merged)
     show_merge(merged.report, console)
@@ -107,24 +107,24 @@ def _parents(runs: Sequence[Path]) -> list[Parent]:
 
     folders: list[Path] = []
     for run in runs:
-        apart = not (run / MANIFEST).is_file() and bool(rank_folders(run))
-        folders += search_rank_checkpoints(run) if apart else [find_checkpoint(run)]
+        independent = not (run / MANIFEST).is_file() and bool(rank_folders(run))
+        folders += search_rank_checkpoints(run) if independent else [find_checkpoint(run)]
     parents = [read_parent(folder) for folder in folders]
     # A device without a share has trained nothing.
     return [parent for parent in parents if parent.samples] or parents
 
 
-def _output(wanted: Path | None, runs: Sequence[Path]) -> Path:
-    if wanted is not None:
-        return wanted / "checkpoints"
+def _output(output: Path | None, runs: Sequence[Path]) -> Path:
+    if output is not None:
+        return output / "checkpoints"
     first: Path = runs[0]
     if len(runs) == 1 and (first / "checkpoints").is_dir():
         return first / "checkpoints"
     return first / "merged" / "checkpoints"
 
 
-def _parts(parent: Parent) -> tuple[TrainState | None, str]:
-    """Return one CPU's objects of a parent's configuration; if they cannot be built, None and the reason."""
+def _cpu_state(parent: Parent) -> tuple[TrainState | None, str]:
+    """Return a parent's training state on one CPU; if it cannot be built, `None` and the reason."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""`hetexp monitor`: samples all devices of this machine by itself, without a run."""
+"""`hetexp monitor`: sample all devices of this machine without a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_config(overrides: Sequence[str]) -> MonitorConfig:
     """Return the section `monitor` of the typed overrides, the user's own configuration folder included.
 
     Raises:
-        ConfigError: a value is wrong, or a word is about something else.
+        ConfigError: a value is wrong, or a word is of another section.
     """
     from omegaconf import OmegaConf
 
@@ -79,10 +79,10 @@ def read_config(overrides: Sequence[str]) -> MonitorConfig:
 
 
 def check_installed(config: MonitorConfig) -> None:
-    """Check that what the database needs is installed.
+    """Check that the database's packages are installed.
 
     Raises:
-        SetupError: it is not; the message has the fix.
+        SetupError: they are not; the message has the fix.
     """
     from hetexp.core.errors import SetupError
     from hetexp.monitor.follow import can_follow
@@ -112,11 +112,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def sampled_once(config: MonitorConfig) -> list[Sample]:
-    """Return one moment's samples; figures from counters need a second look."""
+    """Return one moment's samples, measured twice because counters only give differences."""
     from hetexp.monitor.runs import RunWatch, leased
     from hetexp.monitor.sampler import Sampler
 
-    runs = [RunWatch(folder) for folder in dict.fromkeys([*leased(), *_noted(config)])]
+    runs = [RunWatch(folder) for folder in dict.fromkeys([*leased(), *_stored_runs(config)])]
     for run in runs:
         run.look()
     with Sampler() as sampler:
@@ -128,8 +128,8 @@ def sampled_once(config: MonitorConfig) -> list[Sample]:
     return samples
 
 
-def _noted(config: MonitorConfig) -> list[Path]:
-    """Return the folders of the running trainings of this machine, if there is a database."""
+def _stored_runs(config: MonitorConfig) -> list[Path]:
+    """Return the folders of this machine's active runs, as the database knows them, if there is one."""
     from hetexp.monitor.follow import can_follow
 
     if not can_follow(config):
@@ -149,7 +149,7 @@ def _noted(config: MonitorConfig) -> list[Path]:
             return [Path(training["run_dir"]) for training in store.trainings(ACTIVE, host_name())]
         finally:
             store.close()
-    except (SQLAlchemyError, SetupError):  # the devices are shown all the same
+    except (SQLAlchemyError, SetupError):  # the devices are shown without the runs
         return []
 
 

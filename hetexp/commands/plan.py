@@ -1,4 +1,4 @@
-"""`hetexp plan`: what each strategy and policy would make of the devices, before anything runs."""
+"""`hetexp plan`: predict each strategy and policy on the given devices, without running anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the prediction as tables or as JSON; return 2 where something that was typed cannot be used."""
+    """Print the prediction as tables or as JSON; return 2 if an argument is wrong."""
     options = _parser().parse_intermixed_args(_joined(arguments))
     return exit_code(lambda: _run(options))
 
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Return the words with `--what-if -card` as one: argparse takes what begins with `-` for an option."""
+    """Return the words with `--what-if` and its value as one: argparse takes `-card` for an option."""
     joined: list[str] = []
     left = list(words)
     while left:
@@ -86,20 +86,20 @@ def _run(options: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     assert spec is not None
-    found = foresee(spec, wanted, other)
+    prediction = foresee(spec, wanted, other)
     if options.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(prediction.to_dict(), indent=2))
         return 0
     from rich.console import Console
 
     from hetexp.launch.terminal.prediction import show
 
-    show(found, Console())
+    show(prediction, Console())
     return 0
 
 
 def _wanted(options: argparse.Namespace) -> tuple[Wanted, list[str]]:
-    """Return what the options ask for, and what is wrong with them."""
+    """Return the requested prediction, and the problems of the options."""
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.launch.prepare.planning import Wanted
     from hetexp.plan.predict.what_if import parse_changes
@@ -113,14 +113,14 @@ def _wanted(options: argparse.Namespace) -> tuple[Wanted, list[str]]:
     if options.objective == "budget" and options.watts is None:
         problems.append("`--watts` must be given with --objective budget, but is missing.")
     if options.watts is not None and options.objective != "budget":
-        problems.append(must_be("--objective", "budget where --watts is given", options.objective))
+        problems.append(must_be("--objective", "budget if --watts is given", options.objective))
     if options.watts is not None and not 0 < options.watts < float("inf"):
         problems.append(must_be("--watts", "a number above 0", options.watts))
     return Wanted(tuple(changes), options.scale, options.objective, options.watts), problems
 
 
 def _other(wanted: Wanted, spec: RunSpec, problems: list[str]) -> OtherPlan | None:
-    """Return the plan after the wanted changes; what is wrong with them and the scale goes to `problems`."""
+    """Return the plan after `--what-if`; append problems of the changes and of `--scale` to `problems`."""
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.launch.prepare.planning import what_if
     from hetexp.plan.predict.scale import MOST

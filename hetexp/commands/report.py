@@ -1,4 +1,4 @@
-"""`hetexp report`: runs compared, as a page, as text and as tables."""
+"""`hetexp report`: compare runs, as a page, as text and as tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ examples
   hetexp report outputs/sweeps/2026-01-31/12-00-00-0a1b2c      a sweep; the report goes into its folder
   hetexp report outputs/2026-01-31                             all runs of a day
   hetexp report RUN RUN SWEEP --output comparison --title "Both machines"
-  hetexp report SWEEP --wandb --dry-run                        what W&B would be given"""
+  hetexp report SWEEP --wandb --dry-run                        the report that W&B would get"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,10 +59,12 @@ def _run(options: argparse.Namespace) -> int:
     from hetexp.report.notes import refused
     from hetexp.report.runs import read_runs
 
-    given = {"--dry-run": options.dry_run, "--project": options.project, "--entity": options.entity}
-    alone = [f"`{name}` must be given together with --wandb." for name, value in given.items() if value]
-    if alone and not options.wandb:
-        raise ConfigError(alone)
+    only_wandb = {"--dry-run": options.dry_run, "--project": options.project, "--entity": options.entity}
+    problems = [
+        f"`{name}` must be given together with --wandb." for name, value in only_wandb.items() if value
+    ]
+    if problems and not options.wandb:
+        raise ConfigError(problems)
     folder = options.output or (options.folders[0] if len(options.folders) == 1 else Path("report"))
     runs = read_runs(options.folders)
     title = options.title or ", ".join(path.resolve().name for path in options.folders)

@@ -1,8 +1,8 @@
-"""`hetexp sync`: upload what W&B wrote offline of all runs in some folders, each run once.
+"""`hetexp sync`: upload the offline W&B files of all runs in some folders, each run once.
 
-The work is done by `wandb sync` of this interpreter's wandb. Its exit code is 0 even if runs failed or
-the user was not logged in. What counts is the file `….wandb.synced` that it leaves beside each run that was
-sent whole; such a run is never sent again.
+`wandb sync` of this interpreter's wandb does the work. Its exit code is 0 even if runs failed or the user was
+not logged in. So the file `….wandb.synced` counts, which it leaves beside each run that was sent completely;
+such a run is never sent again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EPILOG = """\
 examples
   hetexp sync                                      all runs of the newest sweep below outputs
   hetexp sync outputs/2026-01-31                   all runs of a day
-  hetexp sync outputs --dry-run                    what there is to sync"""
+  hetexp sync outputs --dry-run                    list the runs to sync"""
 
 _POLL_SECONDS = 0.2
 _REACH_SECONDS = 10.0
@@ -34,7 +34,7 @@ _REACH_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """What W&B wrote of one run."""
+    """The offline W&B file of one run."""
 
     file: Path
     """`…/wandb/offline-run-<time>-<id>/run-<id>.wandb`"""
@@ -50,7 +50,7 @@ class OfflineRun:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will be written: each run of hetexp that ended has a summary."""
+        """Whether the file is complete: each run of hetexp that ended has a summary."""
         return not (self.run_dir / "plan.json").exists() or (self.run_dir / "summary.json").exists()
 
 
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "sync",
-        "Upload the offline W&B runs in folders and below them, each once. A run that fails does "
-        "not keep the others from being synced. Runs that are still going on are left for later.",
+        "Upload the offline W&B runs in folders and below them, each once. If one fails, the others "
+        "are synced all the same. Runs that are still going on are left for later.",
         _EPILOG,
     )
     parser.add_argument("folders", nargs="*", metavar="FOLDER", type=Path, help="of runs or sweeps")
@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace) -> int:
     output = sync_runs(to_sync, options.project, options.entity, options.timeout)
     failed = [run for run in to_sync if not run.synced]
     if failed:
-        _tell_failed(failed, output)
+        _report_failures(failed, output)
     return 1 if failed else 0
 
 
@@ -125,7 +125,7 @@ def newest_sweep(outputs: Path) -> Path:
     sweeps = sorted(path for path in outputs.glob("sweeps/*/*") if path.is_dir())
     if not sweeps:
         raise ConfigError(
-            f"`FOLDER` must be given where there is no sweep in {outputs / 'sweeps'}: a folder with runs."
+            f"`FOLDER` must be given if there is no sweep in {outputs / 'sweeps'}: a folder with runs."
         )
     return sweeps[-1]
 
@@ -164,7 +164,7 @@ def server_address() -> str:
 
 
 def unreachable(server: str, limit: float = _REACH_SECONDS) -> str | None:
-    """Return why a server does not answer at all, None if it does: `wandb sync` would retry for hours."""
+    """Return why a server does not answer, `None` if it does: `wandb sync` would retry for hours."""
     import ssl
     import urllib.error
     import urllib.request
@@ -180,10 +180,10 @@ def unreachable(server: str, limit: float = _REACH_SECONDS) -> str | None:
 
 
 def sync_runs(runs: Sequence[OfflineRun], project: str | None, entity: str | None, limit: float) -> str:
-    """Sync all runs by one command, then each remaining run by its own; return the commands' output.
+    """Sync all runs by one command, then each remaining run by its own command; return their output.
 
-    One command for all is quicker by seconds a run, but what ends it (its service crashed, say) ends it for
-    all. Nothing is tried again if it hung or the user is not logged in.
+    One command for all saves seconds a run, but an error such as a crash of its service ends it for all. No
+    run is tried again if the command hung or the user is not logged in.
     """
     command = sync_command([run.file.parent for run in runs], project, entity)
     output, stuck = run_command(command, runs, limit)
@@ -212,13 +212,13 @@ def run_command(command: Sequence[str], runs: Sequence[OfflineRun], limit: float
     Each run is reported as soon as it is synced.
 
     Returns:
-        What it printed, and whether it was ended because nothing moved.
+        The command's output, and whether it was ended because nothing moved.
     """
     waiting = list(runs)
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,  # no key is asked for
+            stdin=subprocess.DEVNULL,  # wandb must not ask for a key
             stdout=output,
             stderr=subprocess.STDOUT,
             # a mode that was meant for runs would keep `wandb sync` offline
@@ -227,7 +227,7 @@ def run_command(command: Sequence[str], runs: Sequence[OfflineRun], limit: float
         try:
             before, moved_at = None, time.monotonic()
             while process.poll() is None:
-                waiting = _tell_synced(waiting)
+                waiting = _report_synced(waiting)
                 now = _state(output, runs)
                 if now != before:
                     before, moved_at = now, time.monotonic()
@@ -238,20 +238,20 @@ def run_command(command: Sequence[str], runs: Sequence[OfflineRun], limit: float
             stuck = process.poll() is None
             if stuck:
                 _end(process)
-        _tell_synced(waiting)
+        _report_synced(waiting)
         output.seek(0)
         text = output.read().decode(errors="replace")
     return text + (f"ended by hetexp: nothing was sent for {limit:g} s (--timeout)\n" if stuck else ""), stuck
 
 
 def _state(output: IO[bytes], runs: Sequence[OfflineRun]) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Return what changes while runs are sent: the command's output, and wandb's files beside them."""
+    """Return values that change while runs are sent: the output's size, and times of wandb's files."""
     files = [(path, path.stat()) for run in runs for path in run.file.parent.glob("*.wandb.*")]
     return os.fstat(output.fileno()).st_size, tuple((str(path), stat.st_mtime_ns) for path, stat in files)
 
 
-def _tell_synced(waiting: Sequence[OfflineRun]) -> list[OfflineRun]:
-    """Report the runs that are synced by now, and return the others."""
+def _report_synced(waiting: Sequence[OfflineRun]) -> list[OfflineRun]:
+    """Print the runs that are synced by now, and return the others."""
     left = [run for run in waiting if not run.synced]
     for run in waiting:
         if run not in left:
@@ -265,7 +265,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command; the service that it has started ends by itself some seconds later."""
+    """End the command; its service ends by itself some seconds later."""
     process.terminate()
     _wait(process, 5.0)
     process.kill()
@@ -273,17 +273,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _logged_out(output: str) -> bool:
-    """Tell whether wandb says that the user is not logged in."""
+    """Return whether wandb says that the user is not logged in."""
     return "No API key" in output or "Not authenticated" in output
 
 
-def _tell_failed(failed: Sequence[OfflineRun], output: str) -> None:
-    """List the runs that are not synced, after what wandb said."""
-    said = [line.strip() for line in output.splitlines() if line.strip()]
-    for line in said[-20:]:
+def _report_failures(failed: Sequence[OfflineRun], output: str) -> None:
+    """Print the end of wandb's output, and then the runs that are not synced."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for line in lines[-20:]:
         print(f"  {line}", file=sys.stderr)
     if _logged_out(output):
-        print("W&B does not know who you are: run `wandb login`, or set WANDB_API_KEY.", file=sys.stderr)
+        print("You are not logged in to W&B: run `wandb login`, or set WANDB_API_KEY.", file=sys.stderr)
     print(f"Not synced ({len(failed)}); hetexp sync tries again:", file=sys.stderr)
     for run in failed:
         print(f"  {run.run_dir}", file=sys.stderr)

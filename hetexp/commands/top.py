@@ -1,4 +1,4 @@
-"""`hetexp top`: what the devices and runs do, in the terminal."""
+"""`hetexp top`: show devices and runs live in the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
         "top",
         "Show what each device and run does. Keys: a all devices together or each of them, "
-        "arrows choose a run, s stop it, q quit. Without a terminal it is printed once.",
+        "arrows choose a run, s stop it, q quit. Without a terminal the screen is printed once.",
     )
     parser.add_argument("overrides", nargs="*", help="monitor.key=value, such as monitor.view=per_gpu")
     options = parser.parse_intermixed_args(list(arguments))

@@ -1,4 +1,4 @@
-"""`hetexp verify`: the gradient-equivalence certificate of a person's own model, data and plan."""
+"""`hetexp verify`: certify that a plan's steps are those of one device, for the user's model and data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +30,12 @@ examples
   hetexp verify hardware=nvidia_arc --precision float32
   hetexp verify trainer.accumulate=4 trainer.clip_norm=1 --steps 20
 
-It exits with 0 if the run is exact, 1 if it is not, 2 where something that was typed cannot be used."""
+It exits with 0 if the run is exact, 1 if it is not, 2 if an argument is wrong."""
 
 NO_CLIPPING = 1e30
-"""Norm to clip at that changes nothing, so that every run tells its gradient's norm."""
+"""Norm to clip at that changes nothing: with clipping, a run logs its gradient's norm."""
 TIME_SCALE = 1e-6
-"""Emulated devices are not paced: only what they compute counts."""
+"""Time scale at which emulated devices are not slowed down: only their results count."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,8 +60,8 @@ def _run(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "verify",
-        "Train a few steps as configured and the same steps on one device, and tell how far they "
-        "are apart at each step: the certificate that this plan computes the gradient of one device.",
+        "Train a few steps as configured and the same steps on one device, and print the difference "
+        "of each step: the certificate that this plan computes the gradient of one device.",
         _EPILOG,
     )
     add_shared(parser, "overrides")
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "--precision",
         choices=("float64", "float32"),
         default="float64",
-        help="float64 shows every mistake; float32 allows twice what microbatches of another size change",
+        help="float64 shows every mistake; float32 allows twice the effect of another microbatch size",
     )
     parser.add_argument("--output", metavar="FOLDER", help="where certificate.json and certificate.md go")
     add_shared(parser, "--config-dir")
@@ -90,17 +90,17 @@ def verify(
     config_dir: str | None = None,
     console: Console | None = None,
 ) -> Certificate:
-    """Run what is configured and its reference, and write `certificate.json` and `certificate.md`.
+    """Train the configured run and its reference, and write `certificate.json` and `certificate.md`.
 
-    The runs' own folders are removed in the end; where one fails they stay, with its logs.
+    The runs' own folders are removed in the end. If a run fails, they stay, with its logs.
 
     Args:
-        folder: made here; the runs need it for `steps` checkpoints each.
-        precision: `float64` or `float32`, of all runs, whatever `trainer.precision` says.
-        console: shows which run is on its way.
+        folder: of the result, made here; each run stores `steps` checkpoints in it.
+        precision: `float64` or `float32`, of all runs, instead of `trainer.precision`.
+        console: shows the progress.
 
     Raises:
-        ConfigError: the configuration is wrong, or its strategy claims no exactness.
+        ConfigError: the configuration is wrong, or its strategy is not exact.
         SetupError, RunFailedError: a run could not be started, or failed.
     """
     from rich.console import Console
@@ -109,7 +109,8 @@ def verify(
     from hetexp.core.files import write_json, write_text
 
     folder = folder.absolute()
-    runs = _Runs(_prepare(overrides, folder, config_dir, console or Console(quiet=True)), steps, precision)
+    console = console or Console(quiet=True)
+    runs = _Runs(*_prepare(overrides, folder, config_dir, console), console, steps, precision)
     plan = runs.as_configured("run")
     runs.alone("alone")
     tolerance = Tolerance()
@@ -134,16 +135,10 @@ def verify(
     return certificate
 
 
-@dataclass
-class _Prepared:
-    """What is configured, checked and planned."""
-
-    spec: RunSpec
-    plan: Plan
-    console: Console
-
-
-def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, console: Console) -> _Prepared:
+def _prepare(
+    overrides: Sequence[str], folder: Path, config_dir: str | None, console: Console
+) -> tuple[RunSpec, Plan]:
+    """Return the configured run, checked, and its plan."""
     from functools import partial
 
     from hetexp.app import compose_and_check
@@ -155,8 +150,8 @@ def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, con
     from hetexp.plan.run_spec import Request
 
     request = Request(folder / "runs" / "plan", Path.cwd(), overrides=tuple(overrides))
-    found = compose_and_check(overrides, request, config_dir)
-    spec, problems = found.spec, found.problems
+    checked = compose_and_check(overrides, request, config_dir)
+    spec, problems = checked.spec, checked.problems
     if spec is not None and spec.config.resume is not None:
         value = spec.config.resume
         problems.append(must_be("resume", "null for hetexp verify, which starts from scratch", value))
@@ -173,46 +168,47 @@ def _prepare(overrides: Sequence[str], folder: Path, config_dir: str | None, con
         raise ConfigError(problems)
     request.run_dir.mkdir(parents=True, exist_ok=True)
     spec = select_strategy(spec, console)
-    return _Prepared(spec, prepare(make_plan(spec), spec, partial(measure, console=console)), console)
+    return spec, prepare(make_plan(spec), spec, partial(measure, console=console))
 
 
 class _Runs:
-    """The runs of one certificate, each in a folder of its own."""
+    """The runs of one certificate, each in its own folder."""
 
-    def __init__(self, prepared: _Prepared, steps: int, precision: str) -> None:
-        self._prepared, self._steps, self._precision = prepared, steps, precision
+    def __init__(self, spec: RunSpec, plan: Plan, console: Console, steps: int, precision: str) -> None:
+        self._spec, self._plan, self._console = spec, plan, console
+        self._steps, self._precision = steps, precision
 
     def at(self, name: str) -> Path:
         """Return the folder of a run."""
-        return self._prepared.spec.request.run_dir.parent / name
+        return self._spec.request.run_dir.parent / name
 
     def as_configured(self, name: str, normalizer: str | None = None) -> Plan:
-        """Run the plan itself and return it as it was launched.
+        """Run the plan itself, and return it as it was launched.
 
         Args:
-            normalizer: `debug.normalizer`, where it is not to be as configured.
+            normalizer: `debug.normalizer` of this run; `None`: as configured.
         """
         from hetexp.core.precision import choose_precisions
 
-        raw = self._adjusted(self._prepared.spec.raw)
+        raw = self._adjusted(self._spec.raw)
         raw["debug"]["normalizer"] = normalizer or raw["debug"]["normalizer"]
         plan = replace(
-            self._prepared.plan,
-            precisions=choose_precisions(self._precision, self._prepared.plan.devices),
+            self._plan,
+            precisions=choose_precisions(self._precision, self._plan.devices),
             microbatch_sizes=(),
         )
-        return self._launch(name, self._with(raw, self._prepared.spec.selection), plan)
+        return self._launch(name, self._with(raw, self._spec.selection), plan)
 
     def alone(self, name: str, accumulate: int = 1) -> str:
-        """Run one device on whole batches, cut into so many microbatches; return the name."""
+        """Train one device on whole batches of `accumulate` microbatches; return the run's name."""
         from hetexp.hardware.selection.pool import Selection
         from hetexp.plan.planner import make_plan
 
-        raw = self._adjusted(self._prepared.spec.raw)
+        raw = self._adjusted(self._spec.raw)
         raw["trainer"] |= {"accumulate": accumulate, "microbatch_size": None}
         raw["strategy"] = {"_target_": "hetexp.strategy.single.Single"}
         raw["balancing"] = {"_target_": "hetexp.balancing.equal.Equal"}
-        spec = self._with(raw, Selection([self._prepared.plan.devices[0]]))
+        spec = self._with(raw, Selection([self._plan.devices[0]]))
         self._launch(name, spec, make_plan(spec))
         return name
 
@@ -220,7 +216,7 @@ class _Runs:
         """Return the run of an adjusted configuration."""
         from hetexp.core.config import read_config
 
-        return self._prepared.spec.replaced(config=read_config(raw), raw=raw, selection=selection)
+        return self._spec.replaced(config=read_config(raw), raw=raw, selection=selection)
 
     def _adjusted(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the configuration for a comparison: few steps, each of them logged and saved."""
@@ -244,7 +240,7 @@ class _Runs:
             "hardware": raw["hardware"] | {"time_scale": TIME_SCALE},
             "fault": {"events": []},
             "logger": {"_target_": "hetexp.logger.base.NoLogger"},
-            "monitor": {"enabled": False},  # what it starts is no training
+            "monitor": {"enabled": False},  # these runs are no trainings of the user
         }
 
     def _launch(self, name: str, spec: RunSpec, plan: Plan) -> Plan:
@@ -262,35 +258,35 @@ class _Runs:
         plan = replace(plan, run_dir=str(self.at(name)), config=spec.raw)
         self.at(name).mkdir(parents=True)
         plan = with_memory(plan, spec, Preparation(spec).memory(plan))
-        console = self._prepared.console
-        console.print(f"{name}: {self._steps} steps, {plan.strategy} on {plan.world_size} …", highlight=False)
+        title = f"{name}: {self._steps} steps, {plan.strategy} on {plan.world_size} …"
+        self._console.print(title, highlight=False)
         screen = io.StringIO()
         try:
             launch(plan, spec, Console(file=screen, width=120))
         except RunFailedError:
-            console.print(screen.getvalue(), markup=False, highlight=False)
+            self._console.print(screen.getvalue(), markup=False, highlight=False)
             raise
         return plan
 
     def averages(self, plan: Plan) -> bool:
-        """Tell whether gradients are averaged over ranks that each have a part of the batch."""
-        return self._prepared.spec.strategy.averages_gradients(plan)
+        """Return whether gradients are averaged over ranks that each have a part of the batch."""
+        return self._spec.strategy.averages_gradients(plan)
 
     def shares_differ(self, plan: Plan) -> bool:
-        """Tell whether what is averaged has different numbers of samples."""
+        """Return whether the averaged gradients are of different numbers of samples."""
         counts = plan.replica_batch_sizes or plan.local_batch_sizes
         return self.averages(plan) and len({count for count in counts if count}) > 1
 
     def facts(self, plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
-        """Return what the certificate is of."""
+        """Return machine, versions, devices and settings of the run, for the certificate."""
         import torch
 
         import hetexp
 
-        trainer = self._prepared.spec.raw["trainer"]
-        cut = f"accumulate {trainer['accumulate']}"
+        trainer = self._spec.raw["trainer"]
+        microbatches = f"accumulate {trainer['accumulate']}"
         if trainer["microbatch_size"] is not None:
-            cut = f"microbatches of at most {trainer['microbatch_size']}"
+            microbatches = f"microbatches of at most {trainer['microbatch_size']}"
         return {
             "date": f"{datetime.now():%Y-%m-%d}",
             "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
@@ -309,5 +305,5 @@ class _Runs:
             "emulated": plan.emulated,
             "precision": self._precision,
             "reference": str(plan.devices[0]),
-            "cut": cut,
+            "cut": microbatches,
         }

@@ -1,1 +1,1 @@
-"""What the commands share or print; not commands themselves."""
+"""Parsers, tables, checks and certificates that the commands share."""

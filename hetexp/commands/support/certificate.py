@@ -1,4 +1,4 @@
-"""The certificate of `hetexp verify`: two runs compared step by step, as text and as JSON."""
+"""The certificate of `hetexp verify`: the differences of two runs at each step, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SCHEMA = 1
 EXACT = 1e-12
 """Largest relative difference in float64, of loss, parameters and gradient norm (docs/architecture.md)."""
 FLOAT32_FACTOR = 2.0
-"""In float32: times the largest difference between runs on one device that differ in microbatch size only."""
+"""Allowed in float32, × the largest difference between single-device runs of other microbatch sizes."""
 
 Verdict = Literal["exact", "not exact", "not conclusive"]
 
 
 @dataclass(frozen=True)
 class StepDifference:
-    """How far one step of a run is from the same step of the reference."""
+    """The differences between one step of a run and the same step of its reference."""
 
     step: int
     loss: float
@@ -33,7 +33,7 @@ class StepDifference:
     parameter_error: float
     """‖Δθ‖₂ / ‖θ‖₂ over all tensors of the saved model, after the step."""
     worst_tensor: str
-    """The tensor with the largest part of it."""
+    """The tensor with the largest part of `parameter_error`."""
     grad_norm: float
     """Norm of the whole batch's gradient, before clipping."""
     grad_norm_error: float
@@ -42,7 +42,7 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run beside its reference: the largest error of all steps, and each step's own."""
+    """The differences between a run and its reference: each step's, and the largest of all steps."""
 
     loss_error: float
     parameter_error: float
@@ -50,9 +50,9 @@ class Comparison:
     steps: tuple[StepDifference, ...]
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Tell whether loss, parameters and gradient norm are as near as they must be, at every step.
+        """Return whether loss, parameters and gradient norm are within the tolerance at every step.
 
-        The norm shows a scale of the gradient, to which clipping and optimizers like Adam are blind.
+        The norm shows a wrong scale of the gradient, which clipping and optimizers like Adam hide.
         """
         return (
             self.loss_error <= tolerance.loss
@@ -72,7 +72,7 @@ class Tolerance:
 
     @classmethod
     def of_microbatches(cls, others: Sequence[Comparison]) -> Tolerance:
-        """Return what runs on one device allow that differ in microbatch size only."""
+        """Return the tolerance that single-device runs of other microbatch sizes justify."""
         return cls(
             FLOAT32_FACTOR * max(other.loss_error for other in others),
             FLOAT32_FACTOR * max(other.parameter_error for other in others),
@@ -83,10 +83,10 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Certificate:
-    """All that was measured, and the verdict."""
+    """The measured differences of a run, and the verdict."""
 
     facts: dict[str, Any]
-    """When, where and of what: plain types."""
+    """Date, machine, versions, devices and settings, as plain types."""
     run: Comparison
     tolerance: Tolerance
     control: Comparison | None = None
@@ -96,7 +96,7 @@ class Certificate:
 
     @property
     def verdict(self) -> Verdict:
-        """`not conclusive`: the run is near enough, but so is the control that should not be."""
+        """`not conclusive`: the run is within the tolerance, but so is the control, which must not be."""
         if not self.run.within(self.tolerance):
             return "not exact"
         if self.control_must_differ and (self.control is None or self.control.within(self.tolerance)):
@@ -104,7 +104,7 @@ class Certificate:
         return "exact"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain types, for `certificate.json`."""
+        """Return the certificate as plain types, for `certificate.json`."""
         return {
             "schema": SCHEMA,
             "verdict": self.verdict,
@@ -116,7 +116,7 @@ class Certificate:
         }
 
     def markdown(self) -> str:
-        """Return the certificate for people."""
+        """Return the certificate as Markdown, for `certificate.md`."""
         facts = self.facts
         versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
         lines = [
@@ -152,11 +152,11 @@ class Certificate:
             f"Allowed: loss {self.tolerance.loss:.1e}, parameters {self.tolerance.parameters:.1e}, "
             f"gradient norm {self.tolerance.grad_norm:.1e} ({self.tolerance.source}).",
             "",
-            self._of_control(),
+            self._control_text(),
         ]
         return "\n".join(lines) + "\n"
 
-    def _of_control(self) -> str:
+    def _control_text(self) -> str:
         if self.control is None:
             return "There is no control: nothing is averaged over ranks."
         off = f"loss {self.control.loss_error:.1e}, parameters {self.control.parameter_error:.1e} off"
@@ -169,17 +169,17 @@ class Certificate:
 
 
 def compare(run: Path, reference: Path) -> Comparison:
-    """Compare two run folders that have a line and a checkpoint of every step.
+    """Return the differences between two run folders with a log line and a checkpoint of every step.
 
     Raises:
         ValueError: their steps or the names of their tensors differ.
     """
-    ours, theirs = _lines(run), _lines(reference)
-    if [line["step"] for line in ours] != [line["step"] for line in theirs]:
+    run_lines, reference_lines = _lines(run), _lines(reference)
+    if [line["step"] for line in run_lines] != [line["step"] for line in reference_lines]:
         raise ValueError(f"{run} and {reference} have not done the same steps")
     steps = tuple(
         _difference(line, other, tensors_at(run, line["step"]), tensors_at(reference, line["step"]))
-        for line, other in zip(ours, theirs, strict=True)
+        for line, other in zip(run_lines, reference_lines, strict=True)
     )
     return Comparison(
         max(step.loss_error for step in steps),
@@ -190,18 +190,21 @@ def compare(run: Path, reference: Path) -> Comparison:
 
 
 def _difference(
-    line: dict[str, Any], other: dict[str, Any], ours: dict[str, Tensor], theirs: dict[str, Tensor]
+    line: dict[str, Any], other: dict[str, Any], tensors: dict[str, Tensor], references: dict[str, Tensor]
 ) -> StepDifference:
-    if ours.keys() != theirs.keys():
-        raise ValueError(f"tensors differ: {sorted(ours.keys() ^ theirs.keys())}")
-    squares = {name: float((ours[name].double() - theirs[name].double()).square().sum()) for name in ours}
-    size = sum(float(tensor.double().square().sum()) for tensor in theirs.values())
+    if tensors.keys() != references.keys():
+        raise ValueError(f"tensors differ: {sorted(tensors.keys() ^ references.keys())}")
+    squares = {
+        name: float((tensor.double() - references[name].double()).square().sum())
+        for name, tensor in tensors.items()
+    }
+    size = sum(float(tensor.double().square().sum()) for tensor in references.values())
     return StepDifference(
         step=line["step"],
         loss=_number(line["train/loss"]),
         loss_error=_relative(line["train/loss"], other["train/loss"]),
-        parameter_error=_worst(math.sqrt(sum(squares.values()) / size) if size else math.inf),
-        worst_tensor=max(squares, key=lambda name: _worst(squares[name])),
+        parameter_error=_nan_as_infinity(math.sqrt(sum(squares.values()) / size) if size else math.inf),
+        worst_tensor=max(squares, key=lambda name: _nan_as_infinity(squares[name])),
         grad_norm=_number(line["train/grad_norm"]),
         grad_norm_error=_relative(line["train/grad_norm"], other["train/grad_norm"]),
     )
@@ -209,20 +212,20 @@ def _difference(
 
 def _relative(value: float | None, reference: float | None) -> float:
     a, b = _number(value), _number(reference)
-    return 0.0 if a == b else _worst(abs(a - b) / abs(b) if b else math.inf)
+    return 0.0 if a == b else _nan_as_infinity(abs(a - b) / abs(b) if b else math.inf)
 
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _worst(value: float) -> float:
-    """Return the value; what is no number is as far off as can be."""
+def _nan_as_infinity(value: float) -> float:
+    """Return the error; NaN counts as the largest one."""
     return math.inf if math.isnan(value) else value
 
 
 def tensors_at(run: Path, step: int) -> dict[str, Tensor]:
-    """Return the model's tensors after a step of a run that saved it."""
+    """Return the model's tensors after a step, from the run's checkpoint of it."""
     from safetensors.torch import load_file
 
     from hetexp.checkpoint.folder import MODEL

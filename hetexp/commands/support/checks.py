@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import hetexp
-from hetexp.commands.support.interpreters import OWN, Interpreter, how_to_mend, interpreters
+from hetexp.commands.support.interpreters import OWN, Interpreter, interpreters, repair_command
 from hetexp.commands.support.section import Section
 from hetexp.core.device import GIB
 from hetexp.core.files import folder_problem
@@ -34,10 +34,10 @@ from hetexp.launch.processes.members import package_root
 from hetexp.launch.processes.process import rank_environment
 
 EXCHANGE_SECONDS = 60.0
-"""Longest wait for two processes to import torch and to add up a number."""
+"""Longest time in which two processes import torch and sum a tensor."""
 
 _RANGES = {"hydra-core": ((1, 3, 8), (1, 4)), "omegaconf": ((2, 3), (2, 4))}
-"""Packages of which another version changes how a command line is read: oldest, and first that is too new."""
+"""Packages whose other versions read a command line differently: oldest, and first too new version."""
 _VERSIONS = (
     "hydra-core",
     "omegaconf",
@@ -65,15 +65,15 @@ _SHOWN = (
     "MASTER_PORT",
     "WANDB_MODE",
 )
-"""Variables whose values may be shown; the value of no other variable is printed."""
+"""Variables whose values may be shown; no other value is printed."""
 _NODES = ("dev/kfd", "dev/dri/renderD*", "dev/dxg")
 _SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
-"""Variables of which the report says only that they are set."""
+"""Secret variables: the report says only whether they are set."""
 
 _EXCHANGE = """
 import datetime, json, os, pathlib, sys, time
 answer = os.dup(1)
-os.dup2(2, 1)  # whatever a library prints must not get into the answer
+os.dup2(2, 1)  # prints of a library must not get into the answer
 sys.path = [path for path in sys.path if path]
 rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 import torch, torch.distributed as dist
@@ -131,10 +131,10 @@ def _hetexp(context: Context, section: Section) -> None:
     for name, (oldest, too_new) in _RANGES.items():
         version_here = _installed(name)
         if version_here is not None and not oldest <= _numbers(version_here) < too_new:
-            wanted = f"{name}>={_dotted(oldest)},<{_dotted(too_new)}"
+            versions = f">={_dotted(oldest)},<{_dotted(too_new)}"
             section.problem(
-                f"{name} must be {wanted.removeprefix(name)}, but is {version_here} instead",
-                f"{sys.executable} -m pip install '{wanted}'",
+                f"{name} must be {versions}, but is {version_here} instead",
+                f"{sys.executable} -m pip install '{name}{versions}'",
                 blocks=True,
             )
     if _installed("pynvml") is not None:
@@ -171,7 +171,7 @@ def _cards(context: Context, section: Section) -> None:
         why = card.why_not or ""
         state = why if why.startswith(card.state) else f"{card.state}: {why}" if why else card.state
         section.row(f"{spec.number} {spec.id}", f"{', '.join(words)}; {state}")
-        # A processor's own GPU is not chosen by default, so it is no problem if nothing drives it.
+        # A processor's own GPU is not chosen by default, so an unusable one is no problem.
         if card.state in ("lost", "unusable") and not spec.integrated:
             text, _, fix = str(card.why_not).partition("; run: ")
             section.problem(f"{spec.id} ({spec.name}) cannot be used: {text}", fix or None)
@@ -210,7 +210,7 @@ def _interpreters(context: Context, section: Section) -> None:
         else:
             state = f"cannot be used: {build.problem}"
             text = f"The interpreter '{name}' {state}"
-            section.problem(text, how_to_mend(interpreter), blocks=name == OWN)
+            section.problem(text, repair_command(interpreter), blocks=name == OWN)
         section.row(name, f"{state} ({interpreter.python})")
     for kind in ACCELERATORS:
         problem = probe_problem(kind, builds=[interpreter.build for interpreter in context.interpreters])
@@ -232,7 +232,7 @@ def _collectives(context: Context, section: Section) -> None:
             )
             for rank in range(2)
         ]
-        answers, problem = _gathered(ranks)
+        answers, problem = _answers(ranks)
     interface = environment.get("GLOO_SOCKET_IFNAME")
     if problem is None and not all(right for right, _ in answers):
         problem = "the sum that they exchanged is wrong"
@@ -250,8 +250,8 @@ def _collectives(context: Context, section: Section) -> None:
     section.row("torch has", ", ".join(["gloo", *answers[0][1]]))
 
 
-def _gathered(ranks: list[subprocess.Popen[str]]) -> tuple[list[tuple[bool, list[str]]], str | None]:
-    """Return the processes' answers, or the first reason why an answer is missing; no process is left."""
+def _answers(ranks: list[subprocess.Popen[str]]) -> tuple[list[tuple[bool, list[str]]], str | None]:
+    """Return the processes' answers, and the reason if one is missing; end all processes."""
     answers, problems = [], []
     try:
         for rank in ranks:
@@ -270,7 +270,7 @@ def _gathered(ranks: list[subprocess.Popen[str]]) -> tuple[list[tuple[bool, list
     return answers, problems[0] if problems else None
 
 
-def _room(context: Context, section: Section) -> None:
+def _disk(context: Context, section: Section) -> None:
     outputs = context.folder / "outputs"
     existing = next(folder for folder in (outputs, *outputs.parents) if folder.exists())
     section.row("run folders", outputs)
@@ -302,7 +302,8 @@ def _wandb(context: Context, section: Section) -> None:
     if installed is None:
         return
     section.row(
-        "mode", context.environ.get("WANDB_MODE") or "offline, since neither WANDB_MODE nor logger.mode says"
+        "mode",
+        context.environ.get("WANDB_MODE") or "offline, since neither WANDB_MODE nor logger.mode is set",
     )
     patterns = ("outputs/*/*/wandb/offline-run-*", "multirun/*/*/*/wandb/offline-run-*")
     runs = [run for pattern in patterns for run in context.folder.glob(pattern)]
@@ -335,7 +336,7 @@ CHECKS: dict[str, Callable[[Context, Section], None]] = {
     "drivers": _drivers,
     "interpreters": _interpreters,
     "exchange": _collectives,
-    "room": _room,
+    "room": _disk,
     "W&B": _wandb,
     "variables": _variables,
 }

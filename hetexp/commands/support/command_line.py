@@ -1,4 +1,4 @@
-"""What all commands share: parsers, common options, tables and exit codes."""
+"""Parsers, common options, tables and exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 
 def above_zero(text: str) -> float:
-    """Return a number that an option was given."""
+    """Return an option's value as a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -72,7 +72,7 @@ def above_zero(text: str) -> float:
 
 
 def at_least_one(text: str) -> int:
-    """Return a count that an option was given."""
+    """Return an option's value as a whole number of at least 1."""
     if not re.fullmatch(r"0*[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but is {text} instead")
     return int(text)
@@ -85,15 +85,15 @@ def exit_code(
     failure: int = 2,
     trust: Sequence[str] | None = None,
 ) -> int:
-    """Return the command's exit code; print an error's message and return the code that it stands for.
+    """Run a command and return its exit code; print the message of an error.
 
-    A configuration that cannot be used ends with 2, a run that failed with its own code, and Ctrl-C with 130.
+    The code is 2 for a wrong configuration, a failed run's own code, and 130 after Ctrl-C.
 
     Args:
-        run: the command, its words parsed.
-        drives_torch: whether it needs an interpreter in which hetexp's own torch works.
+        run: the command, with its parsed arguments.
+        drives_torch: whether the command needs a torch that works in this interpreter.
         failure: code of all other errors.
-        trust: packages of `--trust`, for a command that builds what a folder's configuration names.
+        trust: packages of `--trust`, for a command that builds classes of a folder's configuration.
     """
     from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
     from hetexp.launch.environments.interpreter import check_own_interpreter
@@ -121,11 +121,11 @@ def stored_checkpoint(run: str, contents: bool = True) -> Chosen:
     """Return the checkpoint that RUN names.
 
     Args:
-        contents: whether its files are read and their checksums compared.
+        contents: whether to read its files and compare their checksums.
 
     Raises:
         ConfigError: RUN names no folder with checkpoints.
-        CheckpointError: none of them is complete and undamaged.
+        CheckpointError: no checkpoint is complete and undamaged.
     """
     from hetexp.checkpoint.choose import ResumeRequest, choose
     from hetexp.core.errors import ConfigError, must_be
@@ -160,9 +160,9 @@ def table(
     from rich.table import Table
     from rich.text import Text
 
-    made = Table()
+    result = Table()
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow=overflow)
+        result.add_column(column, justify="right" if column in right else "left", overflow=overflow)
     for row in rows:
-        made.add_row(*(Text(text, style=style) for text, style in row))
-    return made
+        result.add_row(*(Text(text, style=style) for text, style in row))
+    return result

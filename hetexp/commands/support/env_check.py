@@ -1,4 +1,4 @@
-"""`hetexp env check`: computes with every interpreter, and trains with this interpreter and each other."""
+"""`hetexp env check`: compute with every interpreter, and train with this interpreter beside each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetexp.commands.support.command_line import table
-from hetexp.commands.support.interpreters import NO_ENVIRONMENT, OWN, Interpreter, how_to_mend, own_line
+from hetexp.commands.support.interpreters import (
+    NO_ENVIRONMENT,
+    OWN,
+    Interpreter,
+    repair_command,
+    unbroken_line,
+)
 from hetexp.commands.support.section import Problem
 from hetexp.core.errors import HetexpError, RunFailedError, SetupError, did_you_mean
 from hetexp.launch.environments.trial import TOLERANCE, Trial, try_interpreter
@@ -41,11 +47,11 @@ _RUN = (
     "trainer.precision=float64",
     "trainer.log_every=1",
 )
-"""A training that takes moments; its losses are the same however many ranks share it."""
+"""A short training; its losses do not depend on the number of ranks."""
 
 
 @dataclass
-class Checked:
+class CheckResult:
     """The result of an interpreter's check."""
 
     interpreter: Interpreter
@@ -54,12 +60,12 @@ class Checked:
     problems: list[Problem] = field(default_factory=list)
 
     def problem(self, text: str, fix: str = "hetexp doctor") -> None:
-        """Add something that is wrong, and the command that fixes it or tells more."""
+        """Add a problem, and the command that fixes it or says more."""
         self.problems.append(Problem(text, fix))
 
     @property
     def devices(self) -> str:
-        """Each device and whether it computes right."""
+        """Each device, and whether its results are right."""
         results = [
             f"{device} {'ok' if isinstance(error, float) and error <= TOLERANCE else 'wrong'}"
             for device, error in (self.trial.errors or {}).items()
@@ -67,52 +73,51 @@ class Checked:
         return ", ".join(results) or "not tried"
 
 
-def chosen(interpreters: Sequence[Interpreter], names: Sequence[str]) -> list[Interpreter]:
+def selected(interpreters: Sequence[Interpreter], names: Sequence[str]) -> list[Interpreter]:
     """Return this process's interpreter and the named ones, or all if none is named.
 
     Raises:
         SetupError: a name is not recorded.
     """
-    known = [interpreter.name for interpreter in interpreters]
+    recorded = [interpreter.name for interpreter in interpreters]
     for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known)
+        if name not in recorded:
+            hint = did_you_mean(name, recorded)
             raise SetupError(
-                f"An environment must be one of {', '.join(known)}, but is '{name}' instead.{hint}"
+                f"An environment must be one of {', '.join(recorded)}, but is '{name}' instead.{hint}"
             )
-    wanted = {OWN, *names} if names else known
-    return [interpreter for interpreter in interpreters if interpreter.name in wanted]
+    return [it for it in interpreters if not names or it.name in (OWN, *names)]
 
 
-def check(interpreters: Sequence[Interpreter]) -> list[Checked]:
-    """Compute with each interpreter, and train with the first, this process's own, and each of the others."""
-    results = [_tried(interpreter) for interpreter in interpreters]
-    this = results[0]
-    pairs = [result for result in results[1:] if not result.problems]
-    if not pairs or this.problems:
+def check(interpreters: Sequence[Interpreter]) -> list[CheckResult]:
+    """Compute with each interpreter, and train with each beside the first, which is this process's own."""
+    results = [_check_devices(interpreter) for interpreter in interpreters]
+    this_process, *others = results
+    usable = [result for result in others if not result.problems]
+    if not usable or this_process.problems:
         return results
     reference, problem = _losses(["hardware.devices=[cpu]", "strategy=single"])
     if problem is not None:
-        this.problem(f"Training on the CPU alone failed: {problem}")
+        this_process.problem(f"Training on the CPU alone failed: {problem}")
         return results
-    for result in pairs:
-        _exchange(result, reference)
+    for result in usable:
+        _check_exchange(result, reference)
     return results
 
 
-def _tried(interpreter: Interpreter) -> Checked:
+def _check_devices(interpreter: Interpreter) -> CheckResult:
     trial = try_interpreter(interpreter.python)
-    result = Checked(interpreter, trial)
+    result = CheckResult(interpreter, trial)
     if trial.problem is not None:
-        result.problem(f"it cannot be used: {trial.problem}.", how_to_mend(interpreter))
+        result.problem(f"it cannot be used: {trial.problem}.", repair_command(interpreter))
         return result
     errors = trial.errors or {}
     for device, error in errors.items():
         if isinstance(error, str):
             result.problem(f"{device} cannot compute: {error}.")
-        elif not error <= TOLERANCE:  # also where it is no number
+        elif not error <= TOLERANCE:  # NaN is wrong, too
             result.problem(
-                f"{device} computes wrong: its float32 result is {error:.1e} away from float64's, and at "
+                f"{device} computes wrong: its float32 result differs from float64's by {error:.1e}, and at "
                 f"most {TOLERANCE:g} is right. Another driver or build of torch (--torch) may help."
             )
     seen = [device for device in errors if device != "cpu"]
@@ -121,15 +126,15 @@ def _tried(interpreter: Interpreter) -> Checked:
     return result
 
 
-def _exchange(result: Checked, reference: Sequence[float]) -> None:
-    """Train on two CPU ranks, one under each interpreter, and compare with a single one."""
-    mend = how_to_mend(result.interpreter)
+def _check_exchange(result: CheckResult, reference: Sequence[float]) -> None:
+    """Train on two CPU ranks, one under each interpreter, and compare with a single rank."""
+    fix = repair_command(result.interpreter)
     python = json.dumps(result.interpreter.python)
     devices = f"hardware.devices=[{{device: cpu}}, {{device: cpu, python: {python}}}]"
     losses, problem = _losses([devices, "strategy=ddp", "comm=gloo"])
     if problem is not None:
         result.exchange = "failed"
-        result.problem(f"it cannot train together with this interpreter: {problem}", mend)
+        result.problem(f"it cannot train together with this interpreter: {problem}", fix)
         return
     difference = max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
     if difference <= EXCHANGE_TOLERANCE:
@@ -137,14 +142,14 @@ def _exchange(result: Checked, reference: Sequence[float]) -> None:
         return
     result.exchange = "wrong"
     result.problem(
-        f"trained together with this interpreter, its losses are {difference:.1e} away from a single "
-        f"device's, and at most {EXCHANGE_TOLERANCE:g} is right.",
-        mend,
+        f"trained together with this interpreter, its losses differ from a single device's by "
+        f"{difference:.1e}, and at most {EXCHANGE_TOLERANCE:g} is right.",
+        fix,
     )
 
 
 def _losses(overrides: Sequence[str]) -> tuple[list[float], str | None]:
-    """Train as `hetexp train` would, and return the loss of each step, or why there is none."""
+    """Train as `hetexp train` does; return the loss of each step, and the reason if the run failed."""
     from rich.console import Console
 
     from hetexp.app import compose_config, run
@@ -153,7 +158,7 @@ def _losses(overrides: Sequence[str]) -> tuple[list[float], str | None]:
     here = Path.cwd()
     folder = Path(tempfile.mkdtemp(prefix="hetexp-check-"))
     try:
-        os.chdir(folder)  # the user's own conf/ must not change what is run
+        os.chdir(folder)  # the user's own conf/ must not change the run
         request = Request(folder / "run", folder)
         run(compose_config([*_RUN, *overrides]), request, Console(file=io.StringIO(), width=160))
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -169,8 +174,8 @@ def _losses(overrides: Sequence[str]) -> tuple[list[float], str | None]:
     return [row["train/loss"] for row in rows if "train/loss" in row], None
 
 
-def checked(results: Sequence[Checked]) -> list[RenderableType]:
-    """Return the table of what was tried, and below it what is wrong."""
+def result_table(results: Sequence[CheckResult]) -> list[RenderableType]:
+    """Return the table of all results, and below it the problems with their fixes."""
     from rich.text import Text
 
     rows = []
@@ -180,10 +185,10 @@ def checked(results: Sequence[Checked]) -> list[RenderableType]:
         cells = [name, *versions, result.devices, "–" if name == OWN else result.exchange]
         rows.append([(cell, "red" if result.problems else "") for cell in cells])
     lines: list[RenderableType] = []
-    wrong = [(result.interpreter.name, problem) for result in results for problem in result.problems]
-    for number, (name, problem) in enumerate(wrong, start=1):
+    problems = [(result.interpreter.name, problem) for result in results for problem in result.problems]
+    for number, (name, problem) in enumerate(problems, start=1):
         lines.append(Text(f"{number}. {name}: {problem.text}"))
-        lines.append(own_line(f"{problem.fix}"))
+        lines.append(unbroken_line(f"{problem.fix}"))
     if not lines:
         lines.append("Nothing is wrong.")
         if len(results) == 1:

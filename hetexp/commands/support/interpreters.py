@@ -30,20 +30,20 @@ class Interpreter:
     build: TorchBuild
     python_version: str | None = None
     devices: list[str] = field(default_factory=list)
-    """Cards that its torch can drive, whether they are free or not."""
+    """Ids of the cards that its torch can drive, free or not."""
     visible: list[str] = field(default_factory=list)
-    """Those of them that no visibility variable hides."""
+    """Those of these cards that no visibility variable hides."""
 
     @property
     def built_for(self) -> str:
-        """In words: `CUDA 13.0`."""
+        """The build's platform: `CUDA 13.0`, `CPU`."""
         build = self.build
         words = {"cuda": f"CUDA {build.cuda}", "hip": f"ROCm {build.hip}", "xpu": "Intel XPU"}
         return words.get(build.kind, "Apple GPU" if build.kind == "mps" else "CPU")
 
 
 def interpreters(inventory: Inventory | None = None) -> list[Interpreter]:
-    """Return this process's own interpreter, then the recorded ones; torch is not imported for it.
+    """Return this process's own interpreter, then the recorded ones, without importing torch.
 
     Args:
         inventory: cards of the machine; detected by default.
@@ -65,7 +65,7 @@ def interpreters(inventory: Inventory | None = None) -> list[Interpreter]:
 
 
 def driven(inventory: Inventory, build: TorchBuild) -> list[DetectedCard]:
-    """Return the cards that a build of torch can drive, whether they are free or not."""
+    """Return the cards that a build of torch can drive, free or not."""
     return [
         card
         for card in inventory.cards
@@ -75,19 +75,19 @@ def driven(inventory: Inventory, build: TorchBuild) -> list[DetectedCard]:
     ]
 
 
-def own_line(command: str) -> Text:
-    """Return a command on a line of its own, for rich: never cut in two, so that it can be copied."""
+def unbroken_line(command: str) -> Text:
+    """Return a command as a line that rich never breaks, so that the user can copy it."""
     from rich.text import Text
 
     return Text(f"   {command}", no_wrap=True, overflow="ignore")
 
 
-def how_to_mend(interpreter: Interpreter) -> str:
-    """Return the command that gives an interpreter a torch that works."""
+def repair_command(interpreter: Interpreter) -> str:
+    """Return the command that gives an interpreter a working torch."""
     name = interpreter.name
     if name == OWN:
         return f"{interpreter.python} -m pip install torch"
-    # Its name says what it was made for; if not, the build that it has does.
+    # Its name says which cards it was made for; if not, its build of torch does.
     built = next((kind for kind, build in KINDS.items() if build == interpreter.build.kind), "cpu")
     kind = name if name in KINDS else built
     return f"hetexp env create {kind}{'' if kind == name else f' --name {name}'} --force"

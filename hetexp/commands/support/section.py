@@ -1,4 +1,4 @@
-"""The result of one check: what it saw, and what is to be fixed."""
+"""The result of one check: its facts, and the problems to fix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Problem:
-    """Something that the user may want to fix."""
+    """A problem that the user may want to fix."""
 
     text: str
     fix: str | None = None
@@ -29,5 +29,5 @@ class Section:
         self.rows.append((label, "n/a" if value is None else str(value)))
 
     def problem(self, text: str, fix: str | None = None, blocks: bool = False) -> None:
-        """Add something to fix."""
+        """Add a problem; a missing full stop is added to its text."""
         self.problems.append(Problem(text if text.endswith((".", "?")) else f"{text}.", fix, blocks))

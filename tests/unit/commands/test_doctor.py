@@ -120,7 +120,7 @@ def test_what_to_fix(
     assert "1. The Arc [A770] cannot be used." in screen
     assert f"\n   {command}\n" in screen
     assert "2. Another thing.\n" in screen
-    assert ("No training runs before." in screen) == blocks
+    assert ("No training can run until then." in screen) == blocks
     assert ("Training can run as it is." in screen) == (not blocks)
 
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from hetexp.cli import main
 from hetexp.commands import env
 from hetexp.commands.support import env_check
-from hetexp.commands.support.env_check import Checked, check, checked, chosen
-from hetexp.commands.support.interpreters import Interpreter, how_to_mend, interpreters
+from hetexp.commands.support.env_check import CheckResult, check, result_table, selected
+from hetexp.commands.support.interpreters import Interpreter, interpreters, repair_command
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError, SetupError
 from hetexp.hardware.backend import backend_class
@@ -141,8 +141,8 @@ def test_the_cards_that_each_can_drive(monkeypatch: pytest.MonkeyPatch) -> None:
         (Interpreter("x", "/x", TorchBuild("/x", problem="?")), "hetexp env create cpu --name x --force"),
     ],
 )
-def test_how_to_mend(one: Interpreter, command: str) -> None:
-    assert how_to_mend(one) == command
+def test_repair_command(one: Interpreter, command: str) -> None:
+    assert repair_command(one) == command
 
 
 # ---------------------------------------------------------------- create
@@ -174,7 +174,7 @@ def test_torch_is_this_interpreters_by_default(
     assert "https://mirror.example/whl torch==2.12.1+xpu\n" in capsys.readouterr().out
     monkeypatch.setattr(env, "own_build", lambda: TorchBuild(None, problem="it has no torch"))
     assert main(["env", "create", "xpu", "--dry-run"]) == 1
-    assert "--torch must be given" in capsys.readouterr().err
+    assert "`--torch` must be given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_the_installer(
 def test_uv_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert main(["env", "create", "cpu", "--installer", "uv"]) == 1
-    assert "--installer must be pip if uv is not installed" in capsys.readouterr().err
+    assert "`--installer` must be pip if uv is not installed" in capsys.readouterr().err
 
 
 def test_what_cannot_be_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> dict[str, Trial]:
     return found
 
 
-def problems(results: list[Checked]) -> list[str]:
+def problems(results: list[CheckResult]) -> list[str]:
     return [problem.text for result in results for problem in result.problems]
 
 
@@ -258,7 +258,7 @@ def test_all_is_well(trials: dict[str, Trial]) -> None:
     results = check([OWN, CUDA])
     assert problems(results) == []
     assert [result.exchange for result in results] == ["not tried", "ok"]
-    screen = text_of(checked(results))
+    screen = text_of(result_table(results))
     assert "cpu ok, cuda:0 ok" in screen
     assert screen.endswith("Nothing is wrong.\n")
 
@@ -273,7 +273,7 @@ def test_all_is_well(trials: dict[str, Trial]) -> None:
         ),
         (
             Trial("3.12", "0.1.0", "2.13.0", {"cpu": 2e-7, "cuda:0": 0.5}),
-            "cuda:0 computes wrong: its float32 result is 5.0e-01 away",
+            "cuda:0 computes wrong: its float32 result differs from float64's by 5.0e-01",
         ),
         (Trial("3.12", "0.1.0", "2.13.0", {"cpu": float("nan")}), "cpu computes wrong"),
         (
@@ -287,7 +287,7 @@ def test_what_is_wrong_with_an_interpreter(trials: dict[str, Trial], trial: Tria
     results = check([OWN, replace(CUDA, devices=["cuda:0"], visible=["cuda:0"])])
     assert problems(results)[0].startswith(told)
     assert results[1].exchange == "not tried"
-    screen = text_of(checked(results), 200)
+    screen = text_of(result_table(results), 200)
     assert f"1. fast: {told}" in screen
     assert "\n   hetexp " in screen
 
@@ -305,7 +305,9 @@ def test_losses_that_differ(trials: dict[str, Trial], monkeypatch: pytest.Monkey
     results = check([OWN, CUDA])
     assert results[1].exchange == "wrong"
     (problem,) = problems(results)
-    assert problem.startswith("trained together with this interpreter, its losses are 4.0e-08 away")
+    assert problem.startswith(
+        "trained together with this interpreter, its losses differ from a single device's by 4.0e-08"
+    )
 
 
 def test_a_run_that_fails(trials: dict[str, Trial], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,12 +357,12 @@ def test_ctrl_c_ends_the_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_names() -> None:
-    assert chosen([OWN, CUDA, GONE], []) == [OWN, CUDA, GONE]
-    assert chosen([OWN, CUDA, GONE], ["rocm"]) == [OWN, GONE]
+    assert selected([OWN, CUDA, GONE], []) == [OWN, CUDA, GONE]
+    assert selected([OWN, CUDA, GONE], ["rocm"]) == [OWN, GONE]
     with pytest.raises(
         SetupError, match="must be one of this, fast, rocm, but is 'fats' instead. Did you mean `fast`"
     ):
-        chosen([OWN, CUDA, GONE], ["fats"])
+        selected([OWN, CUDA, GONE], ["fats"])
 
 
 def test_the_exit_code(trials: dict[str, Trial], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_it_keeps_a_token_and_a_file_that_are_there(folder: Path, capsys: pytest
     assert main(hosts) == 0
     before = default_token_file().read_text()
     assert main(hosts) == 2
-    assert "is there already: --force" in capsys.readouterr().err
+    assert "exists already: --force" in capsys.readouterr().err
     assert main([*hosts, "--force"]) == 0
     assert default_token_file().read_text() == before
 

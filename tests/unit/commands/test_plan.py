@@ -191,7 +191,7 @@ def test_all_mistakes_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         (["--what-if", "-emulated:0,-emulated:1"], "a change that leaves a device"),
         (["--scale", "1"], "`--scale` must be from 2, the devices given, to 100000, but is 1 instead."),
         (["--scale", "9", "hardware.network=carrier_pigeon"], "`hardware.network` must be one of"),
-        (["--watts", "300"], "`--objective` must be budget where --watts is given"),
+        (["--watts", "300"], "`--objective` must be budget if --watts is given"),
         (["--watts", "-3", "--objective", "budget"], "`--watts` must be a number above 0"),
         (["--what-if", "+arc_a770", "trainer.precision=float64"], "float64"),
         (["strategy=single"], "`strategy` must be ddp"),

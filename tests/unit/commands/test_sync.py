@@ -178,7 +178,7 @@ def test_no_network(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_wrong_folders(say: Say, tmp_path: Path) -> None:
     code, _, err = say()
-    assert code == 2 and "`FOLDER` must be given where there is no sweep" in err
+    assert code == 2 and "`FOLDER` must be given if there is no sweep" in err
     code, _, err = say("nowhere")
     assert code == 2 and "`FOLDER` must be a folder with runs, but is 'nowhere' instead." in err
     with pytest.raises(SystemExit):
