@@ -11,10 +11,10 @@ from hetexp.report.words import counted, interval_text, number
 
 
 def answer_of(comparison: Comparison, candidates: Sequence[Variant]) -> str:
-    """Return the result for readers of a single sentence; labels stand in backticks.
+    """Return the result in a few sentences, the most important first; labels stand in backticks.
 
     Args:
-        candidates: for the best, the fastest first.
+        candidates: variants that can be the best, the fastest first.
     """
     if not comparison.variants:
         return f"No run completed, {len(comparison.failed)} did not: there is nothing to compare."
@@ -30,14 +30,14 @@ def answer_of(comparison: Comparison, candidates: Sequence[Variant]) -> str:
     if equals:
         sentences += _against(best, equals[0])
     if not best.exact:
-        sentences.append("Its steps are not those of one device, so that its loss has to be looked at, too.")
+        sentences.append("Its steps are not those of one device, so compare its loss, too.")
     elif rivals and not rivals[0].exact and rivals[0].speed > best.speed:
         sentences.append(_other_steps(rivals[0], best))
     return " ".join(sentences)
 
 
 def _other_steps(variant: Variant, best: Variant) -> str:
-    """Return what a faster variant is worth whose steps are not those of one device."""
+    """Return a sentence on a faster variant whose steps are not those of one device."""
     ratio = variant.speed / best.speed
     text = f"`{variant.label}` takes {ratio:.2f}× as many samples a second, but its steps are not "
     text += "those of one device"
@@ -50,7 +50,7 @@ def _other_steps(variant: Variant, best: Variant) -> str:
 
 
 def _lead(best: Variant, count: int) -> str:
-    """Return the first sentence: what is best, and by how much."""
+    """Return the first sentence: the best variant, and its gain."""
     emulated = ", emulated" if best.emulated else ""
     gain, speed = best.gain_over_single, best.samples_per_second
     assert speed is not None
@@ -83,7 +83,7 @@ def _seeds(value: Interval, digits: int = 4) -> str:
 
 
 def _against(best: Variant, rival: Variant) -> list[str]:
-    """Return what the seeds say of the first two."""
+    """Return whether the seeds distinguish the best variant from the next one, in a sentence if not."""
     speed, rival_speed = best.samples_per_second, rival.samples_per_second
     if speed is None or rival_speed is None:
         return []
@@ -95,7 +95,7 @@ def _against(best: Variant, rival: Variant) -> list[str]:
 
 
 def _same_work(variant: Variant, other: Variant) -> bool:
-    """Whether two variants are compared with the same device alone, or neither is."""
+    """Return whether two variants have the same single-device baseline, or both none."""
     return variant.single_samples_per_second == other.single_samples_per_second
 
 
@@ -104,6 +104,6 @@ def _why_none(variants: Sequence[Variant]) -> str:
         "{} invalid": sum(not variant.valid for variant in variants),
         "{} fell back to another strategy": sum(variant.fallback is not None for variant in variants),
         "{} diverged": sum(variant.num_diverged > 0 for variant in variants),
-        "{} did not tell a throughput": sum(variant.samples_per_second is None for variant in variants),
+        "{} without a throughput": sum(variant.samples_per_second is None for variant in variants),
     }
     return ", ".join(text.format(count) for text, count in counts.items() if count)

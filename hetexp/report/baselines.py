@@ -1,4 +1,4 @@
-"""What variants are compared with: an equal split, and the fastest device alone."""
+"""Baselines of variants: an equal split, and the fastest device alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetexp.report.runs import RunRecord
 from hetexp.report.words import counted
 
 HOW = ("strategy", "balancing", "hardware", "comm", "logger", "launch", "monitor")
-"""Groups that say how the same work is done, not what work."""
+"""Groups that change how work is done, but not the work."""
 CALIBRATED, OWN = "calibrated before the runs", "its own work during the runs"
 
 
@@ -22,27 +22,26 @@ class Baseline:
     device: str
     samples_per_second: float
     source: str
-    """Where that is known from: runs of it alone, a calibration, or its own work during runs."""
+    """Source of that speed: runs of the device alone, a calibration, or its own work during runs."""
     by_seed: dict[int | None, float] = field(default_factory=dict)
-    """Of runs of it alone; empty if there are none."""
+    """Samples a second of runs of the device alone, by seed; empty without such runs."""
 
 
 Work = tuple[bool, tuple[str | None, ...]]
-"""Emulated or real, and the settings besides how it is done: runs of equal work are compared."""
+"""Whether a run is emulated, and its settings outside `HOW`: only runs of equal work are compared."""
 
 
 def work_of(run: RunRecord, keys: Sequence[str]) -> Work:
-    """Return what work a run did, by the settings in which the runs differ."""
-    what = [key for key in keys if key.partition(".")[0] not in HOW]
-    return run.emulated, tuple(run.setting(key) for key in what)
+    """Return a run's work, by the settings in which the runs differ."""
+    return run.emulated, tuple(run.setting(key) for key in keys if key.partition(".")[0] not in HOW)
 
 
 def fastest_alone(runs: Sequence[RunRecord]) -> Baseline | None:
     """Return the fastest single device of runs of equal work.
 
-    What is known of a device by runs of it alone counts more than what a calibration says, and that more
-    than its own work beside others. Of runs alone those of `single` count if there are any: another
-    strategy whose policy left all other devices out may cost more. Runs that are not valid tell nothing.
+    Runs of a device alone take precedence over a calibration, and this over its own work beside others. If
+    runs of `single` exist, other runs of one device do not count: another strategy, whose policy left all
+    other devices out, may cost more. Invalid runs do not count.
     """
     of_single = {
         run.device_names[0]
@@ -77,9 +76,9 @@ def fastest_alone(runs: Sequence[RunRecord]) -> Baseline | None:
 
 
 def ratios_to_single(runs: Sequence[RunRecord], single: Baseline) -> list[float]:
-    """Return each run's throughput ÷ the device's with the same seed.
+    """Return each run's throughput ÷ the single device's with the same seed.
 
-    If no seed is in both, or the device has no runs of its own, it is ÷ the device's mean.
+    Without a common seed, or without runs of the device alone, the divisor is the device's mean.
     """
     speeds = [(run.seed, speed) for run in runs if (speed := throughput(run)) is not None]
     paired = [speed / single.by_seed[seed] for seed, speed in speeds if seed in single.by_seed]
@@ -91,7 +90,7 @@ EqualSplits = dict[tuple[Work, tuple[str | None, ...], int | None], float]
 
 
 def equal_splits(runs: Sequence[RunRecord], keys: Sequence[str]) -> EqualSplits:
-    """Return the throughput of equal splits over several devices; means if a seed was run again."""
+    """Return the throughput of equal splits over several devices; the mean if a seed ran more than once."""
     speeds: dict[tuple[Work, tuple[str | None, ...], int | None], list[float]] = {}
     for run in runs:
         speed = throughput(run)

@@ -1,4 +1,4 @@
-"""Runs side by side: from their records to what a report shows."""
+"""The comparison of runs: from their records to the content of a report."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hetexp.report.weights_curve import curve_of
 
 SEED = "trainer.seed"
 NO_SETTING = (SEED, "resume", "name", "plan_only", "hardware.time_scale")
-"""Keys that make no variant of their own: what they change is not compared, or is taken out."""
+"""Keys that do not separate variants: their effect is not compared, or figures are corrected for it."""
 
 
 def compare(runs: Sequence[RunRecord], title: str) -> Comparison:
     """Return the comparison of these runs.
 
     Args:
-        runs: one or more, as `read_runs` returns them.
+        runs: at least one, as `read_runs` returns them.
     """
-    done = [run for run in runs if run.completed]
+    completed = [run for run in runs if run.completed]
     keys = differing(runs, without=NO_SETTING)
-    variants = variants_of(done, keys)
-    able = candidates(variants)
-    best = next((variant for variant in able if variant.exact), next(iter(able), None))
+    variants = variants_of(completed, keys)
+    eligible = candidates(variants)
+    best = next((variant for variant in eligible if variant.exact), next(iter(eligible), None))
     compared = best if best is not None else next(iter(variants), None)
     comparison = Comparison(
         title=title,
@@ -42,10 +42,10 @@ def compare(runs: Sequence[RunRecord], title: str) -> Comparison:
         emulated=any(run.emulated for run in runs),
         common=_common(runs),
         curve=curve_of(variants, keys),
-        profiles=profiles_of([run for variant in able or variants for run in variant.runs] or done),
+        profiles=profiles_of([run for variant in eligible or variants for run in variant.runs] or completed),
     )
     comparison = replace(comparison, notes=tuple(notes_of(comparison)))
-    return replace(comparison, answer=answer_of(comparison, able))
+    return replace(comparison, answer=answer_of(comparison, eligible))
 
 
 def _source(variant: Variant | None) -> str | None:
@@ -64,12 +64,12 @@ def candidates(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def _common(runs: Sequence[RunRecord]) -> dict[str, str]:
-    """Return the settings that all runs share; of runs without plan nothing is known but what was typed."""
-    known = [run for run in runs if run.plan is not None] or list(runs)
-    keys = dict.fromkeys(key for run in known for key in run.settings)
+    """Return the settings that all runs share; only the typed settings are known of runs without plan."""
+    planned = [run for run in runs if run.plan is not None] or list(runs)
+    keys = dict.fromkeys(key for run in planned for key in run.settings)
     shared = {}
     for key in keys:
-        values = {run.setting(key) for run in known}
+        values = {run.setting(key) for run in planned}
         value = values.pop()
         if not values and value is not None and of_a_run([key]):
             shared[key] = value

@@ -14,11 +14,10 @@ _OF_DEVICES = ("share", "samples_per_second", "train_loss", "eval_loss")
 
 
 def points(run: RunRecord) -> list[Point]:
-    """Return the logged steps of a run, its clock rebuilt from the windows' own durations.
+    """Return the logged steps of a run, with a clock that adds up the durations between log lines.
 
-    A log line tells the mean seconds of the steps since the line before. The clock of a resumed run begins
-    at 0 at its resume. An evaluation between two log lines lies between them on clock and samples,
-    too.
+    A log line has the mean seconds of the steps since the previous line. The clock of a resumed run begins at
+    0 at its resume. Time and samples of an evaluation between two log lines are interpolated.
     """
     result: list[Point] = []
     marks = _marks(run)
@@ -64,7 +63,7 @@ def _marks(run: RunRecord) -> list[tuple[int, float, float]]:
 
 
 def _at(marks: Sequence[tuple[int, float, float]], steps: Sequence[int], step: int) -> tuple[int, float]:
-    """Return samples and seconds at a step, on the straight line between the marks around it."""
+    """Return samples and seconds at a step, interpolated between the marks around it."""
     if not marks:
         return 0, 0.0
     place = bisect_left(steps, step)
@@ -77,19 +76,19 @@ def _at(marks: Sequence[tuple[int, float, float]], steps: Sequence[int], step: i
 
 
 def _by_device(line: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return what a line tells of the devices: by what it is, and by their ids."""
-    by_kind: dict[str, dict[str, float]] = {what: {} for what in _OF_DEVICES}
+    """Return a line's figures of the devices, by quantity and device id."""
+    by_quantity: dict[str, dict[str, float]] = {quantity: {} for quantity in _OF_DEVICES}
     for key, value in line.items():
-        what, device = _of_device(key)
-        if what is not None and value is not None:
-            by_kind[what][device] = value
-    return by_kind
+        quantity, device = _of_device(key)
+        if quantity is not None and value is not None:
+            by_quantity[quantity][device] = value
+    return by_quantity
 
 
 @cache
 def _of_device(key: str) -> tuple[str | None, str]:
-    """Return quantity and device of a key of the log; None if it has no device, or is of no interest."""
+    """Return quantity and device id of a metric's name; no quantity if no report shows it by device."""
     if not key.startswith("device/"):
         return None, ""
-    device, _, what = key.removeprefix("device/").rpartition("/")
-    return (what, device) if what in _OF_DEVICES else (None, "")
+    device, _, quantity = key.removeprefix("device/").rpartition("/")
+    return (quantity, device) if quantity in _OF_DEVICES else (None, "")

@@ -9,7 +9,7 @@ from hetexp.report.runs import RunRecord
 
 
 def summary_number(run: RunRecord, key: str) -> float | None:
-    """Return a number of the summary as it stands there."""
+    """Return a number of the summary, unchanged."""
     value = run.summary.get(key)
     return None if value is None else float(value)
 
@@ -33,7 +33,7 @@ def predicted_step_seconds(run: RunRecord) -> float | None:
 
 
 def trained_samples(run: RunRecord) -> float | None:
-    """Return the samples of the run itself, without those before a resume."""
+    """Return the run's samples, without those before a resume."""
     speed, seconds = summary_number(run, "samples_per_s"), summary_number(run, "measured_step_s")
     if run.own_steps == run.summary.get("steps") or speed is None or seconds is None or not run.own_steps:
         return summary_number(run, "samples")
@@ -41,11 +41,12 @@ def trained_samples(run: RunRecord) -> float | None:
 
 
 def joules_per_sample(run: RunRecord) -> float | None:
-    """Return the energy of all devices a sample, None unless every device tells its own."""
+    """Return the energy of all devices, in joules a sample; `None` unless every device reports its energy."""
     energy = [device.get("energy_j") for device in run.summary.get("devices", ())]
-    known = [float(joules) for joules in energy if joules is not None]
     samples = trained_samples(run)
-    return sum(known) / samples if samples and known and len(known) == len(energy) else None
+    if not samples or not energy or None in energy:
+        return None
+    return sum(map(float, energy)) / samples
 
 
 def energy_source(run: RunRecord) -> str | None:

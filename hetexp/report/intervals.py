@@ -14,7 +14,7 @@ CONFIDENCE = 0.95
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean of the values and its 95 % confidence interval; None without values.
+    """Return the mean of the values and its 95 % confidence interval; `None` without values.
 
     Source: Student (1908), The probable error of a mean, Biometrika 6.
     """
@@ -28,11 +28,11 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval | None:
-    """Return the geometric mean of ratios and its 95 % confidence interval; None without ratios.
+    """Return the geometric mean of ratios and its 95 % confidence interval; `None` without ratios.
 
-    Student's interval of the logarithms, brought back: that of A over B is then the inverse of B over A, and
-    no bound is below 0. Source of the mean: Fleming and Wallace (1986), How not to lie with statistics: the
-    correct way to summarize benchmark results, Communications of the ACM 29.
+    The interval is Student's of the logarithms: so A over B is the inverse of B over A, and no bound is below
+    0. Source of the mean: Fleming and Wallace (1986), How not to lie with statistics: the correct way to
+    summarize benchmark results, Communications of the ACM 29.
 
     Args:
         ratios: above 0, one a pair of runs.
@@ -45,16 +45,16 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
     return replace(logarithms, mean=math.exp(logarithms.mean), low=low, high=high)
 
 
-def overlap(one: Interval, other: Interval) -> bool | None:
-    """Return whether two intervals share a value; None if one of them has no bounds."""
-    if one.low is None or one.high is None or other.low is None or other.high is None:
+def overlap(first: Interval, second: Interval) -> bool | None:
+    """Return whether two intervals share a value; `None` if one of them has no bounds."""
+    if first.low is None or first.high is None or second.low is None or second.high is None:
         return None
-    return one.low <= other.high and other.low <= one.high
+    return first.low <= second.high and second.low <= first.high
 
 
 @cache
 def _quantile(freedom: int) -> float:
-    """Return Student's t for a two-sided interval with so many degrees of freedom."""
+    """Return Student's t of a two-sided interval, by its degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

@@ -11,23 +11,23 @@ from hetexp.report.variants import label_of, plain
 from hetexp.report.words import UNKNOWN, interval_text, number, seconds
 
 LONGEST = 300
-"""Characters of an error; all of it is in the run's folder."""
+"""Characters shown of an error; the run's folder has the whole text."""
 
 HOW = """\
 - **Variant**: runs that differ in their seed only. Intervals are Student's 95 % over its runs, [low–high].
-- **samples/s**: samples ÷ seconds of training, waiting and logging included, evaluations and checkpoints not;
-  the steps before the first log line, in which libraries start, are left out where others follow.
+- **samples/s**: samples ÷ seconds of training, waiting and logging included, evaluations and checkpoints not.
+  The steps before the first log line, in which libraries start, are left out if others follow.
 - **Emulated** runs: seconds are the modelled devices', wall-clock ÷ the run's time scale.
 - **step, predicted**: mean seconds of a step; predicted by the calibration, else by the cost model.
 - **Devices by themselves**: measured before the runs. **Devices in the runs**: their samples ÷ the seconds in
   which they computed, waiting for others left out; larger shares weigh fixed costs less.
-- **efficiency**: samples/s ÷ the sum of what the devices that took part do alone. **Ceiling**: the most that
-  fixed costs, rounding and the exchange allow. What was lost to each, and the efficiency, sum to 1.
+- **efficiency**: samples/s ÷ the sum of the participating devices' speeds alone. **Ceiling**: the most that
+  fixed costs, rounding and the exchange allow. The losses and the efficiency sum to 1.
 - **× single**: samples/s ÷ those of the fastest device alone; **× equal**: ÷ those of `balancing=equal` with
-  the same other settings. Seed by seed where both have it; geometric mean, interval of the logarithms.
+  the same other settings. Seed by seed if both have the seed; geometric mean, interval of the logarithms.
 - **loss**: of the last log line and the last evaluation; runs that diverged are left out and counted.
-- **best**: highest samples/s of the variants that are valid, ran as asked for and did not diverge; where
-  there are some whose steps are those of one device, of these."""
+- **best**: highest samples/s of the variants that are valid, ran as requested and did not diverge. Variants
+  whose steps are those of one device take precedence."""
 
 
 def render(comparison: Comparison) -> str:
@@ -53,7 +53,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _variants(comparison: Comparison) -> list[list[str]]:
-    """Return the main table; a column without values is left out."""
+    """Return the rows of the main table, without empty columns."""
     rows = [
         {
             "variant": _name(variant, variant is comparison.best),
@@ -83,13 +83,12 @@ def _name(variant: Variant, best: bool = False) -> str:
 
 
 def _devices(variant: Variant) -> str:
-    """Return each device with the share that it had, the mean over the runs of the same devices."""
-    runs = [run for run in variant.runs if run.device_names == variant.devices]
+    """Return each device with its share, the mean over the runs of the same devices."""
+    runs = [run.summary["devices"] for run in variant.runs if run.device_names == variant.devices]
     words = []
     for place, name in enumerate(variant.devices):
-        shares = [run.summary["devices"][place].get("share") for run in runs]
-        known = [share for share in shares if share is not None]
-        words.append(f"{plain(name)} {sum(known) / len(known):.3f}" if known else plain(name))
+        shares = [share for devices in runs if (share := devices[place].get("share")) is not None]
+        words.append(f"{plain(name)} {sum(shares) / len(shares):.3f}" if shares else plain(name))
     return " + ".join(words)
 
 
@@ -124,7 +123,7 @@ def _selected(variant: Variant) -> str:
 
 
 def _losses(variants: Sequence[Variant]) -> str:
-    """Return the table of what was lost to what, of variants that know it."""
+    """Return the table of lost speed by cause, of the variants that have it."""
     rows = [
         [
             _name(variant),
@@ -176,7 +175,7 @@ def _profiles(profiles: Sequence[DeviceProfile]) -> str:
 
 
 def _device_speeds(variants: Sequence[Variant]) -> str:
-    """Return what each device did while it computed, of variants with several."""
+    """Return the table of device speeds, of the variants with several devices."""
     rows = [
         [
             _name(variant),
@@ -208,7 +207,7 @@ def _common(common: dict[str, str]) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text that ends no cell of a table."""
+    """Return a text for a cell of a table, with `|` escaped."""
     return text.replace("|", "\\|")
 
 
@@ -218,7 +217,7 @@ def table_row(cells: Sequence[str]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first row is the header; columns of figures stand to the right."""
+    """Return a table whose first row is the header; columns of figures are aligned to the right."""
     header, *body = rows
     right = [all(row[i][:1] in "–0123456789-" for row in body if row[i]) for i in range(len(header))]
     line = f"|{'|'.join('---:' if figures else '---' for figures in right)}|"

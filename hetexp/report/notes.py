@@ -1,4 +1,4 @@
-"""What a reader of a comparison must know before the figures are believed."""
+"""Notes on a comparison, which a reader must know before trusting its figures."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hetexp.report.variants import label_of, plain
 from hetexp.report.words import counted, number
 
 FEW = 4
-"""Names that a note gives."""
+"""Most names in a note."""
 
 
 def notes_of(comparison: Comparison) -> Iterator[str]:
-    """Yield one note a matter, the gravest first."""
+    """Yield the notes, the gravest first."""
     runs = comparison.runs
     yield from _unfinished(comparison.failed)
     yield from _seeds(comparison)
@@ -33,37 +33,37 @@ def notes_of(comparison: Comparison) -> Iterator[str]:
 
 
 def refused(comparison: Comparison) -> list[str]:
-    """Return why the drawing of the best plan lacks its strategy's part, if it does."""
+    """Return why the drawing of the best plan lacks its strategy's part; empty if it is complete."""
     plan = comparison.best.runs[0].plan if comparison.best is not None else None
     return strategy_problems(plan) if plan is not None else []
 
 
 def _unfinished(failed: Sequence[RunRecord]) -> Iterator[str]:
-    ways = Counter(run.status for run in failed)
-    if ways:
-        counts = ", ".join(f"{count} {status}" for status, count in ways.items())
-        yield f"{counted(len(failed), 'run')} did not complete ({counts}): no figure is of these."
+    if failed:
+        statuses = Counter(run.status for run in failed)
+        counts = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        yield f"{counted(len(failed), 'run')} did not complete ({counts}): they are in no figure."
 
 
 def _seeds(comparison: Comparison) -> Iterator[str]:
-    """Name variants that lack seeds of others, and variants with a single seed."""
+    """Yield notes on variants that lack seeds of others, and on variants with a single seed."""
     variants = comparison.variants
-    wanted = {run.seed for run in (*comparison.failed, *comparison.runs) if run.seed is not None}
+    all_seeds = {run.seed for run in (*comparison.failed, *comparison.runs) if run.seed is not None}
     missing = []
     for variant in variants:
         seeds = {run.seed for run in variant.runs}
-        if seeds != {None} and wanted - seeds:
-            missing.append(f"`{variant.label}` ({', '.join(map(str, sorted(wanted - seeds)))})")
+        if seeds != {None} and all_seeds - seeds:
+            missing.append(f"`{variant.label}` ({', '.join(map(str, sorted(all_seeds - seeds)))})")
     labels = {variant.label for variant in variants}
     lost = {label_of(run, comparison.keys) for run in comparison.failed} - labels
     if missing:
-        all_seeds = f"{counted(len(wanted), 'seed')} of this comparison"
-        yield f"{counted(len(missing), 'variant')} without all {all_seeds}: {_few(missing)}."
+        seeds_text = f"{counted(len(all_seeds), 'seed')} of this comparison"
+        yield f"{counted(len(missing), 'variant')} without all {seeds_text}: {_few(missing)}."
     if lost and variants:
         yield f"No run completed of {_few(f'`{label}`' for label in sorted(lost))}."
     counts = {len(variant.runs) for variant in variants}
     if counts == {1}:
-        yield "Each variant ran once: no interval is known, and small differences may be chance."
+        yield "Each variant ran once: there are no intervals, and small differences may be chance."
     elif 1 in counts:
         once = [variant for variant in variants if len(variant.runs) == 1]
         yield f"{counted(len(once), 'variant')} ran once and have no interval: {_labels(once)}."
@@ -77,24 +77,24 @@ def _reliability(variants: Sequence[Variant]) -> Iterator[str]:
     if invalid:
         runs = counted(sum(variant.num_invalid for variant in invalid), "run")
         partly = [variant for variant in invalid if variant.valid]
-        left = (
-            f" Where a variant has valid ones, its speeds are of these: {_labels(partly)}." if partly else ""
+        others = (
+            f" If a variant has valid runs, its speeds are of these: {_labels(partly)}." if partly else ""
         )
         yield (
-            f"Invalid: {runs}. This machine was too slow for the emulated devices at that moment: times are "
-            f"not theirs. They are never the best, and nothing is compared with them.{left}"
+            f"Invalid: {runs}. This machine was too slow for the emulated devices at that moment, so their "
+            f"times are wrong. Invalid variants are never the best, nor a baseline.{others}"
         )
     fell = [f"`{variant.label}` ({variant.fallback})" for variant in variants if variant.fallback]
     if fell:
-        yield f"Not run as asked for, but by `strategy.fallback`: {_few(fell)}. They are never the best."
+        yield f"Not run as requested, but by `strategy.fallback`: {_few(fell)}. They are never the best."
     diverged = [f"`{v.label}` ({v.num_diverged} of {len(v.runs)})" for v in variants if v.num_diverged]
     if diverged:
-        yield f"Diverged, the last loss is not finite: {_few(diverged)}. They are never the best."
+        yield f"Diverged (the last loss is not finite): {_few(diverged)}. They are never the best."
     inexact = [variant for variant in variants if not variant.exact]
     if inexact:
         yield (
-            f"The steps of {_labels(inexact)} are not those of one device with the global batch: throughput "
-            "alone does not compare them with the others, the loss against time does."
+            f"The steps of {_labels(inexact)} are not those of one device with the global batch: compare "
+            "them with the others by the loss against time, not by throughput alone."
         )
 
 
@@ -105,7 +105,7 @@ def _emulation(runs: Sequence[RunRecord]) -> Iterator[str]:
     if len(paced) < len(runs):
         yield (
             f"Emulated: {len(paced)} of {counted(len(runs), 'run')}; the others are of real hardware. Gains "
-            "are computed among runs of one kind only, and the best is one of the real ones where it can be."
+            "are computed among runs of one kind only, and the best variant is a real one if there is any."
         )
     else:
         yield "All runs are emulated: their times are modelled, and no measurement of real devices."
@@ -113,8 +113,8 @@ def _emulation(runs: Sequence[RunRecord]) -> Iterator[str]:
     if scales and max(scales) > 1.05 * min(scales):
         yield (
             f"Emulated runs have time scales from {number(min(scales), 3)} to {number(max(scales), 3)} (real "
-            "seconds a modelled one). What this machine adds to a step, such as logging, weighs more in "
-            "modelled time where the scale is small."
+            "seconds a modelled second). This machine's own costs, such as logging, weigh more in modelled "
+            "time if the scale is small."
         )
     faulty = [run for run in runs if run.configured.get("fault.events")]
     if faulty:
@@ -128,14 +128,14 @@ def _emulation(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _comparability(variants: Sequence[Variant], runs: Sequence[RunRecord]) -> Iterator[str]:
-    for key, what, so in (
+    for key, noun, consequence in (
         ("model", "models", "a sample is not the same work"),
         ("data", "data sets", "neither samples nor losses are the same"),
         ("global_batch", "global batch sizes", "throughputs compare, losses after as many samples do not"),
     ):
         values = _different(run.summary.get(key) for run in runs)
         if values:
-            yield f"The runs have different {what} ({_few(values)}): {so}."
+            yield f"The runs have different {noun} ({_few(values)}): {consequence}."
     lengths = [run.summary.get("samples") for run in runs]
     if len(_different(lengths)) > 1:
         yield "The runs did not train on equally many samples: compare losses at the same samples or time."
@@ -144,7 +144,7 @@ def _comparability(variants: Sequence[Variant], runs: Sequence[RunRecord]) -> It
         yield (
             f"{counted(len(resumed), 'run')} went on from a checkpoint "
             f"({_few(f'{run.folder.name} at step {run.first_step}' for run in resumed)}): throughput and "
-            "time are of what came after it."
+            "time are of the steps after it."
         )
     blind = [run for run in runs if eval_loss(run) is None]
     if blind:
@@ -152,23 +152,23 @@ def _comparability(variants: Sequence[Variant], runs: Sequence[RunRecord]) -> It
     yield from _left_out(variants)
     if any(variant.efficiency is None and variant.num_devices > 1 for variant in variants):
         yield (
-            "Of some variants no efficiency is known: of a model that is cut, or of devices that share one "
-            "process, what each would do alone has not been measured."
+            "Of some variants no efficiency is known: if the model is cut, or devices share one process, the "
+            "speed of each device alone has not been measured."
         )
 
 
 def _left_out(variants: Sequence[Variant]) -> Iterator[str]:
-    """Name variants whose policy left devices out: the efficiency does not count these."""
-    every: dict[str | None, set[str]] = {}
+    """Yield a note on variants whose policy left devices out: their efficiency ignores these."""
+    all_devices: dict[str | None, set[str]] = {}
     for variant in variants:
-        every.setdefault(variant.runs[0].setting("hardware"), set()).update(variant.devices)
+        all_devices.setdefault(variant.runs[0].setting("hardware"), set()).update(variant.devices)
     names = []
     for variant in variants:
-        lacks = every[variant.runs[0].setting("hardware")] - set(variant.devices)
-        if variant.efficiency is not None and lacks:
-            names.append(f"`{variant.label}` ({', '.join(plain(name) for name in sorted(lacks))})")
+        left_out = all_devices[variant.runs[0].setting("hardware")] - set(variant.devices)
+        if variant.efficiency is not None and left_out:
+            names.append(f"`{variant.label}` ({', '.join(plain(name) for name in sorted(left_out))})")
     if names:
-        yield f"Devices were left out in {_few(names)}: the efficiency there is of those that took part."
+        yield f"Devices were left out in {_few(names)}: the efficiency is of the participating devices."
 
 
 def _baselines(comparison: Comparison) -> Iterator[str]:
@@ -177,17 +177,17 @@ def _baselines(comparison: Comparison) -> Iterator[str]:
     if figures:
         sources = [f"{plain(str(variant.single_device))}, {variant.single_source}" for variant in figures]
         base = _few(dict.fromkeys(sources))
-        low = (
+        bias = (
             " Its own work beside others makes a device look slower than alone."
             if any(variant.single_source == OWN for variant in figures)
             else ""
         )
         yield (
-            f"No run is of the fastest device alone: gains over it are ÷ one figure of it ({base}), which "
-            f"has no interval of its own.{low}"
+            f"No run is of the fastest device alone: gains over it use a single figure ({base}), which has "
+            f"no interval.{bias}"
         )
     if len({variant.single_samples_per_second for variant in single}) > 1:
-        yield "Each variant's gain is over the fastest device alone with the same work, not over one for all."
+        yield "Each variant's gain is over the fastest device alone with the same work: baselines differ."
 
 
 def _provenance(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -198,23 +198,21 @@ def _provenance(runs: Sequence[RunRecord]) -> Iterator[str]:
     by_option: dict[str | None, set[str]] = {}
     for run in runs:
         by_option.setdefault(run.setting("hardware"), set()).update(run.device_names)
-    cards = [frozenset(names) for names in by_option.values()]
-    apart = len(set(cards)) > 1
-    if apart:
-        listed = _few(sorted({plain(name) for names in cards for name in names}))
+    if len({frozenset(names) for names in by_option.values()}) > 1:
+        listed = _few(sorted({plain(name) for names in by_option.values() for name in names}))
         yield f"The runs are not all of the same devices ({listed}): the table says which."
     measured = _different((run.summary.get("calibration") or {}).get("measured_at") for run in runs)
     if len(measured) > 1:
         yield (
-            f"The devices were measured {len(measured)} times: a device's profile is of one of them, and the "
-            "policies of the runs saw different figures."
+            f"The devices were measured {len(measured)} times: profiles are of one of these measurements, "
+            "and the policies of the runs used different figures."
         )
 
 
 def _different(values: Iterable[object]) -> list[str]:
     """Return the known values as text if there are several."""
-    known = list(dict.fromkeys(f"{value}" for value in values if value is not None))
-    return known if len(known) > 1 else []
+    texts = list(dict.fromkeys(f"{value}" for value in values if value is not None))
+    return texts if len(texts) > 1 else []
 
 
 def _labels(variants: Iterable[Variant]) -> str:
@@ -223,6 +221,6 @@ def _labels(variants: Iterable[Variant]) -> str:
 
 def _few(names: Iterable[str]) -> str:
     """Return some of the names, and how many more there are."""
-    known = list(names)
-    more = f" and {len(known) - FEW} more" if len(known) > FEW else ""
-    return ", ".join(known[:FEW]) + more
+    listed = list(names)
+    more = f" and {len(listed) - FEW} more" if len(listed) > FEW else ""
+    return ", ".join(listed[:FEW]) + more

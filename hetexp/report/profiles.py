@@ -1,4 +1,4 @@
-"""What calibrations measured of the devices by themselves."""
+"""The devices' profiles, as calibrations measured them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hetexp.report.runs import CALIBRATION, PLAN, RunRecord
 
 
 def profiles_of(runs: Sequence[RunRecord]) -> tuple[DeviceProfile, ...]:
-    """Return the profiles of the calibration that has the most devices; of equals, of the first run's.
+    """Return the profiles of the calibration with the most devices; of equal ones, the first run's.
 
-    A run that measured its devices itself has all of them, those left out included; one that took an earlier
-    run's measurements has those that take part.
+    A run that calibrated itself has profiles of all its devices, those left out included. A run that took an
+    earlier run's calibration has profiles of the participating devices only.
 
     Args:
-        runs: the ones that matter most first.
+        runs: the most important first.
     """
     measurements = [(plan, devices, run) for run in runs for plan, devices in _calibrations(run)]
     if not measurements:
@@ -46,7 +46,7 @@ def profiles_of(runs: Sequence[RunRecord]) -> tuple[DeviceProfile, ...]:
 
 
 def fault_of(run: RunRecord, device: str) -> str | None:
-    """Return what was ordered to happen to a device of a run."""
+    """Return the faults that were ordered for a device of a run."""
     events = run.configured.get("fault.events") or []
     texts = [_event(event) for event in events if event.get("device") == device]
     return ", ".join(texts) or None
@@ -64,13 +64,13 @@ Measured = tuple[Plan, list[tuple[DeviceSpec, dict[str, Any]]]]
 
 
 def _calibrations(run: RunRecord) -> Iterator[Measured]:
-    """Yield what a run's own folder and its plan tell of its devices."""
+    """Yield the calibrations of a run's own folder and of its plan."""
     folder = run.folder / CALIBRATION
     try:
         measured = json.loads((folder / f"{CALIBRATION}.json").read_text(encoding="utf-8"))
         plan = Plan.read(folder / PLAN)
         yield plan, list(zip(plan.devices, measured["devices"], strict=True))
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it broke off
+    except (OSError, ValueError, KeyError, TypeError):  # the calibration is absent or incomplete
         pass
     if run.plan is not None and run.plan.calibration is not None:
         yield run.plan, list(zip(run.plan.devices, run.plan.calibration["devices"], strict=False))

@@ -1,8 +1,8 @@
-"""What a report shows, as numbers.
+"""The content of a report, as numbers.
 
 Runs that differ in their seed only are one **variant**. Times and throughputs of paced runs are in the
-devices' own, modelled time (wall-clock ÷ `time_scale`), since every run keeps a scale of its own; such runs
-are marked emulated wherever they are shown.
+devices' own, modelled time (wall-clock ÷ `time_scale`), since each run has its own scale. Every output marks
+such runs as emulated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hetexp.report.runs import RunRecord
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with its confidence interval by Student's t; without bounds from one seed alone."""
+    """A mean over seeds with its confidence interval by Student's t; one seed alone gives no bounds."""
 
     mean: float
     low: float | None
@@ -29,7 +29,7 @@ class Point:
     step: int
     samples: int
     seconds: float
-    """Training time until then, evaluations and checkpoints left out; modelled if the run is paced."""
+    """Training time until this step, without evaluations and checkpoints; modelled if the run is paced."""
     train_loss: float | None
     eval_loss: float | None
     shares: dict[str, float]
@@ -37,9 +37,9 @@ class Point:
     device_speeds: dict[str, float] = field(default_factory=dict)
     """Samples a second of each device while it computed, by its id."""
     device_train_losses: dict[str, float] = field(default_factory=dict)
-    """By device id, if each takes steps of its own."""
+    """By device id, if each device takes its own steps."""
     device_eval_losses: dict[str, float] = field(default_factory=dict)
-    """By device id, if each trains a model of its own; `eval_loss` is their mean by share then."""
+    """By device id, if each device trains its own model; `eval_loss` is then their mean by share."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Variant:
     settings: dict[str, str]
     """Those settings by key."""
     runs: tuple[RunRecord, ...]
-    """Completed ones, by seed."""
+    """Completed runs, by seed."""
     emulated: bool
     valid: bool
-    """False if this machine was too slow for all of the runs: their speeds are no model's. Of a variant
-    with valid runs the speeds are of these alone."""
+    """False if this machine was too slow to emulate the devices in all of the runs. If some runs are valid,
+    the speeds are of these alone."""
     invalid_reason: str | None
-    """Of the runs that are not valid."""
+    """Reasons of the invalid runs."""
     fallback: str | None
-    """What ran instead of what was asked for."""
+    """Requested strategy and the strategy that ran instead."""
     num_devices: int
     samples_per_second: Interval | None
     step_seconds: Interval | None
@@ -69,7 +69,7 @@ class Variant:
     lost_to: dict[str, float] | None
     """Means over seeds; with the efficiency they sum to 1."""
     train_loss: Interval | None
-    """Of the last log lines; runs that diverged left out, as in `eval_loss`."""
+    """Of the last log lines, without diverged runs, as in `eval_loss`."""
     eval_loss: Interval | None
     gain_over_equal: Interval | None
     """Throughput ÷ that of `balancing=equal` with the same other settings and seed; a geometric mean."""
@@ -79,21 +79,21 @@ class Variant:
     energy_source: str | None
     bytes_per_step: float | None
     exact: bool = True
-    """Whether its steps are those of one device; else its loss curve is another one."""
+    """Whether its steps are those of one device; else its loss curve differs."""
     num_diverged: int = 0
     """Runs whose last loss is not finite."""
     num_invalid: int = 0
     single_device: str | None = None
-    """The fastest device alone, which `gain_over_single` compares with."""
+    """The fastest device alone, the baseline of `gain_over_single`."""
     single_samples_per_second: float | None = None
     single_source: str | None = None
-    """Where that is known from: runs of it alone, a calibration, or its own work during runs."""
+    """Source of that speed: runs of the device alone, a calibration, or its own work during runs."""
     devices: tuple[str, ...] = ()
-    """Names, of the run with the most devices."""
+    """Device names of the run with the most devices."""
     device_speeds: dict[str, float] = field(default_factory=dict)
-    """Samples a second of each device while it computed in the runs, the mean over them; by id and name."""
+    """Samples a second of each device while it computed, by id and name; the mean over the runs."""
     total_samples: float | None = None
-    """That a run trained on, the mean."""
+    """Samples that a run trained on, the mean over the runs."""
 
     @property
     def speed(self) -> float:
@@ -102,9 +102,9 @@ class Variant:
 
     @property
     def can_be_best(self) -> bool:
-        """Whether it is valid, ran as asked for, and none of its losses diverged."""
-        as_asked = self.valid and self.fallback is None and not self.num_diverged
-        return as_asked and self.samples_per_second is not None
+        """Whether it is valid, ran as requested, and none of its losses diverged."""
+        as_requested = self.valid and self.fallback is None and not self.num_diverged
+        return as_requested and self.samples_per_second is not None
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class CurvePoint:
     """One split of the weights curve."""
 
     share: float
-    """Of the curve's device, as trained."""
+    """Share of the curve's device, as trained."""
     samples_per_second: Interval
     label: str
 
@@ -122,70 +122,70 @@ class WeightsCurve:
     """Throughput over the share of one of two devices, from runs that differ in their split."""
 
     device: str
-    """Whose share is the axis."""
+    """The device whose share is the axis."""
     points: tuple[CurvePoint, ...]
-    """By share; policies that found a split of their own included."""
+    """By share; splits that policies chose are included."""
     optimum_share: float
-    """Of the fastest of the points: between points the curve has a kink, through which no parabola goes."""
+    """Share of the fastest point. It is not interpolated: at its optimum the curve has a kink."""
     optimum_samples_per_second: float
     predicted: tuple[tuple[float, float], ...]
-    """(share, samples a second) by the cost model; empty if it knows too little of the devices."""
+    """(share, samples a second) by the cost model; empty if it lacks figures of the devices."""
     predicted_optimum_share: float | None
     other_device: str = ""
     strategy: str = ""
     predicted_source: str | None = None
-    """Where the cost model has its figures from."""
+    """Source of the cost model's figures."""
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What calibration measured of a device: its seconds over the samples that it is given."""
+    """A device's calibration: its seconds over the number of samples."""
 
     device: str
     emulated: bool
     samples: tuple[int, ...]
     seconds: tuple[float, ...]
-    """Measured, of forward and backward; in the device's own time."""
+    """Measured seconds of forward and backward, in the device's own time."""
     fixed_seconds: float
-    """Of the fitted line."""
+    """The fitted line's seconds at 0 samples."""
     seconds_per_sample: float
     relative_speed: float
-    """Of the fastest device's speed at a full share: 1 for that one."""
+    """Speed with the whole global batch ÷ that of the fastest device."""
     samples_per_second: float = 0.0
-    """Alone with the whole global batch, update included."""
+    """Speed alone with the whole global batch, update included."""
     fault: str | None = None
-    """What was ordered to happen to it."""
+    """Faults that were ordered for it."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that a report shows."""
+    """The content of a report."""
 
     title: str
     keys: tuple[str, ...]
     """Settings in which the variants differ."""
     variants: tuple[Variant, ...]
-    """Valid ones first, the fastest of each first."""
+    """Valid variants first, each group by speed."""
     failed: tuple[RunRecord, ...]
-    """Everything that did not complete."""
+    """Runs that did not complete."""
     best: Variant | None
-    """The fastest of the valid ones that keep to what was asked for and whose loss is finite; if there are
-    some whose steps are those of one device, of these."""
+    """The fastest valid variant that ran as requested and has finite losses. Variants whose steps are those
+    of one device take precedence."""
     single_samples_per_second: float | None
-    """Of the fastest device alone that `best` is compared with."""
+    """Speed of the fastest device alone, the baseline of `best`."""
     single_source: str | None
-    """Where that comes from: runs of it alone, or a calibration."""
+    """Source of that speed: runs of the device alone, or a calibration."""
     emulated: bool
     common: dict[str, str]
-    """Settings that all runs share: group options, and what was typed."""
+    """Settings that all runs share: group options, and typed keys."""
     curve: WeightsCurve | None = None
-    """Where the runs are of two devices and differ in their split."""
+    """The weights curve, if runs of two devices differ in their split."""
     profiles: tuple[DeviceProfile, ...] = ()
-    """What was measured of the devices before the runs; empty if nothing was."""
+    """Calibrations of the devices before the runs."""
     notes: tuple[str, ...] = ()
-    """What a reader must know: missing seeds, several versions, paced runs of several scales …"""
+    """Warnings for the reader: missing seeds, several versions, several time scales …"""
     answer: str = ""
-    """The comparison in a sentence or two."""
+    """The comparison in a few sentences."""
 
     @property
     def runs(self) -> list[RunRecord]:

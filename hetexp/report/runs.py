@@ -1,4 +1,4 @@
-"""What run folders hold, read back for a comparison."""
+"""Run folders, read for a comparison."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from hetexp.core.sweep.folder import SWEEP_FILE, SweepRow, key_of, of_a_run, rea
 
 SUMMARY, PLAN, METRICS = "summary.json", "plan.json", "metrics.jsonl"
 HYDRA = Path(".hydra", "overrides.yaml")
-"""Hydra writes it before anything of a run is checked."""
+"""Hydra writes this file before hetexp checks the configuration."""
 PREDICTION, CALIBRATION = "prediction.json", "calibration"
-"""A folder with the first is of no run; the second is a part of one."""
+"""A file that marks a prediction without a run, and a run's subfolder."""
 TRACEBACK = "error.txt"
-"""What a sweep (`hetexp.launch.sweep.run`) writes into the folder of a run that failed."""
+"""File that a sweep (`hetexp.launch.sweep.run`) writes into the folder of a failed run."""
 NO_RUNS = "a folder with runs in it (each has a plan.json)"
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run as its folder tells it."""
+    """One run, read from its folder."""
 
     folder: Path
     summary: dict[str, Any]
-    """`summary.json`; of a run that never started or was killed, its `status` and `error` alone."""
+    """`summary.json`; only `status` and `error` if the run never started or was killed."""
     plan: Plan | None
-    """None if the run's configuration was refused."""
+    """`None` if the run's configuration was refused."""
     overrides: tuple[str, ...] = ()
-    """What the user typed, or the sweep chose."""
+    """Overrides that the user typed, or the sweep chose."""
     row: SweepRow | None = None
-    """Of a sweep's run."""
+    """The run's row in its sweep."""
 
     @property
     def status(self) -> str:
-        """`completed`, `failed`, `interrupted`, `refused`, or `unfinished` if nothing tells the end."""
+        """`completed`, `failed`, `interrupted`, `refused`, or `unfinished` if its end is unknown."""
         return str(self.summary["status"])
 
     @property
@@ -50,12 +50,12 @@ class RunRecord:
 
     @property
     def scale(self) -> float:
-        """Wall-clock seconds a modelled second; 1 if no device is paced."""
+        """Wall-clock seconds of one modelled second; 1 if no device is paced."""
         return float(self.summary.get("time_scale") or 1.0)
 
     @property
     def seed(self) -> int | None:
-        """Of the run; of one that was refused the one that was typed."""
+        """Seed of the run; of a refused run, the typed seed."""
         if "seed" in self.summary or self.plan is None:
             value = self.summary.get("seed", self.settings.get("trainer.seed"))
         else:
@@ -64,39 +64,39 @@ class RunRecord:
 
     @property
     def emulated(self) -> bool:
-        """Whether a device is not as it is: such a run is compared with its like only."""
+        """Whether a device is emulated or altered: such runs are compared only with each other."""
         return bool(self.summary.get("emulated", self.plan is not None and self.plan.emulated))
 
     @property
     def valid(self) -> bool:
-        """False if this machine was too slow for the emulated devices: the run's times are not theirs."""
+        """False if this machine was too slow for the emulated devices, so that the run's times are wrong."""
         return self.summary.get("valid") is not False
 
     @property
     def exact(self) -> bool:
-        """Whether its steps are those of one device; taken for granted of runs that do not tell."""
+        """Whether its steps are those of one device; true if the summary does not say."""
         return self.summary.get("exact") is not False
 
     @property
     def fallback(self) -> dict[str, str] | None:
-        """What ran instead of what was asked for; a device alone is what `strategy=single` asks for."""
+        """Requested strategy, strategy that ran instead, and reason; `None` without a real fallback."""
         swap = self.summary.get("fallback") or (self.plan.fallback if self.plan is not None else None)
         return swap if swap is not None and swap["from"] != swap["to"] else None
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """Of all devices that took part, in rank order."""
+        """Names of the participating devices, in rank order."""
         return tuple(str(device["name"]) for device in self.summary.get("devices", ()))
 
     @property
     def own_steps(self) -> int | None:
-        """Steps of this run itself, those before a resume left out; its throughput is of these."""
+        """Steps of this run itself, without those before a resume; its throughput is of these."""
         counts = [device.get("steps") for device in self.summary.get("devices", ())]
         return next((int(steps) for steps in counts if steps is not None), self.summary.get("steps"))
 
     @property
     def first_step(self) -> int:
-        """Steps that were done before the first line of the metrics: 0 unless the run is a resumed one."""
+        """Steps before the first line of the metrics: 0 unless the run was resumed."""
         steps, done = self.summary.get("steps"), self.own_steps
         if steps is None or done is None or done >= steps:
             return 0
@@ -106,12 +106,12 @@ class RunRecord:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; of a step that a resumed run repeated, the later ones."""
+        """The lines of `metrics.jsonl`; if a resumed run repeated a step, its later lines."""
         return _metrics(all_rows(self.folder / METRICS))
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """Each group's option as asked for, that of the hardware first, and each key that was typed."""
+        """Each group's requested option, the hardware's first, and each typed key."""
         chosen = {} if self.plan is None else dict(reversed(self.plan.choices.items()))
         if self.plan is not None and self.plan.script is not None:
             chosen["script"] = Path(self.plan.script).name
@@ -131,19 +131,19 @@ class RunRecord:
         return {} if self.plan is None else flatten(self.plan.config)
 
     def setting(self, key: str) -> str | None:
-        """Return what a key was, typed or not; None if it is unknown or absent."""
+        """Return a key's value, typed or not; `None` if it is unknown or absent."""
         if key in self.settings:
             return self.settings[key]
         return canonical(self.configured[key]) if key in self.configured else None
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
-    """Return all runs in these folders and below them, a sweep's in the order of its jobs.
+    """Return all runs in these folders and below them, a sweep's runs in the order of its jobs.
 
-    Of several attempts at one run of a sweep only the newest is returned.
+    If a run of a sweep was attempted several times, only the newest attempt is returned.
 
     Raises:
-        ConfigError: a path is no folder, or there is no run in any of them.
+        ConfigError: a path is no folder, or no folder has a run.
     """
     paths = list(paths)
     problems = [must_be("FOLDER", "a run folder or one above it", str(p)) for p in paths if not p.is_dir()]
@@ -173,13 +173,13 @@ def _below(path: Path) -> Iterator[RunRecord]:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Return the folders in a folder by name, numbers by value; links may lead in a circle."""
+    """Return the subfolders by name, numbers by value, without links, which may be circular."""
     children = [c for c in path.iterdir() if not c.name.startswith(".") and c.is_dir() and not c.is_symlink()]
     return sorted(children, key=lambda c: (not c.name.isdigit(), int(c.name) if c.name.isdigit() else c.name))
 
 
 def _of_sweep(sweep: Path, rows: Sequence[SweepRow]) -> Iterator[RunRecord]:
-    """Yield the runs that have a row, and after them those that have none yet."""
+    """Yield the runs with a row, and then the runs that have no row yet."""
     ended, keys = {sweep / row.folder for row in rows}, {row.overrides for row in rows}
     for row in rows:
         folder = sweep / row.folder
@@ -193,14 +193,14 @@ def _of_sweep(sweep: Path, rows: Sequence[SweepRow]) -> Iterator[RunRecord]:
 
 
 def _read(folder: Path, row: SweepRow | None = None) -> RunRecord:
-    """Return a run that has a plan; if its files cannot be read, the reason replaces its result."""
+    """Return a run that has a plan; if its files cannot be read, its error says why."""
     try:
         plan = Plan.read(folder / PLAN)
         path = folder / SUMMARY
         if path.exists():
             summary = json.loads(path.read_text(encoding="utf-8"))
             if not {"status", "error"} <= set(summary):
-                raise ValueError(f"{SUMMARY} tells no status")
+                raise ValueError(f"{SUMMARY} has no status")
         else:
             summary = {"status": "unfinished", "error": "it has no summary: it is running, or was killed"}
     except (ValueError, TypeError, KeyError) as error:
@@ -211,18 +211,17 @@ def _read(folder: Path, row: SweepRow | None = None) -> RunRecord:
 
 
 def _unstarted(folder: Path) -> RunRecord:
-    """Return a run that Hydra began and that has no plan."""
-    measuring = (folder / CALIBRATION).is_dir()
+    """Return a run that Hydra started and that has no plan."""
     reason = (
-        "it ended, or still is, where its devices are measured"
-        if measuring
+        "it still measures its devices, or ended there"
+        if (folder / CALIBRATION).is_dir()
         else "it has no plan: its configuration was refused, or it was stopped before it started"
     )
     return RunRecord(folder, {"status": "unfinished", "error": reason}, None, _typed(folder))
 
 
 def _typed(folder: Path) -> tuple[str, ...]:
-    """Return the overrides as Hydra kept them."""
+    """Return the overrides that Hydra stored."""
     from omegaconf import OmegaConf
 
     path = folder / HYDRA
@@ -240,13 +239,13 @@ def _metrics(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             kept = {key: earlier for key, earlier in kept.items() if key[0] < step}
         last = step
         trains = "step_seconds" in line
-        # Evaluations of one step, of each device's model and of the merged one, tell different things.
+        # Evaluations of one step may be of the devices' models and of the merged model: keep all keys.
         kept[step, trains] = line if trains else kept.get((step, trains), {}) | line
     return [kept[key] for key in sorted(kept, key=lambda key: (key[0], not key[1]))]
 
 
 def canonical(value: object) -> str:
-    """Return a value as text that does not depend on how it was written: `[1, 3]` and `[1,3]` are one."""
+    """Return a value as text independent of its notation: `[1, 3]` and `[1,3]` give the same text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -258,15 +257,14 @@ def canonical(value: object) -> str:
 
 
 def differing(runs: Sequence[RunRecord], without: Sequence[str] = ()) -> list[str]:
-    """Return the settings in which the runs differ, in the order of the first run that has each.
+    """Return the settings in which the runs differ, in the order of their first occurrence.
 
-    A key that only some of the runs have typed is compared with what the others had. Of a run without plan
-    only what was typed is known.
+    A key that only some runs have typed is compared with the other runs' configured values. Only the typed
+    keys are known of a run without plan.
     """
     keys = dict.fromkeys(key for run in runs for key in run.settings)
 
     def differs(key: str) -> bool:
-        known = [run for run in runs if run.plan is not None or key in run.settings]
-        return len({run.setting(key) for run in known}) > 1
+        return len({run.setting(key) for run in runs if run.plan is not None or key in run.settings}) > 1
 
     return [key for key in keys if key not in without and of_a_run([key]) and differs(key)]

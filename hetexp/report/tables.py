@@ -1,4 +1,4 @@
-"""The comparison as CSV: one row a run, a variant, a point of a curve; units are in the columns' names.
+"""The comparison as CSV tables of runs, variants and points of curves; column names have the units.
 
 Times of an emulated run are modelled seconds. Unknown values are empty.
 """
@@ -20,9 +20,9 @@ Row = dict[str, Any]
 
 
 def runs_csv(comparison: Comparison) -> str:
-    """Return one row a run, failed ones included."""
-    done = [_run(variant.label, run) for variant in comparison.variants for run in variant.runs]
-    return _csv(done + [_run(None, run) for run in comparison.failed])
+    """Return one row a run, failed runs included."""
+    completed = [_run(variant.label, run) for variant in comparison.variants for run in variant.runs]
+    return _csv(completed + [_run(None, run) for run in comparison.failed])
 
 
 def variants_csv(comparison: Comparison) -> str:
@@ -154,7 +154,7 @@ def _interval(name: str, value: Interval | None) -> Row:
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the rows with the columns of all of them, in the order in which they first occur."""
+    """Return the rows as CSV, with the columns of all rows in the order of their first occurrence."""
     rows = list(rows)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed only, taken together."""
+"""Variants: groups of runs that differ in their seed only."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NOT_SET = "–"
 
 
 def variants_of(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Variant]:
-    """Return the variants of completed runs, valid ones first, the fastest of each first.
+    """Return the variants of completed runs: valid variants first, each group by speed.
 
-    Runs of the same settings on other devices, or emulated and real ones, are variants of their own.
+    Runs of the same settings on other devices are separate variants, and so are emulated and real runs.
 
     Args:
-        keys: settings in which the runs differ, the seed left out.
+        keys: settings in which the runs differ, without the seed.
     """
     works: dict[Work, list[RunRecord]] = {}
     for run in runs:
@@ -40,11 +40,11 @@ def variants_of(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Variant]
     equal = equal_splits(runs, keys)
     groups = _groups(runs, keys)
     labels = _labels(groups, keys)
-    made = [
+    variants = [
         _variant(label, keys, group, equal, singles[work_of(group[0], keys)])
         for label, group in zip(labels, groups, strict=True)
     ]
-    return sorted(made, key=lambda variant: (not variant.valid, -variant.speed))
+    return sorted(variants, key=lambda variant: (not variant.valid, -variant.speed))
 
 
 def _groups(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[list[RunRecord]]:
@@ -55,15 +55,14 @@ def _groups(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[list[RunReco
 
 
 def by_devices(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Return the runs by the cards that they could have used, the larger sets first.
+    """Return the runs grouped by their available devices, larger sets of devices first.
 
-    A policy may leave a device out in one run and not in the other: a run belongs to one that has all of
-    its devices.
+    A policy may leave a device out in one run only, so a run joins a group that has all of its devices.
     """
     parts: list[tuple[frozenset[str], list[RunRecord]]] = []
     for run in sorted(runs, key=lambda run: -len(set(run.device_names))):
         names = frozenset(run.device_names)
-        part = next((part for having, part in parts if names <= having), None)
+        part = next((part for available, part in parts if names <= available), None)
         if part is None:
             parts.append((names, [run]))
         else:
@@ -72,10 +71,10 @@ def by_devices(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[str]:
-    """Return a short name of each group that no other has."""
+    """Return a short, unique name for each group."""
     labels = [label_of(group[0], keys) for group in groups]
-    for tell in (_kind, _cards):
-        words = [tell(group) for group in groups]
+    for describe in (_kind, _cards):
+        words = [describe(group) for group in groups]
         pairs = list(zip(labels, words, strict=True))
         labels = [
             f"{label} {word}" if len({word for other, word in pairs if other == label}) > 1 else label
@@ -106,7 +105,7 @@ def _cards(group: Sequence[RunRecord]) -> str:
 
 
 def plain(name: str) -> str:
-    """Return a device's name without the word that marks it emulated."""
+    """Return a device's name without its mark `(emulated)`."""
     return name.removesuffix(" (emulated)")
 
 
@@ -165,7 +164,7 @@ def _variant(
 
 
 def _lost_to(runs: Sequence[RunRecord]) -> dict[str, float] | None:
-    """Return the means of what was lost to each, of the runs that have an efficiency."""
+    """Return the mean loss of speed by cause, over the runs that have an efficiency."""
     losses = [run.summary["lost_to"] for run in runs if run.summary.get("efficiency") is not None]
     if not losses:
         return None
@@ -173,7 +172,7 @@ def _lost_to(runs: Sequence[RunRecord]) -> dict[str, float] | None:
 
 
 def _device_speeds(runs: Sequence[RunRecord]) -> dict[str, float]:
-    """Return each device's own speed during the runs, if every device of a run tells it."""
+    """Return each device's own speed, over the runs in which every device reports it."""
     speeds_by_name: dict[str, list[float]] = {}
     for run in runs:
         devices = run.summary["devices"]

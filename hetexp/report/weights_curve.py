@@ -19,18 +19,18 @@ EMULATION = "emulation.json"
 LEAST_POINTS = 3
 """Different splits that make a curve."""
 STEPS = 200
-"""Splits at most that the predicted curve has."""
+"""Most splits of the predicted curve."""
 SAME_SHARE = 1e-3
 
 Seconds = Callable[[int], float]
-"""A step's predicted time, by the samples of the curve's device."""
+"""Function from the samples of the curve's device to a step's predicted seconds."""
 
 
 def curve_of(variants: Sequence[Variant], keys: Sequence[str]) -> WeightsCurve | None:
-    """Return the weights curve with the most points, None if no variants differ in their split alone.
+    """Return the weights curve with the most points, `None` if no variants differ in their split alone.
 
-    They are of the same two devices, strategy and work; the model is not cut, since a share of a pipeline is
-    one of its work. Runs that are not valid have no place on it.
+    Its variants have the same two devices, strategy and work. Pipelines are left out, since their shares are
+    of the work, and invalid runs are left out, too.
     """
     families: dict[tuple[object, ...], list[Variant]] = {}
     for variant in variants:
@@ -70,7 +70,7 @@ def _curve(variants: Sequence[Variant], keys: Sequence[str]) -> WeightsCurve:
 
 
 def _splits(run: RunRecord) -> bool:
-    """Whether a run shared its batches between two devices."""
+    """Return whether a run shared its batches between two devices."""
     devices = run.summary["devices"]
     shares = [device.get("share") for device in devices]
     return len(devices) == 2 and None not in shares and run.summary.get("pipeline") is None
@@ -81,7 +81,7 @@ def _balances(key: str) -> bool:
 
 
 def _share(variant: Variant) -> float:
-    """Return what the first device took of all samples, the mean over seeds."""
+    """Return the first device's share of all samples, the mean over seeds."""
     return statistics.fmean(run.summary["devices"][0]["share"] for run in variant.runs)
 
 
@@ -90,7 +90,7 @@ def _shares(variants: Sequence[Variant]) -> set[int]:
 
 
 def _predicted(runs: Sequence[RunRecord]) -> tuple[tuple[tuple[float, float], ...], str | None]:
-    """Return (share, samples a second) over all splits of a batch, and the source of the figures."""
+    """Return (share, samples a second) for all splits of a batch, and the source of the figures."""
     total = runs[0].summary.get("global_batch")
     if not total or not all(run.exact for run in runs):
         return (), None
@@ -103,22 +103,21 @@ def _predicted(runs: Sequence[RunRecord]) -> tuple[tuple[tuple[float, float], ..
 
 
 def _calibrated(runs: Sequence[RunRecord], total: int) -> Seconds | None:
-    """Return a step's time by the measurements of both devices, if there are any."""
-    for run in runs:
-        plan = run.plan
-        known = (plan.calibration or {}) if plan is not None else {}
-        if plan is None or known.get("exchange") is None or len(known["devices"]) != 2:
+    """Return a step's time by the calibration of both devices, if there is one."""
+    for plan in (run.plan for run in runs if run.plan is not None):
+        calibration = plan.calibration or {}
+        if calibration.get("exchange") is None or len(calibration["devices"]) != 2:
             continue
-        devices = [DeviceCalibration.from_dict(device) for device in known["devices"]]
-        exchange, chosen = Exchange.from_dict(known["exchange"]), plan
-        return lambda n: step_of(chosen, chosen.devices, devices, exchange, (n, total - n))
+        devices = [DeviceCalibration.from_dict(device) for device in calibration["devices"]]
+        exchange, calibrated = Exchange.from_dict(calibration["exchange"]), plan
+        return lambda n: step_of(calibrated, calibrated.devices, devices, exchange, (n, total - n))
     return None
 
 
 def _modelled(runs: Sequence[RunRecord], total: int) -> Seconds | None:
-    """Return a step's time by the figures that paced emulated devices in these runs.
+    """Return a step's time by the figures that paced the emulated devices of these runs.
 
-    A card's pass is a straight line over its samples: two runs of different splits tell it.
+    A card's time is linear in its samples, so that two runs of different splits determine it.
     """
     emulations = [(run, emulation) for run in runs if (emulation := _emulation(run)) is not None]
     if not emulations:
@@ -145,7 +144,7 @@ def _modelled(runs: Sequence[RunRecord], total: int) -> Seconds | None:
 
 
 def _lines(passes: dict[int, dict[str, Any]]) -> Callable[[int], Work]:
-    """Return a device's work over its samples, on the lines through its smallest and its largest pass."""
+    """Return a device's work as a function of its samples, linear between smallest and largest microbatch."""
     low, high = min(passes), max(passes)
 
     def at(samples: int) -> Work:
@@ -162,7 +161,7 @@ def _lines(passes: dict[int, dict[str, Any]]) -> Callable[[int], Work]:
 
 
 def _emulation(run: RunRecord) -> dict[str, Any] | None:
-    """Return what paced a run of emulated devices that exchanges gradients."""
+    """Return the pacing figures of a run of two emulated devices that exchange gradients."""
     try:
         emulation: dict[str, Any] = json.loads((run.folder / EMULATION).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Readable numbers, intervals and durations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNKNOWN = "–"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with so many significant digits and thousands apart; `–` if it is not known."""
+    """Return a number with `digits` significant digits and separated thousands; `–` if it is unknown."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -24,7 +24,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def interval_text(value: Interval | None, digits: int = 4) -> str:
-    """Return the bounds of an interval, or nothing if it has none."""
+    """Return the bounds of an interval; empty without bounds."""
     if value is None or value.low is None or value.high is None:
         return ""
     to = "–" if value.low >= 0 else " to "
@@ -35,10 +35,10 @@ def seconds(value: float | None) -> str:
     """Return a duration with its unit."""
     if value is None or not math.isfinite(value):
         return number(value)
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(value) >= size or unit == "µs":
-            return f"{number(value / size)} {unit}"
-    raise AssertionError("unreachable")
+    unit, size = next(
+        ((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if abs(value) >= size), ("µs", 1e-6)
+    )
+    return f"{number(value / size)} {unit}"
 
 
 def counted(count: int, word: str) -> str:

@@ -1,4 +1,4 @@
-"""The files of a report: the page, its text, and tables for other programs."""
+"""The files of a report: page, text and CSV tables."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def write_report(paths: Sequence[Path], folder: Path, title: str) -> Path:
 
     Args:
         paths: run folders, sweeps, or folders above them.
-        folder: of the files; it is made if it is missing.
-        title: of the report.
+        folder: folder of the files, created if it is missing.
+        title: title of the report.
 
     Returns:
         The path of `report.html`; `report.md` and the CSV files lie beside it.
 
     Raises:
-        ConfigError: a path is no folder, or there is no run in any of them.
+        ConfigError: a path is no folder, or no folder has a run.
         OSError: the files cannot be written.
     """
     return write_files(compare(read_runs(paths), title), folder)
 
 
 def write_files(comparison: Comparison, folder: Path) -> Path:
-    """Write the files of a comparison that was made already; return the path of `report.html`."""
+    """Write the files of a comparison; return the path of `report.html`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {TEXT: as_markdown(comparison), PAGE: as_page(comparison)}
     for name, text in (files | {name: table(comparison) for name, table in TABLES.items()}).items():

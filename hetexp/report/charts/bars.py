@@ -23,18 +23,18 @@ from hetexp.report.charts.svg import (
 BAR = 18.0
 """Height of a bar in pixels."""
 _KEY = 40.0
-"""Room for a row's colour and number."""
+"""Width of a row's colour and number."""
 MOST_WHISKER = 1.3
-"""Of the longest bar: a whisker beyond it is cut and ends in an arrow, to keep the bars readable."""
+"""Longest whisker ÷ longest bar; a longer whisker is cut and ends in an arrow, so that bars stay readable."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a row is of."""
+    """The label and look of a row."""
 
     label: str
     number: int
-    """Of the variant, as the page's table counts."""
+    """The variant's number in the page's table."""
     colour: str
     """Class of its colour."""
     emulated: bool = False
@@ -55,17 +55,17 @@ class Bar:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a stacked bar."""
+    """A segment of a stacked bar."""
 
     name: str
     value: float
-    """Of 1; below 0 it lies left of the zero line."""
+    """Fraction of 1; a negative segment lies left of the zero line."""
     colour: str
     hatched: bool = False
 
 
 class Rows:
-    """Places of rows and their labels: beside the marks, or above them in a narrow drawing."""
+    """The positions of rows and their labels: beside the marks, or above them in a narrow drawing."""
 
     def __init__(self, rows: Sequence[Row], width: float, top: float) -> None:
         self.rows, self.top = rows, top
@@ -99,11 +99,11 @@ def bars(
     axis: str,
     reference: tuple[float, str] | None = None,
 ) -> str:
-    """Return bars from 0, their intervals as whiskers, and a line to compare them with.
+    """Return bars from 0 with whiskers, and a reference line.
 
     Args:
         axis: name and unit of the values.
-        reference: a value and what it is.
+        reference: value and name of the line.
     """
     places = Rows([bar.row for bar in rows], width, 30.0 if reference else 8.0)
     svg = Svg(width, places.bottom + 44, title)
@@ -113,7 +113,7 @@ def bars(
     if reference:
         top_values.append(reference[0])
     count = 4 if places.above else 6
-    # the text beside the longest bar needs its room, a reference beyond all bars does not
+    # the longest bar needs space for its text, a reference beyond all bars does not
     across = scale([0.0, *top_values], places.left, width - 12, zero=True, tight=True, count=count)
     if max(across(value) for value in top_values[: len(rows)]) + beside > width:
         across = scale([0.0, *top_values], places.left, width - beside, zero=True, tight=True, count=count)
@@ -139,10 +139,10 @@ def _bar(svg: Svg, across: Scale, y: float, bar: Bar) -> None:
 
 
 def whisker(svg: Svg, across: Scale, y: float, bar: Bar) -> float:
-    """Draw a level confidence interval, if there is one; an end beyond the axis becomes an arrow.
+    """Draw a horizontal confidence interval, if there is one; an end beyond the axis becomes an arrow.
 
     Returns:
-        Right end of value and interval.
+        Right end of bar and interval, in pixels.
     """
     low, high = bar.low, bar.high
     if low is None or high is None:
@@ -170,13 +170,13 @@ def _reference(svg: Svg, across: Scale, places: Rows, reference: tuple[float, st
 
 
 def stacked(rows: Sequence[tuple[Row, Sequence[Part]]], width: float, title: str, axis: str) -> str:
-    """Return stacked bars of parts of 1: what is below 0 goes left from the zero line, hatched."""
+    """Return stacked bars of fractions of 1; negative segments lie left of the zero line, hatched."""
     places = Rows([row for row, _ in rows], width, 8.0)
     svg = Svg(width, places.bottom + 44, title)
     ends = [sum(max(part.value, 0.0) for part in parts) for _, parts in rows]
     starts = [sum(min(part.value, 0.0) for part in parts) for _, parts in rows]
     low, high = min(starts), max(1.0, *ends)
-    margin = 0.005  # what rounding leaves makes no axis longer
+    margin = 0.005  # rounding errors must not lengthen the axis
     low, high = (0.0 if low > -margin else low), (1.0 if high < 1 + margin else high)
     room = 22.0 if low < 0 and places.above else 0.0
     across = scale(
@@ -209,9 +209,9 @@ def _stack(svg: Svg, across: Scale, y: float, row: Row, parts: Sequence[Part]) -
 
 
 def dots(panels: Sequence[tuple[str, Sequence[Bar]]], width: float, title: str) -> str:
-    """Return ratios around 1 with their intervals, a panel each on one axis and one set of rows.
+    """Return ratios around 1 with their intervals, in panels that share axis and rows.
 
-    Panels stand beside each other, or below each other in a narrow drawing.
+    Panels stand side by side, or one below the other in a narrow drawing.
     """
     rows = list({dot.row.number: dot.row for _, dots_ in panels for dot in dots_}.values())
     rows.sort(key=lambda row: row.number)

@@ -1,4 +1,4 @@
-"""Charts over an axis: lines, shares over steps, predicted against measured, the weights curve, profiles."""
+"""Line and point charts: losses, shares over steps, predicted and measured times, weights curve, profiles."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Line:
     high: Sequence[float] = ()
     dashed: bool = False
     marked: bool = False
-    """Whether each point has a mark, as few points need."""
+    """Whether each point has a mark."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A point that shows its tip when pointed at."""
+    """A point with a tooltip."""
 
     x: float
     y: float
@@ -61,7 +61,6 @@ def lines(
     title: str,
     axes: tuple[str, str],
     *,
-    height: float = 300.0,
     log: bool = False,
     as_text: tuple[Callable[[float], str], Callable[[float], str]] = (tick, tick),
 ) -> str:
@@ -69,9 +68,10 @@ def lines(
 
     Args:
         axes: names and units of both axes.
-        log: whether heights are logarithmic.
-        as_text: how the axes write their numbers.
+        log: whether the vertical axis is logarithmic.
+        as_text: functions that write the numbers of the axes.
     """
+    height = 300.0
     svg = Svg(width, height, title)
     heights = [v for curve in curves for v in (*curve.y, *curve.low, *curve.high) if not log or v > 0]
     up = scale(heights, height - 46, 34.0, log=log)
@@ -93,12 +93,12 @@ def lines(
 
 
 def _across(
-    values: Sequence[float], up: Scale, width: float, write: Callable[[float], str], *, log: bool = False
+    values: Sequence[float], up: Scale, width: float, write: Callable[[float], str]
 ) -> tuple[Scale, float]:
-    """Return the level scale beside the numbers of a height axis, and its left end."""
+    """Return the horizontal scale beside the numbers of a vertical axis, and its left end."""
     left = max(text_width(write(value), SMALL) for value in up.ticks) + 12
-    exact = scale(values, left, width - 16, log=log, count=4 if width < NARROW else 7)
-    if log or not exact.ticks or min(values) < 0:
+    exact = scale(values, left, width - 16, count=4 if width < NARROW else 7)
+    if not exact.ticks or min(values) < 0:
         return exact, left
     low = 0.0 if min(values) < 0.25 * max(values) else exact.low
     high = max(max(values), low + 1e-12)  # the axis ends with the data, not at the next tick
@@ -107,17 +107,14 @@ def _across(
 
 
 def areas(
-    steps: Sequence[float],
-    shares: Sequence[tuple[str, str, Sequence[float]]],
-    width: float,
-    title: str,
-    height: float = 150.0,
+    steps: Sequence[float], shares: Sequence[tuple[str, str, Sequence[float]]], width: float, title: str
 ) -> str:
-    """Return the devices' shares over the steps, stacked to the whole.
+    """Return the devices' shares over the steps, stacked to 1.
 
     Args:
-        shares: name, colour and share at each step of a device; the first lies at the bottom.
+        shares: each device's name, colour and share at each step; the first lies at the bottom.
     """
+    height = 150.0
     svg = Svg(width, height, title)
     up = Scale(0.0, 1.0, height - 42, 10.0, ticks=(0.0, 0.5, 1.0))
     left = 46.0
@@ -139,10 +136,9 @@ def areas(
     return str(svg)
 
 
-def scatter(
-    spots: Sequence[Spot], width: float, title: str, axes: tuple[str, str], height: float = 330.0
-) -> str:
-    """Return points around the diagonal, on which both values are equal; both axes are one scale."""
+def scatter(spots: Sequence[Spot], width: float, title: str, axes: tuple[str, str]) -> str:
+    """Return points around the diagonal, on which both values are equal; both axes have one scale."""
+    height = 330.0
     values = [v for spot in spots for v in (spot.x, spot.y)]
     log = max(values) / min(values) > WIDE_RANGE
     svg = Svg(width, height, title)
@@ -173,7 +169,7 @@ def _spot(svg: Svg, across: Scale, up: Scale, spot: Spot) -> None:
 
 BESIDE = ((10, 4, "start"), (-10, 4, "end"), (0, -11, "middle"), (0, 21, "middle"))
 ABOVE = ((0, -15, "middle"), (0, 25, "middle"), (11, 4, "start"), (-11, 4, "end"))
-"""Where a name may stand by its point, the best place first: to the right, down, and its anchor."""
+"""Positions of a name at its point, the best first: pixels to the right, pixels down, and anchor."""
 
 
 def names(
@@ -182,7 +178,7 @@ def names(
     right: float,
     places: Sequence[tuple[int, int, str]] = BESIDE,
 ) -> None:
-    """Write names that cover no other name or point beside their points; the rest stay tips."""
+    """Write names beside their points if they cover no other name or point; the others remain tooltips."""
     taken = [(x - 7, y - 7, x + 7, y + 7) for x, y, _ in named]
     for x, y, name in named:
         wide = text_width(name, SMALL)
@@ -207,14 +203,14 @@ def weights_curve(
     width: float,
     title: str,
     axes: tuple[str, str],
-    height: float = 340.0,
 ) -> str:
     """Return throughput over a device's share: measured points, the predicted curve, both optima.
 
     Args:
         predicted: shares and throughputs of the cost model; may be empty.
-        marked: shares to mark by an upright line, with the line's class and name.
+        marked: shares to mark by a vertical line, with the line's class and name.
     """
+    height = 340.0
     svg = Svg(width, height, title)
     top = 36.0 + 17 * len(marked)
     heights = [v for s in spots for v in (s.y, s.low, s.high) if v is not None] + [y for _, y in predicted]
@@ -239,14 +235,13 @@ def weights_curve(
     return str(svg)
 
 
-def profiles(
-    devices: Sequence[tuple[Line, float, float]], width: float, title: str, height: float = 320.0
-) -> str:
+def profiles(devices: Sequence[tuple[Line, float, float]], width: float, title: str) -> str:
     """Return the devices' measured seconds over samples, each with its fitted line.
 
     Args:
-        found: measured points, and the line's seconds at 0 samples and a sample's.
+        devices: measured points, and the fitted line's seconds at 0 samples and for each sample.
     """
+    height = 320.0
     svg = Svg(width, height, title)
     most = max(x for line, _, _ in devices for x in line.x)
     tops = [

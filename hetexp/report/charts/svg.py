@@ -1,7 +1,7 @@
-"""Charts as SVG text: elements, axes, and numbers as people read them.
+"""Charts as SVG text: elements, axes and readable numbers.
 
-A chart is drawn for a width in CSS pixels, so that its text keeps its size: the page has each one wide and
-narrow, and shows what fits. Colours are classes and CSS variables: the page decides about light and dark.
+A chart is drawn for a width in CSS pixels, so that its text keeps its size. The page has each chart wide and
+narrow, and shows the one that fits. Colours are classes and CSS variables, for light and dark pages.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from hetexp.report.results import Interval
 
 NARROW = 480.0
-"""Below this width labels stand above their marks."""
+"""In narrower drawings labels stand above their marks."""
 TEXT, SMALL = 13.0, 12.0
-"""Heights of text in pixels, as the page's style sheet has them."""
+"""Heights of text in pixels, as in the page's style sheet."""
 _WIDE, _THIN = frozenset("mwMWQOGD@%—→"), frozenset("iljft.,:;'|!()[]{} I1·")
 
 
@@ -29,11 +29,12 @@ class Svg:
         self.parts: list[str] = []
 
     def add(self, name: str, text: str | None = None, tip: str | None = None, **attributes: Any) -> None:
-        """Add an element; `class_` is its class, an underscore in other names a hyphen.
+        """Add an element.
 
         Args:
-            text: its content, escaped.
-            tip: what the reader sees on pointing at it.
+            text: its content, which is escaped.
+            tip: its tooltip.
+            attributes: of the element; `class_` is its class, and underscores become hyphens.
         """
         words = " ".join(
             f'{key.rstrip("_").replace("_", "-")}="{escape(_plain(value))}"'
@@ -69,7 +70,7 @@ class Svg:
         self.add("text", text=text, x=x, y=y, class_=class_ or None, text_anchor=anchor, **more)
 
     def path(self, points: Sequence[tuple[float, float]], class_: str, **more: Any) -> None:
-        """Add a line through the points, or the outline of an area if the class fills it."""
+        """Add a line through the points, or an area if the class fills it."""
         if points:
             d = "M" + "L".join(f"{_plain(x)} {_plain(y)}" for x, y in points)
             self.add("path", d=d, class_=class_, **more)
@@ -82,7 +83,7 @@ class Svg:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels, linear or logarithmic."""
+    """Maps values to pixels, linearly or logarithmically."""
 
     low: float
     high: float
@@ -110,12 +111,12 @@ def scale(
     tight: bool = False,
     count: int = 5,
 ) -> Scale:
-    """Return the scale that holds these values, with ticks at round ones.
+    """Return a scale of these values, with ticks at round values.
 
     Args:
-        zero: whether it begins (or ends) at 0, as lengths of bars must.
-        tight: whether it ends with the values, and not at the next ticks.
-        count: of ticks, about.
+        zero: whether the scale includes 0, as bars need.
+        tight: whether the scale ends at the last value, and not at the next tick.
+        count: approximate number of ticks.
     """
     low, high = min(values), max(values)
     if log:
@@ -147,13 +148,13 @@ def _log_scale(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def round_step(step: float) -> float:
-    """Return the nearest of 1, 2, 5 and their multiples by ten that is not smaller."""
+    """Return the smallest of 1, 2, 2.5, 5 × powers of ten that is not below the step."""
     size = 10.0 ** math.floor(math.log10(step))
     return next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= step * (1 - 1e-9))
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return a number with so many significant digits, its thousands set off: 131,400, 0.0123."""
+    """Return a number with `digits` significant digits and separated thousands: 131,400, 0.0123."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     places = digits - 1 - math.floor(math.log10(abs(value)))
@@ -173,7 +174,7 @@ def tick(value: float) -> str:
 
 
 def seconds(value: float, digits: int = 3) -> str:
-    """Return a duration in the unit in which it reads best."""
+    """Return a duration in s, ms, µs or ns."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(value) >= size:
             return f"{number(value / size, digits)} {unit}"
@@ -189,17 +190,17 @@ def tick_seconds(value: float) -> str:
 
 
 def whole_percent(part: float) -> str:
-    """Return a part of 1 in percent, rounded."""
+    """Return a fraction in whole percent."""
     return f"{100 * part:.0f} %".replace("-", "−")
 
 
 def percent(part: float) -> str:
-    """Return a part of 1 in percent."""
+    """Return a fraction in percent, with one decimal."""
     return f"{100 * part:.1f} %".replace("-", "−")
 
 
 def bounds(value: Interval, write: Callable[[float], str]) -> str:
-    """Return the interval around a mean: ± 1.2 if it is as wide on both sides, else 1.3–1.6."""
+    """Return the interval around a mean: ± 1.2 if it is symmetric, else 1.3–1.6."""
     if value.low is None or value.high is None:
         return ""
     below, above = value.mean - value.low, value.high - value.mean
@@ -209,12 +210,12 @@ def bounds(value: Interval, write: Callable[[float], str]) -> str:
 
 
 def deviation(measured: float, model: float) -> str:
-    """Return by how much a measured time misses the predicted one: −12.3 %."""
+    """Return the deviation of a measured time from the predicted one: −12.3 %."""
     return f"{100 * (measured / model - 1):+.1f} %".replace("-", "−")
 
 
 def size(num_bytes: float) -> str:
-    """Return a number of bytes in the unit in which it reads best."""
+    """Return a number of bytes in GB, MB, kB or B."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= unit:
             return f"{number(num_bytes / unit)} {name}"
@@ -222,13 +223,13 @@ def size(num_bytes: float) -> str:
 
 
 def text_width(text: str, height: float = TEXT) -> float:
-    """Return about how wide a text is in a system's sans-serif font, rather too much than too little."""
+    """Return a text's approximate width in a sans-serif font, rather too large than too small."""
     ems = sum(0.88 if c in _WIDE else 0.36 if c in _THIN else 0.62 for c in text)
     return ems * height
 
 
 def fitted(text: str, width: float, height: float = TEXT) -> str:
-    """Return the text, its middle left out if it is wider than this: both ends tell variants apart."""
+    """Return the text without its middle if it is too wide: both ends distinguish variants."""
     if text_width(text, height) <= width:
         return text
     keep = len(text)
@@ -238,16 +239,16 @@ def fitted(text: str, width: float, height: float = TEXT) -> str:
     return f"{text[:front].rstrip()}…{text[len(text) - (keep - front) :].lstrip()}"
 
 
-def wrapped(text: str, width: float, height: float = TEXT, lines: int = 2) -> list[str]:
-    """Return the text in at most so many lines, broken after commas if that is enough."""
+def wrapped(text: str, width: float, lines: int = 2) -> list[str]:
+    """Return the text in at most `lines` lines, broken after commas and shortened to the width."""
     rows = [""]
     for word in text.replace(", ", ",\n").split("\n"):
         longer = f"{rows[-1]} {word}".strip()
-        if text_width(longer, height) <= width or not rows[-1] or len(rows) == lines:
+        if text_width(longer) <= width or not rows[-1] or len(rows) == lines:
             rows[-1] = longer
         else:
             rows.append(word)
-    return [fitted(line, width, height) for line in rows]
+    return [fitted(line, width) for line in rows]
 
 
 def _plain(value: object) -> str:
@@ -257,13 +258,13 @@ def _plain(value: object) -> str:
 def value_axis(
     svg: Svg, across: Scale, top: float, bottom: float, name: str, as_text: Callable[[float], str] = tick
 ) -> None:
-    """Draw upright grid lines with their numbers below, and the axis' name below those."""
+    """Draw vertical grid lines with their numbers below, and the axis' name below the numbers."""
     taken = -math.inf
     for value in across.ticks:
         x, text = across(value), as_text(value)
         svg.line(x, top, x, bottom, "zero" if value == 0 else "grid")
         half = text_width(text, SMALL) / 2
-        if x - half > taken + 4:  # a number that would touch the one before is left out
+        if x - half > taken + 4:  # a number that would touch the previous number is left out
             svg.text(x, bottom + 17, text, "tick", "middle")
             taken = x + half
     svg.text((across.start + across.end) / 2, bottom + 35, name, "axis", "middle")
@@ -272,7 +273,7 @@ def value_axis(
 def height_axis(
     svg: Svg, up: Scale, left: float, right: float, name: str, as_text: Callable[[float], str] = tick
 ) -> None:
-    """Draw level grid lines with their numbers to the left, and the axis' name above them."""
+    """Draw horizontal grid lines with their numbers to the left, and the axis' name above them."""
     for value in up.ticks:
         svg.line(left, up(value), right, up(value), "zero" if value == 0 else "grid")
         svg.text(left - 7, up(value) + 4, as_text(value), "tick", "end")

@@ -1,6 +1,6 @@
-"""A plan's picture in Graphviz's language, and what `dot` makes of it.
+"""A plan's picture in Graphviz's language, and the colours of the SVG that `dot` draws from it.
 
-Machines are boxes, their devices stand one below the other, with the host memory beside them. Colours are
+Machines are boxes. Their devices stand one below the other, with the host memory beside them. Colours are
 those of a light page; in an SVG a style sheet changes them for a dark page.
 """
 
@@ -91,7 +91,7 @@ def dot_of(picture: Picture) -> str:
 
 
 def _machine(graph: Digraph, machine: MachineBox, picture: Picture) -> None:
-    """Add a machine's box: its devices in a column, tied by invisible edges, and its memory."""
+    """Add a machine's box: its devices in a column, held together by invisible edges, and its memory."""
     arrows = {(arrow.sender, arrow.receiver): arrow for arrow in picture.arrows}
     with graph.subgraph(name=f"cluster_{machine.key}") as box:
         box.attr(
@@ -118,9 +118,9 @@ def _machine(graph: Digraph, machine: MachineBox, picture: Picture) -> None:
 
 
 def _memory(box: Digraph, machine: MachineBox) -> None:
-    """Add a machine's memory, as high as its devices together, so that their links run straight to it."""
-    inside = [device for device in machine.devices if device.rank is not None] or list(machine.devices)
-    rows = [f'<TD PORT="{one.key}" WIDTH="1" HEIGHT="{_height(one)}"></TD>' for one in inside]
+    """Add a machine's memory, as high as its devices together, so that their links are straight."""
+    devices = [device for device in machine.devices if device.rank is not None] or list(machine.devices)
+    rows = [f'<TD PORT="{device.key}" WIDTH="1" HEIGHT="{_height(device)}"></TD>' for device in devices]
     rows[0] += f'<TD ROWSPAN="{len(rows)}" CELLPADDING="7">host<BR/>memory</TD>'
     table = "".join(f"<TR>{row}</TR>" for row in rows)
     box.node(
@@ -135,7 +135,7 @@ def _memory(box: Digraph, machine: MachineBox) -> None:
 
 
 def _height(device: Device) -> int:
-    """Return about how many points of the column a device takes, with the gap below it."""
+    """Return a device's approximate height in the column, in points, with the gap below it."""
     return 78 + 13 * len(device.lines()) + (5 if device.layers else 0)
 
 
@@ -182,7 +182,7 @@ def _bar(share: float, colour: str) -> str:
 
 
 def _tie(column: Digraph, above: Device, below: Device, arrows: Mapping[tuple[str, str], Arrow]) -> None:
-    """Keep two devices one below the other, by the arrow between them if there is one.
+    """Keep one device below another, by the arrow between them or by an invisible edge.
 
     dot puts the head of an edge within a column above its tail.
     """
@@ -196,9 +196,9 @@ def _tie(column: Digraph, above: Device, below: Device, arrows: Mapping[tuple[st
 
 
 def _beside(lines: Sequence[str]) -> str:
-    """Return a label that stands to the right of an edge between two devices of a column.
+    """Return a label to the right of an edge between two devices of a column.
 
-    dot would put it across: half of its width stays empty.
+    dot centres labels on the edge, so the left half of this one is empty.
     """
     rows = "".join(_row(line, EXCHANGE, 9) for line in lines)
     text = _table(rows)
@@ -207,7 +207,7 @@ def _beside(lines: Sequence[str]) -> str:
 
 
 def _other_arrows(graph: Digraph, picture: Picture) -> None:
-    """Add the arrows between devices of which one does not stand right above the other."""
+    """Add the arrows between devices that are not neighbours in a column."""
     tied = {
         (above.key, below.key)
         for machine in picture.machines
@@ -219,7 +219,7 @@ def _other_arrows(graph: Digraph, picture: Picture) -> None:
 
 
 def _exchange(graph: Digraph, picture: Picture, exchange: ExchangeBox) -> None:
-    """Add the exchange: beside the devices if their own links carry it, else beyond the hosts."""
+    """Add the exchange: beside the devices if their own links carry it, else beside the hosts' memories."""
     graph.node(
         "exchange",
         label=_stacked(exchange_lines(picture, exchange)),
@@ -245,7 +245,7 @@ def _stacked(lines: Sequence[str]) -> str:
 
 
 def _network(graph: Digraph, picture: Picture) -> None:
-    """Add what is between machines: the exchange, or only the network that activations take."""
+    """Add the exchange between machines, or only the network if it carries activations alone."""
     if picture.exchange is not None:
         _exchange(graph, picture, picture.exchange)
         return
@@ -276,7 +276,7 @@ def _markup(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text for a plain label, of which no part is taken for an escape or for markup."""
+    """Return a text for a plain label, with escapes and markup quoted."""
     from graphviz import escape
 
     return str(escape("\n".join(printable(line) for line in text.split("\n")))).replace("\n", "\\n")
@@ -292,24 +292,24 @@ def network_title(picture: Picture) -> str:
 
 
 def exchange_lines(picture: Picture, exchange: ExchangeBox) -> list[str]:
-    """Return what is exchanged, when and how, and the network if several machines take part."""
+    """Return lines on the exchanged values, their time and their transport, and on the network if used."""
     network = [network_title(picture)] if len(picture.machines) > 1 else []
     return [exchange.what, f"{exchange.when}: {exchange.how}", *network]
 
 
 def printable(text: str) -> str:
-    """Return a text whose control characters are replaced."""
+    """Return the text with its control characters replaced."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
 def restyled(svg: str, prefix: str, standalone: bool = True) -> str:
-    """Return dot's SVG with ids of its own and colours that follow a light or dark page.
+    """Return dot's SVG with unique ids and colours that follow a light or dark page.
 
-    Attributes keep the light colours, so that a viewer without style sheets shows these.
+    Attributes keep the light colours, for viewers without style sheets.
 
     Args:
-        prefix: its id, and the beginning of those of its parts: no two drawings of a page may have the same.
-        standalone: whether it is a file of its own, with a paper of its own; else the page is its paper.
+        prefix: id of the drawing, and prefix of its parts' ids; unique within a page.
+        standalone: whether the drawing is a file with its own background; else it is part of a page.
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
@@ -331,20 +331,20 @@ def restyled(svg: str, prefix: str, standalone: bool = True) -> str:
 
 
 def _style_sheet(rules: Sequence[tuple[str, str]], standalone: bool) -> str:
-    """Return the rules of a dark page; one that a drawing is put into may say itself what it is.
+    """Return the rules for dark pages; a page around the drawing may choose its theme by `data-theme`.
 
-    What is printed keeps the light colours.
+    Print keeps the light colours.
     """
     dark = "@media screen and (prefers-color-scheme: dark)"
     if standalone:
         return f"{dark}{{{''.join(name + look for name, look in rules)}}}"
-    asked = "".join(f':root:not([data-theme="light"]) {name}{look}' for name, look in rules)
+    system = "".join(f':root:not([data-theme="light"]) {name}{look}' for name, look in rules)
     chosen = "".join(f':root[data-theme="dark"] {name}{look}' for name, look in rules)
-    return f"{dark}{{{asked}}}@media screen{{{chosen}}}"
+    return f"{dark}{{{system}}}@media screen{{{chosen}}}"
 
 
 def _with_classes(match: re.Match[str]) -> str:
-    """Return an element's opening with a class for each of its colours that differs on a dark page."""
+    """Return an element's opening tag with a class for each colour that differs on a dark page."""
     numbers = {light: number for number, light in enumerate(DARK)}
     colours = re.findall(r'\b(fill|stroke)="(#[0-9a-f]{6})"', match[0])
     classes = [f"{kind[0]}{numbers[colour]}" for kind, colour in colours if colour in numbers]

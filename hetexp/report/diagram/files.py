@@ -1,6 +1,6 @@
-"""Diagrams of plans: `plan.mmd` always, SVG, PNG and PDF if Graphviz's `dot` is installed.
+"""Diagrams of plans: `plan.mmd` always, and SVG, PNG and PDF if Graphviz's `dot` is installed.
 
-No process of a run waits for them, and a `dot` that is absent, fails or hangs costs the drawings only.
+No process of a run waits for them. If `dot` is absent, fails or hangs, only the drawings are missing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NO_DOT = (
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was written, and why not all of it."""
+    """The written files, and why a file is missing."""
 
     paths: tuple[Path, ...]
     problem: str | None = None
 
 
 class DotError(Exception):
-    """`dot` did not draw; the message says why."""
+    """`dot` failed; the message has the reason."""
 
 
 def has_dot() -> bool:
@@ -48,11 +48,11 @@ def has_dot() -> bool:
 def write_diagrams(
     plan: Plan, folder: Path, formats: Sequence[str] = FORMATS, remarks: Sequence[str] = ()
 ) -> Drawn:
-    """Write a plan's diagrams into a folder; those that need an absent or failing `dot` are left out.
+    """Write a plan's diagrams into a folder, without those for which `dot` is absent or fails.
 
     Args:
         formats: some of `FORMATS`.
-        remarks: what else the drawing is to say, a sentence each.
+        remarks: further sentences of the drawing.
 
     Raises:
         OSError: the folder cannot be written.
@@ -60,7 +60,7 @@ def write_diagrams(
     picture = picture_of(plan, remarks)
     paths: list[Path] = []
     problems: list[str] = []
-    for kind in (one for one in FORMATS if one in formats):
+    for kind in (name for name in FORMATS if name in formats):
         path = folder / f"{STEM}.{kind}"
         try:
             _write(picture, kind, path)
@@ -72,12 +72,12 @@ def write_diagrams(
 
 
 def svg_of(plan: Plan, prefix: str = STEM) -> str | None:
-    """Return a drawing to put into an HTML page, `None` if `dot` is absent or fails.
+    """Return a drawing for an HTML page, `None` if `dot` is absent or fails.
 
-    It has no paper of its own and follows the page's light or dark scheme.
+    It has no background and follows the page's light or dark scheme.
 
     Args:
-        prefix: its id, and the beginning of those of its parts: no two of a page may have the same.
+        prefix: id of the drawing, and prefix of its parts' ids; unique within the page.
     """
     try:
         return restyled(_dot(dot_of(picture_of(plan)), "svg").decode(), prefix, standalone=False)
@@ -95,10 +95,10 @@ def _write(picture: Picture, kind: str, path: Path) -> None:
 
 
 def _dot(source: str, kind: str) -> bytes:
-    """Return what `dot` makes of a drawing's source.
+    """Return the image that `dot` draws from the source.
 
     Raises:
-        DotError: it is absent, failed, or took too long.
+        DotError: `dot` is absent, failed, or took too long.
     """
     if not has_dot():
         raise DotError(NO_DOT)

@@ -1,7 +1,7 @@
 """A plan's picture as Mermaid text, which GitHub, GitLab and many editors draw by themselves.
 
-The syntax is that of https://mermaid.js.org/syntax/flowchart.html: labels stand in quotation marks, and what
-means something within them is written as an entity (`#quot;`).
+The syntax is that of https://mermaid.js.org/syntax/flowchart.html: labels stand in quotation marks, and their
+special characters are written as entities (`#quot;`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hetexp.report.diagram.picture import Device, ExchangeBox, MachineBox, Pictu
 
 LONGEST_REMARK = 60
 _SETTINGS = ("config:", "  flowchart:", "    wrappingWidth: 460")
-"""Pixels that a line of a label may take."""
+"""Longest line of a label, in pixels."""
 _MACHINE = f"fill:{PANEL},stroke:{LINE},color:{MUTED}"
-_MEANT = '"#<>&`\\'
-"""Characters that a label takes for markup, quotation, entities or Markdown."""
+_SPECIAL = '"#<>&`\\'
+"""Characters of a label with a meaning in markup, quotation, entities or Markdown."""
 CLASSES = {
     **{vendor: f"fill:{ground},stroke:{line}" for vendor, (line, ground) in VENDOR_COLOURS.items()},
     "exchange": f"fill:{EXCHANGE_FILL},stroke:{EXCHANGE}",
@@ -104,10 +104,10 @@ def _class(device: Device) -> str:
 
 
 def _label(lines: list[str]) -> str:
-    """Return a quoted label of some lines."""
+    """Return a quoted label of these lines."""
     return '"' + "<br/>".join(escaped(line) for line in lines) + '"'
 
 
 def escaped(text: str) -> str:
-    """Return a text in which nothing means anything to Mermaid."""
-    return "".join(f"#{ord(sign)};" if sign in _MEANT else sign for sign in printable(text))
+    """Return a text with Mermaid's special characters as entities."""
+    return "".join(f"#{ord(sign)};" if sign in _SPECIAL else sign for sign in printable(text))

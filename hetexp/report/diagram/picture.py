@@ -1,7 +1,7 @@
-"""What a diagram of a plan shows, as plain facts: machines, devices, links, and what travels between them.
+"""The content of a plan's diagram as plain facts: machines, devices, links and exchanged values.
 
-`diagram_mermaid.py` and `diagram_dot.py` beside this file write them down. What a plan does not say is left
-out, never guessed: a link without a known rate has no label.
+`mermaid.py` and `dot.py` beside this file draw it. Unknown facts are left out, never guessed: a link without
+a known rate has no label.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Layers:
     """One stage: layers `[first, end)` of the model."""
 
     pipeline: int | None
-    """Number of its pipeline where there are several."""
+    """Number of its pipeline if there are several."""
     stage: int
     first: int
     end: int
@@ -43,11 +43,11 @@ class Layers:
 
 @dataclass(frozen=True)
 class Rate:
-    """What a link carries in one direction, as its maker states it."""
+    """A link's rate in one direction, as its maker states it."""
 
     name: str | None
     gb_per_second: float
-    """In 10^9 bytes."""
+    """10^9 bytes a second."""
 
     def __str__(self) -> str:
         rate = f"{self.gb_per_second:.3g} GB/s"
@@ -59,27 +59,27 @@ class Device:
     """One device of the plan."""
 
     key: str
-    """Unique within the picture, safe in both languages: `d0`."""
+    """Unique within the picture, valid in both languages: `d0`."""
     id: str
     name: str
     vendor: str
     emulated: bool
     rank: int | None
-    """None where it takes no part."""
+    """`None` if it takes no part."""
     link: Rate | None = None
-    """To its machine's memory; None where it is not known, or where they are one memory."""
+    """Link to its machine's memory; `None` if it is unknown, or the device has no memory of its own."""
     precision: str | None = None
     share: float | None = None
-    """Of each global batch, or of a step's work where the model is cut."""
+    """Fraction of each global batch, or of a step's work if the model is cut."""
     samples: int | None = None
-    """Of a full global batch; None where a script decides, or where they are its pipeline's."""
+    """Samples of a full global batch; `None` if a script decides, or its pipeline has them."""
     microbatch_size: int | None = None
-    """Most samples of one pass, where it takes several."""
+    """Most samples of a microbatch, if there are several."""
     layers: tuple[Layers, ...] = ()
     need_bytes: int | None = None
     memory_bytes: int | None = None
     python: str | None = None
-    """Interpreter, where it is not the launcher's."""
+    """Interpreter, if it is not the launcher's."""
 
     @property
     def heading(self) -> str:
@@ -87,7 +87,7 @@ class Device:
         return self.id if self.rank is None else f"rank {self.rank} · {self.id}"
 
     def lines(self) -> list[str]:
-        """Return what is known of it beside heading and name, a line each."""
+        """Return the lines below heading and name."""
         if self.rank is None:
             return ["takes no part: a step is", "as short without it"]
         lines = [VENDORS.get(self.vendor, self.vendor) + (f" · {self.precision}" if self.precision else "")]
@@ -106,14 +106,14 @@ class Device:
         if self.layers:
             number = self.layers[0].pipeline
             lines = [f"pipeline {number}"] if number is not None else []
-            lines += [f"stage {one.stage}: {one}" for one in self.layers]
+            lines += [f"stage {layers.stage}: {layers}" for layers in self.layers]
             return lines + ([f"{self.share:.1%} of the work"] if self.share is not None else [])
         parts = [f"{self.share:.1%}"] if self.share is not None else []
         if self.samples is not None:
             parts.append(f"{self.samples} sample{'' if self.samples == 1 else 's'} a step")
         lines = [" · ".join(parts)] if parts else []
         if self.microbatch_size is not None:
-            lines.append(f"in passes of at most {self.microbatch_size}")
+            lines.append(f"in microbatches of at most {self.microbatch_size}")
         return lines
 
 
@@ -129,7 +129,7 @@ class MachineBox:
 
 @dataclass(frozen=True)
 class Arrow:
-    """Activations from one stage's device to the next one's; their gradients come back along it."""
+    """Activations from one stage's device to the next stage's, and their gradients back."""
 
     sender: str
     receiver: str
@@ -140,7 +140,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class ExchangeBox:
-    """What the devices exchange beside that."""
+    """The exchange of gradients or weights."""
 
     what: str
     """`gradients`, `weights`."""
@@ -149,26 +149,26 @@ class ExchangeBox:
     how: str
     """`gloo, through host memory`."""
     direct: bool
-    """Whether it runs over the devices' own links; else their machines' memories take part."""
+    """Whether the devices' own links carry it; else their machines' memories take part."""
     members: tuple[str, ...]
-    """Keys of the devices that take part."""
+    """Keys of the participating devices."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """All of it."""
+    """The whole content of a diagram."""
 
     title: tuple[str, ...]
-    """The run's name, in as many lines as it takes."""
+    """The run's name, in one or more lines."""
     lines: tuple[str, ...]
-    """What holds for the whole run."""
+    """Facts of the whole run."""
     warning: str | None
-    """What says that the devices are not as they are."""
+    """Warning that devices are emulated or altered."""
     machines: tuple[MachineBox, ...]
     arrows: tuple[Arrow, ...]
     exchange: ExchangeBox | None
     network: Rate | None
-    """Between the machines, where its figures are known."""
+    """Network between the machines, if its rate is known."""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -177,13 +177,13 @@ class Picture:
 
 
 def picture_of(plan: Plan, remarks: Sequence[str] = ()) -> Picture:
-    """Return what a diagram of the plan shows.
+    """Return the content of a plan's diagram.
 
     Args:
-        remarks: what else is to be said of it, a sentence each.
+        remarks: further sentences.
     """
     strategy = _strategy(plan)
-    devices = [_device(plan, place, strategy) for place in range(len(plan.all_devices))]
+    devices = [_device(plan, place) for place in range(len(plan.all_devices))]
     out = [_left_out(device, place) for place, device in enumerate(plan.left_out)]
     pairs = [*zip(plan.all_devices, devices, strict=True), *zip(plan.left_out, out, strict=True)]
     machines = _machines(pairs)
@@ -205,26 +205,27 @@ def picture_of(plan: Plan, remarks: Sequence[str] = ()) -> Picture:
 
 
 def strategy_problems(plan: Plan) -> list[str]:
-    """Return why the strategy may not be built here: then the picture lacks what only its class knows."""
+    """Return why the strategy may not be built here; the picture then lacks what only its class knows."""
     return untrusted({"strategy": own_arguments("strategy", plan.config.get("strategy"))})
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return a text of so many characters at most, its end replaced by `…`."""
+    """Return at most `longest` characters of a text, with `…` instead of its end."""
     return text if len(text) <= longest else text[: longest - 1].rstrip() + "…"
 
 
 def _title(name: str) -> list[str]:
-    """Return a run's name in lines; one made of overrides may be cut behind each comma."""
+    """Return a run's name in lines; a name made of overrides may be cut behind each comma."""
     if len(name) <= LONGEST_TITLE:
         return [name]
     lines = textwrap.wrap(name.replace(",", ", "), LONGEST_TITLE)
-    rest = lines[MOST_TITLE_LINES:]
-    return [*lines[: MOST_TITLE_LINES - 1], lines[MOST_TITLE_LINES - 1] + " …"] if rest else lines
+    if len(lines) <= MOST_TITLE_LINES:
+        return lines
+    return [*lines[: MOST_TITLE_LINES - 1], lines[MOST_TITLE_LINES - 1] + " …"]
 
 
 def _end_of(path: str) -> str:
-    """Return a path whose beginning is replaced by `…` where it is long: environments differ at its end."""
+    """Return the end of a long path behind `…`: paths of environments differ at their ends."""
     if len(path) <= LONGEST_PATH:
         return path
     end = path[1 - LONGEST_PATH :]
@@ -232,14 +233,14 @@ def _end_of(path: str) -> str:
 
 
 def _strategy(plan: Plan) -> Any:
-    """Return the strategy, `None` where its class is not on this machine: a plan may come from elsewhere."""
+    """Return the strategy, `None` if this machine lacks its class: a plan may come from elsewhere."""
     try:
         return instantiate(own_arguments("strategy", plan.config["strategy"]))
-    except Exception:  # a person's own code
+    except Exception:  # the user's own code
         return None
 
 
-def _device(plan: Plan, place: int, strategy: Any) -> Device:
+def _device(plan: Plan, place: int) -> Device:
     device = plan.all_devices[place]
     rank = plan.rank_of(place)
     stages = plan.stages[rank] if plan.stages else ()
@@ -283,7 +284,7 @@ def _left_out(device: DeviceSpec, place: int) -> Device:
 
 
 def _link(device: DeviceSpec) -> Rate | None:
-    """Return a device's link to its machine's memory, as far as its own facts tell it."""
+    """Return a device's link to its machine's memory, if its facts have the rate."""
     lane = LANE_GB_PER_SECOND.get(device.pcie_generation or 0)
     if lane is not None and device.pcie_lanes is not None:
         return Rate(f"pcie{device.pcie_generation}x{device.pcie_lanes}", lane * device.pcie_lanes)
@@ -297,10 +298,9 @@ def _machines(pairs: Sequence[tuple[DeviceSpec, Device]]) -> tuple[MachineBox, .
     hosts = list(dict.fromkeys(spec.host for spec, _ in pairs))
     machines = []
     for place, host in enumerate(hosts):
-        inside = [device for spec, device in pairs if spec.host == host]
-        inside.sort(key=_order)
+        devices = sorted((device for spec, device in pairs if spec.host == host), key=_order)
         name = THIS_MACHINE if host is None else f"machine {host}"
-        machines.append(MachineBox(f"m{place}", name, host is not None, tuple(inside)))
+        machines.append(MachineBox(f"m{place}", name, host is not None, tuple(devices)))
     return tuple(machines)
 
 
@@ -318,7 +318,7 @@ def _network_name(plan: Plan) -> str | None:
 
 
 def _facts(plan: Plan, strategy: Any) -> list[str]:
-    """Return what holds for the run as a whole."""
+    """Return lines on the run as a whole."""
     parts = [f"strategy {plan.strategy}"]
     if len(plan.all_devices) + len(plan.left_out) > 1:
         parts.append(f"balancing {_policy(plan)}")
@@ -329,13 +329,13 @@ def _facts(plan: Plan, strategy: Any) -> list[str]:
     if seconds is not None:
         lines[0] += f" · {_duration(seconds)} predicted"
     for number, total in enumerate(plan.replica_batch_sizes):
-        own = {s.index for stages in plan.stages for s in stages if s.replica == number}
+        indices = {s.index for stages in plan.stages for s in stages if s.replica == number}
         ranks = sum(any(s.replica == number for s in stages) for stages in plan.stages)
         text = f"{total} samples a step"
         if strategy is not None:
-            text += strategy.describe_pipeline(len(own), ranks, total)
-        one = len(plan.replica_batch_sizes) == 1
-        lines.append(f"pipeline: {text}" if one else f"pipeline {number}: {text}")
+            text += strategy.describe_pipeline(len(indices), ranks, total)
+        several = len(plan.replica_batch_sizes) > 1
+        lines.append(f"pipeline {number}: {text}" if several else f"pipeline: {text}")
     return lines
 
 
@@ -357,31 +357,31 @@ def _warning(plan: Plan) -> str | None:
 
 
 def _arrows(plan: Plan, devices: Sequence[Device]) -> tuple[Arrow, ...]:
-    """Return one arrow for each pair of devices of which one hands activations to the other."""
-    holders = {(s.replica, s.index): rank for rank, own in enumerate(plan.stages) for s in own}
-    found: dict[tuple[int, int], Arrow] = {}
+    """Return one arrow from each device to each device that gets activations from it."""
+    holders = {(s.replica, s.index): rank for rank, stages in enumerate(plan.stages) for s in stages}
+    arrows: dict[tuple[int, int], Arrow] = {}
     for (replica, index), sender in sorted(holders.items()):
         receiver = holders.get((replica, index + 1), sender)
         if receiver != sender:
             between = plan.devices[sender].host != plan.devices[receiver].host
             arrow = Arrow(devices[sender].key, devices[receiver].key, replica, between)
-            found.setdefault((sender, receiver), arrow)
-    return tuple(found.values())
+            arrows.setdefault((sender, receiver), arrow)
+    return tuple(arrows.values())
 
 
 def _exchange(plan: Plan, devices: Sequence[Device], strategy: Any) -> ExchangeBox | None:
-    """Return what is exchanged beside activations, `None` if nothing is, or it is not known here."""
+    """Return the exchange of gradients or weights, `None` if there is none, or it is unknown here."""
     if len(devices) < 2 or strategy is None:
         return None
     text = strategy.describe_exchange(plan)
     if text is None:
         return None
-    how, direct = (text.how, text.direct) if text.how is not None else _way(plan)
+    how, direct = (text.how, text.direct) if text.how is not None else _transport(plan)
     return ExchangeBox(text.what, text.when, how, direct, tuple(device.key for device in devices))
 
 
-def _way(plan: Plan) -> tuple[str, bool]:
-    """Return how sums of gradients travel, and whether that is over the devices' own links."""
+def _transport(plan: Plan) -> tuple[str, bool]:
+    """Return the transport of the all-reduce, and whether the devices' own links carry it."""
     if plan.paced and not links_of(plan).staged:
         return "ring over the cards' links", True
     if plan.way.library not in (None, "shm", "gloo"):

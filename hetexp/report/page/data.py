@@ -1,4 +1,4 @@
-"""What the report's page shows of a comparison, as plain values: its curves, its splits, its JSON."""
+"""The page's curves and splits as plain values, and the comparison as JSON."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hetexp.report.results import Comparison, Interval, Point, Variant
 from hetexp.report.runs import RunRecord
 
 MOST_DRAWN = 12
-"""Variants in a chart: more have no colour of their own, and look alike."""
+"""Most variants in a chart: further ones would have no distinct colour."""
 MOST_POINTS = 200
-"""Points of a curve."""
+"""Most points of a curve."""
 CHANGED = 0.005
-"""A share that moves by less during a run is drawn as one that stays."""
+"""A share that moves by less during a run is drawn as constant."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A loss over training: the mean over seeds at the steps that all of them logged."""
+    """A loss over training: the mean over seeds, at the steps that all seeds logged."""
 
     steps: tuple[int, ...]
     samples: tuple[float, ...]
@@ -37,15 +37,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a run split its batches, over the steps of its log."""
+    """The devices' shares of a run, over its logged steps."""
 
     steps: tuple[int, ...]
     by_device: dict[str, tuple[float, ...]]
-    """By device, as `device_names` calls them."""
+    """By device, with the names of `device_names`."""
 
     @property
     def changes(self) -> bool:
-        """Whether a share moved by more than rounding does."""
+        """Whether a share moved by more than `CHANGED`."""
         return any(max(shares) - min(shares) > CHANGED for shares in self.by_device.values())
 
 
@@ -55,23 +55,23 @@ class Drawn:
 
     variant: Variant
     number: int
-    """In the page's table, the fastest being 1."""
+    """Its number in the page's table, 1 for the fastest."""
     colour: str
-    """Class of its colour, in every chart."""
+    """Class of its colour in every chart."""
     train: Curve | None
     eval: Curve | None
     shares: Shares | None
 
     @property
     def name(self) -> str:
-        """Its label, for a chart: speeds of an invalid variant are nowhere shown without the word."""
+        """Its label in charts, which marks an invalid variant."""
         return self.variant.label if self.variant.valid else f"{self.variant.label} (invalid)"
 
 
 def drawn(comparison: Comparison) -> list[Drawn]:
     """Return the variants that charts show: the fastest, and always the best."""
-    known = enumerate(comparison.variants, 1)
-    numbered = [(n, variant) for n, variant in known if variant.samples_per_second is not None]
+    variants = enumerate(comparison.variants, 1)
+    numbered = [(n, variant) for n, variant in variants if variant.samples_per_second is not None]
     shown = numbered[:MOST_DRAWN]
     best = next(((n, variant) for n, variant in numbered if variant is comparison.best), None)
     if best is not None and best not in shown:
@@ -92,9 +92,9 @@ def _drawn(variant: Variant, number: int, place: int) -> Drawn:
 
 
 def _loss_curve(logged: Sequence[Sequence[tuple[Point, float | None]]]) -> Curve | None:
-    """Return the curve of a variant whose seeds logged these losses; None if nothing was logged.
+    """Return the curve of a variant whose seeds logged these losses; `None` if none was logged.
 
-    A loss that is not finite is no point of it: a curve that diverged ends.
+    Losses that are not finite are left out, so that a diverged curve ends.
     """
     by_run = [
         {point.step: (point, loss) for point, loss in run if loss is not None and math.isfinite(loss)}
@@ -120,20 +120,20 @@ def _loss_curve(logged: Sequence[Sequence[tuple[Point, float | None]]]) -> Curve
 
 
 def _shares(run: RunRecord, logged: Sequence[Point]) -> Shares | None:
-    """Return the split of a run over its steps; None of one device, or without a log of it."""
+    """Return the split of a run over its steps; `None` for one device, or if no split was logged."""
     names = device_names(run)
-    known = thinned([point for point in logged if len(point.shares) > 1 and set(point.shares) <= set(names)])
-    if not known:
+    split = thinned([point for point in logged if len(point.shares) > 1 and set(point.shares) <= set(names)])
+    if not split:
         return None
-    devices = [device for device in names if any(device in point.shares for point in known)]
+    devices = [device for device in names if any(device in point.shares for point in split)]
     return Shares(
-        tuple(point.step for point in known),
-        {names[device]: tuple(point.shares.get(device, 0.0) for point in known) for device in devices},
+        tuple(point.step for point in split),
+        {names[device]: tuple(point.shares.get(device, 0.0) for point in split) for device in devices},
     )
 
 
 def device_names(run: RunRecord) -> dict[str, str]:
-    """Return the names of a run's devices by id, with the id if several have the same name."""
+    """Return the names of a run's devices by id; equal names get their ids."""
     devices = run.summary.get("devices") or []
     names = [device["name"] for device in devices]
     return {
@@ -145,7 +145,7 @@ def device_names(run: RunRecord) -> dict[str, str]:
 
 
 def profile_names(comparison: Comparison) -> list[str]:
-    """Return the names of the profiled devices, as `device_names` has those of runs."""
+    """Return the names of the profiled devices, as `device_names` does for a run."""
     parts = [profile.device.partition(" · ") for profile in comparison.profiles]
     names = [name or id_ for id_, _, name in parts]
     return [
@@ -155,7 +155,7 @@ def profile_names(comparison: Comparison) -> list[str]:
 
 
 def thinned(values: Sequence[Any]) -> list[Any]:
-    """Return at most `MOST_POINTS` of the values, evenly spaced, the first and the last among them."""
+    """Return at most `MOST_POINTS` of the values, evenly spaced, with the first and the last."""
     last = len(values) - 1
     if last < MOST_POINTS:
         return list(values)
@@ -163,7 +163,7 @@ def thinned(values: Sequence[Any]) -> list[Any]:
 
 
 def plain(comparison: Comparison, shown: Sequence[Drawn]) -> dict[str, Any]:
-    """Return the comparison as JSON holds it: all figures of all variants, and the curves that are drawn."""
+    """Return the comparison for JSON: all figures of all variants, and the drawn curves."""
     by_number = {shown_variant.number: shown_variant for shown_variant in shown}
     variants = []
     for number, variant in enumerate(comparison.variants, 1):
@@ -214,17 +214,15 @@ def _plain_run(run: RunRecord) -> dict[str, Any]:
 
 
 def as_json(values: dict[str, Any]) -> str:
-    """Return JSON that a script element may hold: nothing in it ends the element or begins a comment."""
+    """Return JSON for a script element, escaped so that it cannot end the element or begin a comment."""
     text = json.dumps(_finite(values), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with null for what JSON has no number for."""
+    """Return the value with `None` instead of NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The figures of devices and of what they spend: weights curve, profiles, energy, exchange."""
+"""The page's figures of devices: weights curve, profiles, energy and exchange."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def weights_curve(comparison: Comparison, shown: Sequence[Drawn]) -> Figure | No
     if curve.predicted_optimum_share is not None:
         share = curve.predicted_optimum_share
         marked.append((share, "model-line", f"predicted optimum {percent(share)}"))
-    caption = "Points: measured splits, with the policies that found one of their own."
+    caption = "Points: measured splits, those that policies chose included."
     if curve.predicted:
         source = f" from {curve.predicted_source}" if curve.predicted_source else ""
-        caption += f" Dashed: what the cost model predicts{source}."
+        caption += f" Dashed: the cost model's prediction{source}."
     id_, _, name = curve.device.partition(" · ")
     device = name if name and not curve.other_device.endswith(f" · {name}") else id_
     draw = partial(
@@ -53,7 +53,7 @@ def weights_curve(comparison: Comparison, shown: Sequence[Drawn]) -> Figure | No
 
 
 def profiles(comparison: Comparison, shown: Sequence[Drawn], colours: dict[str, str]) -> Figure | None:
-    """Return what calibration measured of each device."""
+    """Return the seconds over samples that calibration measured of each device."""
     named = list(zip(profile_names(comparison), comparison.profiles, strict=True))
     lines = [
         (
@@ -67,15 +67,14 @@ def profiles(comparison: Comparison, shown: Sequence[Drawn], colours: dict[str, 
     if not lines:
         return None
     caption = "Points: measured before the runs, in the device's own time. Dashed: the fitted line."
-    legend = [(colours[name], _profile(name, profile)) for name, profile in named]
+    legend = [(colours[name], _legend_entry(name, profile)) for name, profile in named]
     title = "Device profiles"
     draw = partial(charts_lines.profiles, lines, title=f"{title}: seconds over samples")
     profiled = figure("profiles", caption, shown, draw, full=False, name=title, legend=legend)
     return replace(profiled, emulated=any(profile.emulated for profile in comparison.profiles))
 
 
-def _profile(name: str, profile: DeviceProfile) -> str:
-    """Return a device's entry in the legend."""
+def _legend_entry(name: str, profile: DeviceProfile) -> str:
     alone = profile.samples_per_second
     speed = f"{number(alone)} samples / s alone, " if alone else ""
     fault = f" (ordered: {profile.fault})" if profile.fault else ""
@@ -83,7 +82,7 @@ def _profile(name: str, profile: DeviceProfile) -> str:
 
 
 def energy(shown: Sequence[Drawn]) -> Figure | None:
-    """Return the energy a sample of each variant."""
+    """Return the energy of each variant, in joules a sample."""
     joules = bars(shown, "joules_per_sample", 3, " J")
     if not joules:
         return None
@@ -95,7 +94,7 @@ def energy(shown: Sequence[Drawn]) -> Figure | None:
 
 
 def exchange(shown: Sequence[Drawn]) -> Figure | None:
-    """Return the bytes a step that each variant's ranks hand to the exchange."""
+    """Return the bytes of a step that each variant's ranks hand to the exchange."""
     sent = [
         Bar(row(drawn), drawn.variant.bytes_per_step / 1e6, None, None, size(drawn.variant.bytes_per_step))
         for drawn in shown
@@ -103,7 +102,7 @@ def exchange(shown: Sequence[Drawn]) -> Figure | None:
     ]
     if len(sent) < 2 or all(bar.value == 0 for bar in sent):
         return None
-    caption = "What the rank with the most of it hands to the exchange, in the form in which it travels."
+    caption = "Bytes that the rank with the most hands to the exchange, after compression."
     title = "Bytes exchanged a step"
     draw = partial(charts_bars.bars, sent, title=title, axis="MB a step")
     return figure("exchange", caption, shown, draw, full=False, name=title)

@@ -1,4 +1,4 @@
-"""The figures of the report's page: which there are, what is in each, and what it says in words."""
+"""The figures of the report's page, with their captions and legends."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from hetexp.report.page.data import Drawn, device_names, profile_names
 from hetexp.report.results import Comparison, Interval
 
 FULL, HALF, PHONE = 1000.0, 470.0, 322.0
-"""Widths in CSS pixels that figures are drawn for."""
+"""Widths of figures, in CSS pixels."""
 LOSS_RANGE = 50.0
 """Largest ÷ smallest loss from which its axis is logarithmic."""
 MOST_BANDS = 4
-"""Variants with bands over their seeds: more cover each other."""
+"""Most variants with bands over their seeds: more bands would cover each other."""
 SAME_LOSS = 0.02
-"""Curves that differ by less, of their own height, lie upon each other."""
+"""Relative difference below which two loss curves count as equal."""
 PARTS = {"efficiency": "useful", **{name: name for name in LOST_TO}}
-"""Pieces of the devices' own speed, and the class of each one's colour."""
+"""Segments of the devices' own speed → classes of their colours."""
 NUM_DEVICE_COLOURS = 8
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with what surrounds it."""
+    """A chart with its caption, heading and legend."""
 
     id: str
     caption: str
     draw: Callable[[float], str]
-    """SVG for a width."""
+    """Returns SVG for a width."""
     emulated: bool
     full: bool = True
     """Whether it takes the whole width; others stand two in a row."""
     name: str = ""
     """Heading, if several figures share a section."""
     legend: Sequence[tuple[str, str]] = ()
-    """Classes of colours, and what they mean."""
+    """Classes of colours, and their meanings."""
     live: str | None = None
-    """Axis of the interactive chart that takes its place on a screen: `samples` or `seconds`."""
+    """Axis of the interactive chart that replaces it on a screen: `samples` or `seconds`."""
 
     @property
     def wide(self) -> str:
@@ -61,7 +61,7 @@ class Figure:
 def figure(
     id_: str, caption: str, shown: Sequence[Drawn], draw: Callable[[float], str], **layout: Any
 ) -> Figure:
-    """Return a figure of these variants; if only some are emulated, its caption says how they look.
+    """Return a figure of these variants; if only some are emulated, its caption explains their look.
 
     Args:
         layout: further fields of `Figure`.
@@ -84,7 +84,7 @@ def with_interval(value: Interval, digits: int = 4) -> str:
 
 
 def bars(shown: Sequence[Drawn], field: str, digits: int = 4, unit: str = "") -> list[Bar]:
-    """Return a bar for each variant that knows a field of `Variant`, with its interval."""
+    """Return a bar, with its interval, for each variant that has a value in a field of `Variant`."""
     values = [(drawn, getattr(drawn.variant, field)) for drawn in shown]
     return [
         Bar(row(drawn), value.mean, value.low, value.high, with_interval(value, digits) + unit)
@@ -113,22 +113,21 @@ def throughput(comparison: Comparison, shown: Sequence[Drawn]) -> Figure | None:
 
 
 def lost(shown: Sequence[Drawn]) -> Figure | None:
-    """Return where the sum of the devices' own speeds went, a stack a variant."""
+    """Return useful and lost parts of the devices' own speeds, a stack for each variant."""
     stacks = []
     for drawn in shown:
         variant = drawn.variant
         if variant.efficiency is not None and variant.lost_to is not None:
             parts = {"efficiency": variant.efficiency.mean, **variant.lost_to}
-            pieces = [Part(name, value, PARTS[name], name == "other") for name, value in parts.items()]
-            stacks.append((row(drawn), pieces))
+            segments = [Part(name, value, PARTS[name], name == "other") for name, value in parts.items()]
+            stacks.append((row(drawn), segments))
     if not stacks:
         return None
-    below = any(piece.value < -0.005 for _, pieces in stacks for piece in pieces)
-    caption = "100 % is the sum of what each device does alone; the pieces of a row add up to it."
-    if below:
+    caption = "100 % is the sum of the devices' speeds alone; the segments of a row add up to it."
+    if any(segment.value < -0.005 for _, segments in stacks for segment in segments):
         caption += (
-            " A piece left of 0 is negative: the run was quicker there than its measured parts allow for, and"
-            " the pieces right of 0 exceed 100 % by as much."
+            " A segment left of 0 is negative: the run was quicker than the measured speeds predict, and the"
+            " segments right of 0 exceed 100 % by as much."
         )
     axis = "of the devices' own speeds together"
     draw = partial(charts_bars.stacked, stacks, title="Where the devices' speed went", axis=axis)
@@ -159,16 +158,16 @@ def loss(shown: Sequence[Drawn]) -> list[Figure]:
     values = [v for drawn in logged for curve in (drawn.train, drawn.eval) if curve for v in curve.mean]
     log = min(values) > 0 and max(values) / min(values) > LOSS_RANGE
     bands = len(logged) <= MOST_BANDS and any(drawn.train and drawn.train.low for drawn in logged)
-    about = "Lines: training loss; dots: evaluation."
+    about_samples = "Lines: training loss; dots: evaluation."
     if any(len(drawn.variant.runs) > 1 for drawn in logged):
-        about += " Means over seeds" + (", bands from the lowest to the highest." if bands else ".")
+        about_samples += " Means over seeds" + (", bands from the lowest to the highest." if bands else ".")
     if _coincide(logged):
-        about += " Exact strategies take the same steps: their curves lie upon each other."
+        about_samples += " Exact strategies take the same steps, so their curves coincide."
     figures = []
-    after = "The same losses: what is left of a gain in samples a second."
+    about_time = "The same losses: they show what remains of a gain in samples a second."
     for axis, name, unit, write, caption in (
-        ("samples", "Against samples", "samples trained on", tick, about),
-        ("seconds", "Against time", "training time, evaluations left out", tick_seconds, after),
+        ("samples", "Against samples", "samples trained on", tick, about_samples),
+        ("seconds", "Against time", "training time, evaluations left out", tick_seconds, about_time),
     ):
         draw = partial(
             charts_lines.lines,
@@ -228,22 +227,22 @@ def split_bars(shown: Sequence[Drawn], colours: dict[str, str]) -> Figure | None
         shares = {names[device["id"]]: device["share"] for device in run.summary["devices"]}
         if drawn.shares is not None:
             shares |= {name: steps[-1] for name, steps in drawn.shares.by_device.items()}
-        # In the legend's order: a planner may put the devices into another one.
-        known = [(name, colour, shares.get(name)) for name, colour in colours.items()]
-        parts = [Part(name, share, colour) for name, colour, share in known if share is not None]
+        # In the legend's order: a planner may have changed the devices' order.
+        ordered = [(name, colour, shares.get(name)) for name, colour in colours.items()]
+        parts = [Part(name, share, colour) for name, colour, share in ordered if share is not None]
         stacks.append((row(drawn), parts))
     if not stacks:
         return None
     used = {part.name for _, parts in stacks for part in parts}
     legend = [(colour, name) for name, colour in colours.items() if name in used]
-    caption = "Part of each global batch (of the layers' work, where the model is cut) at the end of the run."
+    caption = "Part of each global batch (of the layers' work, if the model is cut) at the end of the run."
     title = "Split of the work over the devices"
     draw = partial(charts_bars.stacked, stacks, title=title, axis="of the work")
     return figure("split", caption, shown, draw, legend=legend)
 
 
 def split_over_time(shown: Sequence[Drawn], colours: dict[str, str]) -> list[Figure]:
-    """Return the shares over the steps of each variant that changed them."""
+    """Return a figure of the shares over the steps, for each variant that changed them."""
     figures = []
     for drawn in shown:
         shares = drawn.shares
@@ -273,7 +272,7 @@ def predicted(shown: Sequence[Drawn]) -> Figure | None:
         return None
     caption = (
         "On the dashed line both are equal; above it a step took longer than predicted."
-        " Labels: the variant's number, and by how much."
+        " Labels: the variant's number, and its deviation."
     )
     axes = ("predicted seconds a step", "measured seconds a step")
     title = "Predicted and measured step time"

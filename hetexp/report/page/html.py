@@ -1,4 +1,4 @@
-"""The report's page: one HTML file with everything inside, for screens, phones and paper."""
+"""The report's page: one self-contained HTML file for screens, phones and paper."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ from hetexp.report.variants import label_of
 from hetexp.report.words import counted
 
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z`])")
-"""Between two sentences."""
-
-
+"""Space between two sentences."""
 MOST_FAILED = 4
-"""Failed runs that are shown at once; more are folded."""
+"""Failed runs that are shown at first; further ones are folded."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,13 @@ def _templates() -> Environment:
 
 
 def _code(text: str) -> Markup:
-    """Return a text, escaped, with what stands in backticks as code."""
+    """Return a text, escaped, with words in backticks as code."""
     return Markup(re.sub(r"`([^`\n]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 @cache
 def _vendored(name: str) -> Markup:
-    """Return a vendored file as the page's element holds it."""
+    """Return a vendored file for an element of the page."""
     text = files("hetexp.report").joinpath("vendor", name).read_text(encoding="utf-8")
     if "</script" in text or "</style" in text:
         raise ValueError(f"{name} would end the element that it is in")
@@ -69,7 +67,7 @@ def _vendored(name: str) -> Markup:
 
 
 def render(comparison: Comparison) -> str:
-    """Return the page of a comparison: HTML that needs no network and no other file."""
+    """Return the page of a comparison as HTML that needs no network and no other file."""
     shown = drawn(comparison)
     sections = _sections(comparison, shown)
     columns = table.columns(comparison.variants)
@@ -106,7 +104,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Return the figures to see first: value, what it is, and what it is of."""
+    """Return the main figures: value, name and context of each."""
     best = comparison.best
     if best is None or best.samples_per_second is None:
         return []
@@ -130,7 +128,7 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str, str]]:
 
 
 def _badges(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return short facts of all runs, with the class of each."""
+    """Return short facts of all runs, each with its class."""
     runs = comparison.runs
     seeds = {run.seed for run in runs if run.seed is not None}
     count = len(runs) + len(comparison.failed)
@@ -153,8 +151,8 @@ def _badges(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _failure(run: RunRecord, keys: Sequence[str]) -> dict[str, str]:
-    """Return what a reader needs of a run that did not complete."""
-    error = run.summary.get("error") or "nothing tells why"
+    """Return status, settings, error and folder of a run that did not complete."""
+    error = run.summary.get("error") or "no reason is known"
     text = error.get("message", str(error)) if isinstance(error, dict) else str(error)
     logs = run.folder / "logs"
     return {
@@ -166,7 +164,7 @@ def _failure(run: RunRecord, keys: Sequence[str]) -> dict[str, str]:
 
 
 def _sections(comparison: Comparison, shown: Sequence[Drawn]) -> list[Section]:
-    """Return the sections that have something to show."""
+    """Return the sections that have figures."""
     colours = figures.device_colours(comparison, shown)
     over_time = figures.split_over_time(shown, colours)
     candidates: list[tuple[str, str, list[figures.Figure | None]]] = [
@@ -183,12 +181,12 @@ def _sections(comparison: Comparison, shown: Sequence[Drawn]) -> list[Section]:
     ]  # fmt: skip
     sections = []
     for id_, name, drawings in candidates:
-        kept = tuple(figure for figure in drawings if figure is not None)
-        if sum(not figure.full for figure in kept) % 2:  # the last one is alone in its row
-            kept = (*kept[:-1], replace(kept[-1], full=True))
-        if kept:
-            live = any(figure.live for figure in kept)
-            sections.append(Section(id_, name, kept, live))
+        present = tuple(figure for figure in drawings if figure is not None)
+        if sum(not figure.full for figure in present) % 2:  # the last figure is alone in its row
+            present = (*present[:-1], replace(present[-1], full=True))
+        if present:
+            live = any(figure.live for figure in present)
+            sections.append(Section(id_, name, present, live))
     return sections
 
 
@@ -201,7 +199,7 @@ def _plan(comparison: Comparison) -> Markup | None:
 
 
 def _runs(comparison: Comparison) -> list[dict[str, str]]:
-    """Return a row of each run, the failed ones last."""
+    """Return a row for each run, failed runs last."""
     rows = []
     completed = [(str(n), run) for n, variant in enumerate(comparison.variants, 1) for run in variant.runs]
     for variant, run in [*completed, *(("", run) for run in comparison.failed)]:

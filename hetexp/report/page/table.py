@@ -1,4 +1,4 @@
-"""The table of variants on the report's page: its columns, its marks, its rows."""
+"""The table of variants on the report's page: its columns, cells and marks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hetexp.report.charts.svg import bounds, deviation, number, percent, seconds
 from hetexp.report.results import Comparison, Interval, Variant
 
 EMULATED = "Emulated devices: arithmetic is real, speed is modelled. No number here is hardware's."
-INVALID = "This machine could not keep the emulated cards' pace: the variant's speeds are no card's."
+INVALID = "This machine was too slow to emulate the cards: the variant's speeds are not theirs."
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a table shows of a variant."""
+    """A cell of the table."""
 
     text: str
     value: float | None = None
-    """By which rows are sorted; None comes last."""
+    """Sort key of its row; `None` comes last."""
     beside: str = ""
-    """In small type below it."""
+    """Small text below the value."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,12 @@ class Column:
 
 
 NOTHING = Cell("", None)
-"""A variant of which a figure is not known."""
-
-
-BEST = (
-    "The fastest of the valid variants that keep to what was asked for, and whose steps are those of one "
-    "device where any are."
-)
+"""The cell of an unknown figure."""
+BEST = "The fastest valid variant that ran as requested; those whose steps are one device's take precedence."
 
 
 def marks(comparison: Comparison, variant: Variant) -> list[tuple[str, str, str]]:
-    """Return the marks of a variant: text, class, and what it means."""
+    """Return the marks of a variant: text, class and meaning of each."""
     result = []
     if variant is comparison.best and len(comparison.variants) > 1:
         result.append(("best", "good", BEST))
@@ -57,7 +52,7 @@ def marks(comparison: Comparison, variant: Variant) -> list[tuple[str, str, str]
         text = f"! {variant.num_diverged} of {len(variant.runs)} diverged"
         result.append((text, "bad", "The last loss is not finite; means of losses leave these runs out."))
     if variant.fallback is not None:
-        about = "Another strategy ran than the one asked for."
+        about = "Another strategy ran than the requested one."
         result.append((f"fallback {variant.fallback}", "warn", about))
     if not variant.exact:
         result.append(("not exact", "plain", "Its steps are not those of one device on the whole batch."))
@@ -67,7 +62,7 @@ def marks(comparison: Comparison, variant: Variant) -> list[tuple[str, str, str]
 
 
 def explained(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Return each kind of mark that the table has, once."""
+    """Return each kind of mark in the table once."""
     kinds: dict[str, tuple[str, str, str]] = {}
     for variant in comparison.variants:
         for text, kind, about in marks(comparison, variant):
@@ -77,7 +72,7 @@ def explained(comparison: Comparison) -> list[tuple[str, str, str]]:
 
 
 def _short(mark: str) -> str:
-    """Return a mark without what is its variant's own."""
+    """Return a mark without its variant's numbers and names."""
     words = mark.split()
     if words[0] == "fallback":
         return words[0]
@@ -85,7 +80,7 @@ def _short(mark: str) -> str:
 
 
 def invalid(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return number and label, and the reason, of each invalid variant."""
+    """Return number with label, and the reason, of each invalid variant."""
     return [
         (f"{place} {variant.label}", variant.invalid_reason or INVALID)
         for place, variant in enumerate(comparison.variants, 1)
@@ -121,7 +116,7 @@ def _predicted(variant: Variant) -> Cell:
 
 
 def columns(variants: Sequence[Variant]) -> list[Column]:
-    """Return the columns of which at least one variant knows a value."""
+    """Return the columns for which at least one variant has a value."""
     all_columns = [
         Column("samples\u00a0/\u00a0s", "Mean over seeds and its 95 % confidence interval", _speed),
         Column("vs equal split", "Gain over the equal split", lambda v: _measured(v.gain_over_equal, _times)),
@@ -140,10 +135,10 @@ def columns(variants: Sequence[Variant]) -> list[Column]:
         ),
         Column("seeds", "Runs", lambda v: Cell(str(len(v.runs)), len(v.runs))),
     ]
-    known = {column.name for column in all_columns if any(column.of(variant).text for variant in variants)}
+    filled = {column.name for column in all_columns if any(column.of(variant).text for variant in variants)}
     if all(variant.eval_loss is not None for variant in variants):
-        known.discard("train loss")
-    return [column for column in all_columns if column.name in known]
+        filled.discard("train loss")
+    return [column for column in all_columns if column.name in filled]
 
 
 def _times(value: float) -> str:

@@ -1,7 +1,7 @@
-"""The panels of a W&B report: which of W&B's charts shows which metric.
+"""The panels of a W&B report: W&B's charts of the metrics and of the summary.
 
-Metrics are named as `hetexp/training/loop.py` logs them and as `summary.json` has them, of which W&B keeps
-each field. Only what the runs logged is asked for.
+Names of metrics are those of `hetexp/training/loop.py`, and of the summary those of `summary.json`. The
+panels show only metrics that the runs logged.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from hetexp.report.results import Comparison
 
 LOSS, SAMPLES = "train/loss", "train/samples"
 SPEED, EFFICIENCY, FINAL_LOSS, SCALE = "samples_per_s", "efficiency", "final.train_loss", "time_scale"
-"""Of the summary."""
+"""Fields of the summary."""
 GLOBAL_BATCH = "trainer.global_batch_size"
 WIDTH, HEIGHT = 24, 10
-"""Of a row of panels in W&B's grid, and its height."""
+"""Width and height of a row of panels, in units of W&B's grid."""
 MOST_RUNS = 100
-"""W&B shows 10 by default."""
+"""Most runs in a panel; W&B's default is 10."""
 
 
 def panel_grids(wr: Any, comparison: Comparison) -> list[tuple[str, list[Any]]]:
@@ -37,7 +37,7 @@ class _Panels:
         self.count = min(len(runs), MOST_RUNS)
         self.marked = ", emulated" if comparison.emulated else ""
         self.paced = all(run.summary.get(SCALE) for run in runs)
-        """Whether all runs have a modelled time, in which alone they can be compared."""
+        """Whether all runs have a modelled time, and so must be compared in it."""
         self.logged = list(dict.fromkeys(name for run in runs for line in run.metrics for name in line))
 
     def grids(self) -> list[tuple[str, list[Any]]]:
@@ -60,7 +60,7 @@ class _Panels:
 
     @property
     def _speed_expressions(self) -> list[str] | None:
-        """Samples a second in modelled time: every paced run has a scale of its own."""
+        """Expression of samples a second in modelled time, since each paced run has its own scale."""
         return [f"${{summary:{SPEED}}} * ${{summary:{SCALE}}}"] if self.paced else None
 
     def _title(self, text: str) -> str:
@@ -90,7 +90,7 @@ class _Panels:
         return self._row(fastest, best, least, top=HEIGHT, height=HEIGHT // 2)
 
     def _losses(self) -> list[Any]:
-        # The run's clock, evaluations included; points of the same training in `report.html` leave them out.
+        # The run's clock, with evaluations; `report.html` leaves them out.
         time = {"x": "RelativeTime(Process)", "title_x": "seconds of the run"}
         if self.paced:
             time |= {"xaxis_expression": f"${{_runtime}} / ${{summary:{SCALE}}}"}
@@ -123,7 +123,7 @@ class _Panels:
         shares = self._of_devices("balancing/weight/") or self._of_devices("device/", "/share")
         metrics = [*map(wr.SummaryMetric, shares), wr.Config(GLOBAL_BATCH)]
         outcomes = (EFFICIENCY, FINAL_LOSS) if self.paced else (SPEED, EFFICIENCY, FINAL_LOSS)
-        metrics += map(wr.SummaryMetric, outcomes)  # a paced run's speed in the summary is this machine's
+        metrics += map(wr.SummaryMetric, outcomes)  # a paced run's summary has this machine's speed
         return wr.ParallelCoordinatesPlot(
             title=self._title("Weights and global batch against speed and loss"),
             columns=[wr.ParallelCoordinatesPlotColumn(metric=metric) for metric in metrics],

@@ -1,8 +1,8 @@
 """The comparison as a W&B report, by wandb-workspaces.
 
-What the run folders tell (answer, table, failures, notes) is text. The charts are W&B's own, over the points
-and summaries that the runs logged; they are the runs' of a sweep by its group. wandb and wandb-workspaces
-are imported inside functions: only who asks for a report needs them.
+Answer, table, failures and notes are text from the run folders. The charts are W&B's own, of the metrics and
+summaries that the runs logged; they find a sweep's runs by its group. wandb and wandb-workspaces are imported
+inside functions, since only a W&B report needs them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from wandb_workspaces.reports.v2.interface import Report
 
 LOGGER = "WandbLogger"
-"""Class of the logger whose runs W&B has."""
+"""Class of the logger that sends runs to W&B."""
 MISSING = (
     "`--wandb` must have wandb-workspaces, which is not installed; run: pip install 'hetexp[wandb-report]'"
 )
@@ -39,7 +39,7 @@ NOT_LOGGED_IN = (
 SAVE_SECONDS = 90.0
 """Longest wait for W&B."""
 LONGEST_TITLE = 128
-"""Characters of a report's title that W&B takes."""
+"""Longest title of a report that W&B accepts, in characters."""
 _HEAD = (
     *("variant", "runs", "samples/s", "± (95 %)", "efficiency", "vs equal split", "vs fastest alone"),
     *("train loss", "eval loss", "J/sample", ""),
@@ -50,14 +50,14 @@ _MEANS = (
 )
 """Fields of the columns from efficiency on."""
 _UNCLEAR = re.compile(r"[^\w ./:,@+-]")
-"""What wandb-workspaces 0.4.13 does not carry unchanged through its filters: quotes, =, <, >."""
+"""Characters that wandb-workspaces 0.4.13 changes in its filters, such as quotes, =, < and >."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the report's place in W&B."""
+    """Add the options of W&B reports."""
     group = parser.add_argument_group("report of W&B")
     group.add_argument("--dry-run", action="store_true", help="print its spec as JSON; needs no network")
-    group.add_argument("--project", help="by default the one that the runs were logged to")
+    group.add_argument("--project", help="by default the project that the runs were logged to")
     group.add_argument("--entity", help="team or user; by default the runs' own, else that of your login")
 
 
@@ -71,22 +71,22 @@ def main_wandb(comparison: Comparison, options: argparse.Namespace) -> None:
         ConfigError: it is not known which project of W&B the runs are in.
         SetupError: wandb-workspaces is missing, no user is logged in, or W&B does not answer.
     """
-    entity, project = where(comparison, options.entity, options.project)
+    entity, project = destination(comparison, options.entity, options.project)
     if options.dry_run:
         print(json.dumps(spec_of(build(comparison, entity, project)), indent=2, ensure_ascii=False))
         return
     print(save(comparison, entity, project))
-    waiting = sum(map(_not_sent, _runs(comparison)))
-    if waiting:
+    offline = sum(map(_not_sent, _runs(comparison)))
+    if offline:
         print(
-            f"{waiting} of the runs were logged offline: the report shows them once they are sent "
+            f"{offline} of the runs were logged offline: the report shows them once they are sent "
             "(hetexp sync).",
             file=sys.stderr,
         )
 
 
-def where(comparison: Comparison, entity: str | None, project: str | None) -> tuple[str | None, str]:
-    """Return entity and project: those that were asked for, else the runs' own.
+def destination(comparison: Comparison, entity: str | None, project: str | None) -> tuple[str | None, str]:
+    """Return entity and project of the report: the requested ones, else the runs' own.
 
     Raises:
         ConfigError: the runs were logged to no project of W&B, or to several.
@@ -95,18 +95,18 @@ def where(comparison: Comparison, entity: str | None, project: str | None) -> tu
     projects = dict.fromkeys(str(logger.get("project") or "hetexp") for logger in loggers)
     if project is None and len(projects) != 1:
         listed = ", ".join(projects) or "none: no run has logger=wandb"
-        raise ConfigError(must_be("--project", "given where the runs are not all in one of W&B", listed))
+        raise ConfigError(must_be("--project", "given if the runs are not all in one W&B project", listed))
     entities = dict.fromkeys(str(logger["entity"]) for logger in loggers if logger.get("entity"))
     if entity is None and len(entities) > 1:
-        raise ConfigError(must_be("--entity", "given where the runs have several", ", ".join(entities)))
+        raise ConfigError(must_be("--entity", "given if the runs have several", ", ".join(entities)))
     return entity or next(iter(entities), None), project or next(iter(projects))
 
 
 def build(comparison: Comparison, entity: str | None, project: str) -> Report:
-    """Return the report, unsaved; nothing is asked of W&B.
+    """Return the report, unsaved, without contacting W&B.
 
     Args:
-        entity: `None`: W&B's default, which is not known here.
+        entity: team or user; `None`: W&B's default.
 
     Raises:
         SetupError: wandb-workspaces is missing.
@@ -141,7 +141,7 @@ def save(comparison: Comparison, entity: str | None, project: str, seconds: floa
     """Save the report and return its URL.
 
     Raises:
-        SetupError: as `build`; no user is logged in, or W&B does not take the report within the time.
+        SetupError: wandb-workspaces is missing, no user is logged in, or W&B does not answer in time.
     """
     _library()
     urls: list[str] = []
@@ -159,7 +159,7 @@ def save(comparison: Comparison, entity: str | None, project: str, seconds: floa
     with changed_environment({"WANDB_SILENT": "true"}):
         calls = BackgroundCalls("hetexp-wandb-report", problems.append)
         answered = calls.submit(call).wait(seconds)
-        # A call that hangs holds up whatever comes after it on its thread.
+        # A call that hangs blocks its thread, so the teardown needs another one.
         last = calls if answered else BackgroundCalls("hetexp-wandb-teardown", lambda error: None)
         last.submit(teardown)
         last.close(timeout_seconds=5.0)
@@ -171,9 +171,9 @@ def save(comparison: Comparison, entity: str | None, project: str, seconds: floa
 
 
 def spec_of(value: Any) -> Any:
-    """Return a report's public objects as plain types, each with its class under `type`.
+    """Return a report as plain types, each object with its class under `type`, without empty fields.
 
-    Unlike what is sent to W&B it has no random ids, and needs no login. Empty fields are left out.
+    Unlike the report that W&B gets, it has no random ids and needs no login.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         spec: dict[str, Any] = {"type": type(value).__name__}
@@ -208,7 +208,7 @@ def table(comparison: Comparison) -> list[str]:
 
 
 def _remarks(variant: Variant) -> str:
-    """Return why a variant's figures are not what they look like; the notes say more."""
+    """Return marks of a variant whose figures need care; the notes explain them."""
     remarks = ["emulated"] if variant.emulated else []
     remarks += ["not valid"] if not variant.valid else []
     remarks += [f"fell back: {variant.fallback}"] if variant.fallback else []
@@ -216,14 +216,14 @@ def _remarks(variant: Variant) -> str:
 
 
 def _failures(comparison: Comparison) -> list[str]:
-    """Return what did not complete, and why, as lines of Markdown."""
+    """Return the runs that did not complete, with their reasons, as lines of Markdown."""
     if not comparison.failed:
         return []
     lines = ["", f"{len(comparison.failed)} did not complete:", ""]
     for run in comparison.failed:
-        why = str(run.summary.get("error") or "").strip().partition("\n")[0]
+        reason = str(run.summary.get("error") or "").strip().partition("\n")[0]
         name = ", ".join(run.overrides) or run.folder.name
-        lines.append(f"- `{name}`: {run.status}{f': {why}' if why else ''}")
+        lines.append(f"- `{name}`: {run.status}{f': {reason}' if reason else ''}")
     return lines
 
 
@@ -232,7 +232,7 @@ def _runs(comparison: Comparison) -> list[RunRecord]:
 
 
 def _filters(comparison: Comparison) -> Any:
-    """Return the filter of the completed runs: their sweep's group, or their ids without a group."""
+    """Return the filter for the completed runs: their sweeps' groups, or their ids if a run has no group."""
     from wandb_workspaces import expr
 
     plans = [run.plan for run in comparison.runs if run.plan is not None]
@@ -247,7 +247,7 @@ def _filters(comparison: Comparison) -> Any:
 
 
 def _wandb_loggers(run: RunRecord) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each W&B logger of a run, also of one among several."""
+    """Yield the settings of each W&B logger of a run, also inside a `MultiLogger`."""
     waiting: list[Any] = [run.plan.config.get("logger")] if run.plan is not None else []
     while waiting:
         value = waiting.pop()
@@ -260,7 +260,7 @@ def _wandb_loggers(run: RunRecord) -> Iterator[dict[str, Any]]:
 
 
 def _not_sent(run: RunRecord) -> bool:
-    """Return whether W&B's files of a run are here and not marked as sent (by `wandb sync`)."""
+    """Return whether a run has W&B files that `wandb sync` has not marked as sent."""
     offline = list((run.folder / "wandb").glob("offline-run-*"))
     return bool(offline) and not any(list(folder.glob("*.synced")) for folder in offline)
 
@@ -279,6 +279,6 @@ def _sentence(error: BaseException, entity: str | None, project: str) -> str:
         return NOT_LOGGED_IN
     place = f"{entity}/{project}" if entity else project
     return (
-        f"W&B must take the report for {place}, but does not: {text} Is there a network, and is the project "
-        "there (its runs have to be sent first)? `--dry-run` shows the report without."
+        f"W&B must take the report for {place}, but does not: {text} Is there a network, and does the "
+        "project exist (its runs must be sent first)? `--dry-run` shows the report without."
     )

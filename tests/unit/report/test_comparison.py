@@ -281,7 +281,7 @@ def test_without_an_exact_strategy_the_fastest_is_the_best(runs: Runs) -> None:
     found = runs.compared()
     assert found.best is not None
     assert found.best.label == "local_sgd"
-    assert "Its steps are not those of one device, so that its loss has to be looked at, too." in found.answer
+    assert "Its steps are not those of one device, so compare its loss, too." in found.answer
 
 
 def test_without_a_run_that_completed_there_is_nothing_to_compare(runs: Runs) -> None:

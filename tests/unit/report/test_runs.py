@@ -54,7 +54,7 @@ def test_runs_without_an_end_say_why(tmp_path: Path) -> None:
     errors = [run.summary["error"] for run in found]
     assert "it is running, or was killed" in errors[0]
     assert "its configuration was refused" in errors[1]
-    assert "where its devices are measured" in errors[2]
+    assert "it still measures its devices" in errors[2]
     assert "its files cannot be read (JSONDecodeError" in errors[3]
     assert "its files cannot be read" in errors[4]
     assert found[1].setting("optimizer.lr") == "-1"

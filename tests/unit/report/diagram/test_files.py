@@ -286,7 +286,7 @@ def test_passes_and_long_names() -> None:
         made(EMULATED[:2], microbatch_sizes=(5, 12)), name=",".join(["hardware.devices=[cpu]"] * 12)
     )
     picture = picture_of(plan)
-    assert picture.devices[0].lines()[2] == "in passes of at most 5"
+    assert picture.devices[0].lines()[2] == "in microbatches of at most 5"
     assert picture.devices[1].microbatch_size is None  # all samples in one pass
     assert len(picture.title) == MOST_TITLE_LINES
     assert max(map(len, picture.title)) < 70

@@ -24,7 +24,7 @@ from hetexp.core.summary import blank_summary
 from hetexp.report.comparison import compare
 from hetexp.report.results import Comparison
 from hetexp.report.runs import read_runs
-from hetexp.report.wandb_report.report import build, save, spec_of, where
+from hetexp.report.wandb_report.report import build, destination, save, spec_of
 
 pytest.importorskip("wandb_workspaces")
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
@@ -243,26 +243,26 @@ class TestFilters:
 class TestWhere:
     def test_the_runs_own_project(self, tmp_path: Path) -> None:
         compared = comparison(tmp_path, "ddp", "pipeline", logger=WANDB | {"entity": "team"})
-        assert where(compared, None, None) == ("team", "mixed")
-        assert where(compared, "others", "elsewhere") == ("others", "elsewhere")
+        assert destination(compared, None, None) == ("team", "mixed")
+        assert destination(compared, "others", "elsewhere") == ("others", "elsewhere")
 
     def test_one_of_several_loggers(self, tmp_path: Path) -> None:
         several = {"_target_": "hetexp.logger.multi.MultiLogger", "loggers": [NONE, WANDB]}
-        assert where(comparison(tmp_path, "ddp", logger=several), None, None) == (None, "mixed")
+        assert destination(comparison(tmp_path, "ddp", logger=several), None, None) == (None, "mixed")
 
     def test_not_logged_to_wandb(self, tmp_path: Path) -> None:
         compared = comparison(tmp_path, "ddp", logger=NONE)
         with pytest.raises(ConfigError, match=r"`--project` must be given .* no run has logger=wandb"):
-            where(compared, None, None)
-        assert where(compared, None, "mixed") == (None, "mixed")
+            destination(compared, None, None)
+        assert destination(compared, None, "mixed") == (None, "mixed")
 
     def test_several_projects_and_entities(self, tmp_path: Path) -> None:
         comparison(tmp_path, "ddp", logger=WANDB | {"entity": "one"})
         compared = comparison(tmp_path, "pipeline", logger=WANDB | {"project": "other", "entity": "two"})
         with pytest.raises(ConfigError, match="`--project` must be given .*mixed, other"):
-            where(compared, None, None)
+            destination(compared, None, None)
         with pytest.raises(ConfigError, match="`--entity` must be given .*one, two"):
-            where(compared, None, "mixed")
+            destination(compared, None, "mixed")
 
 
 class TestCommand:
