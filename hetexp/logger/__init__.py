@@ -1,5 +1,5 @@
-"""Where metrics go: always a JSON-lines file, and a tracker such as Weights & Biases if the user chooses it.
+"""Metrics of a run: always a JSON-lines file, and a tracker such as Weights & Biases if the user chooses it.
 
-A tracker is a class with the three methods of `hetexp.logger.base.Logger`, named by `logger._target_`.
-Nothing that goes wrong in a tracker may stop the training.
+A tracker is a class with the three methods of `hetexp.logger.base.Logger`, named by `logger._target_`. Its
+errors never stop the training.
 """

@@ -1,4 +1,4 @@
-"""Calls made in order on a thread of their own, so that none of them can hold up or end the training."""
+"""Calls made in order on their own thread, so that no call can delay or end the training."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class BackgroundCalls:
     """Runs calls one after the other on one daemon thread.
 
     Args:
-        name: of the thread.
-        on_error: gets everything that a call raises, on that thread.
+        name: name of the thread.
+        on_error: callback for each error of a call, on that thread.
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
@@ -25,7 +25,7 @@ class BackgroundCalls:
 
     @property
     def num_waiting(self) -> int:
-        """Calls that have not begun, roughly."""
+        """Approximate number of calls that have not begun."""
         return self._calls.qsize()
 
     def submit(self, call: Callable[[], object]) -> threading.Event:
@@ -35,7 +35,7 @@ class BackgroundCalls:
         return done
 
     def close(self, timeout_seconds: float) -> bool:
-        """End the thread after the queued calls; False if it has not ended within the time."""
+        """End the thread after the queued calls; return False if it has not ended within the time."""
         self._calls.put(None)
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""What a tracker receives, and the interface through which it does."""
+"""The interface of trackers, and the facts that they get of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What names a run in a tracker."""
+    """The names and the configuration of a run, for a tracker."""
 
     run_id: str
     run_dir: Path
-    """Folder of the run; a tracker keeps its files below it."""
+    """Folder of the run; a tracker writes its files below it."""
     name: str
     group: str | None
-    """Runs of one sweep share it."""
+    """Group that the runs of a sweep share."""
     job_type: str
     tags: tuple[str, ...]
     config: dict[str, Any]
@@ -26,7 +26,7 @@ class RunInfo:
 
 
 class Logger(ABC):
-    """A tracker. Only rank 0 calls it; no method raises for the tracker's own trouble."""
+    """A tracker, which only rank 0 calls. Its methods should not raise errors of the tracker's service."""
 
     @abstractmethod
     def start(self, run: RunInfo) -> None:
@@ -37,9 +37,9 @@ class Logger(ABC):
         """Record the metrics of an optimizer step."""
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Record what this run has logged before this process began, after `start` and before `log`.
+        """Record the lines that this run logged before this process began, after `start` and before `log`.
 
-        A tracker that has all of it already, or a part, overrides this.
+        A tracker that already has some of these lines overrides this method.
 
         Args:
             lines: of `metrics.jsonl`, each with its `step`.
@@ -49,11 +49,11 @@ class Logger(ABC):
 
     @abstractmethod
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """Close the run; anything but an exit code of 0 marks it as failed."""
+        """Close the run; an exit code other than 0 marks it as failed."""
 
 
 class NoLogger(Logger):
-    """Tracks nothing; the metrics are in `metrics.jsonl` all the same."""
+    """Tracks nothing; `metrics.jsonl` has the metrics."""
 
     def start(self, run: RunInfo) -> None:
         """Do nothing."""
@@ -69,14 +69,14 @@ class NoLogger(Logger):
 
 
 RUN_FILES = ("config.yaml", "plan.*", "certificate.*", "splits.jsonl")
-"""Files of a run folder that a tracker may keep beside the metrics, as many of them as there are."""
+"""Files of a run folder that a tracker may keep beside the metrics."""
 
 LARGEST_FILE = 8 * 2**20
-"""Bytes of a file that is still small."""
+"""Largest such file, in bytes."""
 
 
 def run_files(run_dir: Path) -> list[Path]:
-    """Return the `RUN_FILES` of a run folder that are small."""
+    """Return the `RUN_FILES` of a run folder that are not too large."""
     paths = [path for name in RUN_FILES for path in sorted(run_dir.glob(name))]
     return [path for path in paths if path.is_file() and path.stat().st_size <= LARGEST_FILE]
 
@@ -84,8 +84,8 @@ def run_files(run_dir: Path) -> list[Path]:
 def plain_value(value: object) -> bool | int | float | str | None:
     """Return a metric as a plain Python value.
 
-    Scalars of NumPy and tensors of one element become numbers, through `item()` so that neither library
-    need be imported; what is no number becomes text.
+    Scalars of NumPy and tensors of one element become numbers, by `item()`, so that neither library need be
+    imported. Other objects become text.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]  # the exact types were just checked

@@ -15,9 +15,9 @@ from hetexp.logger.base import Logger, RunInfo, plain_value
 class CsvLogger(Logger):
     """Writes `<run_dir>/metrics.csv`: a row a log call, `step` first, and a column a metric.
 
-    A metric that comes later gets a new column at the end, empty in the rows before: the file is then
-    rewritten, whole or not at all. What has no value is empty; NaN and infinities are `nan` and `inf`.
-    Numbers are written with all their digits.
+    A new metric gets a column at the end, which is empty in earlier rows; the file is then rewritten, whole
+    or not at all. A missing value is empty, and NaN and infinities are `nan` and `inf`. Numbers have all
+    their digits.
 
     Args:
         file: name of the file in the run folder.

@@ -12,13 +12,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class GuardedLogger(Logger):
-    """Hands everything to its trackers. A tracker that raises gets nothing more, after one warning.
+    """Passes each call to its trackers. After an error, and one warning, a tracker gets no further calls.
 
-    A tracker that hangs is not guarded against: trackers that use a network limit their calls, as
+    It does not guard against a tracker that hangs: trackers with a network must limit their calls, as
     `WandbLogger` does.
 
     Args:
-        trackers: such as the object that `logger._target_` has built.
+        trackers: trackers, such as the object of `logger._target_`.
     """
 
     def __init__(self, *trackers: Logger) -> None:
@@ -33,7 +33,7 @@ class GuardedLogger(Logger):
         self._each(lambda tracker: tracker.log(metrics, step))
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Record what this run has logged before."""
+        """Record the lines that this run has logged before."""
         self._each(lambda tracker: tracker.retell(lines))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:

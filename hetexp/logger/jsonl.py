@@ -14,11 +14,11 @@ from hetexp.logger.base import Logger, RunInfo, plain_value
 
 
 class MetricsFile(Logger):
-    """Appends `{"step": …, …}` a call, flushed, so that a killed run keeps every line it logged.
+    """Appends a line `{"step": …, …}` for each call and flushes it, so that a killed run keeps every line.
 
-    NaN and infinities are written as `NaN` and `Infinity`, which Python's `json` reads back: a diverged
-    loss stays visible. A file that exists is continued, after half a line that a kill left is cut off.
-    If a resumed run repeats steps, the later line of a step is the valid one.
+    NaN and infinities are written as `NaN` and `Infinity`, which Python's `json` reads, so that a diverged
+    loss stays visible. An existing file is continued, without the incomplete line that a kill may have left.
+    If a resumed run repeats a step, its last line is valid.
 
     Args:
         path: the file; its folder must exist.
@@ -45,12 +45,12 @@ class MetricsFile(Logger):
             self._file.flush()
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """Close the file; the summary has a file of its own."""
+        """Close the file; the summary is another file."""
         self._file.close()
 
 
 def _cut_half_line(path: Path) -> None:
-    """Remove what follows the last newline."""
+    """Remove an incomplete line after the last newline."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:

@@ -9,7 +9,7 @@ from hetexp.logger.guard import GuardedLogger
 
 
 class MultiLogger(GuardedLogger):
-    """Hands everything to several trackers; an error in one of them ends none of the others.
+    """Passes each call to several trackers; an error in one of them does not affect the others.
 
     Args:
         loggers: trackers by any name. A tracker that is null is left out.
@@ -19,5 +19,5 @@ class MultiLogger(GuardedLogger):
         super().__init__(*(tracker for tracker in loggers.values() if tracker is not None))
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Record everywhere what this run has logged before."""
+        """Record the lines that this run has logged before, in every tracker."""
         super().retell(list(lines))

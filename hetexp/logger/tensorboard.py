@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Logger):
     """Writes `<run_dir>/tensorboard`: scalars over the optimizer step, the configuration and summary as text.
 
-    TensorBoard's names hold no colon: `device/cuda:0/share` is `device/cuda_0/share` there.
+    TensorBoard's names have no colons: `device/cuda:0/share` becomes `device/cuda_0/share`.
 
     Args:
         folder: name of the folder in the run folder; `tensorboard --logdir outputs` finds it.
@@ -30,7 +30,7 @@ class TensorBoardLogger(Logger):
         self.flush_seconds = flush_seconds
         self._writer: SummaryWriter | None = None
         self._before: list[Path] = []
-        """Files of processes that wrote into the folder before this one."""
+        """Event files of earlier processes of this run."""
 
     def start(self, run: RunInfo) -> None:
         """Open the event file.
@@ -51,7 +51,7 @@ class TensorBoardLogger(Logger):
         self._writer.add_text("config", _as_code(run.config))
 
     def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
-        """Add a scalar a metric, a text if it is no number; None is left out."""
+        """Add a scalar for each number and a text for each other value; `None` is left out."""
         if self._writer is None:
             return
         for name, value in metrics.items():
@@ -62,7 +62,7 @@ class TensorBoardLogger(Logger):
                 self._writer.add_scalar(_tag(name), plain, step)
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write all of it again, and delete what processes before wrote: its last points may be missing."""
+        """Write all lines again, and delete earlier processes' files, which may lack their last points."""
         for path in self._before:
             path.unlink()
         super().retell(lines)
@@ -77,10 +77,10 @@ class TensorBoardLogger(Logger):
 
 
 def _tag(name: str) -> str:
-    """Return a name without what TensorBoard would replace with a warning."""
+    """Return a name without colons, which TensorBoard would replace with a warning."""
     return name.replace(":", "_")
 
 
 def _as_code(value: Any) -> str:
-    """Return plain types as a block of JSON, which TensorBoard's text page keeps as it is."""
+    """Return plain types as an indented block of JSON, which TensorBoard's text page shows unchanged."""
     return "".join(f"    {line}\n" for line in json.dumps(value, indent=2, default=str).splitlines())

@@ -1,9 +1,8 @@
-"""Weights & Biases, offline unless asked otherwise, and never able to stop or hold up the training.
+"""Weights & Biases, offline by default, and never able to stop or delay the training.
 
-All calls into wandb run on one background thread, with a limit on how long anybody waits for it. The first
-error is reported in one warning and ends the tracking of this run; the metrics are in
-`metrics.jsonl` all the same. `finish` leaves no process behind: wandb's service is shut down by
-`wandb.teardown()`, and killed if that does not answer.
+All calls into wandb run on one background thread, and each wait for it has a limit. The first error ends the
+tracking of this run with one warning; `metrics.jsonl` still has the metrics. `finish` leaves no process
+behind: `wandb.teardown()` ends wandb's service, which is killed if that hangs.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ if TYPE_CHECKING:
     from wandb import Run
 
 STEP_METRIC = "trainer/step"
-"""Name of the metric that W&B draws all others over: the optimizer step."""
+"""Name of W&B's horizontal axis: the optimizer step."""
 
 ARTIFACT_TYPE = "run-files"
 
 _LOG = logging.getLogger(__name__)
 
 _MOST_WAITING = 1_000
-"""Log calls that may wait for the service; a training that logs faster is slowed to its pace."""
+"""Most log calls that may wait for the service; a faster training is slowed to its pace."""
 
 _STALL_SECONDS = 5.0
-"""Longest that so many calls may take, before W&B is given up."""
+"""Longest time for so many waiting calls, after which W&B is given up."""
 
 _LONGEST_FOLDER = 60
-"""Bytes of a folder's path that leave room for the names of the service's sockets in it."""
+"""Longest path of a folder, in bytes, to which the names of the service's sockets can be added."""
 
 _LEFTOVERS = (
     "WANDB_RUN_ID",
@@ -60,10 +59,10 @@ _LEFTOVERS = (
     "WANDB_LAUNCH_CONFIG_PATH",
     "WANDB_SERVICE",
 )
-"""Variables that would turn this run into another one, or hang it on another process's service."""
+"""Variables that would give this run another identity, or attach it to another process's service."""
 
 _own_services: set[str] = set()
-"""Every `WANDB_SERVICE` that a service of this process has set; such a value is never put back."""
+"""Every `WANDB_SERVICE` of a service of this process; such a value is never restored."""
 
 
 class WandbLogger(Logger):
@@ -79,7 +78,7 @@ class WandbLogger(Logger):
         mode: mode of W&B: `offline` (files only), `online` or `disabled`; `None`: `WANDB_MODE`, else
             `offline`.
         init_timeout_seconds: longest wait for the run to open; then it trains without W&B.
-        finish_timeout_seconds: longest wait at the end for the rest to be written or sent.
+        finish_timeout_seconds: longest wait at the end for remaining data to be written or sent.
     """
 
     def __init__(
@@ -118,9 +117,9 @@ class WandbLogger(Logger):
             self._give_up(f"it did not start within {self.init_timeout_seconds:g} s")
 
     def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
-        """Hand the metrics to the background thread; None values are left out.
+        """Pass the metrics to the background thread, without `None` values.
 
-        Returns at once, unless so many calls wait already that the service must catch up first.
+        Returns at once, unless too many calls wait already.
         """
         if self._calls is None or self._given_up:
             return
@@ -132,11 +131,10 @@ class WandbLogger(Logger):
         self._latest = self._calls.submit(lambda: self._send(values))
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Log what the server lacks of a run that another process has begun; offline that is all of it.
+        """Log the lines that the server lacks of a run that another process has begun; offline, all lines.
 
-        W&B writes its file in blocks: what a killed process had logged last is not in it. Files that are
-        replaced so are moved to `<run_dir>/wandb/replaced`. A run of another id in the same folder is not
-        this one.
+        W&B writes its file in blocks, so that the last lines of a killed process are missing. Replaced files
+        move to `<run_dir>/wandb/replaced`. Files of other run ids in the same folder stay.
         """
         if self._calls is None or self._given_up:
             return
@@ -144,11 +142,11 @@ class WandbLogger(Logger):
         self._latest = self._calls.submit(lambda: self._send_again(rows))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """Close the run and end wandb's processes; waits `finish_timeout_seconds` and a few more at most."""
+        """Close the run and end wandb's processes, within little more than `finish_timeout_seconds`."""
         if self._calls is None:
             return
         calls, self._calls = self._calls, None
-        # After a failure nothing is left to send, and a call that hangs need not be waited for twice.
+        # After a failure there is nothing to send, and one wait for a call that hangs is enough.
         patience = min(5.0, self.finish_timeout_seconds) if self._given_up else self.finish_timeout_seconds
         closed = calls.submit(lambda: self._close(summary, exit_code))
         if not closed.wait(patience):
@@ -160,10 +158,10 @@ class WandbLogger(Logger):
 
     def _open(self, run: RunInfo, mode: str) -> None:
         wandb = sys.modules.get("wandb")
-        # A run that somebody else opened in this process shares its service with ours: not ours to end.
+        # A run that other code of this process has opened shares its service, which must not be ended here.
         self._owns_service = getattr(wandb, "run", None) is None
         self._temporary = temporary_folder() if self._owns_service else None
-        # The path of a socket in it must not pass the kernel's limit.
+        # The path of a socket in this folder must not exceed the kernel's limit.
         if self._temporary is not None and len(str(self._temporary).encode()) <= _LONGEST_FOLDER:
             folder, usual = str(self._temporary), tempfile.gettempdir()
             with changed_environment({"TMPDIR": folder}):
@@ -206,7 +204,7 @@ class WandbLogger(Logger):
         opened.define_metric("*", step_metric=STEP_METRIC)
 
     def _variables(self) -> dict[str, str | None]:
-        """Return variables that hide other runs, the questions that wandb asks, and its error reports."""
+        """Return variables that keep wandb from other runs, from questions and from sending error reports."""
         hidden = dict.fromkeys(_LEFTOVERS if self._owns_service else ())
         reports = os.environ.get("WANDB_ERROR_REPORTING", "false")  # the user's own choice stays
         return {**hidden, "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": reports}
@@ -227,11 +225,11 @@ class WandbLogger(Logger):
             for path in before:
                 path.parent.joinpath("replaced").mkdir(exist_ok=True)
                 path.rename(path.parent / "replaced" / path.name)
-            known = -1
+            last_step = -1
         else:
-            known = run.summary.get(STEP_METRIC, -1)  # type: ignore[no-untyped-call]
+            last_step = run.summary.get(STEP_METRIC, -1)  # type: ignore[no-untyped-call]
         for line in lines:
-            if line["step"] > known:
+            if line["step"] > last_step:
                 values = {name: plain_value(value) for name, value in line.items() if value is not None}
                 self._send({STEP_METRIC: values.pop("step"), **values})
 
@@ -252,29 +250,29 @@ class WandbLogger(Logger):
                 wandb.teardown(exit_code=exit_code)
 
     def _log_files(self, run: Run, summary: Mapping[str, Any]) -> None:
-        """Make the small files of the run folder one artifact; until it is sent they stay where they are."""
+        """Log the small files of the run folder as one artifact; they must stay in place until it is sent."""
         import wandb
 
         try:
             artifact = wandb.Artifact(f"{run.id}-run", type=ARTIFACT_TYPE)
             for path in run_files(self._run_dir):
                 artifact.add_file(str(path), policy="immutable")
-            if summary:  # the run folder gets it when all trackers are closed
+            if summary:  # it comes into the run folder only after all trackers are closed
                 path = Path(run.dir).with_name("summary.json")
                 write_json(path, summary)
                 artifact.add_file(str(path), policy="immutable")
             run.log_artifact(artifact)
-        except Exception as error:  # the points are worth more than the files
+        except Exception as error:  # the metrics matter more than the files
             _LOG.warning("Weights & Biases did not take the files of %s: %s", self._run_dir, error)
 
     def _end_service(self) -> None:
-        """Kill what `wandb.teardown` has not ended, and make wandb forget it so that a next run can start."""
+        """Kill a service that `wandb.teardown` has not ended, and reset wandb for a next run."""
         if not self._owns_service:
             return
         service = self._service or _service_process()
         if service is not None and service.returncode is None:
             _kill(service)
-            # This may have been called already, and may wait for a lock that a hanging call holds.
+            # teardown may already run, and may wait for a lock that a hanging call holds.
             late = BackgroundCalls("hetexp-wandb-teardown", lambda error: None)
             late.submit(teardown)
             late.close(timeout_seconds=2.0)
@@ -303,10 +301,10 @@ class WandbLogger(Logger):
 
 @contextlib.contextmanager
 def changed_environment(changes: Mapping[str, str | None], kept: str | None = None) -> Iterator[None]:
-    """Set variables of this process, and put them back afterwards; None removes a variable.
+    """Set variables of this process, and restore them afterwards; `None` removes a variable.
 
     Args:
-        kept: a variable that is not put back.
+        kept: a variable that is not restored.
     """
     before = {name: os.environ.get(name) for name in changes if name != kept}
     _set_variables(changes)
@@ -325,14 +323,14 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
 
 
 def _short(name: str) -> str:
-    """Return a name that W&B accepts: it refuses longer ones than 128 characters when they are sent."""
+    """Return a name of at most 128 characters: W&B refuses longer names when they are sent."""
     return name if len(name) <= 128 else f"{name[:60]}…{name[-67:]}"
 
 
 def _plain(value: Any) -> Any:
-    """Return configuration values as what W&B stores readably: infinities, NaN and unknown objects as text.
+    """Return configuration values in a form that W&B stores: infinities, NaN and unknown objects as text.
 
-    W&B writes NaN in a configuration as null, which looks the same as a value that was not set.
+    W&B writes NaN in a configuration as null, like a value that was not set.
     """
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
@@ -345,11 +343,11 @@ def _plain(value: Any) -> Any:
 
 
 def _service_process() -> subprocess.Popen[bytes] | None:
-    """Return the wandb-core process that this process has started, None if wandb shows none."""
+    """Return the wandb-core process that this process has started, `None` if there is none."""
     try:
         from wandb.sdk import wandb_setup
 
-        # wandb has no public handle; without one `wandb.teardown()` is all there is.
+        # wandb has no public handle; without this one only `wandb.teardown()` remains.
         process = wandb_setup._singleton._connection._proc._process  # type: ignore[union-attr]
     except (ImportError, AttributeError):
         return None
@@ -357,10 +355,10 @@ def _service_process() -> subprocess.Popen[bytes] | None:
 
 
 def _kill(service: subprocess.Popen[bytes]) -> None:
-    """End the service and its helpers: asked first, since it may still write, then killed.
+    """End the service and its helpers: by SIGTERM, since it may still write, then by SIGKILL.
 
-    wandb starts it in a session of its own, so that its process group is itself and its system-metrics
-    helper, which outlives a killed service for seconds.
+    wandb starts it in a new session. Its process group has only the service and its system-metrics helper,
+    which would outlive a killed service for seconds.
     """
     if os.name != "posix":
         service.kill()

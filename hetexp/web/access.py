@@ -1,8 +1,8 @@
-"""Who may send which requests: host names, origins, tokens, sizes. It is checked before anything else.
+"""The checks of host names, origins, tokens and sizes, before the application sees a request.
 
-A browser sends a page's requests wherever the page says. So the server answers only to names that are its own
-(a page's own name, resolved to this machine, is none: DNS rebinding), lets only its own pages change anything
-or open a WebSocket (`Origin`), and takes only JSON, which no HTML form sends.
+A browser sends a page's requests to any address that the page names. So the server answers only to its own
+names (another name that resolves to this machine is refused: DNS rebinding), lets only its own pages change
+anything or open a WebSocket (`Origin`), and takes only JSON, which no HTML form sends.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hetexp.core.errors import ConfigError, must_be
 from hetexp.web.refused import detail
 
 MOST_BYTES = 64 * 1024
-"""Of a request's body."""
+"""Largest body of a request."""
 LEAST_TOKEN = 16
-"""Characters of a token."""
+"""Fewest characters of a token."""
 PREFIX = "/api/"
 OPEN_PATHS = ("/api/v1/session",)
-"""Paths of the API that need no token to read: whether there is one."""
+"""Paths of the API that can be read without a token; this one says whether the server needs a token."""
 COOKIE = "hetexp_reports"
-"""Opens reports only, which are links and carry no header."""
+"""Cookie for reports, which are links and carry no header."""
 REPORT = re.compile(r"/api/v1/trainings/[^/]+/report")
 PAGE_POLICY = (
     "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
@@ -41,7 +41,7 @@ REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "frame-ancestors 'none'; sandbox allow-scripts allow-downloads"
 )
-"""A report is one file with its styles and scripts inside; sandboxed, these reach nothing of this server."""
+"""A report has its styles and scripts inside; the sandbox keeps them from this server's API."""
 _HEADERS = {
     "cache-control": "no-store",
     "x-content-type-options": "nosniff",
@@ -59,15 +59,15 @@ class Access:
     """Who may use the server.
 
     Raises:
-        ConfigError: another machine could reach it without a token, or the token is too easy to guess.
+        ConfigError: another machine could reach the server without a token, or the token is too short.
     """
 
     host: str = "127.0.0.1"
     token: str | None = None
     names: tuple[str, ...] = ()
-    """More names of this machine, as a proxy before it may have one."""
+    """Further names of this machine, such as a proxy's."""
     session: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
-    """What the cookie is made with; another one after each start."""
+    """Secret key of the cookie, new at each start."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -88,7 +88,7 @@ class Access:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine reaches the server."""
+        """Whether only this machine can reach the server."""
         return self.host in _LOOPBACK
 
     @property
@@ -97,22 +97,22 @@ class Access:
         return hmac.new(self.session.encode(), (self.token or "").encode(), hashlib.sha256).hexdigest()
 
     def knows(self, token: object) -> bool:
-        """Return whether this is the token, in a time that does not tell how much of it is right."""
+        """Return whether this is the token, by a comparison in constant time."""
         if self.token is None:
             return True
         given = token if isinstance(token, str) else ""
         return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode())
 
     def host_problem(self, host: str | None) -> str | None:
-        """Return what is wrong with the name by which the server was asked."""
+        """Return the problem of a request's `Host`, `None` if it names this server."""
         name = _name_of(host)
         if name is not None and (name in self._own_names() or (not self.loopback and _is_address(name))):
             return None
-        known = ", ".join(self._own_names())
-        return must_be("Host", f"a name of this server ({known})", host, "hetexp dashboard --name adds one.")
+        accepted = f"a name of this server ({', '.join(self._own_names())})"
+        return must_be("Host", accepted, host, "hetexp dashboard --name adds a name.")
 
     def origin_problem(self, headers: Mapping[str, str]) -> str | None:
-        """Return the problem of a request's origin, which only browsers send."""
+        """Return the problem of a request's origin, `None` if it is allowed; only browsers send an origin."""
         origin = headers.get("origin")
         site = headers.get("sec-fetch-site", "none")
         if origin is None and site in ("none", "same-origin"):
@@ -130,7 +130,7 @@ class Access:
 
 
 class Guard:
-    """Asks `Access` before the application sees a request, and says on each answer what browsers may do."""
+    """Checks each request by `Access` before the application, and adds security headers to each answer."""
 
     def __init__(self, app: Any, access: Access) -> None:
         self._app, self._access = app, access
@@ -182,8 +182,8 @@ class Guard:
             problem = access.origin_problem(headers)
             if problem is not None:
                 return 403, "Origin", problem
-        if path.startswith(PREFIX) and not self._lets_in(method, path, headers):
-            fix = "It is the one that hetexp dashboard was started with."
+        if path.startswith(PREFIX) and not self._authorized(method, path, headers):
+            fix = "hetexp dashboard was started with it."
             return 401, "Authorization", f"`Authorization` must be Bearer and the server's token. {fix}"
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MOST_BYTES:
@@ -193,7 +193,7 @@ class Guard:
             return 415, "Content-Type", must_be("Content-Type", "application/json", kind or None)
         return None
 
-    def _lets_in(self, method: str, path: str, headers: dict[str, str]) -> bool:
+    def _authorized(self, method: str, path: str, headers: dict[str, str]) -> bool:
         access = self._access
         if access.token is None or (method in ("GET", "HEAD") and path in OPEN_PATHS):
             return True
@@ -213,9 +213,10 @@ def _has_body(scope: dict[str, Any]) -> bool:
 
 
 async def _bounded(receive: Any) -> tuple[Any, bool]:
-    """Read a whole body, which is small; return what gives it to the application, and whether it is too long.
+    """Read a whole body, up to the limit.
 
-    A body without a length is counted as it comes.
+    Returns:
+        A function that gives the body to the application, and whether the body is too long.
     """
     parts: list[bytes] = []
     size, message = 0, {"more_body": True}
@@ -244,11 +245,11 @@ def _headers(scope: dict[str, Any]) -> dict[str, str]:
 
 
 def _with_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return an answer's headers with what browsers must keep to; what it says itself stays."""
-    given = list(headers)
-    there = {name.lower() for name, _ in given}
-    wanted = {**_HEADERS, "content-security-policy": PAGE_POLICY}
-    return given + [(k.encode(), v.encode()) for k, v in wanted.items() if k.encode() not in there]
+    """Return an answer's headers with the security headers that it lacks."""
+    own = list(headers)
+    present = {name.lower() for name, _ in own}
+    security = {**_HEADERS, "content-security-policy": PAGE_POLICY}
+    return own + [(k.encode(), v.encode()) for k, v in security.items() if k.encode() not in present]
 
 
 def _name_of(host: str | None) -> str | None:
@@ -257,13 +258,13 @@ def _name_of(host: str | None) -> str | None:
         return None
     with contextlib.suppress(ValueError):
         parts = urlsplit(f"//{host}")
-        _ = parts.port  # a wrong one raises
+        _ = parts.port  # a wrong port raises
         return parts.hostname.lower() if parts.hostname else None
     return None
 
 
 def _is_address(name: str) -> bool:
-    """Return whether this is an address: no name that leads here can be made of one."""
+    """Return whether this is an IP address, which no foreign name can be."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

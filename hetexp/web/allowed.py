@@ -1,8 +1,8 @@
-"""What a request may set of the configuration, and the words that Hydra gets of it.
+"""The configuration keys that a request may set, and the words that Hydra gets for them.
 
 `allowed.json` lists the keys with types, limits and choices, which `scripts/describe_keys.py` takes from the
-schema. No word of a request is read as Hydra's grammar: values are numbers, switches, options that exist, and
-texts of few signs, which are written out here.
+schema. No word of a request is read as Hydra's grammar. Values are numbers, switches, existing options, and
+texts of few characters, which are written out here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from hetexp.web.schemas import Key
 
 T = TypeVar("T")
 GROUPS = ("model", "data", "strategy", "balancing", "optimizer", "logger")
-"""Groups of which an option may be chosen; `experiment` has a field of its own."""
+"""Groups whose options a request may choose; `experiment` is a separate field."""
 MOST_ENTRIES = 64
-"""Of a list."""
+"""Longest list."""
 _READING = threading.RLock()
 """Hydra reads configuration in one thread at a time."""
 _OPTION = re.compile(r"[A-Za-z0-9][\w.-]*")
 _TEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.,:+()-]{0,79}")
 _NOT_OFFERED = {"model": ("custom",), "data": ("custom",)}
-"""Options that need a class of the user's own."""
+"""Options that need the user's own class."""
 
 
 class Allowed(Key):
     """One key that a request may set."""
 
     def problem(self, value: object) -> str | None:
-        """Return what is wrong with a value, `None` if it can be used."""
+        """Return the problem of a value, `None` if it is accepted."""
         if value is None and self.nullable:
             return None
         accepted = self._accepted()
@@ -82,22 +82,22 @@ class Allowed(Key):
 
 
 def _read_once(read: Callable[[], T]) -> Callable[[], T]:
-    """Read configuration at the first call only, in one thread at a time."""
-    once = cache(read)
+    """Return a function that reads configuration at its first call only, in one thread at a time."""
+    cached = cache(read)
 
     @wraps(read)
     def locked() -> T:
         with _READING:
-            return once()
+            return cached()
 
     return locked
 
 
 @_read_once
 def options() -> dict[str, tuple[str, ...]]:
-    """Return the options of each group that may be chosen, and of `experiment` those that are no sweep.
+    """Return the options of each group that a request may choose, and the experiments that are no sweeps.
 
-    The user's own folder of configuration counts.
+    Options of the user's own `conf/` are included.
     """
     from hetexp.app import register_resolvers
     from hetexp.core.compose.overrides import config_loader
@@ -129,7 +129,7 @@ def _group(name: str, description: str, nullable: bool = False) -> Allowed:
 
 @_read_once
 def defaults() -> dict[str, Any]:
-    """Return the value of each allowed key in the plain configuration, if it is there."""
+    """Return the default of each allowed key that the configuration has without overrides."""
     from omegaconf import OmegaConf
 
     from hetexp.core.compose.overrides import compose_typed
@@ -151,45 +151,45 @@ def defaults() -> dict[str, Any]:
 
 
 def problems_of(overrides: Mapping[str, Any], experiment: str | None) -> list[tuple[str | None, str]]:
-    """Return what is wrong with a request's overrides by themselves."""
-    known = allowed()
+    """Return key and message of each wrong override of a request."""
+    keys = allowed()
     problems: list[tuple[str | None, str]] = []
     if experiment is not None:
         problem = _group("experiment", "", nullable=True).problem(experiment)
         problems += [("experiment", problem)] if problem else []
     for key, value in overrides.items():
-        if key not in known:
+        if key not in keys:
             shown = _short(key)
-            message = f"`{shown}` is not a key that a request may set.{did_you_mean(shown, known)}"
+            message = f"`{shown}` is not a key that a request may set.{did_you_mean(shown, keys)}"
             problems.append((shown, f"{message} GET /api/v1/options lists them."))
         else:
-            problem = known[key].problem(value)
+            problem = keys[key].problem(value)
             problems += [(key, problem)] if problem else []
     return problems
 
 
 def words(overrides: Mapping[str, Any], experiment: str | None, devices: Sequence[str]) -> list[str]:
-    """Return the words for `hetexp train`, of overrides without problems (`problems_of`).
+    """Return the words for `hetexp train`, for overrides without problems (`problems_of`).
 
     Args:
-        devices: names for `hardware.devices`, which the caller knows to exist.
+        devices: names for `hardware.devices`, which must exist.
     """
     groups = {key: overrides[key] for key in GROUPS if key in overrides}
     # An experiment's own cards would clash with the chosen devices.
-    chosen = [f"hardware.devices=[{','.join(devices)}]", "hardware.cards=null"]
-    return [*_asked(groups | dict(overrides), experiment), *chosen]
+    hardware = [f"hardware.devices=[{','.join(devices)}]", "hardware.cards=null"]
+    return [*_requested(groups | dict(overrides), experiment), *hardware]
 
 
 def named(overrides: Mapping[str, Any], experiment: str | None) -> str:
-    """Return the name of a training whose request has none: what was asked for."""
+    """Return the name of a training whose request has no name: its overrides."""
     others = {key: value for key, value in overrides.items() if key != "name"}
-    return ",".join(_asked(others, experiment)) or "as configured"
+    return ",".join(_requested(others, experiment)) or "as configured"
 
 
-def _asked(overrides: Mapping[str, Any], experiment: str | None) -> list[str]:
+def _requested(overrides: Mapping[str, Any], experiment: str | None) -> list[str]:
     chosen = [f"experiment={experiment}"] if experiment is not None else []
-    known = allowed()
-    return chosen + [f"{key}={_written(known[key].kind, value)}" for key, value in overrides.items()]
+    keys = allowed()
+    return chosen + [f"{key}={_written(keys[key].kind, value)}" for key, value in overrides.items()]
 
 
 def _written(kind: str, value: Any) -> str:
@@ -198,7 +198,9 @@ def _written(kind: str, value: Any) -> str:
         return "null"
     if kind in ("ints", "floats"):
         return "[" + ",".join(_written("int" if kind == "ints" else "float", entry) for entry in value) + "]"
-    if kind == "text":  # in quotes, so that `null` and `1` stay texts; it has no sign that means more in them
+    if (
+        kind == "text"
+    ):  # in quotes, so that `null` and `1` stay texts; it has no character that needs an escape
         return f"'{value}'"
     if kind == "bool":
         return "true" if value else "false"

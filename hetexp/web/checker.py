@@ -1,6 +1,6 @@
-"""Asks the process that checks and predicts, one question at a time; a stuck process is ended.
+"""The client of the process that checks and predicts: one question at a time, and a stuck process is ended.
 
-An estimate is cached for a moment: pages ask for the same estimate again and again.
+Estimates are cached for a moment, since pages often ask for the same estimate.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from typing import Any, Literal
 from hetexp.web.refused import RefusedError, keyed
 
 LIMIT_SECONDS = 60.0
-"""Longest answer: it imports torch first, and builds the model and the data."""
+"""Longest time for an answer: the first one imports torch, and each builds model and data."""
 MOST_WAITING = 16
 KEPT_SECONDS = 20.0
-"""How long an estimate is given again: configuration files and what was measured of devices may change."""
+"""How long an estimate is cached: configuration files and measurements of devices may change."""
 MOST_KEPT = 256
 _RUN = "import sys; sys.path = [p for p in sys.path if p]; from hetexp.web.checking import main; main()"
 _LIMIT_BYTES = 2**22
 
 
 class Checker:
-    """The process, started when it is first needed.
+    """The process that checks and predicts, started when it is first needed.
 
     Args:
-        root: the working folder.
-        environment: of the process.
+        root: its working folder.
+        environment: its environment variables.
     """
 
-    def __init__(self, root: Path, environment: dict[str, str], limit_seconds: float = LIMIT_SECONDS) -> None:
-        self._root, self._environment, self._limit = root, environment, limit_seconds
+    def __init__(self, root: Path, environment: dict[str, str]) -> None:
+        self._root, self._environment = root, environment
         self._lock = asyncio.Lock()
         self._waiting = 0
         self._process: asyncio.subprocess.Process | None = None
         self._warming: asyncio.Task[Any] | None = None
-        self._kept: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._cache: dict[str, tuple[float, dict[str, Any]]] = {}
 
     def warm(self) -> None:
-        """Start the process: its imports take seconds, for which the first question need not wait then."""
+        """Start the process, so that the first question need not wait for its imports, which take seconds."""
         if self._process is None and self._warming is None:
             self._warming = asyncio.get_running_loop().create_task(self._warmed())
 
@@ -53,11 +53,11 @@ class Checker:
         """Return the answer to one question.
 
         Raises:
-            RefusedError: the configuration is wrong (422), the answer takes too long (422), or too many wait
-                already (429).
+            RefusedError: the configuration is wrong (422), the answer takes too long (422), or too many
+                questions wait (429).
         """
-        order = {"kind": kind, "words": list(words), "gpu_ids": list(gpu_ids)}
-        answer = self._known(order)
+        question = {"kind": kind, "words": list(words), "gpu_ids": list(gpu_ids)}
+        answer = self._cached(question)
         if answer is None:
             if self._waiting >= MOST_WAITING:
                 message = "Too many configurations wait to be checked; ask again later."
@@ -65,8 +65,8 @@ class Checker:
             self._waiting += 1
             try:
                 async with self._lock:
-                    # Whoever waited for the same question has its answer now.
-                    answer = self._known(order) or self._keep(order, await self._answer(order))
+                    # The same question may have been answered meanwhile.
+                    answer = self._cached(question) or self._keep(question, await self._answer(question))
             finally:
                 self._waiting -= 1
         if answer["problems"]:
@@ -81,22 +81,22 @@ class Checker:
             await asyncio.gather(warming, return_exceptions=True)
         await self._end()
 
-    def _known(self, order: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the answer that was given to a question a moment ago."""
-        moment, answer = self._kept.get(json.dumps(order), (0.0, None))
+    def _cached(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the cached answer to a question, `None` without a fresh one."""
+        moment, answer = self._cache.get(json.dumps(question), (0.0, None))
         return answer if time.monotonic() - moment < KEPT_SECONDS else None
 
-    def _keep(self, order: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-        """Keep an estimate; what a training starts with, or what failed, is always checked again."""
-        if order["kind"] == "estimate" and not answer["problems"]:
-            while len(self._kept) >= MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)))  # the oldest
-            self._kept.pop(json.dumps(order), None)
-            self._kept[json.dumps(order)] = (time.monotonic(), answer)
+    def _keep(self, question: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        """Cache an estimate and return it; checks and failures are never cached."""
+        if question["kind"] == "estimate" and not answer["problems"]:
+            while len(self._cache) >= MOST_KEPT:
+                self._cache.pop(next(iter(self._cache)))  # the oldest
+            self._cache.pop(json.dumps(question), None)
+            self._cache[json.dumps(question)] = (time.monotonic(), answer)
         return answer
 
     async def _warmed(self) -> None:
-        with contextlib.suppress(OSError):  # a question will tell
+        with contextlib.suppress(OSError):  # the first question reports it
             async with self._lock:
                 await self._started()
 
@@ -107,14 +107,14 @@ class Checker:
                 process.kill()
             await process.wait()
 
-    async def _answer(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         try:
             process = await self._started()
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.write(json.dumps(question).encode() + b"\n")
             await process.stdin.drain()
-            line = await asyncio.wait_for(process.stdout.readline(), self._limit)
+            line = await asyncio.wait_for(process.stdout.readline(), LIMIT_SECONDS)
             if line:
                 answer: dict[str, Any] = json.loads(line)
                 return answer
@@ -122,10 +122,10 @@ class Checker:
                 "The configuration ended the process that checks it; it may need more memory than there is."
             )
         except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
-            message = f"The configuration could not be checked within {self._limit:g} s."
+            message = f"The configuration could not be checked within {LIMIT_SECONDS:g} s."
         except (OSError, ValueError) as error:
             message = f"The configuration could not be checked: {error}"
-        except BaseException:  # cancelled: the answer to this question would be taken for the next one's
+        except BaseException:  # cancelled: the next question would get the answer to this one
             await self._end()
             raise
         await self._end()

@@ -1,7 +1,7 @@
-"""The process that checks and predicts for the server, with torch: by the same functions as the command line.
+"""The process that checks and predicts for the server, with torch and the functions of the command line.
 
-It reads one JSON object a line from standard input, and answers each with one. Whatever a model's code prints
-goes to standard error. It ends with its standard input.
+It reads one JSON object a line from standard input, and answers each with one line. Prints of a model's code
+go to standard error. The process ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
 
 Answer = dict[str, Any]
 _FIRST = ("hardware.devices=[cpu,cpu]", "hardware.cards=null")
-"""A warm-up question: its answer imports what the answers to users' questions need, too."""
+"""A warm-up question: its answer does the imports for later questions."""
 
 
 def main() -> None:
     """Answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    sys.path.append(str(Path.cwd()))  # a person's own classes, as for `hetexp train`
-    work: dict[str, Callable[[Sequence[str], Sequence[str]], Answer]] = {
+    sys.path.append(str(Path.cwd()))  # the user's own classes, as for `hetexp train`
+    functions: dict[str, Callable[[Sequence[str], Sequence[str]], Answer]] = {
         "check": checked,
         "estimate": estimated,
     }
     with contextlib.suppress(Exception):  # a user's question reports what is wrong
         estimated(_FIRST, ("cpu", "cpu"))
     for line in sys.stdin:
-        order = json.loads(line)
+        question = json.loads(line)
         try:
-            answer = work[order["kind"]](order["words"], order["gpu_ids"])
+            answer = functions[question["kind"]](question["words"], question["gpu_ids"])
         except HetexpError as error:
             problems = error.problems if isinstance(error, ConfigError) else [str(error)]
             answer = {"problems": problems}
-        except Exception as error:  # a person's own classes run any code
+        except Exception as error:  # the user's own classes run any code
             answer = {"problems": [f"The configuration cannot be checked: {type(error).__name__}: {error}"]}
         answers.write(json.dumps(answer, allow_nan=False) + "\n")
         answers.flush()
 
 
 def checked(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
-    """Return what is wrong with a training, or what its row tells before it starts.
+    """Return the problems of a training, or the facts of its row before it starts.
 
-    A card that another run holds is none of its problems: the training waits for it.
+    A card that another run holds is no problem: the training waits for it.
     """
     from hetexp.core.compose.options import group_options
     from hetexp.launch.prepare.planning import option_of
@@ -69,7 +69,7 @@ def checked(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
 
 
 def estimated(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
-    """Return what a step would be on the chosen devices, with the shapes that the API documents."""
+    """Return the prediction of a step on the chosen devices, in the form of `hetexp.web.schemas.Estimate`."""
     from hetexp.launch.prepare.select_strategy import foreseen
     from hetexp.plan.planner import make_plan
 
@@ -98,7 +98,7 @@ def _composed(words: Sequence[str]) -> RunSpec:
     """Compose and check as `hetexp train` does.
 
     Raises:
-        ConfigError: everything that is wrong.
+        ConfigError: all problems of the configuration.
     """
     from hetexp.app import compose_and_check
     from hetexp.plan.run_spec import Request
@@ -109,10 +109,10 @@ def _composed(words: Sequence[str]) -> RunSpec:
 
 
 def _predicted(run: RunSpec, plan: Plan) -> tuple[float | None, list[str]]:
-    """Return the predicted step of a run's own strategy and policy, and the devices that serve it best.
+    """Return the predicted step of a run's own strategy and policy, and the ids of the best devices.
 
     Args:
-        plan: the final one, which may leave some of the run's devices out.
+        plan: the final plan, which may leave some of the run's devices out.
     """
     from dataclasses import replace
 
@@ -121,14 +121,15 @@ def _predicted(run: RunSpec, plan: Plan) -> tuple[float | None, list[str]]:
 
     choices = alternatives(run)
     choices = replace(choices, strategies={choices.own["strategy"]: run.strategy}, problems={})
-    found = predicted(run, make_plan(run), choices)
-    mine = [row for row in found.rows if row.predicted and row.policy in (None, choices.own["balancing"])]
-    step = mine[0].step_seconds if mine else found.best.step_seconds if found.best else None
-    row = found.best or (mine[0] if mine else None)
-    if row is None:
+    prediction = predicted(run, make_plan(run), choices)
+    policies = (None, choices.own["balancing"])
+    own = next((row for row in prediction.rows if row.predicted and row.policy in policies), prediction.best)
+    best = prediction.best or own
+    step = own.step_seconds if own is not None else None
+    if best is None:
         return plan.predicted_step_seconds or step, []
-    taking = zip(row.ranks, row.counts or (1,) * len(row.ranks), strict=True)
-    return step, [run.selection.devices[rank].id for rank, count in taking if count]
+    counts = zip(best.ranks, best.counts or (1,) * len(best.ranks), strict=True)
+    return step, [run.selection.devices[rank].id for rank, count in counts if count]
 
 
 def _of_device(plan: Plan, place: int, chosen: dict[str, str], problem: str | None) -> Answer:

@@ -1,4 +1,4 @@
-"""The devices that a request may name, and what of them no sample tells: who drives them."""
+"""The devices that a request may name, with the facts that samples lack: interpreter and usability."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EMULATED = "emulated:"
 
 
 class Machine:
-    """The cards of this machine as `hetexp gpus` lists them, kept for a while."""
+    """The cards of this machine as `hetexp gpus` lists them, cached for a while."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class Machine:
             return self._cards
 
     def shown(self, device: dict[str, Any]) -> dict[str, Any]:
-        """Return a device as the API shows it, with who drives it and whether it can be chosen."""
+        """Return a device as the API shows it, with its interpreter and whether it can be chosen."""
         card = self.cards().get(device["id"])
         if card is None or device["emulated"]:
             return device
@@ -49,13 +49,13 @@ class Machine:
         return device | {"environment": card.python, "selectable": selectable, "reason": reason, "busy": busy}
 
     def problems(self, gpu_ids: Sequence[str]) -> list[tuple[str | None, str]]:
-        """Return what is wrong with the devices that a request names."""
-        known = [*self.cards(), "cpu", *(card["id"] for card in emulated_cards())]
+        """Return key and message of each wrong device of a request."""
+        names = [*self.cards(), "cpu", *(card["id"] for card in emulated_cards())]
         problems: list[tuple[str | None, str]] = []
         for place, name in enumerate(gpu_ids):
             key = f"gpu_ids[{place}]"
-            if name not in known:
-                fix = did_you_mean(name, known).strip()
+            if name not in names:
+                fix = did_you_mean(name, names).strip()
                 accepted = "a device of this machine, cpu, or an emulated card of GET /api/v1/options"
                 problems.append((key, must_be(key, accepted, name, fix)))
             elif gpu_ids.index(name) < place and name in self.cards():
@@ -63,7 +63,7 @@ class Machine:
         return problems
 
     def real(self, gpu_ids: Sequence[str]) -> tuple[Card, ...]:
-        """Return the cards among the devices that a request names."""
+        """Return the real cards among the devices of a request."""
         cards = [self.cards()[name].spec for name in gpu_ids if name in self.cards()]
         return tuple(Card(spec.id, spec.backend, spec.uuid, spec.pci) for spec in cards)
 

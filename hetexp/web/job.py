@@ -1,8 +1,8 @@
-"""One training that the server starts: what its folder says of it, and its process.
+"""One training that the server starts: its files, and its process.
 
-The folder tells everything, so that a server that was killed finds its trainings again: `job.json` what was
-asked, `job.lock` whether its launcher lives. The lock is taken before the launcher is started, which holds it
-by inheriting the open file: the lock shows at every moment whether it runs.
+The run folder has all facts, so that a server that was killed finds its trainings again: `job.json` has the
+request, and `job.lock` is held while the launcher lives. The server takes the lock before it starts the
+launcher, which inherits the open file. So the lock shows at every moment whether the launcher runs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from hetexp.hardware.detection.lease import holder
 
 NOTE, LOCK = "job.json", "job.lock"
 LOG = Path("logs") / "launcher.log"
+_TAIL_BYTES = 64 * 1024
 PROCESSOR = "this machine's processor"
-"""What devices whose work it does take: trainings that share it slow each other."""
+"""The resource that CPU ranks and emulated devices take: trainings that share it slow each other."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """The facts that identify a real card, in a run and in leases."""
+    """The identity of a real card, in a run and in leases."""
 
     id: str
     backend: str
@@ -41,41 +42,41 @@ class Card:
 
     @property
     def spec(self) -> DeviceSpec:
-        """The same as leases take it."""
+        """The card in the form that leases take."""
         return DeviceSpec(self.id, self.backend, 0, self.id, "", uuid=self.uuid, pci=self.pci)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training that a request asked for."""
+    """A requested training."""
 
     id: str
     root: str
-    """The folder that the server was started in."""
+    """The server's working folder."""
     folder: str
-    """Of the run, below it: `outputs/2026-01-31/12-00-00-0a1b2c`."""
+    """Run folder below `root`: `outputs/2026-01-31/12-00-00-0a1b2c`."""
     words: tuple[str, ...]
-    """For `hetexp train`."""
+    """Words of `hetexp train`."""
     name: str
     monitor_url: str | None
-    """Of the database that it tells its progress."""
+    """Database for its progress."""
     gpu_ids: tuple[str, ...]
     cards: tuple[Card, ...]
-    """The real ones among the devices."""
+    """The real cards among the devices."""
     overrides: dict[str, Any] = field(default_factory=dict)
     experiment: str | None = None
     balancing: str | None = None
     stop_asked: float | None = None
-    """When it was asked to end; seconds since the epoch."""
+    """Time of the request to end, in seconds since the epoch."""
 
     @property
     def takes(self) -> set[str]:
-        """What no other training may use at the same time."""
+        """Cards, and the processor, that no other training may use at the same time."""
         real = {card.id for card in self.cards}
         return real | ({PROCESSOR} if len(self.cards) < len(self.gpu_ids) else set())
 
     def held(self) -> list[str]:
-        """Return which of its cards another run holds, in words."""
+        """Return a text for each of its cards that another run holds."""
         return [f"{card.id}: {text}" for card in self.cards if (text := holder(card.spec)) is not None]
 
     @property
@@ -84,12 +85,12 @@ class Job:
         return Path(self.root) / self.folder
 
     def write(self) -> None:
-        """Write it into its folder."""
+        """Write `job.json` into the run folder."""
         (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         write_json(self.run_dir / NOTE, asdict(self))
 
     def stopping(self, now: float) -> Job:
-        """Return the job with the time at which its end was requested, and save it."""
+        """Save the job with the time of the request to end, and return it."""
         asked = replace(self, stop_asked=now)
         asked.write()
         return asked
@@ -132,7 +133,7 @@ def _locked(run_dir: Path, flags: int = 0) -> int | None:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return whether the launcher of a job has come far enough to leave something."""
+    """Return whether a job's launcher has written a plan, a summary or a line of its log."""
     if (run_dir / "plan.json").exists() or (run_dir / "summary.json").exists():
         return True
     with contextlib.suppress(OSError):
@@ -141,7 +142,7 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def launch(job: Job) -> subprocess.Popen[bytes] | None:
-    """Start a job's launcher, in a session of its own; `None`: it runs already.
+    """Start a job's launcher in a new session; return `None` if it runs already.
 
     Raises:
         OSError: no process can be started.
@@ -153,7 +154,7 @@ def launch(job: Job) -> subprocess.Popen[bytes] | None:
     try:
         with (run_dir / LOG).open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "hetexp.cli", "train", *job.words, *_of_the_server(job)],
+                [sys.executable, "-m", "hetexp.cli", "train", *job.words, *_server_words(job)],
                 cwd=job.root,
                 env=environment(),
                 stdin=subprocess.DEVNULL,
@@ -166,8 +167,8 @@ def launch(job: Job) -> subprocess.Popen[bytes] | None:
         os.close(descriptor)
 
 
-def _of_the_server(job: Job) -> list[str]:
-    """Return the words that the request has no part in."""
+def _server_words(job: Job) -> list[str]:
+    """Return the words that the server adds to those of the request."""
     url = "null" if job.monitor_url is None else _quoted(job.monitor_url)
     return [
         f"hydra.run.dir={job.folder}",
@@ -178,15 +179,15 @@ def _of_the_server(job: Job) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as Hydra reads it back: in quotes only these matter, and backslashes before them."""
+    """Return a text in quotes for Hydra, with quotes and the backslashes before them escaped."""
     return "'" + re.sub(r"(\\*)('|$)", lambda quote: quote[1] * 2 + quote[2].replace("'", "\\'"), text) + "'"
 
 
 def signalled(pid: int, number: signal.Signals, group: bool = False) -> None:
-    """Send a signal to a launcher, or to all of its group; one that is gone needs none.
+    """Send a signal to a launcher, or to its process group, if it still exists.
 
     Raises:
-        PermissionError: it is another user's.
+        PermissionError: the process is another user's.
     """
     with contextlib.suppress(ProcessLookupError):
         if group:
@@ -195,25 +196,24 @@ def signalled(pid: int, number: signal.Signals, group: bool = False) -> None:
             os.kill(pid, number)
 
 
-def log_tail(run_dir: Path, lines: int, most_bytes: int = 64 * 1024) -> list[str]:
-    """Return the last lines of a launcher's output, or of rank 0's log if the output was not kept."""
+def log_tail(run_dir: Path, lines: int) -> list[str]:
+    """Return the last lines of a launcher's output, or of rank 0's log without such an output."""
     for path in (run_dir / LOG, run_dir / "logs" / "rank_0.log"):
         try:
             with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - most_bytes))
-                text = file.read(most_bytes).decode("utf-8", "replace")
+                file.seek(max(0, size - _TAIL_BYTES))
+                text = file.read(_TAIL_BYTES).decode("utf-8", "replace")
         except OSError:
             continue
-        whole = text if size <= most_bytes else text.partition("\n")[2]
-        return ["".join(c for c in line if c.isprintable() or c == "\t") for line in whole.splitlines()][
-            -lines:
-        ]
+        whole = text if size <= _TAIL_BYTES else text.partition("\n")[2]
+        last = whole.splitlines()[-lines:]
+        return ["".join(c for c in line if c.isprintable() or c == "\t") for line in last]
     return []
 
 
 def environment() -> dict[str, str]:
-    """Return the server's environment without its secrets, in which the same hetexp is found."""
+    """Return the server's environment without its token, and with a path to the same hetexp."""
     package = Path(hetexp.__file__).resolve().parent.parent
     checkout = [] if package.name in ("site-packages", "dist-packages") else [str(package)]
     paths = [*checkout, *filter(None, [os.environ.get("PYTHONPATH")])]

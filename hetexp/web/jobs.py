@@ -1,8 +1,8 @@
-"""The trainings of this machine: those that the server starts, in order as devices get free, and others.
+"""The trainings of this machine: the server's, started in order as devices become free, and all others.
 
-A thread polls for changes. The monitor's table holds what is known of a training. The process that follows a
-run (`hetexp.monitor.follow`) writes its progress there. This thread adds what only it knows: that a launcher
-was started, or ended before it had a plan.
+A thread polls for changes. The monitor's table has the state of each training. The process that follows a run
+(`hetexp.monitor.follow`) writes its progress there. This thread adds the starts of launchers, and the ends of
+those that had no plan yet.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hetexp.web.job import Job, alive, has_begun, launch, log_tail, read_job, si
 from hetexp.web.refused import RefusedError
 
 POLL_SECONDS = 0.25
-TELL_SECONDS = 6.0
-"""Longest that the process beside a launcher takes to tell the end (`hetexp.monitor.follow.END_SECONDS`)."""
+END_SECONDS = 6.0
+"""Longest time until the process beside a launcher notes its end (`hetexp.monitor.follow.END_SECONDS`)."""
 STOP_SECONDS = 45.0
-"""After which a launcher that was asked to end is killed: a last checkpoint may take a while."""
+"""Time after which a launcher that was asked to end is killed: a last checkpoint may take a while."""
 MOST_PENDING = 100
 _STATES = {"completed": "completed", "failed": "failed", "interrupted": "stopped"}
 _LOG = logging.getLogger(__name__)
@@ -42,9 +42,9 @@ class Jobs:
     """The trainings of this machine.
 
     Args:
-        store: the monitor's.
-        changed: gets the row of each training that changed, called from the thread.
-        stop_seconds: after which a launcher that was asked to end is killed.
+        store: the monitor's database.
+        changed: callback for the row of each changed training, called on the thread.
+        stop_seconds: time after which a launcher that was asked to end is killed.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Jobs:
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
 
     def start(self) -> None:
-        """Find the trainings of an earlier server again, and begin to follow all."""
+        """Find the trainings of an earlier server, and begin to follow all trainings."""
         for row in self._store.trainings(("failed",), host_name()):
-            self._mended(row)
+            self._completed(row)
         self.look()
         self._thread.start()
 
     def close(self) -> None:
-        """Follow no more; trainings go on."""
+        """End the thread; trainings go on."""
         self._ending = True
         self._wake.set()
         if self._thread.is_alive():
@@ -78,7 +78,7 @@ class Jobs:
         """Take a job into the queue.
 
         Raises:
-            RefusedError: too many wait already.
+            RefusedError: too many trainings wait already.
         """
         with self._lock:
             waiting = self._store.trainings(("pending",), host_name(), MOST_PENDING)
@@ -104,10 +104,10 @@ class Jobs:
         return self._store.training(job.id) or row
 
     def stop(self, row: Row) -> None:
-        """Ask a training to end, as Ctrl-C would: it writes a last checkpoint; one that waits never starts.
+        """Ask a training to end, as Ctrl-C does: it writes a last checkpoint. A waiting one never starts.
 
         Raises:
-            RefusedError: it has ended, or runs on another machine or as another user.
+            RefusedError: the training has ended, or runs on another machine or as another user.
         """
         with self._lock:
             row = self._store.training(row["id"]) or row
@@ -135,7 +135,7 @@ class Jobs:
         """Forget a training that has ended; its folder stays.
 
         Raises:
-            RefusedError: it has not.
+            RefusedError: the training has not ended.
         """
         with self._lock:
             row = self._store.training(row["id"]) or row
@@ -145,16 +145,16 @@ class Jobs:
             self._seen.pop(row["id"], None)
 
     def waits_for(self, training_id: str) -> list[str]:
-        """Return what keeps a pending training from starting, in words."""
+        """Return the reasons why a pending training has not started."""
         return self._waits.get(training_id, [])
 
     def look(self) -> None:
-        """Do once what the thread does again and again."""
+        """Look once: note ends, start waiting trainings, and report changes."""
         with self._lock:
             rows = self._store.trainings(ACTIVE, host_name(), 1000)
             jobs = {row["id"]: read_job(Path(row["run_dir"])) for row in rows}
-            self._begin([row for row in rows if self._goes_on(row, jobs[row["id"]])], jobs)
-        self._tell()
+            self._start_waiting([row for row in rows if self._goes_on(row, jobs[row["id"]])], jobs)
+        self._report_changes()
 
     def _run(self) -> None:
         while not self._ending:
@@ -162,40 +162,39 @@ class Jobs:
             self._wake.clear()
             try:
                 self.look()
-            except SQLAlchemyError as error:  # a database may be away for a moment
+            except SQLAlchemyError as error:  # a database may be unreachable for a moment
                 _LOG.warning("%s", error)
 
     def _goes_on(self, row: Row, job: Job | None) -> bool:
         """Return whether a training has not ended, and note an end that no other process noted."""
         if job is None:
-            return True  # a command line's: whoever samples the machine notes when it is gone (`Store.bury`)
+            return True  # from the command line: the machine's sampler notes its end (`Store.bury`)
         run_dir, process = Path(row["run_dir"]), self._processes.get(row["id"])
         if process.poll() is None if process is not None else alive(run_dir):
             self._gone_since.pop(row["id"], None)
-            self._see_to_its_end(row, job)
+            self._signal_stop(row, job)
             return True
         if row["pid"] is None and process is None and not has_begun(run_dir):
-            return True  # it has not been started
+            return True  # it waits for its start
         gone = self._gone_since.setdefault(row["id"], time.monotonic())
         followed = (run_dir / "plan.json").exists()
-        if not followed or time.monotonic() - gone > TELL_SECONDS:
+        if not followed or time.monotonic() - gone > END_SECONDS:
             self._conclude(row, job)
         return False
 
-    def _see_to_its_end(self, row: Row, job: Job) -> None:
-        """End a training that was asked to end: by request once its process is known, by force in the end."""
+    def _signal_stop(self, row: Row, job: Job) -> None:
+        """Signal a training that was asked to end: SIGTERM as soon as possible, SIGKILL after a time."""
         if job.stop_asked is None or row["pid"] is None or not lives(row["pid"], row["process_mark"]):
             return
         if time.time() - job.stop_asked > self._stop_seconds:
-            signalled(
-                row["pid"], SIGKILL, group=True
-            )  # its ranks end with it (`hetexp.launch.processes.parent_death`)
+            # its ranks end with it (`hetexp.launch.processes.parent_death`)
+            signalled(row["pid"], SIGKILL, group=True)
         elif row["id"] not in self._asked:
             self._asked.add(row["id"])
             signalled(row["pid"], SIGTERM)
 
-    def _begin(self, rows: list[Row], jobs: dict[str, Job | None]) -> None:
-        """Start each training that waits, unless its devices are in use or an older one waits for them."""
+    def _start_waiting(self, rows: list[Row], jobs: dict[str, Job | None]) -> None:
+        """Start each waiting training, unless its devices are in use or an older training waits for them."""
         taken: dict[str, str] = {}
         waiting = []
         for row in sorted(rows, key=lambda row: row["created"]):
@@ -227,7 +226,7 @@ class Jobs:
             self._store.update(job.id, pid=process.pid, process_mark=started_at(process.pid))
 
     def _conclude(self, row: Row, job: Job) -> None:
-        """Note the end of a training whose launcher did not report it."""
+        """Note the end of a training if its launcher did not."""
         run_dir = Path(row["run_dir"])
         with suppress(OSError, ValueError, KeyError):
             summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
@@ -236,8 +235,8 @@ class Jobs:
         if job.stop_asked is not None:
             self._end(row, "stopped", None)
             return
-        said = [line for line in log_tail(run_dir, 40) if line.strip()]
-        self._end(row, "failed", "\n".join(said[-12:]) or ABANDONED)
+        lines = [line for line in log_tail(run_dir, 40) if line.strip()]
+        self._end(row, "failed", "\n".join(lines[-12:]) or ABANDONED)
 
     def _end(self, row: Row, state: str, error: str | None) -> None:
         ended = {"state": state, "error": error, "ended": time.time()}
@@ -251,20 +250,20 @@ class Jobs:
         if process is not None:
             process.poll()
 
-    def _tell(self) -> None:
-        """Tell what changed since the last look: trainings that go on, and those that have just ended."""
+    def _report_changes(self) -> None:
+        """Report the trainings that changed or ended since the last look."""
         now = {row["id"]: row for row in self._store.trainings(ACTIVE, limit=1000)}
         for key in self._seen.keys() - now.keys():
             row = self._store.training(key)
             if row is not None:
-                self._changed(self._mended(row))
+                self._changed(self._completed(row))
         for key, row in now.items():
             if self._seen.get(key) != row:
                 self._changed(row)
         self._seen = now
 
-    def _mended(self, row: Row) -> Row:
-        """Return the row of a training that has ended, with what only the server knows of its end."""
+    def _completed(self, row: Row) -> Row:
+        """Return the row of an ended training, completed by facts that only the server has."""
         job = read_job(Path(row["run_dir"])) if row["host"] == host_name() else None
         with self._lock:
             self._forget(row["id"])
@@ -275,10 +274,10 @@ class Jobs:
 
 
 def report_of(row: Row) -> str:
-    """Return the report of a training that has ended, as a page; it is made once.
+    """Return the report of an ended training as a page, which is written once.
 
     Raises:
-        RefusedError: it has not ended, or left nothing to report.
+        RefusedError: the training has not ended, or has no summary.
     """
     from hetexp.core.errors import ConfigError
     from hetexp.core.instantiate import only_trusted

@@ -1,7 +1,6 @@
 """Sends every sample and every change of a training to all open WebSockets.
 
-Each client has a queue of its own. A client that is too slow is dropped when its queue is full; nothing waits
-for it.
+Each client has its own queue. A client whose queue is full is dropped, so that no sender waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hetexp.web.access import Access
 
 MOST_CLIENTS = 500
 MOST_BEHIND = 120
-"""Messages that a client may be behind: about a minute of samples."""
+"""Longest queue of a client: two minutes of samples at one a second."""
 TOKEN_SECONDS = 5.0
 WRONG_TOKEN, TOO_SLOW = 4401, 1013
 
@@ -32,11 +31,11 @@ class Hub:
         self.closing = False
 
     def bind(self) -> None:
-        """Keep the loop of the WebSockets, through which other threads send."""
+        """Store the running loop, through which other threads send."""
         self._loop = asyncio.get_running_loop()
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send a message to all, from any thread."""
+    def broadcast(self, message: dict[str, Any]) -> None:
+        """Send a message to all clients, from any thread."""
         if self._loop is None or self.closing:
             return
         text = json.dumps(message, allow_nan=False)
@@ -44,7 +43,7 @@ class Hub:
             self._loop.call_soon_threadsafe(self._put, text)
 
     def close(self) -> None:
-        """Let every WebSocket end."""
+        """Close every WebSocket."""
         self.closing = True
         for client in self._clients:
             client.dropped.set()
@@ -59,7 +58,7 @@ class Hub:
         """Serve a client until it leaves, or is too slow.
 
         Args:
-            first: returns the messages that a client begins with.
+            first: function that returns the first messages of a client.
         """
         await socket.accept()
         if not await _knows_token(socket, access):
@@ -113,7 +112,7 @@ async def _until_gone(socket: WebSocket) -> None:
 
 
 async def _knows_token(socket: WebSocket, access: Access) -> bool:
-    """Read the token, which is a client's first message: in the address it would end in logs."""
+    """Return whether a client's first message has the token; an address with it would appear in logs."""
     if access.token is None:
         return True
     try:

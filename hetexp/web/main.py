@@ -1,4 +1,4 @@
-"""`hetexp dashboard`: the web page and the API of this machine's devices and trainings."""
+"""`hetexp dashboard`: serve the web page and the API of this machine's devices and trainings."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C; return 2 if an argument cannot be used."""
     parser = command_parser(
         "dashboard",
-        "Show what devices and trainings of this machine do in a browser, and start, watch and "
-        "stop trainings there. Trainings go on when the server ends, and the next server finds them again.",
+        "Show devices and trainings of this machine in a browser, and start, watch and stop "
+        "trainings there. Trainings go on when the server ends, and the next server finds them again.",
         _EPILOG,
     )
     parser.add_argument("overrides", nargs="*", help="monitor.key=value, as for hetexp train")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others need a token")
-    parser.add_argument("--port", type=int, default=PORT, help=f"by default {PORT}; 0: a free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need a token"
+    )
+    parser.add_argument("--port", type=int, default=PORT, help=f"by default {PORT}; 0: a free port")
     parser.add_argument(
         "--token", help=f"token that browsers must send; better in {TOKEN_VARIABLE}, which ps does not show"
     )
@@ -99,23 +101,23 @@ def _serve(access: Access, port: int, config: MonitorConfig) -> int:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
+    """Return a listening socket.
 
     Raises:
-        SetupError: the port is taken, or the address is none of this machine's.
+        SetupError: the port is taken, or the address is not this machine's.
     """
     from hetexp.core.errors import SetupError
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By the protocol's name asyncio knows connections for TCP ones, of which no answer waits for an
-    # acknowledgement (TCP_NODELAY): without it each that comes in two parts takes 40 ms.
+    # With an explicit IPPROTO_TCP asyncio sets TCP_NODELAY on connections. Without it an answer in two parts
+    # waits for an acknowledgement and takes 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # whoever reads the address may connect at once
+        listener.listen(BACKLOG)  # before the address is printed: a client may connect at once
     except OSError as error:
         listener.close()
-        fix = "Choose another one with --port."
+        fix = "Choose another port with --port."
         raise SetupError(f"{host}:{port} cannot be listened on: {error.strerror}. {fix}") from error
     return listener

@@ -1,4 +1,4 @@
-"""The answer to a refused request: always the same JSON, in the words of the command line."""
+"""The answer to a refused request: JSON of one form, with the messages of the command line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class RefusedError(Exception):
     """A request is refused.
 
     Args:
-        status: of HTTP.
-        problems: key and sentence of each; the key is `None` if no part of the request is wrong.
+        status: HTTP status of the answer.
+        problems: key and message of each; the key is `None` if no part of the request is wrong.
     """
 
     def __init__(self, status: int, problems: Iterable[tuple[str | None, str]]) -> None:
@@ -23,11 +23,11 @@ class RefusedError(Exception):
 
 
 def detail(problems: Iterable[tuple[str | None, str]]) -> dict[str, Any]:
-    """Return the body of an answer that refuses."""
+    """Return the body of a refusal."""
     return {"detail": [{"key": key, "message": message} for key, message in problems]}
 
 
 def keyed(message: str) -> tuple[str | None, str]:
-    """Return a sentence of the configuration's checks with the key that it names first."""
+    """Return the first key that a message names, and the message."""
     key = _KEY.search(message)
     return (key[1] if key else None, message)

@@ -1,4 +1,4 @@
-"""What requests and answers look like; OpenAPI is made of these."""
+"""The models of requests and answers, from which OpenAPI is generated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NewTraining(_Asked):
 
 
 class Question(_Asked):
-    """What a step would be like on some devices."""
+    """A request for the prediction of a step on some devices."""
 
     model: Option | None = None
     data: Option | None = None
@@ -39,27 +39,27 @@ class Question(_Asked):
 
 
 class Problem(BaseModel):
-    """One thing that is wrong."""
+    """One problem of a request."""
 
     key: str | None
     message: str
 
 
 class Problems(BaseModel):
-    """Why a request is refused."""
+    """The problems of a refused request."""
 
     detail: list[Problem]
 
 
 class User(BaseModel):
-    """Who uses a device."""
+    """The run and rank that use a device."""
 
     run: str
     rank: int | None
 
 
 class Device(BaseModel):
-    """A device and its newest sample; a value that is not known is null."""
+    """A device and its newest sample; unknown values are null."""
 
     id: str
     key: str
@@ -148,7 +148,7 @@ class Key(BaseModel):
 
 
 class Options(BaseModel):
-    """What can be chosen."""
+    """The choices of a request, and their defaults."""
 
     experiments: list[str]
     models: list[str]
@@ -175,7 +175,7 @@ class DeviceEstimate(BaseModel):
 
 
 class Estimate(BaseModel):
-    """What a step would be like."""
+    """The prediction of a step."""
 
     effective_batch_size: int
     per_device: list[DeviceEstimate]
@@ -242,6 +242,6 @@ class Rows(BaseModel):
 
 
 class Session(BaseModel):
-    """Whether the server asks for a token."""
+    """Whether the server needs a token."""
 
     token_required: bool

@@ -1,4 +1,4 @@
-"""The application: its addresses, what they answer, and what runs behind them."""
+"""The application of the dashboard: its threads, processes and routes."""
 
 from __future__ import annotations
 
@@ -30,36 +30,33 @@ from hetexp.web.access import Access, Guard
 from hetexp.web.checker import Checker
 from hetexp.web.devices import Machine
 from hetexp.web.job import environment
-from hetexp.web.jobs import STOP_SECONDS, Jobs
+from hetexp.web.jobs import Jobs
 from hetexp.web.live import Hub
 from hetexp.web.refused import RefusedError, detail
 from hetexp.web.routes import router
 
 STATIC = Path(__file__).parent / "static"
 RECENT_SECONDS = 15.0
-"""Devices that were not sampled for so long are no longer shown."""
+"""Devices without a sample for this long are not shown."""
 POLL_SECONDS = 0.25
 _LOG = logging.getLogger(__name__)
 
 
 class Dashboard:
-    """Everything behind the addresses.
+    """The state of the server: database, trainings, devices and clients.
 
     Args:
-        config: of the monitor, whose database it is.
-        access: who may ask.
-        root: the folder that trainings are started in.
-        stop_seconds: after which a training that was asked to end is killed.
+        config: configuration of the monitor, with its database.
+        access: the checks of requests.
+        root: working folder of trainings.
     """
 
-    def __init__(
-        self, config: MonitorConfig, access: Access, root: Path, stop_seconds: float = STOP_SECONDS
-    ) -> None:
+    def __init__(self, config: MonitorConfig, access: Access, root: Path) -> None:
         self.config, self.access, self.root = config, access, root
         self.store = Store(config.url)
         self.hub, self.machine = Hub(), Machine()
         self.checker = Checker(root, environment())
-        self.jobs = Jobs(self.store, self._changed, stop_seconds)
+        self.jobs = Jobs(self.store, self._changed)
         self._ending = threading.Event()
         self._shown_until = 0.0
         self._lock = threading.Lock()
@@ -70,14 +67,14 @@ class Dashboard:
         ]
 
     async def start(self) -> None:
-        """Begin to follow trainings and devices."""
+        """Start to follow trainings and devices."""
         self.hub.bind()
         await asyncio.to_thread(self.jobs.start)
         for thread in self._threads:
             thread.start()
 
     async def close(self) -> None:
-        """End what runs here; trainings go on."""
+        """End threads and processes of the server; trainings go on."""
         self.hub.close()
         self._ending.set()
         await self.checker.close()
@@ -93,16 +90,16 @@ class Dashboard:
         return views.training(row, self.jobs.waits_for(row["id"]), with_log)
 
     def first(self) -> list[dict[str, Any]]:
-        """Return what a new WebSocket begins with."""
+        """Return the first messages of a new WebSocket."""
         now: list[dict[str, Any]] = [{"kind": "sample", "time": time.time(), "devices": self.devices()}]
         active = self.store.trainings(ACTIVE)
         return now + [{"kind": "training", "training": self.training(row)} for row in reversed(active)]
 
     def _changed(self, row: dict[str, Any]) -> None:
-        self.hub.tell({"kind": "training", "training": self.training(row)})
+        self.hub.broadcast({"kind": "training", "training": self.training(row)})
 
     def _sample(self) -> None:
-        """Sample all devices, unless another process of this machine does."""
+        """Sample all devices, unless another process of this machine samples them."""
         Service(self.config, seen=self._seen).run(self._ending)
 
     def _seen(self, moment: float, samples: Sequence[Sample]) -> None:
@@ -126,7 +123,7 @@ class Dashboard:
                 return
             self._shown_until = moment
         devices = [self.machine.shown(views.device(row)) for row in rows]
-        self.hub.tell({"kind": "sample", "time": moment, "devices": devices})
+        self.hub.broadcast({"kind": "sample", "time": moment, "devices": devices})
 
     def _join(self) -> None:
         self.jobs.close()
@@ -150,9 +147,9 @@ def make_app(dashboard: Dashboard) -> Any:
     app = FastAPI(
         title="hetexp",
         version=hetexp.__version__,
-        description="Devices and trainings of this machine. Times are seconds since the epoch; a value that "
-        "is not known is null.",
-        docs_url=None,  # these pages would load their scripts from elsewhere
+        description="Devices and trainings of this machine. Times are seconds since the epoch; unknown "
+        "values are null.",
+        docs_url=None,  # these pages would load their scripts from other servers
         redoc_url=None,
         openapi_url="/api/v1/openapi.json",
         lifespan=lifespan,
@@ -171,7 +168,7 @@ def make_app(dashboard: Dashboard) -> Any:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Let every refusal have the same shape."""
+    """Give every refusal the same form."""
 
     @app.exception_handler(RefusedError)
     async def _refused(_: Request, error: RefusedError) -> JSONResponse:
@@ -192,12 +189,12 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(detail([(None, f"{UNREACHABLE} now.")]), 503)
 
     @app.exception_handler(HetexpError)
-    async def _own(_: Request, error: HetexpError) -> JSONResponse:
+    async def _hetexp(_: Request, error: HetexpError) -> JSONResponse:
         return JSONResponse(detail([(None, str(error))]), 409)
 
 
 def _sentence(error: dict[str, Any]) -> tuple[str | None, str]:
-    """Return pydantic's error of a request as a sentence."""
+    """Return key and message of pydantic's error of a request."""
     place = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
     key = ".".join(place) or "body"
     if error["type"] == "missing":

@@ -21,7 +21,7 @@ METRICS = "metrics.jsonl"
 TAIL_LINES = 200
 _TAIL_BYTES = 256 * 1024
 _MOST_BYTES = 64 * 1024 * 1024
-"""Of a run's metrics, from the end."""
+"""Largest part that is read of a run's metrics, from the end."""
 _SHOWN = (
     "samples_per_second",
     "step_seconds",
@@ -62,7 +62,7 @@ def series(samples: Series, facts: dict[str, Row]) -> Row:
     """Return samples over time, as `GET /system/metrics` shows them.
 
     Args:
-        facts: of the devices, by key.
+        facts: rows of the devices, by key.
     """
     row = facts.get(samples.key or "", {})
     shown = {name: samples.values.get(_COLUMNS.get(name, name)) for name in schemas.Line.model_fields}
@@ -79,8 +79,8 @@ def training(row: Row, waits_for: Sequence[str] = (), with_log: bool = False) ->
     """Return a training, as the API shows it.
 
     Args:
-        waits_for: what keeps it from starting.
-        with_log: whether the end of its log comes along.
+        waits_for: reasons why it has not started.
+        with_log: whether to include the end of its log.
     """
     here = row["host"] == host_name()
     run_dir = Path(row["run_dir"])
@@ -106,7 +106,7 @@ def training(row: Row, waits_for: Sequence[str] = (), with_log: bool = False) ->
 
 
 def metrics(row: Row, since_step: int, limit: int) -> list[Row]:
-    """Return the lines of a run's log after a step, the last so many of them."""
+    """Return at most `limit` lines of a run's metrics after a step, the last ones."""
     if row["host"] != host_name():
         return []
     rows = []
@@ -123,7 +123,7 @@ def metrics(row: Row, since_step: int, limit: int) -> list[Row]:
 
 
 def _split(run_dir: Path, plan: Row, summary: Row, ended: bool) -> list[Row]:
-    """Return each device's share of the work: as it was in the end, as it is, or as it is planned."""
+    """Return each device's share of the work: that of an ended run, else the newest, else the planned."""
     if ended and summary.get("devices"):
         return [{"id": row["id"], "share": _finite(row.get("share"))} for row in summary["devices"]]
     for line in reversed(last_rows(run_dir / METRICS, _TAIL_BYTES) if not ended else []):
@@ -160,5 +160,5 @@ def _read_once(path: Path, mtime_ns: int, size: int) -> Row:
 
 
 def _finite(value: Any) -> float | None:
-    """Return a number that JSON can tell; a loss may be NaN or infinite."""
+    """Return a finite number, and `None` instead of NaN and infinities, which JSON lacks."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

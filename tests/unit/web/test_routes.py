@@ -201,7 +201,7 @@ def test_a_slow_client_is_dropped_and_no_other_loses_a_sample() -> None:
         while len(hub._clients) < 2:
             await asyncio.sleep(0)
         for number in range(300):
-            hub.tell({"number": number})
+            hub.broadcast({"number": number})
             while len(quick.got) <= number:
                 await asyncio.sleep(0)
         await serving[1]
