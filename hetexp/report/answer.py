@@ -54,7 +54,7 @@ def _lead(best: Variant, count: int) -> str:
     emulated = ", emulated" if best.emulated else ""
     gain, speed = best.gain_over_single, best.samples_per_second
     assert speed is not None
-    fast = f"{number(speed.mean)} samples/s{_seeds(speed)}"
+    fast = f"{number(speed.mean, 4)} samples/s{_seeds(speed)}"
     if best.num_devices == 1 and count > 1:
         name = plain(best.devices[0])
         return f"`{best.label}`, the {name} alone, is the fastest of {count} variants: {fast}{emulated}."

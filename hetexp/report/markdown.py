@@ -59,8 +59,8 @@ def _variants(comparison: Comparison) -> list[list[str]]:
             "variant": _name(variant, variant is comparison.best),
             "devices, shares": _devices(variant),
             "samples/s": _with_bounds(variant.samples_per_second),
-            "step": seconds(variant.step_seconds.mean) if variant.step_seconds is not None else UNKNOWN,
-            "predicted": seconds(variant.predicted_step_seconds),
+            "step": seconds(variant.step_seconds.mean, 4) if variant.step_seconds is not None else UNKNOWN,
+            "predicted": seconds(variant.predicted_step_seconds, 4),
             "efficiency": _with_bounds(variant.efficiency, 3),
             "ceiling": number(variant.ceiling, 3),
             "× single": _with_bounds(variant.gain_over_single, 3),
@@ -145,12 +145,12 @@ def _curve(curve: WeightsCurve | None) -> str:
     ]
     text = (
         f"Of the splits tried, {plain(curve.device)} with a share of {number(curve.optimum_share, 3)} is the "
-        f"fastest: {number(curve.optimum_samples_per_second)} samples/s."
+        f"fastest: {number(curve.optimum_samples_per_second, 4)} samples/s."
     )
     if curve.predicted_optimum_share is not None:
         text += (
             f" Predicted from {curve.predicted_source}: {number(curve.predicted_optimum_share, 3)}, "
-            f"{number(max(speed for _, speed in curve.predicted))} samples/s."
+            f"{number(max(speed for _, speed in curve.predicted), 4)} samples/s."
         )
     return f"{text}\n\n{_table([['split', f'share of {plain(curve.device)}', 'samples/s'], *rows])}"
 
@@ -160,10 +160,10 @@ def _profiles(profiles: Sequence[DeviceProfile]) -> str:
     rows = [
         [
             plain(profile.device) + (" (emulated)" if profile.emulated else ""),
-            number(profile.samples_per_second),
+            number(profile.samples_per_second, 4),
             f"{profile.relative_speed:.3f}",
-            seconds(profile.fixed_seconds),
-            seconds(profile.seconds_per_sample),
+            seconds(profile.fixed_seconds, 4),
+            seconds(profile.seconds_per_sample, 4),
         ]
         for profile in profiles
     ]
@@ -180,7 +180,7 @@ def _device_speeds(variants: Sequence[Variant]) -> str:
         [
             _name(variant),
             plain(device) + (" (emulated)" if variant.emulated else ""),
-            number(speed),
+            number(speed, 4),
             f"{speed / max(variant.device_speeds.values()):.3f}",
         ]
         for variant in variants

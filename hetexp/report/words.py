@@ -9,21 +9,24 @@ from hetexp.report.results import Interval
 UNKNOWN = "–"
 
 
-def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with `digits` significant digits and separated thousands; `–` if it is unknown."""
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number with `digits` significant digits and separated thousands: 131,400, 0.0123.
+
+    `–` stands for an unknown number.
+    """
     if value is None:
         return UNKNOWN
-    if not math.isfinite(value):
-        return "not finite"
-    if value == 0:
-        return "0"
-    size = math.floor(math.log10(abs(value)))
-    if -4 <= size < 9:
-        return f"{round(value, digits - 1 - size):,.{max(digits - 1 - size, 0)}f}"
-    return f"{value:.{digits - 1}e}"
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else "not finite"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    value = round(value, places)
+    places = digits - 1 - math.floor(math.log10(abs(value)))  # 9.996 became 10.0
+    if abs(value) >= 1e15 or abs(value) < 1e-5:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(places, 0)}f}"
 
 
-def interval_text(value: Interval | None, digits: int = 4) -> str:
+def interval_text(value: Interval | None, digits: int) -> str:
     """Return the bounds of an interval; empty without bounds."""
     if value is None or value.low is None or value.high is None:
         return ""
@@ -31,14 +34,14 @@ def interval_text(value: Interval | None, digits: int = 4) -> str:
     return f"{number(value.low, digits)}{to}{number(value.high, digits)}"
 
 
-def seconds(value: float | None) -> str:
-    """Return a duration with its unit."""
+def seconds(value: float | None, digits: int = 3) -> str:
+    """Return a duration in s, ms, µs or ns."""
     if value is None or not math.isfinite(value):
         return number(value)
-    unit, size = next(
-        ((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if abs(value) >= size), ("µs", 1e-6)
-    )
-    return f"{number(value / size)} {unit}"
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(value) >= size:
+            return f"{number(value / size, digits)} {unit}"
+    return f"{number(value / 1e-9, digits)} ns" if value else "0 s"
 
 
 def counted(count: int, word: str) -> str:

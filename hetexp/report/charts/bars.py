@@ -11,7 +11,6 @@ from hetexp.report.charts.svg import (
     Scale,
     Svg,
     fitted,
-    number,
     percent,
     scale,
     text_width,
@@ -19,6 +18,7 @@ from hetexp.report.charts.svg import (
     whole_percent,
     wrapped,
 )
+from hetexp.report.words import number
 
 BAR = 18.0
 """Height of a bar in pixels."""

@@ -12,15 +12,14 @@ from hetexp.report.charts.svg import (
     Svg,
     fitted,
     height_axis,
-    number,
     scale,
-    seconds,
     text_width,
     tick,
     tick_seconds,
     value_axis,
     whole_percent,
 )
+from hetexp.report.words import number, seconds
 
 WIDE_RANGE = 8.0
 """Largest ÷ smallest value from which an axis is logarithmic."""

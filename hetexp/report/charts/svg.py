@@ -13,6 +13,7 @@ from html import escape
 from typing import Any
 
 from hetexp.report.results import Interval
+from hetexp.report.words import number
 
 NARROW = 480.0
 """In narrower drawings labels stand above their marks."""
@@ -153,32 +154,12 @@ def round_step(step: float) -> float:
     return next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= step * (1 - 1e-9))
 
 
-def number(value: float, digits: int = 3) -> str:
-    """Return a number with `digits` significant digits and separated thousands: 131,400, 0.0123."""
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else str(value)
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    value = round(value, places)
-    places = digits - 1 - math.floor(math.log10(abs(value)))  # 9.996 became 10.0
-    if abs(value) >= 1e15 or abs(value) < 1e-5:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:,.{max(places, 0)}f}"
-
-
 def tick(value: float) -> str:
     """Return a tick's number, short: 50k, 0.25."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * (10 if unit == "k" else 1):
             return f"{value / size:.6g}{unit}"
     return f"{value:.6g}"
-
-
-def seconds(value: float, digits: int = 3) -> str:
-    """Return a duration in s, ms, µs or ns."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(value) >= size:
-            return f"{number(value / size, digits)} {unit}"
-    return f"{number(value / 1e-9, digits)} ns" if value else "0 s"
 
 
 def tick_seconds(value: float) -> str:

@@ -10,10 +10,11 @@ from hetexp.report.charts import bars as charts_bars
 from hetexp.report.charts import lines as charts_lines
 from hetexp.report.charts.bars import Bar
 from hetexp.report.charts.lines import Line, Spot
-from hetexp.report.charts.svg import number, percent, size
+from hetexp.report.charts.svg import percent, size
 from hetexp.report.page.data import Drawn, profile_names
 from hetexp.report.page.figures import Figure, bars, figure, row, with_interval
 from hetexp.report.results import Comparison, DeviceProfile
+from hetexp.report.words import number
 
 
 def weights_curve(comparison: Comparison, shown: Sequence[Drawn]) -> Figure | None:

@@ -12,9 +12,10 @@ from hetexp.report.charts import bars as charts_bars
 from hetexp.report.charts import lines as charts_lines
 from hetexp.report.charts.bars import Bar, Part, Row
 from hetexp.report.charts.lines import Line, Spot
-from hetexp.report.charts.svg import bounds, deviation, number, seconds, tick, tick_seconds
+from hetexp.report.charts.svg import bounds, deviation, tick, tick_seconds
 from hetexp.report.page.data import Drawn, device_names, profile_names
 from hetexp.report.results import Comparison, Interval
+from hetexp.report.words import number, seconds
 
 FULL, HALF, PHONE = 1000.0, 470.0, 322.0
 """Widths of figures, in CSS pixels."""

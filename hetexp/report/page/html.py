@@ -12,7 +12,7 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from hetexp.report.charts.svg import number, percent
+from hetexp.report.charts.svg import percent
 from hetexp.report.diagram.files import svg_of
 from hetexp.report.figures import throughput
 from hetexp.report.page import devices, figures, table
@@ -20,7 +20,7 @@ from hetexp.report.page.data import Drawn, as_json, drawn, plain
 from hetexp.report.results import Comparison
 from hetexp.report.runs import RunRecord
 from hetexp.report.variants import label_of
-from hetexp.report.words import counted
+from hetexp.report.words import counted, number
 
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z`])")
 """Space between two sentences."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hetexp.report.charts.svg import bounds, deviation, number, percent, seconds
+from hetexp.report.charts.svg import bounds, deviation, percent
 from hetexp.report.results import Comparison, Interval, Variant
+from hetexp.report.words import number, seconds
 
 EMULATED = "Emulated devices: arithmetic is real, speed is modelled. No number here is hardware's."
 INVALID = "This machine was too slow to emulate the cards: the variant's speeds are not theirs."

@@ -198,7 +198,7 @@ def table(comparison: Comparison) -> list[str]:
         cells = [
             f"**{label}**" if variant is comparison.best else label,
             str(len(variant.runs)),
-            number(speed.mean if speed is not None else None),
+            number(speed.mean if speed is not None else None, 4),
             number(speed.high - speed.mean if speed is not None and speed.high is not None else None, 2),
             *(number(value.mean if value is not None else None, 3) for value in means),
             cell(_remarks(variant)),

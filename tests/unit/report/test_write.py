@@ -142,15 +142,20 @@ def test_a_report_needs_no_torch(sweep: Path) -> None:
         (1234567.0, "1,235,000"),
         (12.345678, "12.35"),
         (0.00012345, "0.0001234"),
-        (9.9999, "10.000"),
+        (9.9999, "10.00"),
         (-1.5, "-1.500"),
         (1e-9, "1.000e-09"),
         (math.nan, "not finite"),
     ],
 )
 def test_numbers(value: float | None, text: str) -> None:
-    assert number(value) == text
+    assert number(value, 4) == text
 
 
 def test_durations() -> None:
-    assert [seconds(value) for value in (2.5, 0.0125, 3e-6, None)] == ["2.500 s", "12.50 ms", "3.000 µs", "–"]
+    assert [seconds(value, 4) for value in (2.5, 0.0125, 3e-6, None)] == [
+        "2.500 s",
+        "12.50 ms",
+        "3.000 µs",
+        "–",
+    ]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetexp.report import words
 from hetexp.report.charts import lines as charts_lines
 from hetexp.report.charts import svg as charts
 from hetexp.report.charts.bars import Bar, Part, Row, bars, dots, stacked
@@ -33,7 +34,7 @@ def test_bars_are_as_long_as_their_values(width: float) -> None:
     values = [90_000.0, 60_000.0, 15_000.0]
     whiskers = [(80_000.0, 100_000.0), (None, None), (-10_000.0, 40_000.0)]
     svg = bars(
-        [Bar(row, v, *w, charts.number(v)) for row, v, w in zip(ROWS, values, whiskers, strict=True)],
+        [Bar(row, v, *w, words.number(v)) for row, v, w in zip(ROWS, values, whiskers, strict=True)],
         width,
         "Samples a second",
         "samples / s",
@@ -174,13 +175,13 @@ def test_scales_hold_their_values(values: list[float], zero: bool, log: bool, ti
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("131,400", charts.number(131_412.0, 4)),
-        ("0.0123", charts.number(0.01234)),
-        ("10.0", charts.number(9.996)),
-        ("0", charts.number(0.0)),
-        ("1.50 ms", charts.seconds(0.0015)),
+        ("131,400", words.number(131_412.0, 4)),
+        ("0.0123", words.number(0.01234)),
+        ("10.0", words.number(9.996)),
+        ("0", words.number(0.0)),
+        ("1.50 ms", words.seconds(0.0015)),
         ("1.5 ms", charts.tick_seconds(0.0015)),
-        ("478 µs", charts.seconds(478e-6)),
+        ("478 µs", words.seconds(478e-6)),
         ("50k", charts.tick(50_000.0)),
         ("0.25", charts.tick(0.25)),
         ("−12.3 %", charts.percent(-0.123)),
