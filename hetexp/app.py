@@ -395,10 +395,10 @@ def _go(spec: RunSpec, console: Console, ranks: RankSource) -> dict[str, Any]:
 def _predict(spec: RunSpec, console: Console) -> dict[str, Any]:
     """Print what each strategy and policy would make of the devices, and write it to the run folder."""
     from hetexp.core.files import write_json
-    from hetexp.launch.prepare.planning import Wanted, foresee
+    from hetexp.launch.prepare.planning import PredictionRequest, predict_run
     from hetexp.launch.terminal.prediction import show
 
-    found = foresee(spec, Wanted())
+    found = predict_run(spec, PredictionRequest())
     show(found, console)
     path = spec.request.run_dir / "prediction.json"
     write_json(path, found.to_dict())

@@ -117,7 +117,7 @@ def _stored_plan(given: Path) -> tuple[Plan | None, list[str], list[str]]:
 def _predicted_plan(options: argparse.Namespace) -> tuple[Plan | None, list[str], list[str]]:
     """Return the plan that a run would have, remarks on unknown parts, and the problems of the words."""
     from hetexp.app import compose_and_check
-    from hetexp.launch.prepare.select_strategy import foreseen
+    from hetexp.launch.prepare.select_strategy import preview
     from hetexp.plan.run_spec import Request
 
     here = Path.cwd()
@@ -125,5 +125,5 @@ def _predicted_plan(options: argparse.Namespace) -> tuple[Plan | None, list[str]
     checked = compose_and_check(options.config, request, options.config_dir)
     if checked.problems or checked.spec is None:
         return None, [], checked.problems
-    _, plan, remarks = foreseen(checked.spec)
+    _, plan, remarks = preview(checked.spec)
     return plan, remarks, []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
 
 if TYPE_CHECKING:
-    from hetexp.launch.prepare.planning import OtherPlan, Wanted
+    from hetexp.launch.prepare.planning import ChangedPlan, PredictionRequest
     from hetexp.plan.run_spec import RunSpec
 
 _EPILOG = """\
@@ -71,7 +71,7 @@ def _joined(words: Sequence[str]) -> list[str]:
 def _run(options: argparse.Namespace) -> int:
     from hetexp.app import compose_and_check
     from hetexp.core.errors import ConfigError
-    from hetexp.launch.prepare.planning import check_scale, foresee
+    from hetexp.launch.prepare.planning import check_scale, predict_run
     from hetexp.plan.run_spec import Request
 
     here = Path.cwd()
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     assert spec is not None
-    prediction = foresee(spec, wanted, other)
+    prediction = predict_run(spec, wanted, other)
     if options.json:
         print(json.dumps(prediction.to_dict(), indent=2))
         return 0
@@ -98,10 +98,10 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _wanted(options: argparse.Namespace) -> tuple[Wanted, list[str]]:
+def _wanted(options: argparse.Namespace) -> tuple[PredictionRequest, list[str]]:
     """Return the requested prediction, and the problems of the options."""
     from hetexp.core.errors import ConfigError, must_be
-    from hetexp.launch.prepare.planning import Wanted
+    from hetexp.launch.prepare.planning import PredictionRequest
     from hetexp.plan.predict.what_if import parse_changes
 
     problems: list[str] = []
@@ -116,10 +116,10 @@ def _wanted(options: argparse.Namespace) -> tuple[Wanted, list[str]]:
         problems.append(must_be("--objective", "budget if --watts is given", options.objective))
     if options.watts is not None and not 0 < options.watts < float("inf"):
         problems.append(must_be("--watts", "a number above 0", options.watts))
-    return Wanted(tuple(changes), options.scale, options.objective, options.watts), problems
+    return PredictionRequest(tuple(changes), options.scale, options.objective, options.watts), problems
 
 
-def _other(wanted: Wanted, spec: RunSpec, problems: list[str]) -> OtherPlan | None:
+def _other(wanted: PredictionRequest, spec: RunSpec, problems: list[str]) -> ChangedPlan | None:
     """Return the plan after `--what-if`; append problems of the changes and of `--scale` to `problems`."""
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.launch.prepare.planning import what_if

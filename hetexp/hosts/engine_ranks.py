@@ -37,6 +37,7 @@ from hetexp.launch.processes.store import bind, host_store
 from hetexp.launch.rank_source import NeedBytes, RankSource
 from hetexp.launch.terminal.diagrams import diagrams
 from hetexp.launch.terminal.display import show_plan, show_summary
+from hetexp.launch.terminal.lines import print_line
 from hetexp.plan.run_spec import RunSpec
 from hetexp.plan.strategy import Strategy
 from hetexp.worker import keep_from_ending
@@ -135,7 +136,7 @@ class EngineRanks(RankSource):
         except (Exception, SystemExit) as error:
             keep_from_ending()  # the engine ends all ranks as soon as one has failed
             cause = self._cause(error, plan)
-            console.print(cause, style="red", markup=False, highlight=False, soft_wrap=True)
+            print_line(console, cause, "red")
             last = cause.strip().splitlines()[-1]
             status = "interrupted" if cause == STOPPED else "failed"
             write_json(path, blank_summary(plan, status) | {"error": last})

@@ -21,6 +21,7 @@ from hetexp.hosts.joined_host import JoinedHost
 from hetexp.hosts.leader_server import JoinRequest, LeaderServer
 from hetexp.hosts.this_host import HostInfo
 from hetexp.launch.processes.hosts import reachable
+from hetexp.launch.terminal.lines import print_line
 
 
 @contextmanager
@@ -67,7 +68,7 @@ class _Leader:
 
     def __init__(self, info: HostInfo, server: LeaderServer, console: Console) -> None:
         self.info, self.server = info, server
-        self.show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        self.show = partial(print_line, console)
 
     def gather(self) -> dict[str, JoinRequest]:
         """Return the requests of all other machines, in the order of `cluster.hosts`.

@@ -37,6 +37,7 @@ from hetexp.launch.processes.failure import RankFailure, log_path, write_failure
 from hetexp.launch.processes.hosts import reachable
 from hetexp.launch.processes.members import Member, end_all, start_member
 from hetexp.launch.processes.process import signal_group, signal_rank
+from hetexp.launch.terminal.lines import print_line
 
 POLL_SECONDS = 0.05
 CHUNK_BYTES = 2**16
@@ -70,7 +71,7 @@ def run_member(
             code, text = launcher.follow()
     if code != 0:
         raise RunFailedError(text, exit_code=1)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, text)
     return {"status": "completed", "message": text}
 
 
@@ -88,11 +89,9 @@ def join_leader(info: HostInfo, console: Console) -> tuple[Channel, str]:
     address = resolve(leader, cluster)
     where, limit = f"{leader.name} at {address}:{cluster.port}", cluster.join_seconds
 
-    def show(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     def waits(error: OSError) -> None:
-        show(f"{name} waits for {where}, up to {limit:g} s (cluster.join_seconds): {explain(error)}.")
+        text = f"{name} waits for {where}, up to {limit:g} s (cluster.join_seconds): {explain(error)}."
+        print_line(console, text)
 
     try:
         connection = connect_within((address, cluster.port), limit, info.address, waits)
@@ -123,7 +122,7 @@ def join_leader(info: HostInfo, console: Console) -> tuple[Channel, str]:
         connection.close()
         raise RunFailedError(str(answer.get("text", "the leader has ended")))
     devices = ", ".join(device.id for device in info.facts.devices)
-    show(f"{name} has joined {where} with {devices}, and does what it says.")
+    print_line(console, f"{name} has joined {where} with {devices}, and does what it says.")
     return channel, address
 
 
@@ -218,8 +217,8 @@ class _MemberLauncher:
             plan = self._placed(Plan.from_json(command["plan"]), folder)
             path = folder / "plan.json"
             plan.write(path, durable=False)
-            begins = member is not None
-            self._ranks[key] = _Rank(key, start_member(plan, path, rank, command["method"], number, begins))
+            joins = member is not None
+            self._ranks[key] = _Rank(key, start_member(plan, path, rank, command["method"], number, joins))
         except (OSError, HetexpError, WireError, TypeError, ValueError) as error:
             problem = f"Rank {rank} cannot be started on {self._info.host.name}: {error}."
             if isinstance(error, SetupError):

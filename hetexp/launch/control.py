@@ -1,7 +1,7 @@
-"""What a person asks of a running training: a file in its run folder, and an answer beside it.
+"""Commands to a running training: a file in its run folder for each command, and one for its answer.
 
-No port is opened for it. Whoever may write into the run folder may ask; the folder is its owner's alone, what
-is in it is JSON of limited size, and only files of the same user count.
+No port is opened. Only the owner of the run folder can write there. The files are JSON of limited size, and
+files of other users are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hetexp.core.files import write_json
 
 FOLDER = "control"
 LARGEST_BYTES = 16 * 1024
-"""Of an order's file: what is larger is not read."""
+"""Largest file of a command."""
 POLL_SECONDS = 0.05
 _LOCK = ".running"
 _ID = re.compile(r"[0-9a-f]{8,64}")
@@ -34,25 +34,25 @@ _ANSWER = ".answer.json"
 
 @dataclass(frozen=True)
 class Command:
-    """One thing that a person asks for."""
+    """A command of the user."""
 
     id: str
-    command: str
+    name: str
     """`add`, `drop`, or the name of a `hetexp.core.epoch.Request`."""
     argument: str = ""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of it."""
+    """The answer to a command."""
 
     done: bool
     text: str
-    """For people: what was done, or why not."""
+    """What was done, or why not."""
 
 
 class ControlServer:
-    """The launcher's side: takes orders, and answers them. The run is under way as long as it is open."""
+    """Receives and answers commands in the launcher. While it is open, the run counts as running."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
@@ -68,34 +68,34 @@ class ControlServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for order in self.orders():
-            self.answer(order, Answer(False, "The run has ended."))
+        for command in self.commands():
+            self.answer(command, Answer(False, "The run has ended."))
         self._lock.release()
         with contextlib.suppress(OSError):
             (self._folder / _LOCK).unlink()
             self._folder.rmdir()  # unless an answer waits there to be read
 
-    def orders(self) -> list[Command]:
-        """Return the orders that have come since the last call, the first one first."""
-        found = []
+    def commands(self) -> list[Command]:
+        """Return the commands since the last call, the oldest first."""
+        commands = []
         for path in sorted(self._folder.glob("*.json"), key=_written_at):
             if path.name.endswith(_ANSWER):
                 continue
             name = path.name.removesuffix(".json")
             if _ID.fullmatch(name):
-                order = _read(path, name)
-                if isinstance(order, Command):
-                    found.append(order)
+                command = _read(path, name)
+                if isinstance(command, Command):
+                    commands.append(command)
                 else:
-                    self.answer(Command(name, ""), Answer(False, order))
+                    self.answer(Command(name, ""), Answer(False, command))
             with contextlib.suppress(OSError):
                 path.unlink()
-        return found
+        return commands
 
-    def answer(self, order: Command, answer: Answer) -> None:
-        """Write down what became of an order; a full disk does not stop the training."""
+    def answer(self, command: Command, answer: Answer) -> None:
+        """Write the answer to a command; a full disk does not stop the training."""
         with contextlib.suppress(OSError):
-            write_json(self._folder / f"{order.id}{_ANSWER}", asdict(answer), durable=False)
+            write_json(self._folder / f"{command.id}{_ANSWER}", asdict(answer), durable=False)
 
 
 def _written_at(path: Path) -> int:
@@ -106,38 +106,38 @@ def _written_at(path: Path) -> int:
 
 
 def _read(path: Path, name: str) -> Command | str:
-    """Return the order in a file, or what is wrong with it."""
+    """Return the command in a file, or what is wrong with it."""
     try:
-        # Neither a link to somebody else's file nor a pipe without a writer.
+        # Follows no link to another user's file, and does not wait for the writer of a pipe.
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         with os.fdopen(os.open(path, flags), "rb") as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode) or (hasattr(os, "getuid") and facts.st_uid != os.getuid()):
-                return "An order must be a plain file of the run's own user."
+                return "A command must be a plain file of the run's own user."
             content = file.read(LARGEST_BYTES + 1)
     except OSError as error:
-        return f"The order cannot be read: {error.strerror}."
+        return f"The command cannot be read: {error.strerror}."
     if len(content) > LARGEST_BYTES:
-        return f"An order must have at most {LARGEST_BYTES} bytes."
+        return f"A command must have at most {LARGEST_BYTES} bytes."
     try:
         raw = json.loads(content)
     except (ValueError, RecursionError):
-        return "An order must be JSON."
+        return "A command must be JSON."
     raw = raw if isinstance(raw, dict) else {}
     command, argument = raw.get("command"), raw.get("argument", "")
     if not isinstance(command, str) or not _NAME.fullmatch(command) or not isinstance(argument, str):
         return (
-            "An order must have a `command` of small letters, digits, - and _, and maybe a text `argument`."
+            "A command must have a `command` of small letters, digits, - and _, and maybe a text `argument`."
         )
     return Command(name, command, argument)
 
 
 def ask(run_dir: Path, command: str, argument: str = "") -> Answer:
-    """Ask a running training for something, and wait for its answer as long as it runs.
+    """Send a command to a running training, and wait for the answer while it runs.
 
     Raises:
-        UsageError: the name of the command is none.
-        SetupError: the folder is no run, its run is over, or it belongs to somebody else.
+        UsageError: the command has no valid name.
+        SetupError: the folder is no run, its run is over, or it belongs to another user.
     """
     if not _NAME.fullmatch(command):
         raise UsageError(must_be("NAME", "of small letters, digits, - and _", command))
@@ -186,17 +186,16 @@ def _runs(run_dir: Path) -> bool:
 
 
 def find_run(text: str, here: Path) -> Path:
-    """Return the folder of a run that a person names by its path, or by its folder's name below `outputs`.
+    """Return the folder of a run, from its path or from the name of its folder below `outputs`.
 
     Raises:
-        SetupError: there is none, or there are several.
+        SetupError: there is no such run, or there are several.
     """
     given = here / text
     if given.is_dir() or len(Path(text).parts) > 1:
         return given
-    found = [path.parent for path in (here / "outputs").glob(f"**/{text}/plan.json")]
-    if len(found) == 1:
-        return found[0]
-    several = f" It is the name of {len(found)} runs: name its path." if found else ""
-    accepted = "the folder of a run, or its name below outputs"
-    raise SetupError(must_be("RUN", accepted, text, several.strip()))
+    runs = [path.parent for path in (here / "outputs").glob(f"**/{text}/plan.json")]
+    if len(runs) == 1:
+        return runs[0]
+    fix = f"It is the name of {len(runs)} runs: name its path." if runs else ""
+    raise SetupError(must_be("RUN", "the folder of a run, or its name below outputs", text, fix))

@@ -1,7 +1,7 @@
-"""What a machine must offer before a run may start, checked before anything is started.
+"""Checks of the machine before a run: interpreters, folders, memory and limits of the system.
 
-`check_machine` is the launcher's part. What only a rank can know, the size of its model, is checked there
-by `check_checkpoint_space`, before the first step.
+The launcher calls `check_machine`. A rank calls `check_checkpoint_space` before the first step, because only
+a rank knows the size of its model.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_AN_ITEM = 4 * 2**20
-"""Least bytes of shared memory for a microbatch that a data loader process hands over through it."""
+"""Least bytes of shared memory for each microbatch from a data loader process."""
 SHARED_MEMORY_A_WORKER = 2 * SHARED_MEMORY_AN_ITEM
-"""Those of a process, with as many microbatches ahead as by default."""
+"""Least bytes for each data loader process with the default `prefetch_factor`."""
 OPEN_FILES = 256
-"""Least open files a process may have: a rank has libraries, sockets and its data loader's pipes."""
+"""Least open files that a process needs for libraries, sockets and its data loader's pipes."""
 
-_HOW_A_STEP_IS_COMPUTED = {"fused", "foreach", "capturable"}
+_DEVICE_ONLY = {"fused", "foreach", "capturable"}
 """Options of torch's optimizers that need a real device."""
 
 _LOG = logging.getLogger(__name__)
 
 
 def check_machine(plan: Plan, config: Config, environments: Sequence[Mapping[str, str]]) -> None:
-    """Check what no configuration value shows: interpreters, the run folder, shared memory, limits.
+    """Check interpreters, the run folder, shared memory and limits, which no configuration shows.
 
     Args:
-        environments: of each rank, as it will be started.
+        environments: environment variables of each rank.
 
     Raises:
-        SetupError: names everything that is in the way, at once.
+        SetupError: names all problems at once.
     """
     problems = [
         *_interpreters(plan, environments),
@@ -64,22 +64,20 @@ def check_machine(plan: Plan, config: Config, environments: Sequence[Mapping[str
 
 
 def check_checkpoint_space(folder: Path, needed: int, count: int) -> None:
-    """Check that a checkpoint will fit, before hours of training show that it does not.
-
-    Where one fits but not all of them do, a warning says so.
+    """Check before the training that a checkpoint fits on the disk; warn if not all of them do.
 
     Args:
-        folder: that checkpoints go to, or will once it is made.
+        folder: for the checkpoints; it need not exist yet.
         needed: bytes of a checkpoint (`checkpoint_bytes`).
-        count: most checkpoints of the run that there will be at one time.
+        count: most checkpoints of the run that exist at one time.
 
     Raises:
-        SetupError: names the folder, what is free and what is needed.
+        SetupError: names the folder, its free space and the needed one.
     """
     if count < 1:
         return
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise SetupError(
             f"{folder} must have room for a checkpoint of this model and its optimizer ({_size(needed)}), "
@@ -98,13 +96,13 @@ def check_checkpoint_space(folder: Path, needed: int, count: int) -> None:
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the size of a checkpoint's tensors, those included that the optimizer has not made yet."""
+    """Return the size of a checkpoint's tensors, including those of the optimizer's first step."""
     tensors = {id(value): value for value in model.state_dict(keep_vars=True).values()}
     return sum(_nbytes(value) for value in tensors.values()) + _optimizer_bytes(optimizer)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the size of the state after the first step: of that step's rehearsal, without any memory."""
+    """Return the size of the optimizer's state after its first step, from a trial on the meta device."""
     import torch
 
     groups = []
@@ -112,14 +110,14 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
         copies = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
         for copy in copies:
             copy.grad = torch.empty_like(copy)
-        plain = dict.fromkeys(_HOW_A_STEP_IS_COMPUTED & group.keys(), False)
+        plain = dict.fromkeys(_DEVICE_ONLY & group.keys(), False)
         groups.append({**group, **plain, "params": copies})
     try:
         make: Callable[..., torch.optim.Optimizer] = type(optimizer)
-        rehearsed = make(groups)
-        rehearsed.step()
-        state = rehearsed.state
-    except Exception:  # a person's own class may do anything; most keep two values a parameter, as Adam does
+        trial = make(groups)
+        trial.step()
+        state = trial.state
+    except Exception:  # a user's own class may do anything; most keep two values per parameter, as Adam does
         return 2 * sum(_nbytes(p) for group in optimizer.param_groups for p in group["params"])
     return sum(_nbytes(value) for values in state.values() for value in values.values())
 
@@ -181,15 +179,14 @@ def _open_files() -> Iterator[str]:
 
 
 def _interface(plan: Plan, environments: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    wanted = environments[0].get("GLOO_SOCKET_IFNAME", "")
-    if plan.world_size == 1 or plan.collective_backend != "gloo" or not wanted:
+    named = environments[0].get("GLOO_SOCKET_IFNAME", "")
+    if plan.world_size == 1 or plan.collective_backend != "gloo" or not named:
         return
-    there = [name for _, name in socket.if_nameindex()]
-    unknown = [name for name in wanted.split(",") if name not in there]
-    if unknown:
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if not set(named.split(",")) <= set(interfaces):
         yield (
             f"The variable GLOO_SOCKET_IFNAME must name network interfaces of this machine "
-            f"({', '.join(there)}), but is '{wanted}'. Unset it: ranks of one machine meet on the loopback."
+            f"({', '.join(interfaces)}), but is '{named}'. Unset it: ranks of one machine use the loopback."
         )
 
 

@@ -30,7 +30,7 @@ class RankSource(ABC):
     """Whether `select` returns the devices of all ranks, not only those of this machine."""
 
     def local_config(self, config: Config) -> Config:
-        """Return the configuration as this machine reads it.
+        """Return the configuration with the values for this machine.
 
         Raises:
             ConfigError: the role of this machine is not known.

@@ -1,4 +1,4 @@
-"""What the launcher asks of the ranks of a running training, and what they answer."""
+"""Requests of the launcher to the ranks of a running training, and their answers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hetexp.launch.control import Answer
 
 
 class Requests:
-    """Numbers requests, and hands each answer on once.
+    """Sends numbered requests to the ranks, and passes each answer on once.
 
     Args:
-        store: the launcher's own end of it.
+        store: the launcher's connection to the store.
     """
 
     def __init__(self, store: Any) -> None:
@@ -23,7 +23,7 @@ class Requests:
         self._open: dict[int, Callable[[Answer], None]] = {}
 
     def send(self, name: str, argument: str = "", reply: Callable[[Answer], None] = lambda _: None) -> None:
-        """Ask all ranks for something; they act together at a step's end.
+        """Send a request to all ranks, which act after the same step.
 
         Args:
             reply: gets the answer of the first rank.
@@ -34,14 +34,14 @@ class Requests:
         self._store.set(LATEST_REQUEST, str(self._number))
 
     def poll(self) -> None:
-        """Hand on what has been answered."""
+        """Pass new answers on."""
         for number in list(self._open):
             key = answer_key(number)
             if self._store.check([key]):
                 self._open.pop(number)(_answer(json.loads(self._store.get(key))))
 
     def close(self) -> None:
-        """Tell all that wait that no answer comes any more."""
+        """Answer all open requests: the run has ended."""
         for reply in self._open.values():
             reply(Answer(False, "The run has ended."))
         self._open.clear()

@@ -1,8 +1,8 @@
-"""What `resume` means, found out before anything is started: a run, its checkpoint, and what was passed over.
+"""Finds the checkpoint of `resume` before anything starts.
 
-`auto`, `last`, `best` and `step:N` are of the run that the run folder holds already (`hydra.run.dir=…`), else
-of the newest run of the same job beside it: same model, data, optimizer, seed, batch and name. Devices,
-strategy and balancing may be others.
+`auto`, `last`, `best` and `step:N` refer to the run in the run folder (`hydra.run.dir=…`). If there is none,
+they refer to the newest run of the same job beside it. The same job has the same model, data, optimizer,
+seed, batch and name, but maybe other devices, strategy and balancing.
 """
 
 from __future__ import annotations
@@ -39,48 +39,48 @@ _LIMITS = ("max_steps", "max_epochs")
 
 @dataclass(frozen=True)
 class FoundRun:
-    """What `resume` stands for."""
+    """The run and checkpoint that `resume` refers to."""
 
     path: Path | None
-    """Of the checkpoint; `None`: a new training begins."""
+    """Folder of the checkpoint; `None`: a new training begins."""
     sentences: tuple[str, ...] = ()
     """Sentences for the screen."""
     in_place: bool = False
-    """Whether the run folder's own run goes on in it."""
+    """Whether the run in the run folder goes on there."""
     finished: bool = False
-    """Whether that run has done all that is asked for: its summary stands."""
+    """Whether that run is complete, so that its summary stays."""
 
 
 def find(spec: RunSpec) -> FoundRun:
-    """Return what `resume` stands for.
+    """Return the run and checkpoint that `resume` refers to.
 
     Raises:
-        ConfigError, CheckpointError: there is no such checkpoint, or the run folder holds a run that does
-            not go on.
+        ConfigError, CheckpointError: there is no such checkpoint, or the run folder has a run that does not
+            go on.
     """
     run_dir, working_dir, resume = spec.request.run_dir, spec.request.working_dir, spec.config.resume
-    there = (run_dir / PLAN).exists()
-    if resume is None:
-        if there:
-            raise ConfigError(_holds_a_run(run_dir))
+    exists = (run_dir / PLAN).exists()
+    request = ResumeRequest.read(resume, working_dir) if resume is not None else None
+    in_place = request is not None and request.path is None and request.which in ("auto", LAST)
+    if exists and not in_place:
+        raise ConfigError(
+            f"`hydra.run.dir` must be a new folder, but {run_dir} holds a run already, whose results would "
+            "be lost. With resume=auto it goes on there."
+        )
+    if request is None:
         return FoundRun(None)
-    wish = ResumeRequest.read(resume, working_dir)
-    if wish.path is not None:
-        if there:
-            raise ConfigError(_holds_a_run(run_dir))
-        return _choose(spec, working_dir / wish.path, wish.which)
-    if there and wish.which not in ("auto", LAST):
-        raise ConfigError(_holds_a_run(run_dir))
-    return _of_this_job(spec, wish.which, there)
+    if request.path is not None:
+        return _choose(spec, working_dir / request.path, request.which)
+    return _of_this_job(spec, request.which, exists)
 
 
 def going_on(spec: RunSpec, found: FoundRun) -> RunSpec:
-    """Return the run with the checkpoint that was found in place of what was typed."""
+    """Return the run with the path of its checkpoint as `resume`."""
     return spec.with_values(resume=str(found.path) if found.path is not None else None)
 
 
 def resumes_ranks(spec: RunSpec, path: Path) -> bool:
-    """Return whether each rank of a run goes on from a checkpoint of its own in a folder."""
+    """Return whether each rank of a run has a checkpoint of its own in a folder to go on from."""
     try:
         strategy = spec.strategy
     except Exception:  # reported with the strategy's other problems
@@ -88,36 +88,37 @@ def resumes_ranks(spec: RunSpec, path: Path) -> bool:
     return strategy.resumes_ranks(path)
 
 
-def _of_this_job(spec: RunSpec, which: str, there: bool) -> FoundRun:
+def _of_this_job(spec: RunSpec, which: str, in_place: bool) -> FoundRun:
     run_dir = spec.request.run_dir
-    runs = [run_dir] if there else list(_same_job(spec))
-    passed: list[str] = []
+    runs = [run_dir] if in_place else list(_same_job(spec))
+    skipped: list[str] = []
     for run in runs:
         if not _has_checkpoints(run):
-            passed.append(f"'{run}' was passed over: it has no complete checkpoint.")
+            skipped.append(f"'{run}' was passed over: it has no complete checkpoint.")
             continue
         if which == "auto" and _is_done(run, spec):
             reason = f"'{run}' is complete, and no more steps are asked for"
-            if there:
+            if in_place:
                 return FoundRun(None, (f"resume=auto: {reason}. Nothing is done.",), finished=True)
-            return FoundRun(None, (*passed, f"resume=auto: {reason}. A new training begins."))
+            return FoundRun(None, (*skipped, f"resume=auto: {reason}. A new training begins."))
         with lock_folder(run, wait=False) as idle:
             if not idle:
                 fix = "Wait for it, or name another run's folder."
                 raise ConfigError(must_be("resume", "of a run that has ended", f"{which} ({run})", fix))
         found = _choose(spec, run, LAST if which == "auto" else which)
-        return FoundRun(found.path, (*passed, *found.sentences), in_place=there)
+        return FoundRun(found.path, (*skipped, *found.sentences), in_place=in_place)
     if which == "auto":
-        if there:
-            passed = [f"'{run_dir}' has no complete checkpoint."]
-        elif not passed:
-            passed = [f"there is no run of the same job in {_place(run_dir)}."]
-        return FoundRun(None, (f"resume=auto: {' '.join(passed)} A new training begins.",), in_place=there)
+        if in_place:
+            skipped = [f"'{run_dir}' has no complete checkpoint."]
+        elif not skipped:
+            skipped = [f"there is no run of the same job in {_runs_folder(run_dir)}."]
+        text = f"resume=auto: {' '.join(skipped)} A new training begins."
+        return FoundRun(None, (text,), in_place=in_place)
     fix = (
-        f"There is none in {_place(run_dir)} with the same model, data, optimizer, seed, batch and name. "
-        f"Name its folder: resume=outputs/2026-01-31/12-00-00-0a1b2c/{which}"
+        f"There is none in {_runs_folder(run_dir)} with the same model, data, optimizer, seed, batch and "
+        f"name. Name its folder: resume=outputs/2026-01-31/12-00-00-0a1b2c/{which}"
     )
-    raise ConfigError(" ".join([must_be("resume", "of a run of the same job", which, fix), *passed]))
+    raise ConfigError(" ".join([must_be("resume", "of a run of the same job", which, fix), *skipped]))
 
 
 def _choose(spec: RunSpec, path: Path, which: str) -> FoundRun:
@@ -136,35 +137,35 @@ def _same_job(spec: RunSpec) -> Iterator[Path]:
     """Yield the runs of the same job beside the run folder, the newest first."""
     request = spec.request
     script = (str(request.script.absolute()), *request.script_arguments) if request.script is not None else ()
-    mine = _identity(spec.raw, script)
+    identity = _identity(spec.raw, script)
     # Jobs of a sweep may differ in strategies alone: each goes on from the same job.
     key = key_of(request.overrides) if request.sweep is not None else None
-    found = []
+    runs = []
     for plan in _plans(request.run_dir):
         try:
             raw = json.loads(plan.read_text(encoding="utf-8"))
             ran = tuple(map(str, (raw["script"], *raw["script_arguments"]) if raw.get("script") else ()))
             same = key is None or key_of(raw["overrides"]) == key
-            if same and _identity(raw["config"], ran) == mine:
-                found.append((plan.stat().st_mtime, plan.parent))
+            if same and _identity(raw["config"], ran) == identity:
+                runs.append((plan.stat().st_mtime, plan.parent))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # of another version, or half gone
-    for _, run in sorted(found, reverse=True):
+            continue  # of another version, or partly deleted
+    for _, run in sorted(runs, reverse=True):
         if run != request.run_dir:
             yield run
 
 
 def _plans(run_dir: Path) -> Iterator[Path]:
     by_date = _DATE.fullmatch(run_dir.parent.name) is not None
-    place = _place(run_dir)
-    if place.is_dir():
-        for plan in place.glob(f"*/*/{PLAN}" if by_date else f"*/{PLAN}"):
+    folder = _runs_folder(run_dir)
+    if folder.is_dir():
+        for plan in folder.glob(f"*/*/{PLAN}" if by_date else f"*/{PLAN}"):
             if not by_date or _DATE.fullmatch(plan.parent.parent.name):
                 yield plan
 
 
-def _place(run_dir: Path) -> Path:
-    """Return the folder of a run and those beside it; runs of other days are, too."""
+def _runs_folder(run_dir: Path) -> Path:
+    """Return the folder with a run and the runs beside it, including those of other days."""
     return run_dir.parent.parent if _DATE.fullmatch(run_dir.parent.name) else run_dir.parent
 
 
@@ -191,29 +192,21 @@ def _has_checkpoints(run: Path) -> bool:
 
 
 def _is_done(run: Path, spec: RunSpec) -> bool:
-    """Return whether a run has done all that is asked for."""
+    """Return whether a run is complete, and its limits are those of the new one."""
     try:
         summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
         trainer = json.loads((run / PLAN).read_text(encoding="utf-8"))["config"]["trainer"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    asked = spec.raw["trainer"]
-    same = all(trainer.get(key) == asked.get(key) for key in _LIMITS)
+    same = all(trainer.get(key) == spec.raw["trainer"].get(key) for key in _LIMITS)
     return bool(summary.get("status") == "completed" and same)
-
-
-def _holds_a_run(run_dir: Path) -> str:
-    return (
-        f"`hydra.run.dir` must be a new folder, but {run_dir} holds a run already, whose results would be "
-        "lost. With resume=auto it goes on there."
-    )
 
 
 @contextmanager
 def held(found: FoundRun, run_dir: Path) -> Iterator[None]:
-    """Keep the checkpoint from being deleted, and the run folder from being resumed, while the block runs.
+    """Lock the checkpoint against deletion and the run folder against a resume, while the context lasts.
 
-    What an attempt that goes on in the same folder left of its end is removed first.
+    First `clear` removes the files of an earlier end in the same folder.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as locks:
@@ -225,7 +218,7 @@ def held(found: FoundRun, run_dir: Path) -> Iterator[None]:
 
 
 def clear(found: FoundRun, run_dir: Path) -> None:
-    """Remove what an attempt that goes on in the same folder left of its end."""
+    """Remove the files of an earlier end, if the run goes on in the same folder."""
     if found.in_place:
         (run_dir / SUMMARY).unlink(missing_ok=True)
         for old in ("logs", "plans", "control"):

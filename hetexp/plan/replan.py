@@ -13,7 +13,7 @@ from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
-from hetexp.plan.measured import holds, predicted
+from hetexp.plan.calibrated_plan import best_split, holds
 from hetexp.plan.routes import routed
 
 USED_MEMORY = 0.9
@@ -90,7 +90,7 @@ def _shares(whole: Plan, places: Sequence[int]) -> tuple[tuple[float, ...], dict
     left = {**known, "devices": [known["devices"][place] for place in places]}
     if known["exchange"] is None or not holds(own, places, total):
         return shares, {**left, "predicted_step_seconds": None}
-    choice = predicted(whole, own, Exchange.from_dict(known["exchange"]), places)
+    choice = best_split(whole, own, Exchange.from_dict(known["exchange"]), places)
     shares = tuple(count / total for count in choice.split.counts)
     return shares, {**left, "predicted_step_seconds": choice.step_seconds}
 

@@ -18,7 +18,7 @@ from hetexp.core.errors import must_be
 from hetexp.core.plan import Plan
 from hetexp.plan.exchange_checks import refuse_boundary_wire, refuse_wire
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
-from hetexp.plan.stages.arrange import CutsModels
+from hetexp.plan.stages.assign import StagedStrategy
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ class Preparation(Protocol):
     def samples(self, plan: Plan) -> Plan:
         """Return the plan with each rank's samples, and the passes and memory that they need."""
 
-    def stages(self, plan: Plan, cuts: CutsModels) -> Plan:
+    def stages(self, plan: Plan, cuts: StagedStrategy) -> Plan:
         """Return the plan with each rank's stages of the model."""
 
 

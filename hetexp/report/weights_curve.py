@@ -10,7 +10,7 @@ from typing import Any
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.step import Work, step_seconds
 from hetexp.hardware.links import links_of
-from hetexp.plan.measured import step_of
+from hetexp.plan.calibrated_plan import step_of
 from hetexp.report.results import CurvePoint, Variant, WeightsCurve
 from hetexp.report.runs import RunRecord
 from hetexp.report.variants import label_of

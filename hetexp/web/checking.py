@@ -70,7 +70,7 @@ def checked(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
 
 def estimated(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
     """Return the prediction of a step on the chosen devices, in the form of `hetexp.web.schemas.Estimate`."""
-    from hetexp.launch.prepare.select_strategy import foreseen
+    from hetexp.launch.prepare.select_strategy import preview
     from hetexp.plan.planner import make_plan
 
     spec = _composed(words)
@@ -78,7 +78,7 @@ def estimated(words: Sequence[str], gpu_ids: Sequence[str]) -> Answer:
     problem: str | None = None
     notes: list[str] = []
     try:
-        run, plan, notes = foreseen(spec)
+        run, plan, notes = preview(spec)
     except ConfigError as error:  # it does not fit
         problem, plan = " ".join(error.problems), make_plan(spec)
     step, best = (None, []) if problem else _predicted(run, plan)
@@ -116,12 +116,12 @@ def _predicted(run: RunSpec, plan: Plan) -> tuple[float | None, list[str]]:
     """
     from dataclasses import replace
 
-    from hetexp.launch.prepare.planning import alternatives, predicted
+    from hetexp.launch.prepare.planning import alternatives, predict_strategies
     from hetexp.plan.planner import make_plan
 
     choices = alternatives(run)
     choices = replace(choices, strategies={choices.own["strategy"]: run.strategy}, problems={})
-    prediction = predicted(run, make_plan(run), choices)
+    prediction = predict_strategies(run, make_plan(run), choices)
     policies = (None, choices.own["balancing"])
     own = next((row for row in prediction.rows if row.predicted and row.policy in policies), prediction.best)
     best = prediction.best or own

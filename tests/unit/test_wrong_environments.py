@@ -317,7 +317,7 @@ def test_disk_that_fills_up(train: Train, mount: Mount) -> None:
     [
         ("hetexp.plan.planner.make_plan", "config.yaml"),
         ("hetexp.launch.launcher.bind", "plan.json"),
-        ("hetexp.launch.launcher._Run.take_orders", "logs"),
+        ("hetexp.launch.launcher._Run.accept_commands", "logs"),
     ],
 )
 def test_disk_that_is_full_before_the_first_step(

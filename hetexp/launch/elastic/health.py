@@ -1,4 +1,4 @@
-"""Whether members live: their signs of life, and what the kernel tells of processes that give none."""
+"""Whether members live: their heartbeats, and the kernel's counts of processes that send none."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hetexp.launch.elastic.heartbeat import BEATS, Heartbeat
 from hetexp.launch.processes.members import Member
 
 UNSEEN = 5.0
-"""Heartbeats of silence that end a member where the kernel tells nothing, or that it waits for a disk."""
+"""Silence that ends a member, in `fault.heartbeat_seconds`, if the kernel has no counts or a disk is slow."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process did, as the kernel counts it."""
+    """The kernel's counts of a process."""
 
     ticks: int
-    """Of the CPU, of all its threads."""
+    """CPU time of all its threads."""
     stopped: bool
-    """By SIGSTOP."""
+    """Whether SIGSTOP stopped it."""
     runs: bool
-    """Whether a thread computes, wants to, or is looked at by a debugger."""
+    """Whether a thread computes, is ready to, or is in a debugger."""
     waits_for_disk: bool
 
 
 def usage_of(pid: int) -> Usage | None:
-    """Return what a process did so far, `None` where the system does not tell (Linux does)."""
+    """Return the kernel's counts of a process; `None` on other systems than Linux."""
     try:
         state, ticks = _stat(Path(f"/proc/{pid}/stat"))
         others = [_stat(path)[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
@@ -41,14 +41,14 @@ def usage_of(pid: int) -> Usage | None:
 
 
 def _stat(path: Path) -> tuple[str, int]:
-    """Return state and ticks; see proc_pid_stat(5). The name, which comes before them, may hold anything."""
+    """Return state and ticks (proc_pid_stat(5)); the name before them may have any characters."""
     fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[11]) + int(fields[12])
 
 
 @dataclass
 class _Seen:
-    """A member as last seen."""
+    """The last observation of a member."""
 
     raw: bytes
     beat: Heartbeat
@@ -56,22 +56,22 @@ class _Seen:
     """When this beat was first seen."""
     ticks: int
     quiet_since: float
-    """When it last gave a sign of life or computed."""
+    """When it last sent a heartbeat or computed."""
     step_since: float
-    """When it first reported this step, or that it takes steps."""
+    """When it first reported this step, or that it trains."""
 
 
 class HealthMonitor:
-    """Looks for members that neither give signs of life nor compute.
+    """Finds members that neither send heartbeats nor compute.
 
-    A rank whose interpreter is busy gives no sign and computes; one that waits for others does not compute
-    and gives signs; one that is stopped, or hangs in a driver that lets nothing run, does neither.
+    A rank with a busy interpreter computes, but sends no heartbeat. A rank that waits for others sends
+    heartbeats, but does not compute. A rank that is stopped, or hangs in a driver, does neither.
 
     Args:
-        store: the launcher's own end of it.
+        store: the launcher's connection to the store.
         heartbeat_seconds: longest silence.
-        clock: monotonic seconds.
-        usage: returns what a process did, by its id.
+        clock: returns monotonic seconds.
+        usage: returns the kernel's counts of a process, by its id.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class HealthMonitor:
         return seen.beat if seen is not None else None
 
     def seconds_in_step(self, member: int) -> float | None:
-        """Return how long a member has been in its step, `None` where it takes none."""
+        """Return how long a member has been in its step; `None` before its first heartbeat."""
         seen = self._seen.get(member)
         return self._clock() - seen.step_since if seen is not None else None
 

@@ -1,4 +1,4 @@
-"""A rank's signs of life: a thread of its own counts them in the store, and tells how far the rank is."""
+"""A rank's heartbeats: a daemon thread writes them to the store, with the progress of the rank."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import Any
 from hetexp.core.epoch import beat_key
 
 BEATS = 5
-"""Signs of life within `fault.heartbeat_seconds`."""
+"""Heartbeats within `fault.heartbeat_seconds`."""
 STEPS = "steps"
-"""What a rank does that trains: any other word is for work that takes as long as it takes."""
+"""`Heartbeat.doing` of a rank that trains. Other words stand for work without a time limit."""
 WAITING = "waiting"
-"""What a rank does that has lost its group, and waits for the launcher's next epoch."""
+"""`Heartbeat.doing` of a rank that has lost its group, and waits for the launcher's next epoch."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank tells with each sign of life."""
+    """One heartbeat of a rank."""
 
     count: int
     step: int | None = None
     """Steps done so far, `None` before training."""
     doing: str = ""
     step_seconds: float | None = None
-    """Mean of the steps since the first sign of life, `None` before any was done."""
+    """Mean of the steps since the first heartbeat; `None` before the first step."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -43,23 +43,24 @@ class Heartbeat:
 
 
 def beat(
-    store: Any, member: int, heartbeat_seconds: float, tell: Callable[[], tuple[int | None, str]]
+    store: Any, member: int, heartbeat_seconds: float, progress: Callable[[], tuple[int | None, str]]
 ) -> None:
-    """Let a daemon thread give signs of life until this process ends.
+    """Send heartbeats in a daemon thread until this process ends.
 
     Args:
-        store: a connection used only here: others wait in theirs.
+        store: a connection for the heartbeats alone, because other threads wait in theirs.
+        progress: returns the steps done so far, and what the rank does.
     """
     pause = threading.Event()
 
     def run() -> None:
-        count, (first, _), began = 0, tell(), time.monotonic()
+        count, (first, _), began = 0, progress(), time.monotonic()
         last, mean = first, None
-        with contextlib.suppress(RuntimeError):  # the launcher is gone, and the lifeline knows what to do
+        with contextlib.suppress(RuntimeError):  # the launcher is gone, and `end_with_launcher` ends the rank
             while True:
                 count += 1
-                step, doing = tell()
-                if step != last:  # while a step hangs its time is no step's
+                step, doing = progress()
+                if step != last:  # the time of a step that hangs does not count
                     mean = (time.monotonic() - began) / max(1, (step or 0) - (first or 0))
                     last = step
                 store.set(beat_key(member), Heartbeat(count, step, doing, mean).to_json())
@@ -69,13 +70,13 @@ def beat(
 
 
 def show_stack_on_request(path: Path) -> None:
-    """Write every thread's stack into a file when the launcher asks, also in the midst of C.
+    """Write every thread's stack into a file on SIGUSR1, even while the rank is inside C code.
 
-    A disk without room for the file does not stop the training: a hang is found without a stack.
+    A full disk does not stop the training: a hang is then detected without a stack.
     """
     if not hasattr(signal, "SIGUSR1"):
         return
     with contextlib.suppress(OSError):
-        # It stays open until the process ends, and has no buffer: a signal's handler writes into it.
+        # It stays open until the process ends, and has no buffer, because a signal handler writes to it.
         file = path.open("ab", buffering=0)
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

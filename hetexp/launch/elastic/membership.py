@@ -1,6 +1,6 @@
-"""Who trains, from epoch to epoch: the plan when a member goes or comes, and how ranks learn of it.
+"""The members of a run and its plan, from epoch to epoch, as the launcher publishes them in the store.
 
-Nothing here starts or ends a process (`hetexp.launch.elastic.group_recovery` does).
+`hetexp.launch.elastic.group_recovery` starts and ends their processes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hetexp.launch.processes.failure import RankFailure
 from hetexp.plan.replan import extended, replan
 
 DEVICE_ERRORS = ("AcceleratorError", "DeviceMemoryError", "OutOfMemoryError")
-"""Classes that only a device's trouble raises."""
+"""Classes of errors that only a device's failure raises."""
 _DEVICE_WORDS = re.compile(
     r"(CUDA|HIP|XPU|MPS|SYCL|NVML|NCCL|cuDNN|cuBLAS)[\w ]* error|hipError|cudaError|UR_RESULT_ERROR"
     r"|_STATUS_(INTERNAL|EXECUTION)|level[ _]zero|Native API failed|device[ _](is )?lost"
     r"|fallen off the bus|uncorrectable ECC|out of memory",
     re.IGNORECASE,
 )
-"""What runtimes and drivers say where torch has no class for it."""
+"""Messages of runtimes and drivers for which torch has no class."""
 
 
 def device_trouble(failure: RankFailure, exit_code: int) -> str | None:
-    """Return what became of a rank's device, `None` where any other rank would have failed in the same way.
+    """Return the kind of a device's failure; `None` for an error that every rank would hit.
 
-    A signal that a rank died of, and its device's own errors, are the device's; a mistake in a
-    configuration, a model or a data set is everybody's.
+    A signal that killed the rank, and an error of its device, count as the device's failure. A mistake in
+    the configuration, the model or the data set does not.
     """
     if exit_code < 0:
         return failure.kind
@@ -52,20 +52,20 @@ def device_trouble(failure: RankFailure, exit_code: int) -> str | None:
 
 @dataclass
 class Loss:
-    """A device that the run went on without, for a while or for good."""
+    """The loss of a device, without which the run went on for a while or to its end."""
 
     member: int
     device: str
     kind: str
     time: float
-    """Seconds since the epoch when it was noticed."""
+    """When the launcher noticed it, in seconds since 1970."""
     step: int | None = None
-    """Steps that were done by then."""
+    """Steps done by then."""
     recovered_seconds: float | None = None
     """From then until the others had formed their group again."""
     steps_lost: int | None = None
     reported: bool = False
-    """Whether the person knows of it."""
+    """Whether the user has seen it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return its entry in `failures` of the summary."""
@@ -82,56 +82,56 @@ class Membership:
     """The members of a run and its plan, changed one epoch at a time.
 
     Args:
-        plan: that the run began with; its ranks are the first members.
-        store: the launcher's own end of it.
+        plan: of the run's start; its ranks are the first members.
+        store: the launcher's connection to the store.
     """
 
     def __init__(self, plan: Plan, store: Any) -> None:
         self.whole = self.plan = plan
-        """All devices that belong to the run, those that are lost, too; and those that train now."""
+        """The plan of the devices that train now; `whole` also has the lost ones."""
         self._store = store
         self._places = {rank: rank for rank in range(plan.world_size)}
-        """Member → place of its device in `whole`; of those that train now."""
+        """Member that trains now → place of its device in `whole`."""
         self.number = 0
-        """Of the newest epoch."""
+        """Number of the newest epoch."""
         self.joined: tuple[int, ...] = ()
-        """Members that came with it."""
+        """Members that joined with it."""
         self.losses: list[Loss] = []
         self.tries = 0
-        """Epochs since one has formed."""
+        """Epochs since the last one whose group formed."""
         self._waits_since: float | None = None
         self._folder = Path(plan.run_dir) / "plans"
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The numbers of those that train now, in the order of their ranks."""
+        """Numbers of the members that train now, in the order of their ranks."""
         return tuple(sorted(self._places, key=lambda member: self._places[member]))
 
     @property
     def forming(self) -> bool:
-        """Whether the newest epoch's group has not formed yet, as far as is known."""
+        """Whether the newest epoch's group has not reported yet that it formed."""
         return self._waits_since is not None
 
     @property
     def forming_seconds(self) -> float:
-        """How long its members have been at it."""
+        """How long the newest epoch's group has been forming."""
         return time.time() - self._waits_since if self._waits_since is not None else 0.0
 
     def place_of(self, device_id: str) -> int | None:
-        """Return a device's place in the whole plan, `None` where the run has no such device."""
-        places = (place for place, one in enumerate(self.whole.devices) if one.id == device_id)
+        """Return a device's place in the whole plan; `None` if the run has no such device."""
+        places = (place for place, device in enumerate(self.whole.devices) if device.id == device_id)
         return next(places, None)
 
     def member_at(self, place: int) -> int | None:
         """Return the member that trains on a device, `None` if there is none."""
-        return next((member for member, own in self._places.items() if own == place), None)
+        return next((member for member, taken in self._places.items() if taken == place), None)
 
     def leave(self, lost: Mapping[int, Departure], steps: Mapping[int, int | None] | None = None) -> Epoch:
         """Publish the epoch without some members.
 
         Args:
-            lost: what became of each of them.
-            steps: how many steps each of them had done, as far as is known.
+            lost: member → its departure.
+            steps: member → steps that it had done, if known.
         """
         for member, departure in lost.items():
             del self._places[member]
@@ -149,22 +149,22 @@ class Membership:
         return self._publish(joined=tuple(newcomers), urgent=False)
 
     def withdraw(self) -> None:
-        """Leave out those that came with an epoch whose group has not formed, without another epoch."""
+        """Drop the members that joined with an epoch whose group has not formed; publish no epoch."""
         for member in self.joined if self.forming else ():
             del self._places[member]
         self.joined, self._waits_since = (), None
 
     def form_again(self) -> Epoch:
-        """Publish an epoch of the same members: their connections broke though none of them is gone."""
+        """Publish an epoch of the same members, whose connections broke although all of them live."""
         return self._publish(joined=self.joined if self.forming else (), urgent=True)
 
     def drop(self, member: int, departure: Departure) -> Epoch:
-        """Publish the epoch without a member that a person takes out."""
+        """Publish the epoch without a member that the user drops."""
         del self._places[member]
         return self._publish(left=(departure,), urgent=False)
 
     def extend(self, device: DeviceSpec, share: float, precision: str, threads: int) -> int:
-        """Take a new device into the run and return its place; no member trains on it yet."""
+        """Add a new device to the whole plan, and return its place; no member trains on it yet."""
         self.whole = extended(self.whole, device, share, precision, threads)
         return self.whole.world_size - 1
 
@@ -174,33 +174,33 @@ class Membership:
         return replan(self.whole, places), places.index(place)
 
     def take_over(self, before: Membership) -> None:
-        """Keep what was lost before the run started again; its members are none of the present ones."""
+        """Keep the losses from before the restart; their members are none of the present ones."""
         self.losses = [replace(loss, member=-1) for loss in before.losses]
 
     def ended(self, lost: Sequence[tuple[int, str, RankFailure]], step: int | None, restart: int) -> None:
         """Note losses after which the whole run starts again.
 
         Args:
-            lost: member, device and what became of it.
-            step: that was done by then.
-            restart: where the run goes on.
+            lost: member, device and failure of each.
+            step: steps done by then.
+            restart: step from which the run starts again.
         """
-        known = {loss.member for loss in self.losses}
+        noted = {loss.member for loss in self.losses}
         for member, device, failure in lost:
-            if member not in known:
+            if member not in noted:
                 self.losses.append(Loss(member, device, failure.kind, failure.time, step))
         for loss in self.losses:
             if loss.recovered_seconds is None:
                 loss.steps_lost = max(0, (step or 0) - restart)
 
     def recovered(self) -> None:
-        """Note that all train again, where the run has started again after a loss."""
+        """Note that the training goes on after a restart."""
         for loss in self.losses:
             if loss.recovered_seconds is None:
                 loss.recovered_seconds, loss.reported = time.time() - loss.time, True
 
     def unreported(self) -> list[Loss]:
-        """Return the losses that the others have recovered from since the last call."""
+        """Return the losses from which the others have recovered since the last call."""
         new = [loss for loss in self.losses if loss.recovered_seconds is not None and not loss.reported]
         for loss in new:
             loss.reported = True
@@ -209,13 +209,13 @@ class Membership:
     def plan_with_new(
         self, device: DeviceSpec, share: float, precision: str, threads: int
     ) -> tuple[Plan, int]:
-        """Return the plan as it will be with a device that the run has not had, and its rank there."""
-        more = extended(self.whole, device, share, precision, threads)
-        places = [*sorted(self._places.values()), more.world_size - 1]
-        return replan(more, places), len(places) - 1
+        """Return the plan as it will be with a device that is new in the run, and its rank there."""
+        larger = extended(self.whole, device, share, precision, threads)
+        places = [*sorted(self._places.values()), larger.world_size - 1]
+        return replan(larger, places), len(places) - 1
 
     def take_report(self) -> dict[str, Any] | None:
-        """Take the first rank's report that the newest epoch's group has formed; `None` before and after."""
+        """Return the first rank's report that the newest epoch's group has formed, once; else `None`."""
         key = reformed_key(self.number)
         if not self.forming or not self._store.check([key]):
             return None
@@ -225,7 +225,7 @@ class Membership:
         for loss in self.losses:
             if loss.recovered_seconds is None:
                 loss.recovered_seconds = now - loss.time
-                loss.step = report.get("step", loss.step)  # a lost member's own last report is older
+                loss.step = report.get("step", loss.step)  # the last report of the lost member is older
                 loss.steps_lost = report.get("steps_lost")
         assert since is not None
         return report | {"waited": now - since}
@@ -248,6 +248,6 @@ class Membership:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan for processes of this machine, into a folder that need not be there."""
+    """Write a plan for processes of this machine, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plan.write(path, durable=False)

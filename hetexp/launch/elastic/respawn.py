@@ -1,4 +1,4 @@
-"""Devices on their way into a training under way: lost ones that are started again, and new ones."""
+"""Processes for devices that join a running training: lost devices, and new ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hetexp.launch.elastic.membership import Membership, write_plan
 from hetexp.launch.processes.members import Member, start_member
 
 Report = Callable[[bool, str], None]
-"""Learns whether a device has come, and in words what became of it."""
+"""Callback(joined, message)."""
 
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A device that the run has not had, and its part of the work."""
+    """A device that is new in the run, and its part of the work."""
 
     device: DeviceSpec
     share: float
@@ -31,25 +31,26 @@ class Newcomer:
 
 
 @dataclass
-class _Coming:
-    """A device on its way."""
+class _Arrival:
+    """A device that is to join."""
 
     device: DeviceSpec
     due: float
-    """When its process is to be started, by the monotonic clock."""
+    """When to start its process, by the monotonic clock."""
     report: Report
     newcomer: Newcomer | None = None
-    """What is to be added to the plan; `None` for a device that has a place there."""
+    """Its addition to the plan; `None` for a device that has a place there."""
     member: Member | None = None
     started: float = 0.0
 
 
 class Respawns:
-    """Starts a process for each device that is to come, and takes it in once it is prepared.
+    """Starts a process for each device that is to join, and adds it to the members once it is prepared.
 
     Args:
-        started: every process of the run; what is started here is added to it.
-        tell: shows a line to the person.
+        store: the launcher's connection to the store.
+        started: every process of the run; processes that start here are added to it.
+        show: shows a line to the user.
     """
 
     def __init__(
@@ -58,108 +59,113 @@ class Respawns:
         config: Config,
         store: Any,
         started: list[Member],
-        tell: Callable[[str], None],
+        show: Callable[[str], None],
     ) -> None:
         self._membership, self._config, self._store = membership, config, store
-        self._started, self._tell = started, tell
-        self._coming: list[_Coming] = []
-        self._joining: dict[int, _Coming] = {}
+        self._started, self._show = started, show
+        self._arriving: list[_Arrival] = []
+        self._joining: dict[int, _Arrival] = {}
         self._tries: dict[str, int] = {}
 
     def after_loss(self, device: DeviceSpec) -> None:
-        """Let a lost device come back after a pause, if it has not come back often enough."""
+        """Restart a lost device after a pause, at most `fault.respawn` times."""
         fault, tries = self._config.fault, self._tries.get(device.id, 0)
         if tries < fault.respawn:
             self._tries[device.id] = tries + 1
             due = time.monotonic() + fault.respawn_seconds * 2**tries
-            self._coming.append(_Coming(device, due, lambda done, text: self._tell(text)))
+            self._arriving.append(_Arrival(device, due, lambda done, text: self._show(text)))
 
-    def bring(self, device: DeviceSpec, report: Report, newcomer: Newcomer | None = None) -> None:
+    def start(self, device: DeviceSpec, report: Report, newcomer: Newcomer | None = None) -> None:
         """Start a process for a device now.
 
         Args:
-            newcomer: where the run has not had it.
+            newcomer: if the device is new in the run.
         """
-        self.forget(device.id)
-        self._coming.append(_Coming(device, time.monotonic(), report, newcomer))
+        self.cancel(device.id)
+        self._arriving.append(_Arrival(device, time.monotonic(), report, newcomer))
 
-    def forget(self, device_id: str) -> bool:
-        """Let a device not come, and tell whether it was on its way."""
-        left = [one for one in self._coming if one.device.id == device_id]
-        for one in left:
-            self._coming.remove(one)
-            if one.member is not None:
-                one.member.kill()
-            one.report(False, f"{device_id} does not come: it was taken out.")
-        return bool(left)
+    def cancel(self, device_id: str) -> bool:
+        """Cancel the start of a device, and return whether there was one."""
+        cancelled = [arrival for arrival in self._arriving if arrival.device.id == device_id]
+        for arrival in cancelled:
+            self._arriving.remove(arrival)
+            if arrival.member is not None:
+                arrival.member.kill()
+            arrival.report(False, f"{device_id} does not come: it was taken out.")
+        return bool(cancelled)
 
     def stop(self) -> None:
-        """Let no device come any more: the training is over."""
-        for one in (*self._coming, *self._joining.values()):
-            if one.member is not None:
-                one.member.kill()
-            one.report(False, f"{one.device.id} does not come: the training is over.")
-        self._coming.clear()
+        """Cancel all devices: the training is over."""
+        for arrival in (*self._arriving, *self._joining.values()):
+            if arrival.member is not None:
+                arrival.member.kill()
+            arrival.report(False, f"{arrival.device.id} does not come: the training is over.")
+        self._arriving.clear()
         self._joining.clear()
 
     def poll(self) -> None:
-        """Do what is due."""
-        for one in list(self._coming):
-            if one.member is None:
-                if time.monotonic() >= one.due:
-                    self._start(one)
-            elif one.member.process.poll() is not None:
-                self._coming.remove(one)
-                one.report(False, f"{one.device} did not come back; its log: {one.member.log_path}")
-                if one.newcomer is None:
-                    self.after_loss(one.device)
-            elif not self._membership.forming and self._store.check([prepared_key(one.member.number)]):
-                self._coming.remove(one)
-                self._join(one, one.member.number)
+        """Start the processes that are due, add prepared ones, and retry those that failed."""
+        for arrival in list(self._arriving):
+            if arrival.member is None:
+                if time.monotonic() >= arrival.due:
+                    self._start(arrival)
+            elif arrival.member.process.poll() is not None:
+                self._arriving.remove(arrival)
+                arrival.report(
+                    False, f"{arrival.device} did not come back; its log: {arrival.member.log_path}"
+                )
+                if arrival.newcomer is None:
+                    self.after_loss(arrival.device)
+            elif not self._membership.forming and self._store.check([prepared_key(arrival.member.number)]):
+                self._arriving.remove(arrival)
+                self._join(arrival, arrival.member.number)
 
     def formed(self, step: int | None) -> None:
-        """Tell of those that have come with the newest epoch."""
+        """Report the devices that joined with the newest epoch.
+
+        Args:
+            step: from which they take part.
+        """
         for number in self._membership.joined:
-            one = self._joining.pop(number, None)
-            if one is not None:
-                seconds = time.monotonic() - one.started
-                one.report(
-                    True, f"{one.device} takes part from step {step} on, {seconds:.1f} s after its start"
+            arrival = self._joining.pop(number, None)
+            if arrival is not None:
+                seconds = time.monotonic() - arrival.started
+                arrival.report(
+                    True, f"{arrival.device} takes part from step {step} on, {seconds:.1f} s after its start"
                 )
 
     def lost(self, number: int) -> None:
-        """Tell of a member that was lost before its group had formed."""
-        one = self._joining.pop(number, None)
-        if one is not None:
-            one.report(False, f"{one.device} was lost while it joined")
+        """Report a member that was lost before its group had formed."""
+        arrival = self._joining.pop(number, None)
+        if arrival is not None:
+            arrival.report(False, f"{arrival.device} was lost while it joined")
 
-    def _join(self, one: _Coming, number: int) -> None:
-        self._joining[number] = one
-        new = one.newcomer
-        if new is not None and self._membership.place_of(new.device.id) is None:
+    def _join(self, arrival: _Arrival, number: int) -> None:
+        self._joining[number] = arrival
+        new, place = arrival.newcomer, self._membership.place_of(arrival.device.id)
+        if place is None:
+            assert new is not None
             place = self._membership.extend(new.device, new.share, new.precision, new.threads)
-        else:
-            known = self._membership.place_of(one.device.id)
-            assert known is not None
-            place = known
         self._membership.join({number: place})
 
-    def _start(self, one: _Coming) -> None:
-        plan, rank = self._plan_with(one)
+    def _start(self, arrival: _Arrival) -> None:
+        plan, rank = self._plan_with(arrival)
         number = 1 + max(member.number for member in self._started)
         path = Path(plan.run_dir) / "plans" / f"member_{number}.json"
-        one.started = time.monotonic()
+        arrival.started = time.monotonic()
         try:
             write_plan(plan, path)
-            one.member = start_member(plan, path, rank, self._config.launch.start_method, number, begins=True)
-        except (SetupError, OSError) as error:  # the others do without it
-            self._coming.remove(one)
-            one.report(False, str(error))
+            arrival.member = start_member(
+                plan, path, rank, self._config.launch.start_method, number, joins=True
+            )
+        except (SetupError, OSError) as error:  # the others go on without it
+            self._arriving.remove(arrival)
+            arrival.report(False, str(error))
             return
-        self._started.append(one.member)
+        self._started.append(arrival.member)
 
-    def _plan_with(self, one: _Coming) -> tuple[Plan, int]:
-        new, place = one.newcomer, self._membership.place_of(one.device.id)
+    def _plan_with(self, arrival: _Arrival) -> tuple[Plan, int]:
+        new, place = arrival.newcomer, self._membership.place_of(arrival.device.id)
         if place is not None:
             return self._membership.plan_with(place)
         assert new is not None

@@ -1,4 +1,4 @@
-"""Processes that the kernel has stopped, where no signs of life are due: before training, and after it."""
+"""Processes that SIGSTOP has stopped before or after the training, when no heartbeats are due."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hetexp.launch.processes.members import Member
 
 
 class StoppedWatch:
-    """Knows how long processes have been stopped (SIGSTOP); only Linux tells.
+    """Measures how long processes have been stopped (SIGSTOP), on Linux only.
 
     Args:
-        seconds: twice the longest time between two looks in which nothing is missed. After a longer time, in
-            which this process was stopped itself, the watch counts from zero.
-        clock: monotonic seconds.
-        usage: returns what a process did, by its id.
+        seconds: twice the longest time between two calls. After a longer time this process itself was
+            stopped, and the measurement starts again at zero.
+        clock: returns monotonic seconds.
+        usage: returns the kernel's counts of a process, by its id.
     """
 
     def __init__(
@@ -27,11 +27,11 @@ class StoppedWatch:
     ) -> None:
         self._seconds, self._clock, self._usage = seconds, clock, usage
         self._since: dict[int, float] = {}
-        """Member → when it was first seen stopped."""
+        """Member → when it was first observed as stopped."""
         self._looked = self._last = clock()
 
     def look(self, members: Sequence[Member]) -> dict[Member, float]:
-        """Return for how long each of these has been stopped; cheap enough to be called in any loop."""
+        """Return how long each stopped member has been stopped; cheap enough for any loop."""
         now = self._clock()
         if now - self._last > self._seconds / 2:
             self._since.clear()
@@ -44,4 +44,6 @@ class StoppedWatch:
                     self._since.setdefault(member.number, now)
                 else:
                     self._since.pop(member.number, None)
-        return {one: now - self._since[one.number] for one in members if one.number in self._since}
+        return {
+            member: now - self._since[member.number] for member in members if member.number in self._since
+        }

@@ -1,4 +1,4 @@
-"""Whether the interpreters named beside devices can run a rank, asked before any process starts."""
+"""Checks before any process starts that the interpreters of devices can run a rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
 
 PACKAGES = ("hetexp", "torch", "numpy", "hydra", "omegaconf", "pydantic", "rich", "safetensors")
-"""What every rank imports, whatever its model and data."""
+"""Packages that every rank imports."""
 OLDEST_PYTHON = (3, 10)
 LIMIT_SECONDS = 60.0
 _WITHOUT_FOLDER = "import sys; sys.path = [p for p in sys.path if p]; "
-"""Python puts the current folder first for `-c`: a person's own `random.py` there would hide Python's."""
+"""Removes the current folder, which Python puts first for `-c`: a user's `random.py` would hide Python's."""
 RUN_WORKER = _WITHOUT_FOLDER + "from hetexp.worker import main; main()"
-"""What an interpreter is given to run a rank: the folder comes last, as the plan's import paths say."""
+"""Program of a rank, which appends the plan's import paths to `sys.path`."""
 _QUESTION = _WITHOUT_FOLDER + (
     "import json; from importlib.util import find_spec; "
     "print(json.dumps([sys.version_info[:2], [name for name in sys.argv[1:] if find_spec(name) is None]]))"
@@ -28,19 +28,19 @@ _QUESTION = _WITHOUT_FOLDER + (
 
 
 def is_own(interpreter: str) -> bool:
-    """Tell whether an interpreter is the one that runs this process.
+    """Return whether an interpreter is the one that runs this process.
 
-    The environments of one Python all link to the same file, so that the folder decides, too.
+    All environments of a Python link to the same file, so that the folder must be the same as well.
     """
-    one, other = Path(interpreter), Path(sys.executable)
-    return one.resolve() == other.resolve() and one.parent.resolve() == other.parent.resolve()
+    path, own = Path(interpreter), Path(sys.executable)
+    return path.resolve() == own.resolve() and path.parent.resolve() == own.parent.resolve()
 
 
 def check_own_interpreter() -> None:
-    """Check that the interpreter that runs this process has what hetexp imports; nothing is loaded.
+    """Check that the interpreter of this process has the packages of hetexp, without importing them.
 
     Raises:
-        SetupError: names the interpreter and what it lacks.
+        SetupError: names the interpreter and the missing packages.
     """
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
@@ -51,7 +51,7 @@ def check_own_interpreter() -> None:
 
 
 def check_interpreter(device: DeviceSpec, environment: Mapping[str, str], working_dir: str) -> None:
-    """Check that a device's own interpreter has what a rank imports; torch itself is not loaded.
+    """Check that a device's own interpreter has the packages of a rank, without importing them.
 
     Raises:
         SetupError: it does not run, is too old, or lacks packages; names device and interpreter.
@@ -77,8 +77,8 @@ def check_interpreter(device: DeviceSpec, environment: Mapping[str, str], workin
         lines = answer.stderr.strip().splitlines() or [f"it ended with exit code {answer.returncode}"]
         raise SetupError(f"{who} is no Python that can run a rank: {lines[-1]}.") from None
     if tuple(version) < OLDEST_PYTHON:
-        found, oldest = (".".join(map(str, numbers)) for numbers in (version, OLDEST_PYTHON))
-        raise SetupError(f"{who} must be Python {oldest} or newer, but is {found}.")
+        actual, oldest = (".".join(map(str, numbers)) for numbers in (version, OLDEST_PYTHON))
+        raise SetupError(f"{who} must be Python {oldest} or newer, but is {actual}.")
     if missing:
         names = ", ".join(missing)
         raise SetupError(

@@ -1,7 +1,7 @@
-"""Environments for other vendors' torch: made, and recorded in `$HETEXP_HOME/environments.json`.
+"""Makes environments for other vendors' torch, and records them in `$HETEXP_HOME/environments.json`.
 
-A build of torch drives one vendor, so that a machine with cards of two needs two interpreters. Detection
-reads the record and gives each card the interpreter that drives it (`hetexp.hardware.detection.builds`).
+A build of torch drives the cards of one vendor, so that a machine with cards of two vendors needs two
+interpreters. The detection reads the record (`hetexp.hardware.detection.builds`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hetexp.launch.environments.wheels import KINDS, Wheel
 from hetexp.launch.processes.members import package_root
 
 TAIL = 12
-"""Lines of a failed command that are shown; all of them are in the log."""
-_ROOM_GIB = {"cuda": 6.0, "rocm": 16.0, "cpu": 1.2}
-"""What an environment takes on the disk, about: torch 2.13 or 2.14 with all that it needs."""
+"""Number of last lines of a failed command that are shown; the log has all lines."""
+_DISK_GIB = {"cuda": 6.0, "rocm": 16.0, "cpu": 1.2}
+"""Approximate size of an environment on the disk, with torch 2.13 or 2.14 and its dependencies."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an environment is made."""
+    """The commands that make an environment."""
 
     name: str
     kind: str
@@ -47,7 +47,7 @@ class Recipe:
 
     @property
     def python(self) -> Path:
-        """The interpreter that it will have."""
+        """The interpreter of the environment."""
         return interpreter_in(self.folder)
 
 
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def records() -> dict[str, str]:
-    """Return name → interpreter of every recorded environment, those included that are gone."""
+    """Return name → interpreter of every recorded environment, including deleted ones."""
     try:
         raw = json.loads(_record_path().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -64,7 +64,7 @@ def records() -> dict[str, str]:
 
 
 def record(name: str, python: Path) -> None:
-    """Write an environment down, so that detection finds it."""
+    """Record an environment for the detection."""
     path = _record_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, records() | {name: str(python)})
@@ -75,12 +75,12 @@ def _record_path() -> Path:
 
 
 def interpreter_in(folder: Path) -> Path:
-    """Return where a virtual environment has its interpreter."""
+    """Return the interpreter of a virtual environment."""
     return folder / "Scripts" / "python.exe" if sys.platform == "win32" else folder / "bin" / "python"
 
 
 def version_of(python: str) -> str | None:
-    """Return the Python version of a virtual environment as it says itself, without starting it."""
+    """Return the Python version in a virtual environment's `pyvenv.cfg`."""
     with suppress(OSError):
         for line in (Path(python).parents[1] / "pyvenv.cfg").read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition("=")
@@ -101,28 +101,28 @@ def make_recipe(
     python: str | None = None,
     uv: str | None = None,
 ) -> Recipe:
-    """Return the commands that make an environment; nothing is run.
+    """Return the commands that make an environment, without running them.
 
     Args:
         name: in the record; the kind by default.
         folder: of the environment; in `$HETEXP_HOME/envs` by default.
-        python: interpreter that it is made of; this process's own by default.
-        uv: path of uv, which then does what venv and pip do.
+        python: interpreter that makes it; the one of this process by default.
+        uv: path of uv, which then replaces venv and pip.
     """
     name = name or kind
     folder = (folder or home() / "envs" / name).absolute()
-    base, own = python or sys.executable, str(interpreter_in(folder))
+    base, new = python or sys.executable, str(interpreter_in(folder))
     create: tuple[str, ...]
     install: tuple[str, ...]
     index = [] if wheel.index is None else ["--index" if uv else "--extra-index-url", wheel.index]
     if uv is not None:
         create = (uv, "venv", "--seed", "--python", base, str(folder))
-        install = (uv, "pip", "install", "--python", own)
+        install = (uv, "pip", "install", "--python", new)
     else:
         create = (base, "-m", "venv", str(folder))
-        # One retry: pip asks each index for each package, and where PyTorch's cannot be reached it would
-        # spend seconds on each of torch's dozen needs. Not compiled in advance: uv does not do it, either.
-        install = (own, "-m", "pip", "install", "--no-input", "--disable-pip-version-check")
+        # One retry: pip asks each index for each package. If PyTorch's index cannot be reached, pip would
+        # spend seconds on each dependency of torch. Like uv, it compiles nothing in advance.
+        install = (new, "-m", "pip", "install", "--no-input", "--disable-pip-version-check")
         install += ("--no-compile", "--retries", "1")
     return Recipe(
         name,
@@ -132,14 +132,14 @@ def make_recipe(
         (
             create,
             (*install, *index, wheel.requirement),
-            # torch is named again, so that nothing can put another build in its place.
+            # torch is named again, so that no dependency replaces its build.
             (*install, *package_source(), wheel.requirement),
         ),
     )
 
 
 def package_source() -> tuple[str, ...]:
-    """Return what an installer is given for this hetexp: the clone, what it came from, or its version."""
+    """Return the arguments of an installer for this hetexp: the clone, its source, or its version."""
     root = package_root()
     if root is not None and (Path(root) / "pyproject.toml").is_file():
         return "--editable", root
@@ -155,7 +155,7 @@ def package_source() -> tuple[str, ...]:
 
 
 def pip_has_own_sources() -> bool:
-    """Tell whether pip is configured to look elsewhere than on PyPI; uv does not read that."""
+    """Return whether pip is configured for other sources than PyPI, which uv would ignore."""
     try:
         answer = subprocess.run(
             [sys.executable, "-m", "pip", "config", "list"],
@@ -171,10 +171,10 @@ def pip_has_own_sources() -> bool:
 
 
 def check_recipe(recipe: Recipe, force: bool) -> None:
-    """Check that an environment can be made where it is to be.
+    """Check the name and the folder of a new environment.
 
     Raises:
-        SetupError: something is there already, or there is no room.
+        SetupError: the name is wrong or taken, the folder is not empty, or the disk is too full.
     """
     folder = recipe.folder
     if not re.fullmatch(r"\w[\w.-]*", recipe.name) or recipe.name == "this":
@@ -182,13 +182,13 @@ def check_recipe(recipe: Recipe, force: bool) -> None:
             "--name must be of letters, digits, `_`, `-` and `.`, and not 'this', which is the interpreter "
             f"of the command itself, but is '{recipe.name}' instead."
         )
-    there = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if there and not (folder / "pyvenv.cfg").is_file():
+    taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if taken and not (folder / "pyvenv.cfg").is_file():
         raise SetupError(
-            f"{folder} must be a new folder, but holds something that is no virtual environment. Name "
-            "another one: --path"
+            f"{folder} must be a new folder, but holds something other than a virtual environment. Name "
+            "another folder: --path"
         )
-    if not force and there:
+    if not force and taken:
         raise SetupError(
             f"{folder} must be a new folder, but holds an environment already. Add --force to replace it, "
             "or name another one: --name"
@@ -201,28 +201,28 @@ def check_recipe(recipe: Recipe, force: bool) -> None:
         )
     if problem := folder_problem(folder):
         raise SetupError(f"{folder} must be a folder that can be made, but {problem}")
-    room = _ROOM_GIB.get(recipe.kind)
+    needed = _DISK_GIB.get(recipe.kind)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free / GIB
-    if room is not None and free < room:
+    if needed is not None and free < needed:
         raise SetupError(
-            f"{existing} must have about {room:g} GiB free for torch's {recipe.kind} build, but has "
+            f"{existing} must have about {needed:g} GiB free for torch's {recipe.kind} build, but has "
             f"{free:.1f} GiB. Free some space, or choose another disk: --path"
         )
 
 
 def create(
-    recipe: Recipe, tell: Callable[[tuple[str, ...]], None], show: Callable[[str], None]
+    recipe: Recipe, show_command: Callable[[tuple[str, ...]], None], show_line: Callable[[str], None]
 ) -> TorchBuild:
-    """Make an environment and record it; what was there before stays until the new one is whole.
+    """Make an environment and record it; an old environment is deleted once the new one is complete.
 
     Args:
-        tell: called with each command before it runs.
-        show: called with each line that a command prints.
+        show_command: gets each command before it runs.
+        show_line: gets each line that a command prints.
 
     Raises:
-        SetupError: a command failed, or the environment has not the torch that it should have. Nothing is
-            recorded then, and nothing of it is left.
+        SetupError: a command failed, or the environment has another torch. The new environment is deleted
+            then, and not recorded.
     """
     folder = recipe.folder
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
@@ -234,9 +234,9 @@ def create(
     try:
         log.write_text("", encoding="utf-8")
         for number, command in enumerate(recipe.commands):
-            tell(command)
+            show_command(command)
             try:
-                _run(command, log, show)
+                _run(command, log, show_line)
             except SetupError as error:
                 raise SetupError(f"{error}{_hint(recipe) if number == 1 else ''}") from None
         build = _verified(recipe)
@@ -251,7 +251,7 @@ def create(
 
 
 def typed(command: tuple[str, ...]) -> str:
-    """Return a command as a person would type it."""
+    """Return a command as the user would type it."""
     if sys.platform == "win32":
         return subprocess.list2cmdline(command)
     import shlex
@@ -259,10 +259,10 @@ def typed(command: tuple[str, ...]) -> str:
     return shlex.join(command)
 
 
-def _run(command: tuple[str, ...], log: Path, show: Callable[[str], None]) -> None:
-    # Neither a clone on PYTHONPATH nor the environment that this process is in may get into the new one.
-    leftovers = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in leftovers}
+def _run(command: tuple[str, ...], log: Path, show_line: Callable[[str], None]) -> None:
+    # The new environment must not see a clone on PYTHONPATH, nor the environment of this process.
+    removed = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
     last: deque[str] = deque(maxlen=TAIL)
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ {typed(command)}\n")
@@ -284,7 +284,7 @@ def _run(command: tuple[str, ...], log: Path, show: Callable[[str], None]) -> No
                 for line in process.stdout:
                     file.write(line)
                     last.append(line.rstrip())
-                    show(line.rstrip())
+                    show_line(line.rstrip())
             except BaseException:
                 process.kill()
                 raise
@@ -297,7 +297,7 @@ def _run(command: tuple[str, ...], log: Path, show: Callable[[str], None]) -> No
 
 
 def _hint(recipe: Recipe) -> str:
-    """Return what to try where torch itself could not be installed."""
+    """Return what to try if torch itself could not be installed."""
     wheel = recipe.wheel
     where = (
         f" If {wheel.index} cannot be reached from here, name a mirror of it: --index." if wheel.index else ""
@@ -306,16 +306,16 @@ def _hint(recipe: Recipe) -> str:
 
 
 def _verified(recipe: Recipe) -> TorchBuild:
-    """Return the build that the environment has.
+    """Return the torch build of the environment.
 
     Raises:
-        SetupError: it has none, or one of another kind.
+        SetupError: it has no torch, or a build of another kind.
     """
     (build,) = read_builds([str(recipe.python)])
-    wanted = KINDS[recipe.kind]
+    expected = KINDS[recipe.kind]
     if build.problem is not None:
         raise SetupError(f"{recipe.python} must have torch, but cannot be used: {build.problem}.")
-    if build.kind != wanted and (wanted, build.kind) != ("cpu", "mps"):
+    if build.kind != expected and (expected, build.kind) != ("cpu", "mps"):
         raise SetupError(
             f"{recipe.python} must have a torch built for {recipe.kind}, but has {build.version}, which is "
             f"built for {build.kind}. See --torch and --index."

@@ -1,4 +1,4 @@
-"""Whether an interpreter computes right: a small program on every device that its torch drives."""
+"""Tests an interpreter with a small computation on every device that its torch drives."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetexp.launch.processes.members import package_root
+from hetexp.launch.processes.process import python_path
 
 TRIAL_SECONDS = 180.0
-"""Longest wait for an interpreter to import torch and to try each of its devices."""
+"""Longest time for an interpreter to import torch and to compute on each of its devices."""
 TOLERANCE = 1e-4
-"""Largest relative error of a float32 result, by norm, against float64 on the CPU."""
+"""Largest relative error (by norm) of a float32 result, compared with float64 on the CPU."""
 
 _TRIAL = """
 import json, os, sys
 out = os.dup(1)
-os.dup2(2, 1)  # whatever a library prints must not get into the answer
+os.dup2(2, 1)  # the output of a library must not get into the answer
 sys.path = [path for path in sys.path if path]
 import platform, hetexp, torch
 
 def work(device, dtype):
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, 64, generator=generator, dtype=torch.float64) for _ in range(2)]
-    one, other = (value.to(dtype).to(device).requires_grad_() for value in values)
-    loss = torch.tanh(one @ other / 8).square().mean()
+    a, b = (value.to(dtype).to(device).requires_grad_() for value in values)
+    loss = torch.tanh(a @ b / 8).square().mean()
     loss.backward()
-    return [value.detach().cpu().double() for value in (loss, one.grad, other.grad)]
+    return [value.detach().cpu().double() for value in (loss, a.grad, b.grad)]
 
 def compare(device):
     try:
@@ -51,27 +52,26 @@ os.write(out, json.dumps(answer).encode())
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a small program on every device that an interpreter drives."""
+    """The results of an interpreter's computation on every device that it drives."""
 
     python_version: str | None = None
     hetexp_version: str | None = None
     torch_version: str | None = None
     errors: Mapping[str, float | str] | None = None
-    """Device as torch calls it → relative error against float64, or why it failed."""
+    """torch's name of a device → relative error, or why the computation failed."""
     problem: str | None = None
-    """Why there was no answer at all."""
+    """Why there are no results."""
 
 
 def try_interpreter(python: str) -> Trial:
-    """Start an interpreter and let it compute on every device that its torch drives.
+    """Start an interpreter, which computes on every device that its torch drives.
 
     Cards that a visibility variable hides stay hidden.
     """
     environment = dict(os.environ)
     root = package_root()
-    if root is not None:  # as for a rank: hetexp comes from the launcher's clone
-        rest = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join([root, rest] if rest else [root])
+    if root is not None:  # hetexp comes from the launcher's clone, as for a rank
+        environment["PYTHONPATH"] = python_path(root, environment)
     try:
         answer = subprocess.run(
             [python, "-c", _TRIAL],

@@ -1,8 +1,8 @@
-"""Which build of torch a vendor's cards need, and where it is to be had.
+"""Chooses the build of torch for a vendor's cards, and its index.
 
-PyTorch publishes one wheel a vendor (for NVIDIA and AMD: a version of CUDA and ROCm), each on its own index.
-The local part of the version tells them apart: `2.13.0+cu130`. Asked for with that part, no other vendor's
-build can come instead.
+PyTorch publishes one wheel for each vendor (for NVIDIA and AMD: for each version of CUDA and ROCm), each on
+its own index. The local part of the version names the build: `2.13.0+cu130`. With that part in the
+requirement, an installer cannot take another build.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from hetexp.core.errors import SetupError
 
 KINDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu", "cpu": "cpu"}
-"""What a person names → `TorchBuild.kind` of the wheel."""
+"""Kind on the command line → `TorchBuild.kind` of the wheel."""
 HOST = "https://download.pytorch.org/whl"
 
 Version = tuple[int, int]
@@ -31,7 +31,7 @@ _CUDA: dict[Version, tuple[Version, ...]] = {
     (2, 13): ((13, 0), (12, 6), (13, 2)),
     (2, 14): ((13, 0), (12, 6), (13, 2)),
 }
-"""torch → versions of CUDA that its wheels for Linux and Windows are built for, PyTorch's stable one first
+"""torch → versions of CUDA of its wheels for Linux and Windows, PyTorch's stable one first
 (https://pytorch.org/get-started/previous-versions, RELEASE.md of github.com/pytorch/pytorch)."""
 _ROCM: dict[Version, Version] = {
     (2, 8): (6, 4),
@@ -42,7 +42,7 @@ _ROCM: dict[Version, Version] = {
     (2, 13): (7, 2),
     (2, 14): (7, 2),
 }
-"""torch → newest version of ROCm that its wheels are built for (same sources)."""
+"""torch → newest version of ROCm of its wheels (same sources)."""
 _DRIVERS: tuple[tuple[int, Version], ...] = (
     (525, (12, 0)),
     (530, (12, 1)),
@@ -58,7 +58,7 @@ _DRIVERS: tuple[tuple[int, Version], ...] = (
     (595, (13, 2)),
     (610, (13, 3)),
 )
-"""Branch of NVIDIA's driver → newest CUDA that it brings ("CUDA Toolkit and Corresponding Driver Versions" in
+"""Branch of NVIDIA's driver → its newest CUDA ("CUDA Toolkit and Corresponding Driver Versions" in
 https://docs.nvidia.com/cuda/cuda-toolkit-release-notes)."""
 _TAG = re.compile(r"cu\d+|rocm[\d.]+|xpu|cpu")
 
@@ -68,15 +68,15 @@ class Wheel:
     """One build of torch."""
 
     version: str
-    """With the local part where there is one: `2.13.0+cu130`."""
+    """With the local part, if there is one: `2.13.0+cu130`."""
     index: str | None
-    """Where it is looked for beside the installer's own sources."""
+    """Package index besides the installer's own sources."""
     reason: str
-    """Why this one, for people."""
+    """Why this build was chosen."""
 
     @property
     def requirement(self) -> str:
-        """What an installer is asked for."""
+        """Requirement for an installer."""
         return f"torch=={self.version}"
 
 
@@ -94,12 +94,12 @@ def choose_wheel(
 
     Args:
         kind: a key of `KINDS`.
-        torch: version of torch, `2.13.0`; with a local part, `2.13.0+rocm6.4`, it is taken as it is.
-        index: a mirror that takes the place of PyTorch's own; `…/cu128` at its end also chooses the build.
-        driver: version of NVIDIA's driver, `580.65.06`, `None` where it is not known.
-        architectures: of the machine's NVIDIA cards, `sm_70`.
+        torch: version of torch: `2.13.0`, or `2.13.0+rocm6.4`, whose local part chooses the build.
+        index: a mirror instead of PyTorch's index; `…/cu128` at its end also chooses the build.
+        driver: version of NVIDIA's driver, such as `580.65.06`; `None` if it is not known.
+        architectures: of the machine's NVIDIA cards, such as `sm_70`.
         system: `sys.platform`.
-        machine: `platform.machine()`, this one's by default.
+        machine: `platform.machine()`; this machine's by default.
 
     Raises:
         SetupError: there is no such build for this system or driver.
@@ -125,22 +125,22 @@ def choose_wheel(
 
 
 def newest_cuda(driver: str | None) -> Version | None:
-    """Return the newest CUDA that a version of NVIDIA's driver brings, `None` where the driver is not known.
+    """Return the newest CUDA of a version of NVIDIA's driver; `None` if the driver is not known.
 
     Raises:
-        SetupError: it is older than CUDA 12.
+        SetupError: the driver is older than CUDA 12.
     """
-    found = re.match(r"\d+", driver or "")
-    if found is None:
+    match = re.match(r"\d+", driver or "")
+    if match is None:
         return None
-    branch = int(found.group())
-    brings = [cuda for oldest, cuda in _DRIVERS if oldest <= branch]
-    if not brings:
+    branch = int(match.group())
+    supported = [cuda for oldest, cuda in _DRIVERS if oldest <= branch]
+    if not supported:
         raise SetupError(
             f"NVIDIA's driver must be {_DRIVERS[0][0]} or newer for a torch that hetexp can use, but is "
             f"{driver}. Install a newer driver."
         )
-    return brings[-1]
+    return supported[-1]
 
 
 def _check_system(kind: str, system: str) -> None:
@@ -157,12 +157,12 @@ def _check_system(kind: str, system: str) -> None:
 
 
 def _cuda_tag(torch: str, driver: str | None, architectures: Sequence[str]) -> tuple[str, str]:
-    """Return the build that the driver can run and that drives most of the cards, and why."""
+    """Return the build that the driver can run and that drives most of the cards, and the reason."""
     newest = newest_cuda(driver)
     built = _latest(_CUDA, torch)
     fitting = [cuda for cuda in built if newest is None or cuda <= newest]
     if not fitting and newest is not None:
-        # Within one major version a driver runs what newer toolkits made ("minor version compatibility").
+        # A driver runs builds of newer toolkits with its major version ("minor version compatibility").
         fitting = sorted(cuda for cuda in built if cuda[0] == newest[0])[:1]
     if not fitting:
         needed = min(branch for branch, cuda in _DRIVERS if cuda >= min(built))
@@ -171,14 +171,14 @@ def _cuda_tag(torch: str, driver: str | None, architectures: Sequence[str]) -> t
             "driver, or an older torch: --torch"
         )
     driven = {cuda: sum(_drives(cuda, torch, name) for name in architectures) for cuda in fitting}
-    best = max(fitting, key=lambda cuda: driven[cuda])  # of those that are equal the first: the stable one
+    best = max(fitting, key=lambda cuda: driven[cuda])  # of equal ones the first, which is the stable one
     known = "the driver is not known" if newest is None else f"driver {driver} runs CUDA {_dotted(newest)}"
     drives = f" and it drives {driven[best]} of {len(architectures)} NVIDIA cards" if architectures else ""
     return f"cu{best[0]}{best[1]}", f"{known}{drives}"
 
 
 def _drives(cuda: Version, torch: str, architecture: str) -> bool:
-    """Tell whether a wheel has code for a card; see "PyTorch CUDA Support Matrix" in PyTorch's RELEASE.md."""
+    """Return whether a wheel has code for a card ("PyTorch CUDA Support Matrix" in PyTorch's RELEASE.md)."""
     number = re.fullmatch(r"sm_(\d+)(\d)", architecture)
     if number is None:
         return False
@@ -190,13 +190,13 @@ def _drives(cuda: Version, torch: str, architecture: str) -> bool:
 
 
 def _latest(table: dict[Version, Version] | dict[Version, tuple[Version, ...]], torch: str) -> Any:
-    """Return a release's entry; a release that is newer than the table is taken to be like its last one."""
+    """Return a release's entry; a release newer than the table has the last entry."""
     release = _major_minor(torch)
-    known = [entry for entry in table if entry <= release]
-    if not known:
+    releases = [entry for entry in table if entry <= release]
+    if not releases:
         oldest = _dotted(min(table))
         raise SetupError(f"--torch must be {oldest} or newer, but is '{torch}' instead.")
-    return table[max(known)]
+    return table[max(releases)]
 
 
 def _host(torch: str) -> str:
@@ -204,10 +204,10 @@ def _host(torch: str) -> str:
 
 
 def _major_minor(version: str) -> Version:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
         raise SetupError(f"--torch must be a version such as 2.13.0, but is '{version}' instead.")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _dotted(version: Version) -> str:

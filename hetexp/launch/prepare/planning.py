@@ -1,4 +1,4 @@
-"""What would come of a plan: every strategy and policy on its devices, on others, on clusters of them."""
+"""Predictions for `hetexp plan`: every strategy and policy on the devices, on other ones, and on clusters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hetexp.core.instantiate import check_component, instantiate
 from hetexp.core.plan import Plan
 from hetexp.hardware.catalogue import load_catalogue
 from hetexp.hardware.selection.pool import Selection
-from hetexp.launch.prepare.known import known_of, like_ddp, memory_of
+from hetexp.launch.prepare.estimates import estimate_devices, estimate_memory, with_ddp
 from hetexp.launch.prepare.preparation import layers_of
-from hetexp.plan.known import MEASURED, Known
+from hetexp.plan.device_estimates import MEASURED, DeviceEstimates
 from hetexp.plan.planner import check_plan, make_plan
 from hetexp.plan.predict.as_json import prediction
 from hetexp.plan.predict.inputs import Needs, Objective, PredictedRun, PredictionInputs
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a person wants to know beside what the devices do as they are."""
+class PredictionRequest:
+    """Options of a prediction."""
 
     changes: tuple[Change, ...] = ()
     scale: int | None = None
@@ -43,17 +43,17 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class OtherPlan:
-    """The plan of other devices."""
+class ChangedPlan:
+    """The plan of changed devices."""
 
     plan: Plan
     kept: tuple[int | None, ...]
-    """Of each device its place among those of the first plan, `None` for a new one."""
+    """Each device's place in the first plan; `None` for a new device."""
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """All that was asked."""
+class RunPrediction:
+    """The predictions of a run."""
 
     as_it_is: Prediction
     changes: tuple[Change, ...] = ()
@@ -67,118 +67,123 @@ class Foreseen:
 
 @dataclass
 class Alternatives:
-    """The strategies and policies that are configured somewhere, by the names of their options."""
+    """The strategies and policies of the configuration folders, by the names of their options."""
 
     strategies: dict[str, Strategy] = field(default_factory=dict)
     policies: dict[str, BalancingPolicy] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     """Option → why it cannot be built."""
     own: dict[str, str] = field(default_factory=dict)
-    """Group → option that the run itself has."""
+    """Group → option of the run."""
 
 
-def foresee(spec: RunSpec, wanted: Wanted, other: OtherPlan | None = None) -> Foreseen:
-    """Predict a run on its devices as they are, and what else is wanted.
+def predict_run(
+    spec: RunSpec, request: PredictionRequest, changed_plan: ChangedPlan | None = None
+) -> RunPrediction:
+    """Predict a run on its devices, on changed ones, and on a cluster of them.
 
     Args:
-        other: what `what_if` returned, if devices are changed.
+        changed_plan: the result of `what_if`, if devices are changed.
 
     Raises:
-        ConfigError: an option cannot be composed, or nothing is known of a device that a cluster is made of.
+        ConfigError: an option cannot be composed, or the speed of a cluster's device is not known.
     """
     choices, plan = alternatives(spec), make_plan(spec)
     candidates = spec.strategy.candidates(lambda: choices.strategies, several_hosts(spec))
-    base = like_ddp(spec) if candidates else spec
-    first, second = predicted(base, plan, choices, wanted), None
-    known = first.known
-    if other is not None:
-        second = predicted(base, other.plan, choices, wanted, other.kept, known)
-        known = second.known
+    base = with_ddp(spec) if candidates else spec
+    first, second = predict_strategies(base, plan, choices, request), None
+    estimates = first.estimates
+    if changed_plan is not None:
+        second = predict_strategies(base, changed_plan.plan, choices, request, changed_plan.kept, estimates)
+        estimates = second.estimates
     first = _with_pick(first, candidates, choices)
     second = _with_pick(second, candidates, choices) if second is not None else None
     last = second or first
     cluster = None
-    if wanted.scale is not None:
-        if not last.known.complete:
-            names = [str(d) for d, one in zip(last.plan.devices, known.devices, strict=True) if one is None]
+    if request.scale is not None:
+        if not last.estimates.complete:
+            pairs = zip(last.plan.devices, estimates.devices, strict=True)
+            names = [str(device) for device, calibration in pairs if calibration is None]
             raise ConfigError(
                 "`--scale` must repeat devices that the catalogue knows, but does not know "
-                f"{', '.join(names)}{f': {known.reason}' if known.reason else ''}."
+                f"{', '.join(names)}{f': {estimates.reason}' if estimates.reason else ''}."
             )
         hardware = spec.config.hardware
         network = load_catalogue(hardware.catalogue).links[hardware.network]
-        cluster = scaled(last.plan, last.known, wanted.scale, choices.policies, network)
-    return Foreseen(first, wanted.changes, second, cluster)
+        cluster = scaled(last.plan, last.estimates, request.scale, choices.policies, network)
+    return RunPrediction(first, request.changes, second, cluster)
 
 
-def predicted(
+def predict_strategies(
     spec: RunSpec,
     plan: Plan,
     choices: Alternatives,
-    wanted: Wanted = Wanted(),
+    request: PredictionRequest = PredictionRequest(),
     kept: Sequence[int | None] = (),
-    old: Known | None = None,
+    old: DeviceEstimates | None = None,
 ) -> Prediction:
     """Predict some strategies with some policies on a plan's devices.
 
     Args:
-        spec: the run, whose own strategy decides what its ranks need of their memory.
-        kept: of each device its place among those of `old`, `None` for a new one.
-        old: what is known of the devices before a change.
+        spec: the run, whose strategy decides the memory of its ranks.
+        kept: each device's place in `old`; `None` for a new device.
+        old: estimates of the devices before a change.
     """
-    memory = memory_of(plan, spec)
-    known, needs = _known(plan, spec, memory, kept, old)
+    memory = estimate_memory(plan, spec)
+    estimates, needs = _estimates(plan, spec, memory, kept, old)
     inputs = PredictionInputs(
         plan,
-        known,
+        estimates,
         choices.policies,
         needs,
-        wanted.objective,
-        wanted.budget_watts,
+        request.objective,
+        request.budget_watts,
         partial(layers_of, plan, spec, memory),
     )
-    asked = choices.strategies.items()
-    checked = {name: " ".join(one.check_candidate(spec.config, plan.devices)) for name, one in asked}
-    refusals = {name: refused for name, refused in checked.items() if refused}
-    found = predict_runs(inputs, choices.strategies, choices.own["balancing"], refusals)
-    return _with_problems(found, choices)
+    problems = {
+        name: strategy.check_candidate(spec.config, plan.devices)
+        for name, strategy in choices.strategies.items()
+    }
+    refusals = {name: " ".join(sentences) for name, sentences in problems.items() if sentences}
+    prediction = predict_runs(inputs, choices.strategies, choices.own["balancing"], refusals)
+    return _with_problems(prediction, choices)
 
 
-def what_if(changes: Sequence[Change], spec: RunSpec) -> OtherPlan:
+def what_if(changes: Sequence[Change], spec: RunSpec) -> ChangedPlan:
     """Return the plan of the selected devices after some changes.
 
     Raises:
-        ConfigError: everything that is wrong with the changes, or with the configuration on such devices.
+        ConfigError: everything that is wrong with the changes, or with the configuration on these devices.
     """
     selection, catalogue = spec.selection, load_catalogue(spec.config.hardware.catalogue)
     devices, kept = changed(selection.devices, changes, catalogue)
-    other = spec.replaced(selection=Selection(devices, network=selection.network))
-    problems = check_plan(other)
+    changed_spec = spec.replaced(selection=Selection(devices, network=selection.network))
+    problems = check_plan(changed_spec)
     if problems:
         raise ConfigError(
             [f"With --what-if {','.join(map(str, changes))}: {problem}" for problem in problems]
         )
-    return OtherPlan(make_plan(other), tuple(kept))
+    return ChangedPlan(make_plan(changed_spec), tuple(kept))
 
 
 def alternatives(spec: RunSpec) -> Alternatives:
-    """Return every strategy and policy of the configuration folders, with the run's own settings of its own.
+    """Return every strategy and policy of the configuration folders; the run's own have its settings.
 
-    An option that leaves a value for the person to give (`weights: ???`) is left out unless it is the run's.
+    An option with a missing value (`weights: ???`) is left out, unless the run has it.
     """
-    found, config = Alternatives(), spec.config
+    choices, config = Alternatives(), spec.config
     groups: list[tuple[str, Mapping[str, Any], Any, dict[str, Any]]] = [
-        ("strategy", config.strategy, spec.strategy, found.strategies),
-        ("balancing", config.balancing, spec.policy, found.policies),
+        ("strategy", config.strategy, spec.strategy, choices.strategies),
+        ("balancing", config.balancing, spec.policy, choices.policies),
     ]
-    for group, own, ours, built in groups:
+    for group, section, component, built in groups:
         nodes = group_options(group)
-        name = option_of(own, nodes)
-        nodes[name] = dict(own)
-        found.own[group] = name
+        name = option_of(section, nodes)
+        nodes[name] = dict(section)
+        choices.own[group] = name
         for option, node in nodes.items():
             if option == name:
-                built[option] = ours
+                built[option] = component
                 continue
             if "???" in node.values():
                 continue
@@ -189,68 +194,74 @@ def alternatives(spec: RunSpec) -> Alternatives:
             except ConfigError as error:
                 problems = error.problems
             if problems:
-                found.problems[f"{group}={option}"] = " ".join(problems)
-    return found
+                choices.problems[f"{group}={option}"] = " ".join(problems)
+    return choices
 
 
 def several_hosts(spec: RunSpec) -> bool:
-    """Return whether a network is between some of a run's devices."""
+    """Return whether a run's devices are in several hosts."""
     return len({device.host for device in spec.selection.devices}) > 1
 
 
-def option_of(own: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of the option that a run's own section comes from: the one that differs least."""
-    alike = [name for name, node in nodes.items() if node.get("_target_") == own["_target_"]]
+def option_of(section: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of a section's option: of those with its class, the option that differs least."""
+    alike = [name for name, node in nodes.items() if node.get("_target_") == section["_target_"]]
     if not alike:
-        return str(own["_target_"].rpartition(".")[2].lower())
-    return min(alike, key=lambda name: sum(own.get(key) != value for key, value in nodes[name].items()))
+        return str(section["_target_"].rpartition(".")[2].lower())
+    return min(alike, key=lambda name: sum(section.get(key) != value for key, value in nodes[name].items()))
 
 
 def check_scale(scale: int | None, config: Config) -> list[str]:
-    """Return what is wrong with a wish for a cluster, as far as it can be known beforehand."""
+    """Return the problem of a cluster for which the catalogue has no network."""
     links = load_catalogue(config.hardware.catalogue).links
     if scale is None or config.hardware.network in links:
         return []
     return [must_be("hardware.network", f"one of {', '.join(sorted(links))}", config.hardware.network)]
 
 
-def _known(
-    plan: Plan, spec: RunSpec, memory: RunMemory, kept: Sequence[int | None] = (), old: Known | None = None
-) -> tuple[Known, Needs | None]:
-    """Return what is known of a plan's devices within their memory, and what tells a split's.
+def _estimates(
+    plan: Plan,
+    spec: RunSpec,
+    memory: RunMemory,
+    kept: Sequence[int | None] = (),
+    old: DeviceEstimates | None = None,
+) -> tuple[DeviceEstimates, Needs | None]:
+    """Return the estimates of a plan's devices within their memory, and a function for a split's memory.
 
     Args:
-        kept: of each device its place among those of `old`, `None` for a new one.
-        old: what is known of the devices before a change.
+        kept: each device's place in `old`; `None` for a new device.
+        old: estimates of the devices before a change.
     """
-    known = known_of(plan, spec, memory)
-    if old is not None and set(known.sources) != {MEASURED}:
-        known = known.mixed(kept, old)
+    estimates = estimate_devices(plan, spec, memory)
+    if old is not None and set(estimates.sources) != {MEASURED}:
+        estimates = estimates.mixed(kept, old)
     if not spec.config.hardware.check_memory:
-        return known, None
+        return estimates, None
 
     def needs(ranks: Sequence[int], counts: Sequence[int]) -> list[int | None]:
         devices = [plan.devices[rank] for rank in ranks]
         precisions = [plan.precisions[rank] for rank in ranks]
         sizes = [size or None for size in memory.of(devices, counts, precisions).largest_passes(counts)]
-        estimates = memory.of(devices, counts, precisions, sizes).estimates
-        return [one.total_bytes if one is not None else None for one in estimates]
+        memories = memory.of(devices, counts, precisions, sizes).estimates
+        return [need.total_bytes if need is not None else None for need in memories]
 
     whole = [spec.config.trainer.global_batch_size] * plan.world_size
     passes = [size or None for size in memory.largest_passes(whole)]
-    return known.limited(memory.caps(), passes), needs
+    return estimates.limited(memory.caps(), passes), needs
 
 
-def _with_pick(found: Prediction, candidates: Collection[str], choices: Alternatives) -> Prediction:
-    """Return a prediction that says which of the candidates would be taken, if there are any."""
-    of_candidates = replace(found, rows=tuple(row for row in found.rows if row.strategy in candidates))
+def _with_pick(prediction: Prediction, candidates: Collection[str], choices: Alternatives) -> Prediction:
+    """Return a prediction with the reason for the best candidate, if there are candidates."""
+    of_candidates = replace(
+        prediction, rows=tuple(row for row in prediction.rows if row.strategy in candidates)
+    )
     row = pick(of_candidates, choices.own["balancing"])
     if row is None:
-        return found
-    return replace(found, reasons=(*found.reasons, why_picked(row, of_candidates)))
+        return prediction
+    return replace(prediction, reasons=(*prediction.reasons, why_picked(row, of_candidates)))
 
 
-def _with_problems(found: Prediction, choices: Alternatives) -> Prediction:
+def _with_problems(prediction: Prediction, choices: Alternatives) -> Prediction:
     rows = []
     for option, why in choices.problems.items():
         group, _, name = option.partition("=")
@@ -259,4 +270,4 @@ def _with_problems(found: Prediction, choices: Alternatives) -> Prediction:
             if group == "strategy"
             else PredictedRun(name, problem=why)
         )
-    return replace(found, rows=(*found.rows, *rows))
+    return replace(prediction, rows=(*prediction.rows, *rows))

@@ -1,6 +1,6 @@
-"""From a plan as configured to the plan that is launched: stages or samples, as the strategy wants it.
+"""Makes a plan final: with stages of the model or shares of the batch, as the strategy needs.
 
-The devices are measured, or their memory estimated, as far as the split depends on it.
+The devices are measured, and their memory estimated, if the split depends on them.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer
-from hetexp.launch.prepare.known import known_of, memory_of
+from hetexp.launch.prepare.estimates import estimate_devices, estimate_memory
 from hetexp.plan import calibrations
-from hetexp.plan.known import MEASURED
-from hetexp.plan.measured import Choice, begun_with, choose, replanned
+from hetexp.plan.calibrated_plan import Choice, calibrated_plan, choose, start_from_estimates
+from hetexp.plan.device_estimates import MEASURED
 from hetexp.plan.routes import routed
 from hetexp.plan.run_spec import RunSpec
-from hetexp.plan.stages.arrange import Arrangement, CutsModels, arrange
+from hetexp.plan.stages.assign import StageAssignment, StagedStrategy, assign_stages
 
 if TYPE_CHECKING:
     from hetexp.training.measuring.estimate import RunMemory
 
 Measure = Callable[[Plan, RunSpec], dict[str, Any]]
-"""Lets the ranks of a plan measure their devices, as `hetexp.launch.launcher.measure`."""
+"""Lets the ranks of a plan measure their devices, like `hetexp.launch.launcher.measure`."""
 
 
 def prepare(plan: Plan, spec: RunSpec, measure: Measure) -> Plan:
     """Return the plan that is launched.
 
     Raises:
-        ConfigError: a device has less memory than it needs, or the model cannot be cut so.
-        SetupError, RunFailedError: measuring the devices could not be started, or failed.
+        ConfigError: a device has too little memory, or the model cannot be cut into these stages.
+        SetupError, RunFailedError: the measurement of the devices could not start, or failed.
     """
     return spec.strategy.prepare(plan, Preparation(spec, measure))
 
@@ -43,117 +43,124 @@ class Preparation:
     """Makes the plan of a run final.
 
     Args:
-        measure: `None` starts nothing: the plan then follows what is known, and `remarks` say so.
+        measure: `None` starts nothing: the plan then follows estimates, and `remarks` say so.
     """
 
     def __init__(self, spec: RunSpec, measure: Measure | None = None) -> None:
         self._spec, self._measure = spec, measure
         self.remarks: list[str] = []
-        """What the plan would follow beside what is known."""
+        """Sentences about what the plan of a real run would follow."""
 
-    def stages(self, plan: Plan, cuts: CutsModels) -> Plan:
+    def stages(self, plan: Plan, cuts: StagedStrategy) -> Plan:
         """Return the plan with each rank's stages.
 
-        A rank's share is then its part of a step's work, and its samples are those of its pipeline.
+        A rank's share is its part of a step's work, and its samples are those of its pipeline.
 
         Raises:
             ConfigError: the model may not be cut, or its stages do not fit the devices.
         """
         spec, policy = self._spec, self._spec.policy
-        memory = memory_of(plan, spec)
+        memory = estimate_memory(plan, spec)
         layers = layers_of(plan, spec, memory)
-        known = known_of(plan, spec, memory) if policy.measures or policy.follows else None
+        estimates = estimate_devices(plan, spec, memory) if policy.measures or policy.follows else None
         check_memory = spec.config.hardware.check_memory
-        return with_arrangement(plan, arrange(plan, cuts, policy, layers, known, check_memory))
+        return with_assignment(plan, assign_stages(plan, cuts, policy, layers, estimates, check_memory))
 
     def samples(self, plan: Plan) -> Plan:
-        """Return the plan with each rank's samples, and the passes and memory that they need.
+        """Return the plan with each rank's samples, microbatch size and memory.
 
         Raises:
-            ConfigError: a device has less memory than it needs.
+            ConfigError: a device has too little memory.
         """
         memory = self.memory(plan)
         return with_memory(self.split(plan, memory), self._spec, memory)
 
     def memory(self, plan: Plan) -> RunMemory | None:
-        """Return the estimates of a plan's devices; `None` if only the CPU trains, or if they are not wanted.
+        """Return the memory estimates of a plan's devices.
 
-        If only the CPU trains they take longer than a first small run does. The data set is built for them:
-        `hardware.check_memory=false` does without.
+        `None` if only the CPU trains, where an estimate takes longer than a first small run, or with
+        `hardware.check_memory=false`. The data set is built for the estimates.
         """
         cpu = all(device.backend == "cpu" for device in plan.devices)
-        return None if cpu or not self._spec.config.hardware.check_memory else memory_of(plan, self._spec)
+        return (
+            None if cpu or not self._spec.config.hardware.check_memory else estimate_memory(plan, self._spec)
+        )
 
     def split(self, plan: Plan, memory: RunMemory | None) -> Plan:
-        """Return the plan with the split that measures best, if the policy asks for it and there is a choice.
+        """Return the plan with the split that measures best, if the policy measures and there is a choice.
 
-        Devices that were measured for the same job before are not measured again. The split is chosen again
-        each time: the batch, the memory or the policy may ask for another one. A policy that follows the
-        devices begins with whatever is known of them.
+        Devices that were measured for the same job before are not measured again. The split is chosen each
+        time, because it depends on the batch, the memory and the policy. A policy that follows the devices
+        starts from their estimates.
 
         Args:
-            memory: limits the devices' passes, and caps their shares.
+            memory: limits the devices' microbatches, and caps their shares.
         """
         config, policy = self._spec.config, self._spec.policy
         if not (policy.measures or policy.follows) or plan.world_size < 2:
             return plan
         cached = calibrations.find(plan, config) if not policy.recalibrate else None
         if cached is None and (not policy.measures or config.trainer.fast_dev_run):
-            known = [] if policy.recalibrate else calibrations.known_devices(plan, config)
-            return begun_with(plan, known, self._limits(plan, memory)[0]) if known else plan
+            kept = [] if policy.recalibrate else calibrations.known_devices(plan, config)
+            return start_from_estimates(plan, kept, self._limits(plan, memory)[0]) if kept else plan
         if cached is None and self._measure is None:
             return self._before_measuring(plan, memory)
         if cached is None:
             assert self._measure is not None
             result = self._measure(plan, self._spec)
-            own = [DeviceCalibration.from_dict(one) for one in result["devices"]]
+            measured = [DeviceCalibration.from_dict(raw) for raw in result["devices"]]
             exchange = result["exchange"]
             measured_at = calibrations.store(plan, config, result)
         else:
-            own, exchange, measured_at = list(cached.devices), cached.exchange.to_dict(), cached.measured_at
+            measured, exchange = list(cached.devices), cached.exchange.to_dict()
+            measured_at = cached.measured_at
             plan = replace(plan, reasons=(cached.reason(), *plan.reasons))
-        devices, choice = self._best_split(plan, memory, own, Exchange.from_dict(exchange))
+        devices, choice = self._best_split(plan, memory, measured, Exchange.from_dict(exchange))
         entries = calibrations.names(plan, config)
         source = {"measured_at": measured_at, "cached": cached is not None, "entries": entries}
-        return replanned(plan, devices, exchange, choice, source)
+        return calibrated_plan(plan, devices, exchange, choice, source)
 
     def _before_measuring(self, plan: Plan, memory: RunMemory | None) -> Plan:
-        """Return the plan with the best split that is known of, and remark what is not."""
+        """Return the plan with the best split by estimates, and add a remark about their source."""
         name = self._spec.request.choices.get("balancing", type(self._spec.policy).__name__.lower())
         first = f"A run measures its devices first (balancing={name})"
-        known = known_of(plan, self._spec, memory or memory_of(plan, self._spec))
-        own = [one for one in known.devices if one is not None]
-        if len(own) < plan.world_size:
-            pairs = zip(plan.devices, known.devices, strict=True)
-            names = ", ".join(device.id for device, one in pairs if one is None)
+        estimates = estimate_devices(plan, self._spec, memory or estimate_memory(plan, self._spec))
+        calibrated = [calibration for calibration in estimates.devices if calibration is not None]
+        if len(calibrated) < plan.world_size:
+            pairs = zip(plan.devices, estimates.devices, strict=True)
+            names = ", ".join(device.id for device, calibration in pairs if calibration is None)
             self.remarks.append(f"{first}; this split is where it begins, as nothing is known of {names}.")
             return plan
-        devices, choice = self._best_split(plan, memory, own, known.exchange)
-        source = " and ".join(dict.fromkeys(known.sources))
-        if set(known.sources) == {MEASURED}:
+        devices, choice = self._best_split(plan, memory, calibrated, estimates.exchange)
+        source = " and ".join(dict.fromkeys(estimates.sources))
+        if set(estimates.sources) == {MEASURED}:
             source = "measured before for another batch or strategy"
         self.remarks.append(f"{first}; this split and step are by figures {source}.")
-        return replanned(plan, devices, known.exchange.to_dict(), choice)
+        return calibrated_plan(plan, devices, estimates.exchange.to_dict(), choice)
 
     def _best_split(
-        self, plan: Plan, memory: RunMemory | None, own: Sequence[DeviceCalibration], exchange: Exchange
+        self,
+        plan: Plan,
+        memory: RunMemory | None,
+        measured: Sequence[DeviceCalibration],
+        exchange: Exchange,
     ) -> tuple[list[DeviceCalibration], Choice]:
-        """Return the devices within their memory, and the split over them that ends a step soonest.
+        """Return the devices within their memory, and the split over them with the shortest step.
 
         Args:
-            own: what each device of the plan does by itself.
+            measured: each device of the plan alone.
             exchange: of gradients, as under DDP.
 
         Raises:
             ConfigError: the devices' memory together does not hold the batch.
         """
         strategy, policy = self._spec.strategy, self._spec.policy
-        caps, passes = self._limits(plan, memory)
-        limits = zip(own, caps, passes, strict=True)
+        caps, sizes = self._limits(plan, memory)
+        limits = zip(measured, caps, sizes, strict=True)
         devices = [device.capped(cap).split_microbatches(size or None) for device, cap, size in limits]
-        seen = strategy.step_exchange(exchange, plan, plan.devices)
+        step_exchange = strategy.step_exchange(exchange, plan, plan.devices)
         try:
-            return devices, choose(plan, devices, seen, strategy.may_leave_out(policy))
+            return devices, choose(plan, devices, step_exchange, strategy.may_leave_out(policy))
         except ValueError as error:
             raise ConfigError(
                 must_be(
@@ -167,7 +174,7 @@ class Preparation:
     def _limits(
         self, plan: Plan, memory: RunMemory | None
     ) -> tuple[Sequence[int | None], Sequence[int | None]]:
-        """Return the most samples that each device may get of a step, and in one pass (0: not even one)."""
+        """Return each device's most samples of a step, and of a microbatch (0: not even one sample fits)."""
         if memory is None:
             return [None] * plan.world_size, [None] * plan.world_size
         whole = [self._spec.config.trainer.global_batch_size] * plan.world_size
@@ -186,34 +193,35 @@ def layers_of(plan: Plan, spec: RunSpec, memory: RunMemory) -> tuple[Layer, ...]
     return describe_layers(spec.config, memory, precision, emulated=plan.paced)
 
 
-def with_arrangement(plan: Plan, found: Arrangement) -> Plan:
+def with_assignment(plan: Plan, assignment: StageAssignment) -> Plan:
     """Return the plan of the devices that take part, in the order of their ranks, with their stages."""
+    ranks = assignment.ranks
     changed = plan.of_ranks(
-        found.ranks,
-        found.reasons,
-        left_out=tuple(one for place, one in enumerate(plan.devices) if place not in found.ranks),
+        ranks,
+        assignment.reasons,
+        left_out=tuple(device for place, device in enumerate(plan.devices) if place not in ranks),
         microbatch_sizes=(),
-        stages=found.stages,
-        replica_batch_sizes=found.replica_batch_sizes,
-        shares=found.shares,
-        local_batch_sizes=found.local_batch_sizes,
-        memory_bytes=found.memory_bytes,
-        predicted_step_seconds=found.step_seconds,
+        stages=assignment.stages,
+        replica_batch_sizes=assignment.replica_batch_sizes,
+        shares=assignment.shares,
+        local_batch_sizes=assignment.local_batch_sizes,
+        memory_bytes=assignment.memory_bytes,
+        predicted_step_seconds=assignment.step_seconds,
     )
     return routed(changed)
 
 
 def with_memory(plan: Plan, spec: RunSpec, memory: RunMemory | None) -> Plan:
-    """Return the plan with what each of its ranks will hold on each device.
+    """Return the plan with the memory that each rank needs, and with microbatches that fit.
 
     Raises:
-        ConfigError: a device has less memory than it needs.
+        ConfigError: a device has too little memory.
     """
     if memory is None:
         return plan
-    if plan.all_devices == plan.devices:  # the passes of a rank that drives several devices are cut already
+    if plan.all_devices == plan.devices:  # a rank that drives several devices divides its samples already
         counts = list(plan.local_batch_sizes)
-        if spec.policy.follows:  # any device may get any part of the batch
+        if spec.policy.follows:  # any device may get the whole batch later
             counts = [sum(counts)] * plan.world_size
         memory = memory.of(plan.devices, plan.local_batch_sizes, plan.precisions)
         plan = with_microbatches(plan, memory, counts)
@@ -222,23 +230,23 @@ def with_memory(plan: Plan, spec: RunSpec, memory: RunMemory | None) -> Plan:
     if problems:
         raise ConfigError(problems)
     needs: list[list[int]] = [[] for _ in plan.devices]
-    for place, one in enumerate(memory.estimates):
-        needs[plan.rank_of(place)] += [one.total_bytes] if one is not None else []
+    for place, estimate in enumerate(memory.estimates):
+        needs[plan.rank_of(place)] += [estimate.total_bytes] if estimate is not None else []
     unknown = [f"The memory that it needs is not known: {memory.reason}."] if memory.reason else []
-    most = tuple(max(own, default=None) for own in needs)
+    most = tuple(max(bytes_of_rank, default=None) for bytes_of_rank in needs)
     return replace(plan, memory_bytes=most, reasons=(*plan.reasons, *unknown))
 
 
 def with_microbatches(plan: Plan, memory: RunMemory, counts: Sequence[int]) -> Plan:
-    """Return the plan with several passes a step for each device that does not hold its samples in one.
+    """Return the plan with a microbatch size for each device whose memory does not hold all its samples.
 
     Args:
         memory: of the plan's devices.
-        counts: the most samples that each of them may get.
+        counts: the most samples of each device.
     """
     largest = memory.largest_passes(counts)
     before = plan.microbatch_sizes or (None,) * plan.world_size
-    # 0 stands for a device that holds not even one sample: that is reported as a problem.
+    # 0 stands for a device that does not hold even one sample, which is reported as a problem.
     limits = [[n for n in pair if n] for pair in zip(before, largest, strict=True)]
     sizes = [min(pair, default=None) for pair in limits]
     reasons = [

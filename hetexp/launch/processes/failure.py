@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it fails, and which of several failures was the first cause."""
+"""The failure of a rank: its file beside the log, and the first cause of several failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from hetexp.core.files import no_room, write_json
 
 NO_ROOM = 74
-"""Exit code (EX_IOERR of sysexits.h) of a rank that a full disk ended, and kept from writing so."""
+"""Exit code (EX_IOERR of sysexits.h) of a rank that a full disk ended, so that it wrote no failure."""
 
 
 @dataclass(frozen=True)
@@ -22,23 +22,23 @@ class RankFailure:
 
     rank: int
     kind: str
-    """Class of the error, or the signal's name."""
+    """Class of the error, or name of the signal."""
     message: str
-    """What went wrong, for people; a traceback where the error was not foreseen."""
+    """Message of the error; a traceback for an error that is not hetexp's own."""
     step: int | None = None
     peer_lost: bool = False
-    """The rank only noticed that another one was gone."""
+    """Whether the rank only noticed that another rank was gone."""
     time: float = 0.0
-    """Seconds since the epoch."""
+    """Seconds since 1970."""
 
 
 def log_path(run_dir: Path, member: int) -> Path:
-    """Return the log of a member; those that a run begins with are numbered as its ranks."""
+    """Return the log of a member; the first members have the numbers of their ranks."""
     return run_dir / "logs" / f"rank_{member}.log"
 
 
 def stack_path(log_path: Path) -> Path:
-    """Return where the rank with this log writes its stack when it is asked for it."""
+    """Return where the rank with this log writes its stack on request."""
     return log_path.with_suffix(".stack")
 
 
@@ -48,12 +48,12 @@ def failure_path(log_path: Path) -> Path:
 
 
 def write_failure(log_path: Path, failure: RankFailure) -> None:
-    """Write the failure beside the rank's log; others wait for its end, and for no disk."""
+    """Write the failure beside the rank's log, without waiting for the disk."""
     write_json(failure_path(log_path), asdict(failure), durable=False)
 
 
 def read_failure(log_path: Path, rank: int, exit_code: int) -> RankFailure:
-    """Return why a rank ended with an exit code other than 0, from what it wrote or from how it ended."""
+    """Return why a rank ended with an exit code other than 0, from its file or from the exit code."""
     path = failure_path(log_path)
     if path.exists():
         return RankFailure(**json.loads(path.read_text(encoding="utf-8")))
@@ -75,7 +75,7 @@ def tail(log_path: Path) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return `SIGKILL` for 9; a number that has no name, as a real-time signal's, stays a number."""
+    """Return `SIGKILL` for 9, and `signal 40` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -83,8 +83,5 @@ def signal_name(number: int) -> str:
 
 
 def first_cause(failures: list[RankFailure]) -> RankFailure:
-    """Return the failure that explains the others.
-
-    A rank that lost a peer did not cause anything, whoever reported first.
-    """
+    """Return the first failure of a rank that did not merely lose a peer; of such ranks only, the first."""
     return min(failures, key=lambda f: (f.peer_lost, f.time))

@@ -1,8 +1,7 @@
-"""Which machine a device is in, and who starts a rank there: a launcher's one seam to other machines.
+"""The interface through which the launcher starts ranks on other machines.
 
-A device whose `host` is not reached by anybody is in this machine, as the emulated hosts of a mix are.
-What is known here is so for as long as the launcher that leads a cluster has joined the others
-(`hetexp.hosts.leader`): one process leads one run at a time.
+`hetexp.hosts.leader` registers the machines of a cluster here while a run lasts; a process leads one run at a
+time. A device whose `host` is not registered is in this machine, such as the emulated hosts of a mix.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from hetexp.core.device import DeviceSpec
 from hetexp.launch.processes.process import RankProcess, Start
@@ -29,44 +27,44 @@ class Host(ABC):
 
     @abstractmethod
     def comes_back(self, wakes: Callable[[], bool]) -> bool:
-        """Return whether the machine is there; where it is gone it gets its time to join again.
+        """Return whether the machine is connected; a lost machine gets time to join again.
 
         Args:
-            wakes: asked now and then whether to stop waiting.
+            wakes: polled whether to stop waiting.
         """
 
 
-_others: dict[str, Host] = {}
+_hosts: dict[str, Host] = {}
 _interface: list[str] = []
 
 
 @contextmanager
-def reachable(others: Mapping[str, Any], interface: str) -> Iterator[None]:
-    """Reach other machines, and let this one's ranks talk to theirs.
+def reachable(hosts: Mapping[str, Host], interface: str) -> Iterator[None]:
+    """Register other machines while the context lasts.
 
     Args:
-        others: machine by the name that devices have in `host`.
-        interface: of this machine, that the others' ranks reach.
+        hosts: `DeviceSpec.host` → machine.
+        interface: network interface of this machine for the exchange between ranks.
     """
-    _others.update(others)
+    _hosts.update(hosts)
     _interface.append(interface)
     try:
         yield
     finally:
-        _others.clear()
+        _hosts.clear()
         _interface.clear()
 
 
 def host_of(device: DeviceSpec) -> Host | None:
-    """Return the machine that a device is in, `None` for this one."""
-    return _others.get(device.host) if device.host is not None else None
+    """Return the machine of a device; `None` for this machine."""
+    return _hosts.get(device.host) if device.host is not None else None
 
 
 def all_there(devices: Iterable[DeviceSpec], wakes: Callable[[], bool]) -> bool:
-    """Return whether the machines of some devices are there; one that is gone gets its time to join again.
+    """Return whether the machines of some devices are connected; a lost machine gets time to join again.
 
     Args:
-        wakes: asked now and then whether to stop waiting.
+        wakes: polled whether to stop waiting.
     """
     hosts = {id(host): host for device in devices if (host := host_of(device)) is not None}
     return all(host.comes_back(wakes) for host in hosts.values())
@@ -78,5 +76,5 @@ def is_here(device: DeviceSpec) -> bool:
 
 
 def network_environment() -> dict[str, str]:
-    """Return the variables that bind ranks' own sockets to the cluster's interface; none on one machine."""
+    """Return the variables that bind ranks' sockets to the cluster's interface; empty on one machine."""
     return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _interface[0]) if _interface else {}

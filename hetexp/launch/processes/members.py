@@ -1,4 +1,4 @@
-"""The processes of a run: each one member, with a number of its own and a log, from its start to its end."""
+"""The members of a run: processes with a number and a log, from their start to their end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hetexp.launch.processes.process import RankProcess, Start, rank_environment
 
 @dataclass(frozen=True)
 class Member:
-    """One process that trains, has trained, or is about to."""
+    """A process that trains, has trained, or is about to train."""
 
     number: int
     device: DeviceSpec
@@ -34,18 +34,19 @@ class Member:
     log_path: Path
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all processes that it started."""
         signal_group(self.process, signal.SIGKILL)
 
 
 def start_member(
-    plan: Plan, plan_path: Path, rank: int, method: str, number: int | None = None, begins: bool = False
+    plan: Plan, plan_path: Path, rank: int, method: str, number: int | None = None, joins: bool = False
 ) -> Member:
     """Start the process of a rank.
 
     Args:
+        method: `launch.start_method`.
         number: of the member; `None`: that of the rank.
-        begins: whether it is to join others that train already.
+        joins: whether it joins a running training.
 
     Raises:
         SetupError: it cannot be started.
@@ -60,7 +61,7 @@ def start_member(
         environment=environment_of(plan, rank),
         working_dir=plan.working_dir,
         log_path=path,
-        member=number if begins else None,
+        member=number if joins else None,
         store_port=plan.store_port,
         checkpoint=plan.config.get("resume"),
     )
@@ -75,16 +76,16 @@ def start_member(
 
 
 def pause_for(members: Sequence[Member], seconds: float) -> None:
-    """Return when one of the processes ends, after so many seconds otherwise.
+    """Return when one of the processes ends, or after some seconds.
 
-    Where the system has nothing to wait for a process by, it is always after these seconds.
+    On systems without a descriptor for the end of a process it is always after these seconds.
     """
     ends = [member.process.sentinel for member in members if member.process.poll() is None]
     wait([end for end in ends if end is not None], timeout=seconds)
 
 
 def end_all(members: Sequence[Member], grace_seconds: float) -> None:
-    """End the processes of all members: first by request, then by force; return when none is left."""
+    """End the processes of all members: first by SIGTERM, then by SIGKILL; return when none is left."""
     running = [member.process for member in members if member.process.poll() is None]
     for process in running:
         signal_group(process, signal.SIGTERM)
@@ -92,26 +93,26 @@ def end_all(members: Sequence[Member], grace_seconds: float) -> None:
     for process in running:
         process.wait(max(deadline - time.monotonic(), 0.0))
     for member in members:
-        member.kill()  # also what an ended rank may have left in its group
+        member.kill()  # data loader processes may outlive their rank
         member.process.wait(10.0)
         remove_temporary_folders(member.process.pid)
         stack = stack_path(member.log_path)
         with suppress(OSError):
-            if stack.stat().st_size == 0:  # it was not asked for
+            if stack.stat().st_size == 0:  # no stack was requested
                 stack.unlink()
 
 
 def environment_of(plan: Plan, rank: int) -> dict[str, str]:
     """Return the environment of a rank."""
     visible = environment_together(plan.devices_of(rank))
-    wanted = network_environment() | variables(plan.config.get("comm", {}).get("env"))
-    return rank_environment(os.environ, visible, plan.threads[rank], package_root(), wanted)
+    configured = network_environment() | variables(plan.config.get("comm", {}).get("env"))
+    return rank_environment(os.environ, visible, plan.threads[rank], package_root(), configured)
 
 
 def package_root() -> str | None:
-    """Return the folder that other interpreters import hetexp from, `None` where it is installed for good.
+    """Return the folder from which other interpreters import hetexp; `None` if hetexp is installed.
 
-    A site-packages folder must not be handed on: it would bring this interpreter's torch along.
+    A site-packages folder must not be passed on, because this interpreter's torch is in it as well.
     """
     root = Path(hetexp.__file__).resolve().parent.parent
     return None if root.name in ("site-packages", "dist-packages") else str(root)

@@ -1,4 +1,4 @@
-"""A rank never outlives its launcher, not even one that was killed with -9."""
+"""Ends a rank when its launcher ends, even by SIGKILL."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher(wait_for_end: Callable[[], object]) -> None:
-    """Kill this process and all that it starts once the launcher is gone.
+    """Kill this process and all processes that it starts once the launcher is gone.
 
     Args:
         wait_for_end: returns when the launcher has ended, for example a read of a pipe that only the
-            launcher holds open. The kernel closes it whatever the launcher died of, also where SIGINT is
-            ignored, as under nohup.
+            launcher holds open. The kernel closes the pipe however the launcher ends.
     """
 
     def watch() -> None:
@@ -31,13 +30,13 @@ def end_with_launcher(wait_for_end: Callable[[], object]) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the Linux kernel kill this process when its parent dies, and with it what it forks (data loaders).
+    """Let the Linux kernel kill this process and its data loaders when its parent dies.
 
-    The lifeline's thread needs the interpreter lock; this needs nothing, so that a rank that hangs in a
-    driver or is stopped ends as well. Elsewhere than on Linux the lifeline is alone.
+    The thread of `end_with_launcher` needs the interpreter lock. The kernel also ends a rank that hangs in a
+    driver or is stopped. Other systems than Linux have only the thread.
 
     Args:
-        parent_pid: of the process that started this one, to tell whether it died before the kernel was asked.
+        parent_pid: of the process that started this one, to notice that it died before this call.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -52,7 +51,7 @@ def die_with_parent(parent_pid: int) -> None:
 
     def before_fork() -> None:
         nonlocal covered
-        # The kernel means the thread that forks: one that ends early must not take its child along.
+        # For the kernel the parent is the thread that forks. A thread that ends early must not end its child.
         covered = os.getpid() == own_pid and threading.current_thread() is threading.main_thread()
 
     def after_fork() -> None:
@@ -64,7 +63,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def kill_own_group() -> None:
-    """Kill this rank and its data loader processes; a rank leads a process group of its own."""
+    """Kill this rank and its data loader processes, which form a process group."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""Imported once by the fork server, so that a forked rank imports nothing slow again.
+"""Imports of the fork server, so that a forked rank imports nothing slow again.
 
-Besides torch these are all modules of hetexp that a rank may use, whatever its configuration. None of them
-opens a device, starts a thread or reads a variable of the environment when it is imported.
+Besides torch these are all modules of hetexp that a rank may use. Their import opens no device, starts no
+thread and reads no environment variable.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ PACKAGES = (
     "training",
     "library",
 )
-"""All that a rank uses."""
+"""Packages that a rank uses."""
 ON_CARDS_ONLY = ("hetexp.training.logits.triton_logits",)
-"""Modules that import what a vendor ships beside torch."""
+"""Modules that import a vendor's own packages."""
 
 
 def import_all() -> None:
-    """Import every module of `PACKAGES`; one that needs a package which is not installed is left out."""
+    """Import every module of `PACKAGES`, except those that need a package that is not installed."""
     for name in PACKAGES:
         package = importlib.import_module(f"hetexp.{name}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

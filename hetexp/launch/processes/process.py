@@ -1,4 +1,4 @@
-"""Starting a rank: a subprocess under its own interpreter, or a fork of a server that has imported torch."""
+"""Starts a rank as a subprocess with its own interpreter, or as a fork of a server that has torch."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from hetexp.plan.exchange_checks import OTHER_JOBS
 WORKER = "hetexp.worker"
 """A layer above this one, hence known by name only."""
 PRELOADED: tuple[str, ...] = ("hetexp.launch.processes.preload", WORKER)
-"""What the fork server imports: all that a rank uses."""
+"""Modules that the fork server imports: all that a rank uses."""
 LAUNCHER_PID = "HETEXP_LAUNCHER_PID"
 CLUSTER_TOKEN = "HETEXP_CLUSTER_TOKEN"
-"""Variable with the secret of a cluster's machines: no rank, and nothing that one writes, ever has it."""
+"""Variable with the secret of a cluster's machines, which is removed from the environment of ranks."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is started with."""
+    """The parameters of a rank's process."""
 
     plan_path: Path
     rank: int
@@ -45,15 +45,15 @@ class Start:
     working_dir: str
     log_path: Path
     member: int | None = None
-    """Its number where it joins a training that goes on already, `None` at a run's beginning."""
+    """Number of a member that joins a running training; `None` at a run's start."""
     store_port: int = 0
-    """Of the store that it meets the others in; a rank of another machine reaches it through that one."""
+    """Port of the store on this machine."""
     checkpoint: str | None = None
-    """Folder that the run goes on from; another machine is sent a copy."""
+    """Checkpoint from which the run goes on; another machine gets a copy."""
 
     @property
     def number(self) -> int:
-        """Of the member."""
+        """Number of the member."""
         return self.rank if self.member is None else self.member
 
 
@@ -65,7 +65,7 @@ class RankProcess(Protocol):
 
     @property
     def sentinel(self) -> int | None:
-        """What `multiprocessing.connection.wait` finds ready once it has ended; `None`: nothing here does."""
+        """Descriptor that is ready once the process has ended, for `multiprocessing.connection.wait`."""
         ...
 
     def poll(self) -> int | None:
@@ -78,10 +78,10 @@ class RankProcess(Protocol):
 
 
 class Elsewhere(ABC):
-    """A rank of another machine (`hetexp.launch.processes.hosts`): signals travel there as messages."""
+    """A rank of another machine (`hetexp.launch.processes.hosts`), which gets signals as messages."""
 
     pid = 2**31 - 1
-    """No process of this machine has this number, so that whoever asks the kernel learns nothing."""
+    """A number that no process of this machine has, so that the kernel has no counts for it."""
     sentinel = None
 
     @abstractmethod
@@ -92,13 +92,17 @@ class Elsewhere(ABC):
 
     @abstractmethod
     def send(self, number: signal.Signals, group: bool) -> None:
-        """Send a signal to the rank, or to all that it started, too."""
+        """Send a signal to the rank.
+
+        Args:
+            group: whether the processes that it started get the signal as well.
+        """
 
 
 class SubprocessRank:
     """A rank under its own interpreter, in a process group of its own.
 
-    Its standard input is a pipe whose other end only the launcher holds: the lifeline.
+    Its standard input is a pipe whose other end only the launcher holds (`end_with_launcher`).
     """
 
     def __init__(self, start: Start) -> None:
@@ -168,11 +172,10 @@ class ForkedRank:
 def start_rank(start: Start, method: str) -> RankProcess:
     """Start a rank as a fork or a subprocess.
 
-    A rank of another interpreter than the launcher's cannot be forked. Nor can any where the fork server
-    would import another hetexp.
+    A rank is not forked if it has another interpreter, or if the fork server would import another hetexp.
 
     Raises:
-        OSError: no process can be had, or the disk has no room for its log.
+        OSError: the process cannot start, or the disk has no room for its log.
     """
     start.log_path.open("ab").close()
     if method == "forkserver" and is_own(start.interpreter) and _forks_import_this_hetexp():
@@ -181,7 +184,7 @@ def start_rank(start: Start, method: str) -> RankProcess:
 
 
 def _forks_import_this_hetexp() -> bool:
-    """Return whether the fork server finds this hetexp: it searches the current folder first."""
+    """Return whether the fork server imports this hetexp, since it searches the current folder first."""
     spec = PathFinder.find_spec("hetexp", [str(Path.cwd())])
     if spec is None or spec.origin is None:  # a plain folder of this name hides nothing
         return True
@@ -189,7 +192,7 @@ def _forks_import_this_hetexp() -> bool:
 
 
 def _sentinel(pid: int) -> int | None:
-    """Return a descriptor that tells of a process's end, on Linux."""
+    """Return a descriptor that is ready once a process has ended; `None` on other systems than Linux."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -197,7 +200,7 @@ def _sentinel(pid: int) -> int | None:
 
 
 def signal_group(process: RankProcess, number: signal.Signals) -> None:
-    """Send a signal to a rank and to all that it started, also when the rank itself has ended already."""
+    """Send a signal to a rank and all processes that it started, even if the rank itself has ended."""
     if isinstance(process, Elsewhere):
         process.send(number, group=True)
         return
@@ -219,32 +222,37 @@ def rank_environment(
     device: Mapping[str, str],
     threads: int,
     package_root: str | None,
-    wanted: Mapping[str, str] | None = None,
+    configured: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return a rank's environment: the launcher's own, without what would make torch find another job.
+    """Return a rank's environment: the launcher's, without the variables of another engine's job.
 
     Args:
         inherited: the launcher's environment; NCCL's and the vendor's settings pass unchanged.
         device: the backend's visibility variables.
-        package_root: folder to import hetexp from, where it is not installed in the rank's interpreter.
-        wanted: what the configuration sets (`comm.env`).
+        package_root: folder to import hetexp from, if the rank's interpreter does not have it.
+        configured: variables of the configuration (`comm.env`).
     """
-    # An inherited mask beside the rank's own would be applied to what that one left.
-    leftovers = {*OTHER_JOBS, *VISIBILITY, CLUSTER_TOKEN}
-    environment = {key: value for key, value in inherited.items() if key not in leftovers}
-    environment |= {**(wanted or {}), **device}
+    # An inherited mask would apply on top of the rank's own.
+    removed = {*OTHER_JOBS, *VISIBILITY, CLUSTER_TOKEN}
+    environment = {key: value for key, value in inherited.items() if key not in removed}
+    environment |= {**(configured or {}), **device}
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONUNBUFFERED"] = "1"
-    # One host: without this gloo asks the resolver for the host's own name, which may lead anywhere.
+    # One host: otherwise gloo resolves the host's own name, which may lead anywhere.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if package_root is not None:
-        rest = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join([package_root, rest] if rest else [package_root])
+        environment["PYTHONPATH"] = python_path(package_root, environment)
     return environment
 
 
+def python_path(package_root: str, environment: Mapping[str, str]) -> str:
+    """Return the value of PYTHONPATH in an environment, with the folder of hetexp first."""
+    inherited = environment.get("PYTHONPATH")
+    return os.pathsep.join([package_root, inherited] if inherited else [package_root])
+
+
 def _forked(start: Start) -> None:
-    """Run in the forked child: become what a subprocess would be, then run the rank."""
+    """Set the forked child up like a subprocess, then run the rank."""
     os.setsid()
     log = os.open(start.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, 1)
@@ -256,7 +264,7 @@ def _forked(start: Start) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     end_with_launcher(lambda: wait([parent.sentinel]))
-    # As in a rank that is a subprocess: data loaders start their processes in Python's default way.
+    # Data loaders start their processes in Python's default way, as in a rank that is a subprocess.
     multiprocessing.set_start_method(None, force=True)
     _let_fork_server_end()
     die_with_parent(os.getppid())
@@ -264,9 +272,9 @@ def _forked(start: Start) -> None:
 
 
 def _let_fork_server_end() -> None:
-    """Close the pipe through which a child keeps the fork server alive, so that it ends with the launcher.
+    """Close the pipe by which a child keeps the fork server alive, so that the server ends with the launcher.
 
-    Otherwise a rank that is stopped or hangs keeps the server, which is its parent, and so itself.
+    Otherwise a rank that is stopped or hangs keeps its parent alive, the server, and so itself.
     """
     server: Any = forkserver
     alive, server._forkserver._forkserver_alive_fd = server._forkserver._forkserver_alive_fd, None

@@ -1,4 +1,4 @@
-"""The TCPStore through which ranks meet; it lives in the launcher, so that no rank's death takes it away."""
+"""The TCPStore of the ranks, in the launcher's process, so that it outlives any rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; for port 0 the system picks a free port, which the socket holds.
+    """Return a listening socket; for port 0 the system picks a free port.
 
     Raises:
-        ConfigError: the wanted port is taken.
+        ConfigError: the port is taken.
         SetupError: the machine has no such address.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -37,7 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def host_store(listener: socket.socket) -> dist.TCPStore:
-    """Serve the store on a listening socket, which belongs to the store from then on."""
+    """Serve the store on a listening socket, which then belongs to the store."""
     import torch.distributed as dist
 
     host, port = listener.getsockname()

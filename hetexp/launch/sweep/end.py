@@ -1,4 +1,4 @@
-"""The end of a sweep: one table of its runs, what failed and how to run that again, and the report."""
+"""The end of a sweep: the table of its runs, the failed runs with the command to repeat them, the report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.core.sweep.folder import SWEEPS, SweepRow, append_row, key_of, read_rows
+from hetexp.core.sweep.folder import SWEEPS, SweepRow, append_row, key_of, read_rows, unfinished
 from hetexp.launch.sweep.run import ERROR, UnderWay, finished, typed
+from hetexp.launch.terminal.lines import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,25 +23,26 @@ if TYPE_CHECKING:
 _FOLDER_WORD = re.compile(r"\+{0,2}(?:sweep\.name|hydra\.sweep\.dir)=.*", re.DOTALL)
 
 _PLAIN = re.compile(r"[\w./-]+")
-"""What Hydra reads as a text without quotes."""
+"""A text that Hydra reads without quotes."""
 
 
 @contextmanager
 def concluded() -> Iterator[None]:
-    """Tell what became of the sweep that is started inside, whatever ends it.
+    """Show the results of the sweep that starts inside, however it ends.
 
-    Ends the process with 1 where a run failed and whoever ran the jobs let that pass.
+    Raises:
+        SystemExit: with 1 if a run failed and Hydra's launcher raised no error.
     """
     try:
         yield
     except BaseException as error:
-        _tell_end(_exit_code(error))
+        _conclude_started(_exit_code(error))
         raise
-    if _tell_end(0):
+    if _conclude_started(0):
         sys.exit(1)
 
 
-def _tell_end(exit_code: int) -> bool:
+def _conclude_started(exit_code: int) -> bool:
     sweep = finished()
     return sweep is not None and conclude(sweep, exit_code)
 
@@ -54,10 +56,10 @@ def _exit_code(error: BaseException) -> int:
 
 
 def conclude(sweep: UnderWay, exit_code: int, console: Console | None = None) -> bool:
-    """Tell what became of the runs, and write the report.
+    """Show the results of the runs, and write the report.
 
     Args:
-        exit_code: of the sweep so far; above 128 a signal ended it, and there is nothing to compare yet.
+        exit_code: of the sweep so far; above 128 a signal ended it, and there is no comparison yet.
 
     Returns:
         Whether a run did not complete.
@@ -69,25 +71,23 @@ def conclude(sweep: UnderWay, exit_code: int, console: Console | None = None) ->
         _record_killed(sweep.folder)
     rows = read_rows(sweep.folder)
     new = [row for row in rows if row not in sweep.before]
-    unfinished = [row for row in new if row.status != "completed"]
+    incomplete = unfinished(new)
     if exit_code > 128:
-        _say(
-            console,
-            f"The sweep was stopped. What is complete stays; the rest runs with\n  {again(sweep.folder)}",
-        )
+        text = "The sweep was stopped. Its complete runs stay; the others run with"
+        print_line(console, f"{text}\n  {again(sweep.folder)}")
         return True
     if not rows:
         return False
     _show(rows, new, sweep.folder, console)
-    if unfinished:
-        _tell_unfinished(unfinished, sweep, console)
+    if incomplete:
+        _show_unfinished(incomplete, sweep, console)
     if sweep.report:
         _report(sweep.folder, console)
-    return bool(unfinished)
+    return bool(incomplete)
 
 
 def again(folder: Path, words: Sequence[str] | None = None) -> str:
-    """Return the command that runs what is not complete: what was typed, in the same sweep.
+    """Return the command that runs the runs that are not complete, in the same sweep.
 
     Args:
         words: of the command line; by default those of this process.
@@ -103,7 +103,7 @@ def again(folder: Path, words: Sequence[str] | None = None) -> str:
 
 
 def _record_killed(folder: Path) -> None:
-    """Add a row for each run whose process was ended before it could, as joblib's when memory is short."""
+    """Add a row for each run whose process was killed before it wrote its row, such as for want of memory."""
     from omegaconf import OmegaConf
 
     rows = read_rows(folder)
@@ -120,14 +120,14 @@ def _record_killed(folder: Path) -> None:
 
 
 def _show(rows: Sequence[SweepRow], new: Sequence[SweepRow], folder: Path, console: Console) -> None:
-    """Print a row a run; a speed is that of the devices' own, modelled time where they are paced."""
+    """Print a table with a row for each run; the speed of emulated devices is by their modelled time."""
     from rich.table import Table
 
     from hetexp.report.figures import throughput
     from hetexp.report.runs import read_runs
 
     records = {record.folder: record for record in read_runs([folder])}
-    everyones = set.intersection(*(set(row.overrides) for row in rows)) if len(rows) > 1 else set()
+    common = set.intersection(*(set(row.overrides) for row in rows)) if len(rows) > 1 else set()
     table = Table(title=f"Sweep {folder.name}", title_justify="left")
     for name in ("run", "what differs", "status", "samples/s", "efficiency"):
         right = name in ("samples/s", "efficiency")
@@ -139,7 +139,7 @@ def _show(rows: Sequence[SweepRow], new: Sequence[SweepRow], folder: Path, conso
         efficiency = summary.get("efficiency")
         table.add_row(
             row.folder,
-            "\n".join(text for text in row.overrides if text not in everyones),
+            "\n".join(text for text in row.overrides if text not in common),
             _status(row, record, row in new),
             "" if speed is None else f"{speed:,.0f}",
             "" if efficiency is None else f"{efficiency:.1%}",
@@ -152,20 +152,20 @@ def _status(row: SweepRow, record: RunRecord | None, new: bool) -> str:
     return f"{status}, not valid" if record is not None and record.summary.get("valid") is False else status
 
 
-def _tell_unfinished(rows: Sequence[SweepRow], sweep: UnderWay, console: Console) -> None:
+def _show_unfinished(rows: Sequence[SweepRow], sweep: UnderWay, console: Console) -> None:
     folder = sweep.folder
-    _say(console, f"{len(rows)} of the runs did not complete:")
+    print_line(console, f"{len(rows)} of the runs did not complete:")
     for row in rows:
         path = folder / row.folder / ERROR
-        _say(console, f"  {row.folder}  {_first_line(row.error or row.status)}")
+        print_line(console, f"  {row.folder}  {_first_line(row.error or row.status)}")
         if path.exists():
-            _say(console, f"     {path}")
-    what = "Only these run again with" if sweep.grid else "The search goes on with"
-    _say(console, f"{what}\n  {again(folder)}")
+            print_line(console, f"     {path}")
+    text = "Only these run again with" if sweep.grid else "The search goes on with"
+    print_line(console, f"{text}\n  {again(folder)}")
 
 
 def _report(folder: Path, console: Console) -> None:
-    """Write the comparison of the runs; a failure to write it is shown, and no run is worse for it."""
+    """Write the comparison of the runs; a failure to write it is only shown."""
     if not any(folder.rglob("summary.json")):
         return
     try:
@@ -173,21 +173,11 @@ def _report(folder: Path, console: Console) -> None:
 
         path = write_report([folder], folder, f"Sweep {folder.name}")
     except Exception as error:
-        console.print(
-            f"The report could not be written ({type(error).__name__}: {error}). "
-            "hetexp report makes it of the same folder later.",
-            style="yellow",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        problem = f"The report could not be written ({type(error).__name__}: {error})."
+        print_line(console, f"{problem} hetexp report makes it of the same folder later.", "yellow")
         return
-    _say(console, f"Report: {path}")
+    print_line(console, f"Report: {path}")
 
 
 def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

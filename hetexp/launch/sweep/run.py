@@ -1,6 +1,6 @@
-"""A sweep under way: no other process runs it, completed runs are skipped, each run's end is written down.
+"""A running sweep: one process runs it, completed runs are skipped, and each run adds a row at its end.
 
-Hydra starts the jobs, maybe in processes of their own: what they know of each other is in the sweep's folder.
+Hydra starts the jobs, maybe in processes of their own. They share only the files in the sweep's folder.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hetexp.core.sweep.folder import (
     read_note,
     read_rows,
 )
+from hetexp.launch.terminal.lines import print_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -52,18 +53,18 @@ class UnderWay:
     lock: FileLock
     report: bool
     before: Sequence[SweepRow]
-    """Rows that were there before it was started (again)."""
+    """Rows from before this start of the sweep."""
     grid: bool = True
-    """Whether it is a list of runs, and no search whose next runs depend on those before."""
+    """Whether it is a list of runs; `False` for a search, whose next runs depend on the previous ones."""
 
 
 _under_way: UnderWay | None = None
 _typed: list[str] = []
-"""Words as the person typed them, the program's name first."""
+"""Words of the command line as typed, the program's name first."""
 
 
 def as_typed(words: Sequence[str]) -> None:
-    """Note the command line, for `sweep.json` and for what to type to go on."""
+    """Note the command line, for `sweep.json` and for the command that continues the sweep."""
     program = Path(words[0])
     start = ["python", words[0]] if program.suffix == ".py" else [program.stem, "train"]
     _typed[:] = [*start, *words[1:]]
@@ -75,16 +76,16 @@ def typed() -> list[str]:
 
 
 class Start(Callback):
-    """Hydra calls it where a sweep starts, in the process that a person started."""
+    """Hydra calls it when a sweep starts, in the process that the user started."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Take the sweep's folder for this process, or end it where another one has it."""
+        """Lock the sweep's folder, or end this process if another one has the lock."""
         from omegaconf import OmegaConf
 
         global _under_way
         folder = Path(config.hydra.sweep.dir).absolute()
         try:
-            lock = _taken(folder)
+            lock = _lock(folder)
         except ConfigError as error:
             print(error, file=sys.stderr)
             sys.exit(2)
@@ -96,7 +97,7 @@ class Start(Callback):
 
 
 def finished() -> UnderWay | None:
-    """Return the sweep that this process runs, which ends with it; `None` if there is none."""
+    """End the sweep that this process runs, and return it; `None` if there is none."""
     global _under_way
     sweep, _under_way = _under_way, None
     if sweep is not None:
@@ -104,7 +105,7 @@ def finished() -> UnderWay | None:
     return sweep
 
 
-def _taken(folder: Path) -> FileLock:
+def _lock(folder: Path) -> FileLock:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, timeout=ACQUIRE_SECONDS)
     try:
@@ -112,12 +113,12 @@ def _taken(folder: Path) -> FileLock:
     except Timeout:
         raise ConfigError(
             f"`hydra.sweep.dir` must be the folder of a sweep that is not running now, but {folder} is "
-            f"run by {_who(folder)}. Wait for it, or stop it."
+            f"run by {_owner(folder)}. Wait for it, or stop it."
         ) from None
     return lock
 
 
-def _who(folder: Path) -> str:
+def _owner(folder: Path) -> str:
     last = last_start(folder)
     if "process" not in last:
         return "another process"
@@ -125,7 +126,7 @@ def _who(folder: Path) -> str:
 
 
 def _note_start(folder: Path, overrides: Sequence[str]) -> None:
-    """Write `sweep.json`; a sweep that is continued keeps its first start and adds this one."""
+    """Write `sweep.json`; a sweep that is continued keeps its first start and adds this start."""
     import hetexp
     from hetexp.core.files import write_json
 
@@ -148,22 +149,22 @@ def _now() -> str:
 
 
 def run_job(number: int, request: Request, start: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run one job of a sweep, unless it has completed before, and write down how it ended.
+    """Run one job of a sweep, unless it has completed before, and add its row.
 
     Args:
         number: Hydra's number of the job.
-        start: checks, plans and launches it.
+        start: checks, plans and launches the run.
 
     Returns:
-        Its summary, of a run that has completed before, too.
+        The summary, also of a run that has completed before.
 
     Raises:
-        HetexpError, and whatever else `start` raises.
+        Exception: whatever `start` raises.
     """
     sweep = request.sweep
     assert sweep is not None
     done = completed_row(sweep, request.overrides)
-    label = f"Run {number} ({', '.join(_own(sweep, request.overrides)) or 'all as typed'})"
+    label = f"Run {number} ({', '.join(_chosen(sweep, request.overrides)) or 'all as typed'})"
     if done is not None:
         _say(f"{label} completed before: skipped.")
         path = sweep / done.folder / "summary.json"
@@ -192,11 +193,12 @@ def run_job(number: int, request: Request, start: Callable[[], dict[str, Any]]) 
 
 
 class _Ending(NamedTuple):
-    """How a run ended: what its row says, and what `error.txt` does, if it failed."""
+    """How a run ended."""
 
     status: str
     error: str | None
     details: str = ""
+    """Content of `error.txt`; empty if the run did not fail."""
 
 
 def _ending(error: BaseException) -> _Ending:
@@ -214,11 +216,11 @@ def _ending(error: BaseException) -> _Ending:
     return _Ending("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
-def _own(sweep: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that the sweep chose for this run, and not the person for all of them."""
-    # Hydra writes what was typed as `false` as `False`.
-    everyones = {text.casefold() for text in last_start(sweep).get("overrides", [])}
-    return [text for text in key_of(overrides) if text.casefold() not in everyones]
+def _chosen(sweep: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that the sweep chose for this run, without those that the user typed for all."""
+    # Hydra writes a typed `false` as `False`.
+    typed_for_all = {text.casefold() for text in last_start(sweep).get("overrides", [])}
+    return [text for text in key_of(overrides) if text.casefold() not in typed_for_all]
 
 
 def _write_error(path: Path, text: str) -> None:
@@ -230,4 +232,4 @@ def _write_error(path: Path, text: str) -> None:
 def _say(text: str) -> None:
     from rich.console import Console
 
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(Console(), text)

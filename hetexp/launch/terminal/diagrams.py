@@ -1,4 +1,4 @@
-"""A run's own diagrams, drawn beside its start."""
+"""Draws the diagrams of a run while its ranks start."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from rich.console import Console
 
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
+from hetexp.launch.terminal.lines import print_line
 from hetexp.report.diagram.files import FORMATS, NO_DOT, has_dot, write_diagrams
 
-_said_absent = False
-"""Whether this process has said that Graphviz is absent: a sweep's runs need not all say so."""
+_reported_absent = False
+"""Whether this process has reported that Graphviz is absent: one run of a sweep is enough."""
 
 
 @contextmanager
 def diagrams(plan: Plan, config: Config, console: Console) -> Iterator[None]:
-    """Draw the plan into its run folder while the ranks start, before that where devices are emulated.
+    """Draw the plan into its run folder while the ranks start, or before if devices are emulated.
 
-    Nothing that goes wrong with it ends the run.
+    A failure does not end the run.
     """
     if plan.measuring or not config.diagram:
         yield
@@ -29,39 +30,35 @@ def diagrams(plan: Plan, config: Config, console: Console) -> Iterator[None]:
     folder, problem = Path(plan.run_dir), _drawn(plan, ("mmd",))
     thread: threading.Thread | None = None
     if problem is not None:
-        _say(problem, console)
+        print_line(console, problem, "dim")
     elif has_dot():
         problems: list[str | None] = []
-        rest = tuple(one for one in FORMATS if one != "mmd")
-        thread = threading.Thread(target=lambda: problems.append(_drawn(plan, rest)), name="diagrams")
+        images = tuple(form for form in FORMATS if form != "mmd")
+        thread = threading.Thread(target=lambda: problems.append(_drawn(plan, images)), name="diagrams")
         thread.start()
-        if plan.paced:  # its ranks soon find out how fast this machine is: nothing else may compute then
+        if plan.paced:  # its ranks soon measure this machine, and nothing else may compute then
             thread.join()
     else:
-        _say_absent(console)
+        _report_absent(console)
     try:
         yield
     finally:
         if thread is not None:
             thread.join()
             if problems[0] is not None:
-                _say(f"{problems[0]} {folder / 'plan.mmd'} is there.", console)
+                print_line(console, f"{problems[0]} {folder / 'plan.mmd'} is there.", "dim")
 
 
 def _drawn(plan: Plan, formats: tuple[str, ...]) -> str | None:
-    """Write some diagrams and return what went wrong."""
+    """Write some diagrams; return the problem, or `None`."""
     try:
         return write_diagrams(plan, Path(plan.run_dir), formats).problem
-    except Exception as error:  # no drawing is worth a training, whatever is odd about the plan
+    except Exception as error:  # a training does not end for a drawing
         return f"The plan is not drawn: {type(error).__name__}: {error}."
 
 
-def _say_absent(console: Console) -> None:
-    global _said_absent
-    if not _said_absent:
-        _say(f"{NO_DOT} plan.mmd shows it wherever Mermaid is understood.", console)
-    _said_absent = True
-
-
-def _say(text: str, console: Console) -> None:
-    console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+def _report_absent(console: Console) -> None:
+    global _reported_absent
+    if not _reported_absent:
+        print_line(console, f"{NO_DOT} plan.mmd shows it wherever Mermaid is understood.", "dim")
+    _reported_absent = True

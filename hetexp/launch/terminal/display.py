@@ -1,4 +1,4 @@
-"""What a person sees of a run in the terminal."""
+"""Shows a run in the terminal: its plan, its progress and its summary."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from rich.text import Text
 
 from hetexp.core.device import GIB
 from hetexp.core.plan import Plan
+from hetexp.launch.terminal.lines import format_number, print_line
 
 LINE_EVERY_SECONDS = 5.0
-"""Where the output is no terminal, one line of progress so often."""
+"""Seconds between lines of progress if the output is no terminal."""
 
 
 class Tail:
-    """Reads what is appended to a file, whole lines only.
+    """Reads whole lines as they are appended to a file.
 
     Args:
-        old: of what is there already, the bytes that are not read.
+        old: bytes at the beginning that are skipped.
     """
 
     def __init__(self, path: Path, old: int = 0) -> None:
         self.path, self._old = path, old
         self._file: IO[str] | None = None
-        self._rest = ""
+        self._incomplete = ""
 
     def lines(self) -> list[str]:
         """Return the complete lines that were added since the last call."""
@@ -40,8 +41,8 @@ class Tail:
                 return []
             self._file = self.path.open(encoding="utf-8", errors="replace")
             self._file.seek(self._old)
-        text = self._rest + self._file.read()
-        *complete, self._rest = text.split("\n")
+        text = self._incomplete + self._file.read()
+        *complete, self._incomplete = text.split("\n")
         return complete
 
     def close(self) -> None:
@@ -66,10 +67,10 @@ class _Bar(Progress):
 
 
 class Display:
-    """Follows rank 0's log and the metrics of a run, and draws a bar where a terminal can show one.
+    """Follows rank 0's log and the metrics of a run, and draws a progress bar in a terminal.
 
     Args:
-        again: whether the run has been followed before, so that what is there by now is known.
+        again: whether the run has been followed before, so that its old lines are not shown again.
     """
 
     def __init__(self, plan: Plan, console: Console, again: bool = False) -> None:
@@ -100,7 +101,7 @@ class Display:
         self._metrics.close()
 
     def follow(self, plan: Plan, log_path: Path) -> None:
-        """Follow another plan, and the log of another first rank, from now on."""
+        """Follow another plan and the log of another first rank."""
         self.plan = plan
         if log_path != self._log.path:
             self.update()
@@ -108,7 +109,7 @@ class Display:
             self._log = Tail(log_path)
 
     def update(self) -> None:
-        """Show what has been written since the last call."""
+        """Show the lines since the last call."""
         for line in self._log.lines():
             self.console.print(line, markup=False, highlight=False)
         for text in self._metrics.lines():
@@ -119,7 +120,7 @@ class Display:
                 self._show_evaluation(row)
 
     def total_steps(self, total: int) -> None:
-        """Say how many steps the run has, as soon as a rank knows; 0 where only a script knows."""
+        """Set the number of steps; 0 if only the user's script knows it."""
         self._bar.update(self._task, total=total or None, description="training")
 
     def _show_step(self, row: dict[str, Any]) -> None:
@@ -152,7 +153,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     """Print the banner of an emulated run and the plan's table with its reasons."""
     if plan.emulated:
         console.print(Panel(_banner(plan), title=_title(plan), border_style="bold yellow", style="yellow"))
-    # As text, not markup: a name holds what the person typed, brackets too.
+    # As text, not markup: a name has the typed overrides, maybe with brackets.
     table = Table(title=Text(plan.name), title_justify="left", title_style="bold")
     columns = ["rank", "device", "name", "share"]
     columns += ["samples a step"] if plan.script is None else []
@@ -178,7 +179,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def _memory(plan: Plan, rank: int) -> str:
-    """What a rank needs of what its device has, as estimated."""
+    """Return a rank's estimated need of its device's memory."""
     need = plan.memory_bytes[rank] if plan.memory_bytes else None
     has = plan.devices[rank].memory_bytes
     if need is None:
@@ -191,7 +192,7 @@ def _title(plan: Plan) -> str:
 
 
 def _banner(plan: Plan) -> str:
-    """Say which devices are not there, and which are not as they are."""
+    """Return which devices are emulated, and which are slowed down or limited."""
     absent = [d.name.replace(" (emulated)", "") for d in plan.devices if d.backend == "emulated"]
     altered = [d.name for d in plan.devices if d.emulated and d.backend != "emulated"]
     text = ""
@@ -208,15 +209,13 @@ def _banner(plan: Plan) -> str:
 
 
 def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
-    """Print the table that ends a finished run."""
+    """Print the results of a completed run."""
     emulated = summary["emulated"]
     if summary["fallback"] is not None:
-        text = "Not {from} but {to}: {reason}".format_map(summary["fallback"])
-        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, "Not {from} but {to}: {reason}".format_map(summary["fallback"]), "yellow")
     exchange = summary["comm"].get("fallback")
     if exchange is not None:
-        text = "Exchanged not by {from} but by {to}: {reason}".format_map(exchange)
-        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, "Exchanged not by {from} but by {to}: {reason}".format_map(exchange), "yellow")
     table = Table(
         title="Result" + (" (emulated)" if emulated else ""), title_justify="left", title_style="bold"
     )
@@ -229,20 +228,20 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         table.add_row(
             device["id"],
             Text(device["name"]),
-            _number(device["share"], ".1%"),
-            _number(device["samples_per_s"], ",.0f"),
-            _number(device["idle_s"], ".1f", " s"),
-            _number(memory / 2**20 if memory is not None else None, ",.0f", " MiB"),
+            format_number(device["share"], ".1%"),
+            format_number(device["samples_per_s"], ",.0f"),
+            format_number(device["idle_s"], ".1f", " s"),
+            format_number(memory / 2**20 if memory is not None else None, ",.0f", " MiB"),
         )
     whole = "together" if len(summary["devices"]) > 1 else "in all"
     table.add_section()
-    table.add_row(whole, "", "100.0%", _number(summary["samples_per_s"], ",.0f"), "", "")
+    table.add_row(whole, "", "100.0%", format_number(summary["samples_per_s"], ",.0f"), "", "")
     console.print(table)
     if summary["efficiency"] is not None:
         _show_efficiency(summary, console)
     final = summary["final"]
     parts = [f"{summary['steps']} steps, {summary['samples']:,} samples in {summary['wall_s']:.1f} s"]
-    parts.append(f"train loss {_number(final['train_loss'], '.4f')}")
+    parts.append(f"train loss {format_number(final['train_loss'], '.4f')}")
     for name, label in (("loss", "test loss"), ("accuracy", "test accuracy")):
         if final["eval"] and name in final["eval"]:
             parts.append(f"{label} {final['eval'][name]:.4f}")
@@ -254,37 +253,31 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         how = (
             f"compute, links and memory are modelled, time × {scale:.4g}" if scale else "devices were altered"
         )
-        console.print(
-            f"Emulated: {how}. Not a measurement of hardware.",
-            style="yellow",
-            highlight=False,
-        )
+        console.print(f"Emulated: {how}. Not a measurement of hardware.", style="yellow", highlight=False)
     if summary["valid"] is False:
         text = f"NOT VALID: {summary['invalid_reason']}"
         console.print(text, style="bold red", markup=False, highlight=False)
-    console.print(f"Everything about this run: {run_dir}", markup=False, highlight=False, soft_wrap=True)
+    print_line(console, f"Everything about this run: {run_dir}")
 
 
 def show_merge(merge: dict[str, Any], console: Console) -> None:
-    """Say what became of models that were trained apart, beside each of them."""
+    """Print the losses of a merged model and of its independently trained parents."""
     if "error" in merge:
         console.print(f"Not merged: {merge['error']}", style="yellow", markup=False, highlight=False)
         return
     pairs = zip(merge["parents"], merge["weights"], strict=True)
-    losses = "; ".join(f"{p['device']} {_number(p['loss'], '.4f')} ({w:.0%})" for p, w in pairs)
-    text = (
-        f"merged ({merge['method']}): test loss {_number(merge['merged_loss'], '.4f')}, its parents' {losses}"
-    )
-    console.print(text, markup=False, highlight=False)
+    losses = "; ".join(f"{p['device']} {format_number(p['loss'], '.4f')} ({w:.0%})" for p, w in pairs)
+    merged = f"merged ({merge['method']}): test loss {format_number(merge['merged_loss'], '.4f')}"
+    console.print(f"{merged}, its parents' {losses}", markup=False, highlight=False)
     if merge["worse_than_best_parent"]:
         text = "The merged model is worse than its best parent, which is kept, too."
         console.print(text, style="yellow", highlight=False)
 
 
 def _show_efficiency(summary: dict[str, Any], console: Console) -> None:
-    """Say how near the run came to its devices' own speeds, and where the rest went."""
+    """Print the run's efficiency, and what the lost speed was lost to."""
     lost = {name: share for name, share in summary["lost_to"].items() if share and abs(share) >= 0.005}
-    where = ", ".join(f"{name} {share:.1%}" for name, share in lost.items())
+    losses = ", ".join(f"{name} {share:.1%}" for name, share in lost.items())
     alone = f"{summary['solo_samples_per_s']:,.0f} samples/s"
     if summary["ceiling"] is not None:
         alone += f"; at most {summary['ceiling']:.1%} can be had"
@@ -292,14 +285,10 @@ def _show_efficiency(summary: dict[str, Any], console: Console) -> None:
         alone += " by their own work in this run"
     console.print(
         f"{summary['efficiency']:.1%} of the sum of what the devices do alone ({alone})"
-        + (f"; lost to {where}" if where else ""),
+        + (f"; lost to {losses}" if losses else ""),
         highlight=False,
     )
-    # Of a full batch, as predicted: the last one of an epoch may be short.
+    # The step of a full batch, as predicted; the last batch of an epoch may be smaller.
     predicted, measured = summary["predicted_step_s"], summary["global_batch"] / summary["samples_per_s"]
     if predicted is not None:
         console.print(f"Full step: predicted {predicted:.4g} s, measured {measured:.4g} s", highlight=False)
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"

@@ -34,9 +34,9 @@ def prediction(
 def _forecast(found: Prediction) -> dict[str, Any]:
     facts = zip(
         found.plan.devices,
-        found.known.sources,
+        found.estimates.sources,
         found.solo_samples_per_second,
-        found.known.devices,
+        found.estimates.devices,
         strict=True,
     )
     return {
@@ -56,7 +56,7 @@ def _forecast(found: Prediction) -> dict[str, Any]:
             }
             for device, source, solo, one in facts
         ],
-        "exchange": found.known.exchange.to_dict(),
+        "exchange": found.estimates.exchange.to_dict(),
         "route": asdict(route_of_all(found.plan)) | {"name": route_of_all(found.plan).name},
         "rows": [_row(row, found) for row in found.rows],
         "best": found.rows.index(found.best) if found.best is not None else None,

@@ -16,8 +16,8 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
 from hetexp.core.stage import Layer, Stage
-from hetexp.plan.known import Known
-from hetexp.plan.measured import Choice, by_speed, choose, growing_sets, holds, step_of
+from hetexp.plan.calibrated_plan import Choice, choose, fastest_first, growing_sets, holds, step_of
+from hetexp.plan.device_estimates import DeviceEstimates
 
 ENERGY_TOLERANCE = 0.05
 """By what fraction the thriftiest step may be longer than the fastest."""
@@ -91,18 +91,18 @@ class PredictionInputs:
     def __init__(
         self,
         plan: Plan,
-        known: Known,
+        estimates: DeviceEstimates,
         policies: Mapping[str, BalancingPolicy],
         needs: Needs | None = None,
         objective: Objective = "time",
         budget_watts: float | None = None,
         layers: Callable[[], Sequence[Layer]] = _no_layers,
     ) -> None:
-        self.plan, self.known, self.policies, self._needs = plan, known, policies, needs
-        self.linked = replace(plan, devices=known.linked)
+        self.plan, self.estimates, self.policies, self._needs = plan, estimates, policies, needs
+        self.linked = replace(plan, devices=estimates.linked)
         self.total: int = plan.config["trainer"]["global_batch_size"]
         self.names = [str(device) for device in plan.devices]
-        self.curves = [one.curve if one is not None else None for one in known.devices]
+        self.curves = [one.curve if one is not None else None for one in estimates.devices]
         self.solo = tuple(
             solo_rates([curve], self.total)[0] if curve is not None else None for curve in self.curves
         )
@@ -120,7 +120,7 @@ class PredictionInputs:
     @property
     def devices(self) -> list[DeviceCalibration]:
         """All devices' curves, where all are known."""
-        return [one for one in self.known.devices if one is not None]
+        return [one for one in self.estimates.devices if one is not None]
 
     @property
     def whole(self) -> float | None:
@@ -139,29 +139,29 @@ class PredictionInputs:
 
     def unknown(self) -> str | None:
         """Say which devices nothing is known of, `None` where there is none."""
-        if self.known.complete:
+        if self.estimates.complete:
             return None
-        if self.known.reason is not None:
-            return self.known.reason
-        names = ", ".join(n for n, one in zip(self.names, self.known.devices, strict=True) if one is None)
+        if self.estimates.reason is not None:
+            return self.estimates.reason
+        names = ", ".join(n for n, one in zip(self.names, self.estimates.devices, strict=True) if one is None)
         return f"nothing is known of {names}"
 
     def best(self) -> Choice | str:
         """Return the fastest set of devices and split, or why there is none."""
         if self._best is None:
             try:
-                self._best = choose(self.linked, self.devices, self.known.exchange)
+                self._best = choose(self.linked, self.devices, self.estimates.exchange)
             except ValueError as error:
                 self._best = f"{error}"
         return self._best
 
     def seconds(self, ranks: Sequence[int], counts: Sequence[int]) -> float | None:
         """Return the step of these devices with this split, `None` where one of them is not known."""
-        chosen = [one for rank in ranks if (one := self.known.devices[rank]) is not None]
+        chosen = [one for rank in ranks if (one := self.estimates.devices[rank]) is not None]
         if len(chosen) < len(ranks):
             return None
         specs = [self.linked.devices[rank] for rank in ranks]
-        return step_of(self.plan, specs, chosen, self.known.exchange, counts)
+        return step_of(self.plan, specs, chosen, self.estimates.exchange, counts)
 
     def alone(self) -> PredictedRun:
         """Return the row of the fastest device that holds the whole batch."""
@@ -206,7 +206,7 @@ class PredictionInputs:
             return PredictedRun(name, problem=f"{why}: it would be measured first")
         choice = self.best()
         if not isinstance(choice, str) and not (policy.measures and policy.drop_slower):
-            choice = choose(self.linked, self.devices, self.known.exchange, drop_slower=False)
+            choice = choose(self.linked, self.devices, self.estimates.exchange, drop_slower=False)
         if isinstance(choice, str):
             return PredictedRun(name, problem=choice)
         row = self.row(name, choice.ranks, choice.split.counts)
@@ -214,7 +214,7 @@ class PredictionInputs:
 
     def _thrifty(self) -> PredictedRun:
         """Return the split that needs least energy of those hardly slower than the fastest."""
-        best = self.best() if self.known.complete else f"{self.unknown()}"
+        best = self.best() if self.estimates.complete else f"{self.unknown()}"
         watts = [one for one in self.watts if one is not None]
         if isinstance(best, str) or len(watts) < len(self.watts):
             return PredictedRun(LEAST_ENERGY, problem=best if isinstance(best, str) else self._no_watts())
@@ -241,7 +241,7 @@ class PredictionInputs:
             return PredictedRun(name, problem=f"{error}")
         used = [rank for rank, count in enumerate(split.counts) if count]
         part = replace(self.linked, devices=tuple(self.linked.devices[rank] for rank in used))
-        choice = choose(part, [self.devices[rank] for rank in used], self.known.exchange)
+        choice = choose(part, [self.devices[rank] for rank in used], self.estimates.exchange)
         rows = [self.row(name, [used[rank] for rank in choice.ranks], choice.split.counts)]
         # The exchange, which the solver does not see, may make a device alone the fastest.
         alone = [
@@ -286,7 +286,7 @@ class PredictionInputs:
 
     def _sets(self) -> list[tuple[int, ...]]:
         """Return the sets of devices that hold the batch: the fastest, the two fastest, and so on."""
-        sets = growing_sets(by_speed(self.devices, self.total))
+        sets = growing_sets(fastest_first(self.devices, self.total))
         return [ranks for ranks in sets if holds(self.devices, ranks, self.total)]
 
     def _joules(self, working: Sequence[int], ranks: Sequence[int], counts: Sequence[int]) -> float | None:

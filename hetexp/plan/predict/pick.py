@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hetexp.plan.known import MEASURED
-from hetexp.plan.measured import LEAST_GAIN
+from hetexp.plan.calibrated_plan import LEAST_GAIN
+from hetexp.plan.device_estimates import MEASURED
 from hetexp.plan.predict.inputs import PredictedRun
 from hetexp.plan.predict.runs import Prediction
 
@@ -32,7 +32,7 @@ def pick(found: Prediction, policy: str) -> PredictedRun | None:
         return None
     fastest = min(row.step_seconds or 0.0 for row in fit)
     near = [row for row in fit if (row.step_seconds or 0.0) * (1 - LEAST_GAIN) <= fastest]
-    measured = all(source == MEASURED for source in found.known.sources)
+    measured = all(source == MEASURED for source in found.estimates.sources)
 
     def order(row: PredictedRun) -> tuple[bool, int, float]:
         rank = SIMPLEST.index(row.strategy) if row.strategy in SIMPLEST else len(SIMPLEST)
@@ -50,7 +50,7 @@ def pick(found: Prediction, policy: str) -> PredictedRun | None:
 
 def why_picked(row: PredictedRun, found: Prediction) -> str:
     """Say what the picked row takes, and what the best of the others would."""
-    sources = " and ".join(dict.fromkeys(found.known.sources))
+    sources = " and ".join(dict.fromkeys(found.estimates.sources))
     others: dict[str, PredictedRun] = {}
     for other in found.rows:
         known = others.setdefault(other.strategy, other)

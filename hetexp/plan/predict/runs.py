@@ -1,8 +1,8 @@
 """What each strategy with each policy would make of a plan's devices, before anything runs.
 
-A row is predicted by the same functions as a measured plan (`hetexp.plan.measured`): same figures in, same
-step out. Energy is what the devices draw at their power limits while they work; what they draw while they
-wait, and what their host draws, is known of none.
+The same functions predict a row and a calibrated plan (`hetexp.plan.calibrated_plan`), so that equal figures
+give equal steps. The energy is that of working devices at their power limits. It leaves out the devices that
+wait, and the hosts, because their power is not known.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from hetexp.core.plan import Plan
-from hetexp.plan.known import MEASURED, Known
-from hetexp.plan.measured import LEAST_GAIN, Choice
+from hetexp.plan.calibrated_plan import LEAST_GAIN, Choice
+from hetexp.plan.device_estimates import MEASURED, DeviceEstimates
 from hetexp.plan.predict.inputs import ENERGY_TOLERANCE, PredictedRun, PredictionInputs
 from hetexp.plan.strategy import Strategy
 
@@ -23,7 +23,7 @@ class Prediction:
     """All rows of a plan's devices, and which of them is best."""
 
     plan: Plan
-    known: Known
+    estimates: DeviceEstimates
     total: int
     """Samples of a step."""
     solo_samples_per_second: tuple[float | None, ...]
@@ -54,7 +54,9 @@ def predict_runs(
         own = strategy.predict(inputs) if refused is None else [PredictedRun(None, problem=refused)]
         rows += [replace(row, strategy=name, exact=strategy.exact) for row in own]
     best, reasons = recommend(rows, inputs, preferred)
-    return Prediction(inputs.plan, inputs.known, inputs.total, inputs.solo, tuple(rows), best, tuple(reasons))
+    return Prediction(
+        inputs.plan, inputs.estimates, inputs.total, inputs.solo, tuple(rows), best, tuple(reasons)
+    )
 
 
 def recommend(
@@ -90,7 +92,7 @@ def recommend(
         best = min(fit, key=lambda row: row.joules_per_sample or 0.0)
     else:
         near = [row for row in fit if (row.step_seconds or 0.0) * (1 - LEAST_GAIN) <= fastest]
-        measured = all(source == MEASURED for source in inputs.known.sources)
+        measured = all(source == MEASURED for source in inputs.estimates.sources)
 
         def order(row: PredictedRun) -> tuple[bool, bool, bool, float]:
             other = row.policy != preferred

@@ -20,7 +20,7 @@ from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
 from hetexp.hardware.catalogue import Link
 from hetexp.hardware.links import links_of
-from hetexp.plan.known import Known
+from hetexp.plan.device_estimates import DeviceEstimates
 
 ALL, BEST = "all, best split", "best"
 LONGEST = 300
@@ -76,7 +76,7 @@ class Scaled:
 
 def scaled(
     plan: Plan,
-    known: Known,
+    estimates: DeviceEstimates,
     num_devices: int,
     policies: Mapping[str, BalancingPolicy],
     network: Link,
@@ -96,7 +96,7 @@ def scaled(
     box = len(plan.devices)
     if not box <= num_devices <= MOST:
         raise ConfigError(must_be("--scale", f"from {box}, the devices given, to {MOST}", num_devices))
-    cluster = Cluster(plan, known, num_devices, network)
+    cluster = Cluster(plan, estimates, num_devices, network)
     rows = [cluster.shared(name, policy) for name, policy in policies.items() if not _settles(policy)]
     rows += [cluster.all(), cluster.best()]
     return Scaled(num_devices, -(-num_devices // box), cluster.total, tuple(rows))
@@ -105,9 +105,9 @@ def scaled(
 class Cluster:
     """Boxes of the plan's devices; device i of the cluster is device i modulo their number of a box."""
 
-    def __init__(self, plan: Plan, known: Known, num_devices: int, network: Link) -> None:
-        self._plan, self._known = replace(plan, network=network.model_dump()), known
-        self._box = [one for one in known.devices if one is not None]
+    def __init__(self, plan: Plan, estimates: DeviceEstimates, num_devices: int, network: Link) -> None:
+        self._plan, self._estimates = replace(plan, network=network.model_dump()), estimates
+        self._box = [one for one in estimates.devices if one is not None]
         size = len(self._box)
         self.num_devices = num_devices
         self.total: int = plan.config["trainer"]["global_batch_size"] * num_devices // size
@@ -165,8 +165,10 @@ class Cluster:
         self, name: str, places: Sequence[int], counts: Sequence[int], solve_seconds: float
     ) -> ScaledRow:
         devices = [self._box[i] for i in places]
-        step = joint_seconds(devices, counts, self._links(places), self._known.exchange)
-        quiet = joint_seconds(devices, counts, self._links(places), replace(self._known.exchange, buckets=()))
+        step = joint_seconds(devices, counts, self._links(places), self._estimates.exchange)
+        quiet = joint_seconds(
+            devices, counts, self._links(places), replace(self._estimates.exchange, buckets=())
+        )
         caps = [one.curve.cap for one in self._box]
         over = next(
             (i for i, n in zip(places, counts, strict=True) if n > (n if (c := caps[i]) is None else c)), None
@@ -187,8 +189,8 @@ class Cluster:
         """Return the links of a part of the cluster; those of one host and of a second are those of all."""
         used = sorted(set(places))
         hosts = ["0", "1"] if len(places) > len(used) else ["0"]
-        few = [replace(self._known.linked[i], host=host) for host in hosts for i in used]
-        links = links_of(self._plan, few, self._known.exchange.measured)
+        few = [replace(self._estimates.linked[i], host=host) for host in hosts for i in used]
+        links = links_of(self._plan, few, self._estimates.exchange.measured)
         own = dict(zip(used, links.device, strict=False))
         num_hosts = -(-len(places) // len(used))
         exchange = tuple(

@@ -223,11 +223,11 @@ def _every_way(pipeline: Pipeline, devices: Sequence[int]) -> Iterator[list[tupl
 def _even_ways(pipeline: Pipeline, devices: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
     """Yield, for each number of groups, groups of about the same speed, and neighbours in the given order."""
     speeds = _rates(pipeline, SOME)
-    by_speed = sorted(devices, key=lambda device: -speeds[device])
+    fastest_first = sorted(devices, key=lambda device: -speeds[device])
     for count in range(1, len(devices) + 1):
         groups: list[list[int]] = [[] for _ in range(count)]
         rates = [0.0] * count
-        for device in by_speed:
+        for device in fastest_first:
             least = min(range(count), key=lambda g: (rates[g], g))
             groups[least].append(device)
             rates[least] += speeds[device]
@@ -235,7 +235,7 @@ def _even_ways(pipeline: Pipeline, devices: Sequence[int]) -> Iterator[list[tupl
         if 1 < count < len(devices):
             ends = [len(devices) * (g + 1) // count for g in range(count)]
             yield [tuple(devices[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-            yield [tuple(by_speed[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+            yield [tuple(fastest_first[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _rates(pipeline: Pipeline, samples: int) -> list[float]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import combinations, permutations
 
 from hetexp.core.device import GIB
-from hetexp.plan.measured import LEAST_GAIN
+from hetexp.plan.calibrated_plan import LEAST_GAIN
 from hetexp.plan.stages.pipelines import Cut, Pipeline
 
 MOST_ACTIONS = 60_000
@@ -77,8 +77,8 @@ def _orders(pipeline: Pipeline, devices: Sequence[int], few: int) -> list[tuple[
     """
     if len(devices) > few:
         by_memory = sorted(devices, key=lambda d: -(pipeline.devices[d].memory_bytes or 0))
-        by_speed = sorted(devices, key=lambda d: sum(pipeline.devices[d].seconds(1.0, 1)))
-        return list(dict.fromkeys([tuple(devices), tuple(by_memory), tuple(by_speed)]))
+        fastest_first = sorted(devices, key=lambda d: sum(pipeline.devices[d].seconds(1.0, 1)))
+        return list(dict.fromkeys([tuple(devices), tuple(by_memory), tuple(fastest_first)]))
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     kinds = {device: _kind(pipeline, device, devices) for device in devices}
     for order in permutations(devices):

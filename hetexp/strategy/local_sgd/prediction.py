@@ -12,7 +12,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
 from hetexp.hardware.links import links_of, wire_of
-from hetexp.plan.measured import choose
+from hetexp.plan.calibrated_plan import choose
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.plan.strategy import Strategy
 
@@ -61,13 +61,13 @@ def _row(
     local_steps: Callable[[Sequence[int]], list[int]],
 ) -> PredictedRun:
     settles = policy.measures or policy.follows
-    exchange = strategy.step_exchange(inputs.known.exchange, inputs.plan, inputs.linked.devices)
+    exchange = strategy.step_exchange(inputs.estimates.exchange, inputs.plan, inputs.linked.devices)
     reasons: tuple[str, ...] = ()
     try:
         if not settles:
             shares = policy.shares(inputs.plan.devices, inputs.plan.precisions)
             ranks, counts = tuple(range(len(shares))), apportion(inputs.total, shares).counts
-        elif inputs.known.complete:
+        elif inputs.estimates.complete:
             drops = policy.measures and strategy.may_leave_out(policy)
             choice = choose(inputs.linked, inputs.devices, exchange, drops)
             ranks, counts, reasons = choice.ranks, choice.split.counts, choice.reasons[:-1]
@@ -79,7 +79,7 @@ def _row(
         return PredictedRun(label, problem=f"{error}")
     row = inputs.row(label, ranks, counts)
     seconds = None
-    if inputs.known.complete:
+    if inputs.estimates.complete:
         devices = [inputs.devices[rank] for rank in ranks]
         steps = local_steps(counts)
         slowest = max(_seconds(d, n, k) for d, n, k in zip(devices, counts, steps, strict=True))

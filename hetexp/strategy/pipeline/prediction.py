@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hetexp.core.errors import ConfigError
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
-from hetexp.plan.stages.arrange import Arrangement, CutsModels, arrange
+from hetexp.plan.stages.assign import StageAssignment, StagedStrategy, assign_stages
 
 
-def rows_of(inputs: PredictionInputs, cuts: CutsModels) -> list[PredictedRun]:
+def rows_of(inputs: PredictionInputs, cuts: StagedStrategy) -> list[PredictedRun]:
     """Return the row of each policy.
 
     Policies that assume the same speeds of the devices get the same stages, which are searched once.
@@ -17,7 +17,7 @@ def rows_of(inputs: PredictionInputs, cuts: CutsModels) -> list[PredictedRun]:
     except ConfigError as error:
         why = " ".join(error.problems)
         return [PredictedRun(label, problem=why) for label in inputs.policies]
-    arrangements: dict[object, Arrangement | str] = {}
+    arrangements: dict[object, StageAssignment | str] = {}
     rows = []
     for label, policy in inputs.policies.items():
         try:
@@ -26,14 +26,14 @@ def rows_of(inputs: PredictionInputs, cuts: CutsModels) -> list[PredictedRun]:
             rows.append(PredictedRun(label, problem=" ".join(error.problems)))
             continue
         settles = policy.measures or policy.follows
-        if settles and not inputs.known.complete:
+        if settles and not inputs.estimates.complete:
             rows.append(PredictedRun(label, problem=f"{inputs.unknown()}: its shares would decide"))
             continue
         key: object = (policy.measures and policy.drop_slower) if settles else shares
         if key not in arrangements:
             try:
-                arrangements[key] = arrange(
-                    inputs.plan, cuts, policy, layers, inputs.known, inputs.checks_memory
+                arrangements[key] = assign_stages(
+                    inputs.plan, cuts, policy, layers, inputs.estimates, inputs.checks_memory
                 )
             except ConfigError as error:
                 arrangements[key] = " ".join(error.problems)
@@ -48,7 +48,7 @@ def rows_of(inputs: PredictionInputs, cuts: CutsModels) -> list[PredictedRun]:
     return [row.reaching(ceiling) for row in rows]
 
 
-def _row(inputs: PredictionInputs, label: str, arrangement: Arrangement, measures: bool) -> PredictedRun:
+def _row(inputs: PredictionInputs, label: str, arrangement: StageAssignment, measures: bool) -> PredictedRun:
     seconds, ranks = arrangement.step_seconds, arrangement.ranks
     watts = [inputs.watts[rank] for rank in ranks]
     total = None if None in watts else sum(w or 0.0 for w in watts)

@@ -21,7 +21,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.hardware.catalogue import Card, card_of, load_catalogue
 from hetexp.hardware.emulation.emulated import UPDATE_PASSES, CardTimes
 from hetexp.hardware.emulation.pacing import count_work, tensors
-from hetexp.plan.known import CATALOGUE, NOTHING, Known
+from hetexp.plan.device_estimates import CATALOGUE, NOTHING, DeviceEstimates
 from hetexp.plan.strategy import Strategy
 from hetexp.training.measuring.estimate import RunMemory
 
@@ -51,7 +51,7 @@ def known_from_catalogue(
     strategy: Strategy,
     built: RunMemory,
     emulated: bool,
-) -> Known:
+) -> DeviceEstimates:
     """Return the catalogue's curve of each device that it knows, and what they exchange.
 
     Args:
@@ -64,7 +64,7 @@ def known_from_catalogue(
     cards = [card_of(d) if d.backend == "emulated" else catalogue.real(d) for d in devices]
     pairs = zip(cards, precisions, strict=True)
     cards = [card if card is not None and precision in card.tflops else None for card, precision in pairs]
-    nothing = Known((None,) * len(devices), (NOTHING,) * len(devices), tuple(devices), Exchange())
+    nothing = DeviceEstimates((None,) * len(devices), (NOTHING,) * len(devices), tuple(devices), Exchange())
     if built.reason is not None:
         return replace(nothing, reason=f"the model could not be built ({built.reason})")
     if not any(cards):
@@ -87,7 +87,7 @@ def known_from_catalogue(
         replace(d, backend="emulated", card_facts=card.model_dump(mode="json")) if card is not None else d
         for d, card in zip(devices, cards, strict=True)
     ]
-    return Known(
+    return DeviceEstimates(
         devices=tuple(curves),
         sources=tuple(CATALOGUE if card is not None else NOTHING for card in cards),
         linked=tuple(linked),

@@ -19,7 +19,7 @@ from hetexp.cli import main
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.speed import SpeedCurve
 from hetexp.plan import calibrations
-from hetexp.plan.measured import choose
+from hetexp.plan.calibrated_plan import choose
 from hetexp.plan.planner import make_plan
 from hetexp.plan.run_spec import Request
 

@@ -25,32 +25,32 @@ def run(tmp_path: Path) -> Path:
 class Taker(threading.Thread):
     """Answers each order with its own words, as a launcher does in its loop."""
 
-    def __init__(self, desk: ControlServer, answers: dict[str, Answer]) -> None:
+    def __init__(self, server: ControlServer, answers: dict[str, Answer]) -> None:
         super().__init__()
-        self.desk, self.answers, self.over = desk, answers, threading.Event()
+        self.server, self.answers, self.over = server, answers, threading.Event()
         self.seen: list[Command] = []
 
     def run(self) -> None:
         while not self.over.wait(0.005):
-            for order in self.desk.orders():
-                self.seen.append(order)
-                self.desk.answer(order, self.answers[order.command])
+            for command in self.server.commands():
+                self.seen.append(command)
+                self.server.answer(command, self.answers[command.name])
 
 
 def test_an_order_and_its_answer(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(run.parents[2])
-    with ControlServer(run) as desk:
+    with ControlServer(run) as server:
         assert run.joinpath("control").stat().st_mode & 0o777 == 0o700
-        taker = Taker(desk, {"tell": Answer(True, "said"), "add": Answer(False, "`DEVICE` must be …")})
+        taker = Taker(server, {"tell": Answer(True, "said"), "add": Answer(False, "`DEVICE` must be …")})
         taker.start()
         assert ask(run, "tell", "me") == Answer(True, "said")
         assert main_control([run.name, "tell", "me"]) == 0
         assert main_add([str(run), "cuda:7"]) == 1
         taker.over.set()
         taker.join()
-        assert [(order.command, order.argument) for order in taker.seen] == [
+        assert [(command.name, command.argument) for command in taker.seen] == [
             ("tell", "me"),
             ("tell", "me"),
             ("add", "cuda:7"),
@@ -65,7 +65,7 @@ def test_an_order_and_its_answer(
 def test_what_is_no_order(run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text('{"command": "stop"}')
-    with ControlServer(run) as desk:
+    with ControlServer(run) as server:
         folder = run / "control"
         bad = {
             "aaaaaaa1": ("x" * (LARGEST_BYTES + 1), "at most"),
@@ -80,7 +80,7 @@ def test_what_is_no_order(run: Path, tmp_path: Path) -> None:
         (folder / "aaaaaaa7.json").symlink_to(secret)
         os.mkfifo(folder / "aaaaaaa8.json")
         (folder / "not an id.json").write_text('{"command": "stop"}')
-        assert desk.orders() == []
+        assert server.commands() == []
         told = {path.name: json.loads(path.read_text()) for path in folder.glob("*.answer.json")}
         for name, (_, reason) in bad.items():
             assert not told[f"{name}.answer.json"]["done"]
@@ -105,12 +105,12 @@ def test_orders_that_nobody_takes(run: Path, capsys: pytest.CaptureFixture[str])
 
 def test_an_order_at_the_end_of_a_run(run: Path) -> None:
     answers = []
-    with ControlServer(run) as desk:
+    with ControlServer(run) as server:
         asking = threading.Thread(target=lambda: answers.append(ask(run, "checkpoint")))
         asking.start()
         while not [*(run / "control").glob("*.json")]:
             threading.Event().wait(0.001)
-        assert desk is not None
+        assert server is not None
     asking.join()
     assert answers == [Answer(False, "The run has ended.")]
 

@@ -25,8 +25,8 @@ from hetexp.core.topology import Topology
 from hetexp.hardware.catalogue import load_catalogue
 from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.plan import calibrations
+from hetexp.plan.calibrated_plan import calibrated_plan, choose
 from hetexp.plan.calibrations import Cached, drop_if_wrong, find, folder, known_devices, names, store
-from hetexp.plan.measured import choose, replanned
 
 NVIDIA = DeviceSpec("cuda:0", "cuda", 0, "Card", "nvidia", 8 * 2**30, uuid="GPU-1", driver="550", torch="2.9")
 INTEL = DeviceSpec("xpu:0", "xpu", 0, "Arc", "intel", 8 * 2**30, uuid="GPU-2", driver="1.3", torch="2.9")
@@ -295,7 +295,9 @@ def finished(tmp_path: Path, step_seconds: float, first: float = 5.0, **changes:
     at = store(plan, config, measured())
     source = {"measured_at": at, "cached": True, "entries": names(plan, config)}
     choice = choose(plan, [FAST, SLOW], EXCHANGE)
-    plan = replanned(replace(plan, run_dir=str(tmp_path)), [FAST, SLOW], EXCHANGE.to_dict(), choice, source)
+    plan = calibrated_plan(
+        replace(plan, run_dir=str(tmp_path)), [FAST, SLOW], EXCHANGE.to_dict(), choice, source
+    )
     total = config.trainer.global_batch_size
     rows = [{"step": 10, "samples_per_second": total / first}, {"step": 10, "eval/loss": 1.0}]
     rows += [{"step": 10 * n, "samples_per_second": total / step_seconds} for n in range(2, 6)]

@@ -23,11 +23,11 @@ from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer
-from hetexp.plan.known import NOTHING, Known
+from hetexp.plan.device_estimates import NOTHING, DeviceEstimates
 from hetexp.plan.predict.as_json import prediction
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.plan.predict.runs import Prediction, predict_runs
-from hetexp.plan.stages.arrange import arrange
+from hetexp.plan.stages.assign import assign_stages
 from hetexp.plan.strategy import Strategy
 from hetexp.strategy.ddp import DDP
 from hetexp.strategy.independent import Independent
@@ -100,7 +100,9 @@ def ask(
     **others: Any,
 ) -> Prediction:
     plan = plan_of(len(devices))
-    inputs = PredictionInputs(plan, Known.measured(plan.devices, devices, exchange), POLICIES, **others)
+    inputs = PredictionInputs(
+        plan, DeviceEstimates.measured(plan.devices, devices, exchange), POLICIES, **others
+    )
     return predict_runs(inputs, strategies, refusals=refusals or {})
 
 
@@ -156,10 +158,10 @@ def test_local_steps_by_speed_pay_more_updates() -> None:
 
 def test_stages_are_those_that_would_be_arranged() -> None:
     found = ask({"cut": Cutting()}, [device(0.01), device(0.03)], SLOW, layers=lambda: LAYERS)
-    plan, known = found.plan, found.known
+    plan, known = found.plan, found.estimates
     strategy: Any = Cutting()
     for label, policy in POLICIES.items():
-        expected = arrange(plan, strategy, policy, LAYERS, known)
+        expected = assign_stages(plan, strategy, policy, LAYERS, known)
         own = row(found, "cut", label)
         assert own.step_seconds == expected.step_seconds
         assert own.stages == expected.stages
@@ -206,7 +208,7 @@ def test_what_does_not_fit_is_told_by_the_row() -> None:
 
 def test_where_little_is_known() -> None:
     plan = plan_of(2)
-    nothing = Known((None, device(0.01)), (NOTHING, NOTHING), plan.devices, Exchange())
+    nothing = DeviceEstimates((None, device(0.01)), (NOTHING, NOTHING), plan.devices, Exchange())
     strategies: dict[str, Strategy] = {"cut": Cutting(), "never": Independent()}
     policies = POLICIES | {"tflops": Tflops()}
     inputs = PredictionInputs(plan, nothing, policies, layers=lambda: LAYERS)

@@ -21,11 +21,11 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.launch.prepare.preparation import Preparation
-from hetexp.plan.known import Known
+from hetexp.plan.device_estimates import DeviceEstimates
 from hetexp.plan.planner import check_plan, make_plan
 from hetexp.plan.predict.inputs import PredictionInputs
 from hetexp.plan.predict.runs import predict_runs
-from hetexp.plan.stages.arrange import CutsModels
+from hetexp.plan.stages.assign import StagedStrategy
 from hetexp.plan.strategy import Strategy
 from hetexp.report.diagram.picture import ExchangeBox, picture_of
 from hetexp.strategy.auto import Auto
@@ -74,7 +74,7 @@ def test_a_data_parallel_strategy_of_a_users_own_needs_no_more() -> None:
     assert plan.route is not None and plan.way.name == "shm"
     assert "The exchange goes by shm, in memory that all ranks share (cpu)." in plan.reasons
     curve = DeviceCalibration(SpeedCurve(0.0, 0.01), 0.5, 0.0, 0.0)
-    known = Known.measured(plan.devices, [curve] * 2, Exchange())
+    known = DeviceEstimates.measured(plan.devices, [curve] * 2, Exchange())
     inputs = PredictionInputs(plan, known, {"equal": Equal(), "profiled": Profiled()})
     found = predict_runs(inputs, {"mine": spec.strategy})
     (row,) = found.rows
@@ -109,7 +109,7 @@ class Recorded:
         self.asked = "samples"
         return plan
 
-    def stages(self, plan: Plan, cuts: CutsModels) -> Plan:
+    def stages(self, plan: Plan, cuts: StagedStrategy) -> Plan:
         self.asked = "stages"
         return plan
 

@@ -9,7 +9,13 @@ import pytest
 
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.launch.elastic import hang_detection
-from hetexp.launch.elastic.hang_detection import FIRST_SECONDS, LEAST_SECONDS, HangWatch, place_in, waits
+from hetexp.launch.elastic.hang_detection import (
+    FIRST_SECONDS,
+    LEAST_SECONDS,
+    HangWatch,
+    innermost_frame,
+    waits,
+)
 from hetexp.launch.elastic.heartbeat import Heartbeat
 from hetexp.launch.processes.failure import stack_path
 from hetexp.launch.processes.members import Member
@@ -67,13 +73,13 @@ class Scene:
         for _ in range(count):
             self.now += seconds
             self.step, self.since = self.step + 1, self.now
-            assert self.hangs.look(self.members) == []
+            assert self.hangs.find_hung(self.members) == []
 
     def after(self, seconds: float) -> list[tuple[int, str]]:
         found = []
         for _ in range(round(seconds * 4)):
             self.now += 0.25
-            found += [(one.member.number, one.place) for one in self.hangs.look(self.members)]
+            found += [(one.member.number, one.place) for one in self.hangs.find_hung(self.members)]
         return found
 
 
@@ -106,7 +112,7 @@ def test_the_rank_that_does_not_wait_is_named(scene: Scene) -> None:
     assert scene.after(1.0) == [(1, "inner (/home/me/model.py:7)")]
     scene.steps(1, 0.1)
     scene.stacks[1], scene.stacks[2] = WAITS, ""
-    assert scene.after(40.0)[0] == (2, "no place that it could tell: it does not even take signals")
+    assert scene.after(40.0)[0] == (2, "an unknown place: it does not even take signals")
 
 
 def test_who_is_slow_for_a_reason_is_let_be(scene: Scene) -> None:
@@ -139,4 +145,4 @@ def test_stacks() -> None:
     assert waits(stack("/x/torch/autograd/graph.py"))
     deep = WAITS.replace("run_rank", "something")  # the end of a deep stack is cut off
     assert waits(deep)
-    assert place_in(SLEEPS) == "inner (/home/me/model.py:7)"
+    assert innermost_frame(SLEEPS) == "inner (/home/me/model.py:7)"

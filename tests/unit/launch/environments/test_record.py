@@ -254,8 +254,8 @@ def work(folder: Path) -> None:
     [
         (environment, False, "holds an environment already. Add --force"),
         (environment, True, None),
-        (file, False, "holds something that is no virtual environment"),
-        (work, True, "holds something that is no virtual environment"),
+        (file, False, "holds something other than a virtual environment"),
+        (work, True, "holds something other than a virtual environment"),
         (lambda folder: folder.mkdir(parents=True), False, None),
     ],
 )

@@ -38,7 +38,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hetexp.launch.terminal.diagrams, "_said_absent", False)
+    monkeypatch.setattr(hetexp.launch.terminal.diagrams, "_reported_absent", False)
 
 
 @pytest.mark.skipif(not has_dot(), reason="Graphviz is not installed")

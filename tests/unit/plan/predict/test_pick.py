@@ -10,7 +10,7 @@ from support import plan_on
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.device import DeviceSpec
-from hetexp.plan.known import CATALOGUE, MEASURED, Known
+from hetexp.plan.device_estimates import CATALOGUE, MEASURED, DeviceEstimates
 from hetexp.plan.predict.inputs import PredictedRun
 from hetexp.plan.predict.pick import pick, why_picked
 from hetexp.plan.predict.runs import Prediction
@@ -19,7 +19,9 @@ from hetexp.plan.predict.runs import Prediction
 def found(*rows: PredictedRun, source: str = MEASURED) -> Prediction:
     plan = plan_on([DeviceSpec("cpu", "cpu", 0, "A CPU", "cpu")], {"trainer": {"global_batch_size": 8}})
     own = DeviceCalibration(SpeedCurve(0.0, 1.0), 0.5, 0.0, 0.0)
-    return Prediction(plan, Known((own,), (source,), plan.devices, Exchange()), 8, (1.0,), rows, None)
+    return Prediction(
+        plan, DeviceEstimates((own,), (source,), plan.devices, Exchange()), 8, (1.0,), rows, None
+    )
 
 
 def row(strategy: str, seconds: float | None, policy: str | None = "auto", **others: Any) -> PredictedRun:

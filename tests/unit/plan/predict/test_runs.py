@@ -23,8 +23,8 @@ from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.cost.step import Channel
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.plan.known import CATALOGUE, NOTHING, Known
-from hetexp.plan.measured import choose, predicted
+from hetexp.plan.calibrated_plan import best_split, choose
+from hetexp.plan.device_estimates import CATALOGUE, NOTHING, DeviceEstimates
 from hetexp.plan.predict.inputs import LEAST_ENERGY, PredictedRun, PredictionInputs
 from hetexp.plan.predict.runs import Prediction, predict_runs
 from hetexp.plan.strategy import Strategy
@@ -56,7 +56,7 @@ def linked(seconds: float) -> Exchange:
 
 
 def ask(plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, **others: Any) -> Prediction:
-    known = Known.measured(plan.devices, devices, exchange)
+    known = DeviceEstimates.measured(plan.devices, devices, exchange)
     return predict_runs(PredictionInputs(plan, known, POLICIES, **others), STRATEGIES)
 
 
@@ -101,10 +101,10 @@ def test_the_numbers_are_those_of_a_measured_plan(
     best = row(found, "profiled")
     assert (best.ranks, best.counts) == (choice.ranks, choice.split.counts)
     assert best.step_seconds == choice.step_seconds
-    assert best.step_seconds == predicted(plan, devices, exchange, best.ranks).step_seconds
+    assert best.step_seconds == best_split(plan, devices, exchange, best.ranks).step_seconds
     fastest = min(range(len(devices)), key=lambda rank: devices[rank].curve.seconds(total))
     alone = row(found, None, "single")
-    assert alone.step_seconds == predicted(plan, devices, exchange, (fastest,)).step_seconds
+    assert alone.step_seconds == best_split(plan, devices, exchange, (fastest,)).step_seconds
     assert found.best is not None
     assert (found.best.step_seconds or 0) <= (alone.step_seconds or 0) * 1.011
     left_out = set(range(len(devices))) - set(best.ranks)
@@ -141,18 +141,20 @@ def test_a_device_that_slows_the_job_is_left_out_with_the_sentence() -> None:
 
 def test_a_policy_that_follows_without_measuring_first_leaves_nobody_out() -> None:
     plan, devices = plan_of(2), [device(0.2), device(0.01)]
-    known = Known.measured(plan.devices, devices, linked(0.1))
+    known = DeviceEstimates.measured(plan.devices, devices, linked(0.1))
     policies = {"adaptive": Adaptive(), "auto": Adaptive(calibrate=True)}
     found = predict_runs(PredictionInputs(plan, known, policies), {"ddp": DDP()})
     assert row(found, "adaptive").ranks == (0, 1)
-    assert row(found, "adaptive").step_seconds == predicted(plan, devices, linked(0.1), (0, 1)).step_seconds
+    assert row(found, "adaptive").step_seconds == best_split(plan, devices, linked(0.1), (0, 1)).step_seconds
     assert row(found, "auto").ranks == (1,)
     assert found.best is row(found, "auto")
 
 
 def test_of_equals_the_preferred_one() -> None:
     plan, devices = plan_of(2), [device(0.01), device(0.01)]
-    known = replace(Known.measured(plan.devices, devices, Exchange()), sources=(CATALOGUE, CATALOGUE))
+    known = replace(
+        DeviceEstimates.measured(plan.devices, devices, Exchange()), sources=(CATALOGUE, CATALOGUE)
+    )
     policies = {"a": Profiled(), "b": Adaptive(calibrate=True), "c": Profiled()}
     for preferred in policies:
         best = predict_runs(PredictionInputs(plan, known, policies), {"ddp": DDP()}, preferred).best
@@ -173,7 +175,7 @@ def test_one_device_has_nothing_to_share() -> None:
 
 def test_of_equals_the_simplest_if_measured_and_else_one_that_measures() -> None:
     plan, devices = plan_of(2), (device(0.01), device(0.01))
-    known = Known.measured(plan.devices, devices, Exchange())
+    known = DeviceEstimates.measured(plan.devices, devices, Exchange())
     best = predict_runs(PredictionInputs(plan, known, POLICIES), STRATEGIES).best
     assert best is not None
     assert best.policy == "equal"
@@ -191,7 +193,7 @@ def test_what_does_not_fit_is_not_recommended() -> None:
     assert row(found, "profiled").memory_bytes == (8 * GIB, 8 * GIB)
     assert row(found, None, "single").problem == "no device alone holds 64 samples"
     weights = {"manual": Manual([3, 1])}
-    known = Known.measured(plan_of(2).devices, [device(0.01), device(0.03)], Exchange())
+    known = DeviceEstimates.measured(plan_of(2).devices, [device(0.01), device(0.03)], Exchange())
     (manual,) = predict_runs(PredictionInputs(plan_of(2), known, weights, needs), {"ddp": DDP()}).rows
     assert manual.problem == "does not fit: cuda:0 (Card 0) needs 12.0 of 8.0 GiB"
     assert not manual.predicted
@@ -206,7 +208,7 @@ def test_devices_too_small_together() -> None:
 
 def test_a_strategy_that_the_cost_model_does_not_know() -> None:
     other: Strategy = type("Other", (DDP,), {"predict": Strategy.predict})()
-    known = Known.measured(plan_of(2).devices, [device(0.01)] * 2, Exchange())
+    known = DeviceEstimates.measured(plan_of(2).devices, [device(0.01)] * 2, Exchange())
     found = predict_runs(PredictionInputs(plan_of(2), known, POLICIES), {"other": other})
     assert [one.problem for one in found.rows] == ["the cost model does not know this strategy"]
     assert found.best is None
@@ -214,7 +216,7 @@ def test_a_strategy_that_the_cost_model_does_not_know() -> None:
 
 def test_an_unknown_device_is_not_guessed() -> None:
     plan = plan_of(2)
-    known = Known((device(0.01), None), (CATALOGUE, NOTHING), plan.devices, Exchange())
+    known = DeviceEstimates((device(0.01), None), (CATALOGUE, NOTHING), plan.devices, Exchange())
     found = predict_runs(PredictionInputs(plan, known, POLICIES), STRATEGIES)
     equal = row(found, "equal")
     assert equal.counts == (32, 32)

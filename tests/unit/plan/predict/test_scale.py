@@ -23,7 +23,7 @@ from hetexp.core.plan import Plan
 from hetexp.hardware.catalogue import shipped
 from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.hardware.links import build_links
-from hetexp.plan.known import CATALOGUE, Known
+from hetexp.plan.device_estimates import CATALOGUE, DeviceEstimates
 from hetexp.plan.predict.scale import ALL, BEST, MOST, Scaled, ScaledRow, scaled
 
 NETWORK = shipped().links["ethernet_10g"]
@@ -41,9 +41,9 @@ def box(*names: str, total: int = 64) -> Plan:
     return plan_on(devices, {"trainer": {"global_batch_size": total}}, collective_backend="gloo")
 
 
-def known(plan: Plan, seconds: list[float], exchange: Exchange = BUCKETS) -> Known:
+def known(plan: Plan, seconds: list[float], exchange: Exchange = BUCKETS) -> DeviceEstimates:
     curves = tuple(DeviceCalibration(SpeedCurve(1e-3, s), 0.6, 0.0, 0.0) for s in seconds)
-    return Known(curves, (CATALOGUE,) * len(curves), plan.devices, exchange)
+    return DeviceEstimates(curves, (CATALOGUE,) * len(curves), plan.devices, exchange)
 
 
 def ask(plan: Plan, seconds: list[float], count: int, exchange: Exchange = BUCKETS) -> Scaled:

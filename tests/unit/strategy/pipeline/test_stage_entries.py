@@ -15,7 +15,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import check_component
 from hetexp.core.stage import Layer
 from hetexp.hardware.backends.cpu import CpuBackend
-from hetexp.plan.stages.arrange import arrange
+from hetexp.plan.stages.assign import assign_stages
 from hetexp.strategy.pipeline import Pipeline
 
 CPUS = [CpuBackend.describe(index) for index in range(3)]
@@ -146,9 +146,9 @@ def test_a_stage_that_its_device_cannot_hold() -> None:
     layers = [Layer(name, 1 / 6, GIB // 8, GIB // 8, 0, 0, 0, GIB // 4) for name in LAYERS]
     plan = plan_on(devices, {"trainer": {"global_batch_size": 8}})
     even = [stage("cpu:1", modules="embed..blocks.1"), stage(modules="blocks.2..norm")]
-    found = arrange(plan, Pipeline(shard_plan=even), Equal(), layers, None)
+    found = assign_stages(plan, Pipeline(shard_plan=even), Equal(), layers, None)
     assert list(found.ranks) == [1, 0]
     assert [(own.first_layer, own.end_layer) for (own,) in found.stages] == [(0, 3), (3, 6)]
     uneven = [stage("cpu:1", modules="embed..blocks.3"), stage(modules="norm")]
     with pytest.raises(ConfigError, match=r"does not fit the devices' memory: cpu:1.* would need 2\.\d+ of"):
-        arrange(plan, Pipeline(shard_plan=uneven), Equal(), layers, None)
+        assign_stages(plan, Pipeline(shard_plan=uneven), Equal(), layers, None)

@@ -24,7 +24,7 @@ from hetexp.hardware.catalogue import shipped
 from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
-from hetexp.plan.known import CATALOGUE, NOTHING, Known
+from hetexp.plan.device_estimates import CATALOGUE, NOTHING, DeviceEstimates
 from hetexp.strategy.ddp import DDP
 from hetexp.training.measuring.catalogue_curves import in_buckets, known_from_catalogue
 from hetexp.training.measuring.estimate import RunMemory
@@ -38,7 +38,9 @@ def config_of(*overrides: str) -> Config:
     return read_config(plain(compose_config(["trainer.global_batch_size=16", *overrides]))[0])
 
 
-def ask(config: Config, *devices: DeviceSpec, precision: str = "float32", emulated: bool = True) -> Known:
+def ask(
+    config: Config, *devices: DeviceSpec, precision: str = "float32", emulated: bool = True
+) -> DeviceEstimates:
     precisions = (precision,) * len(devices)
     built = RunMemory(config, devices, [1] * len(devices), precisions, DDP())
     return known_from_catalogue(config, devices, precisions, DDP(bucket_cap_mb=25.0), built, emulated)

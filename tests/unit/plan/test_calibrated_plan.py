@@ -14,7 +14,7 @@ from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.cost.step import Channel
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.plan.measured import choose, predicted, replanned
+from hetexp.plan.calibrated_plan import best_split, calibrated_plan, choose
 
 
 def plan_of(count: int, total: int = 64) -> Plan:
@@ -94,7 +94,7 @@ def test_the_plan_of_those_that_take_part() -> None:
     plan = plan_of(3)
     devices = [device(0.01), device(10.0, fixed=5.0), device(0.01)]
     choice = choose(plan, devices, Exchange())
-    new = replanned(plan, devices, Exchange().to_dict(), choice)
+    new = calibrated_plan(plan, devices, Exchange().to_dict(), choice)
     assert [d.id for d in new.devices] == ["cuda:0", "cuda:2"]
     assert new.shares == (0.5, 0.5)
     assert new.local_batch_sizes == (32, 32)
@@ -104,7 +104,7 @@ def test_the_plan_of_those_that_take_part() -> None:
     assert new.calibration["predicted_step_seconds"] == choice.step_seconds
     assert not any(reason.startswith("Policy") for reason in new.reasons)
     assert new.reasons[-1] == "nccl exchanges the gradients."
-    assert predicted(plan, devices, Exchange(), (0, 2)) == replace(choice, reasons=())
+    assert best_split(plan, devices, Exchange(), (0, 2)) == replace(choice, reasons=())
 
 
 def test_limits_of_a_pass_go_into_the_plan_and_cost_what_they_cost() -> None:
@@ -115,7 +115,7 @@ def test_limits_of_a_pass_go_into_the_plan_and_cost_what_they_cost() -> None:
     choice = choose(plan_of(2), devices, Exchange())
     whole = choose(plan_of(2), [fast, slow], Exchange())
     assert choice.split.counts[0] < whole.split.counts[0]  # each of its passes has the fixed cost
-    plan = replanned(plan_of(2), devices, {}, choice)
+    plan = calibrated_plan(plan_of(2), devices, {}, choice)
     assert plan.microbatch_sizes == (8, None)
     assert [plan.microbatch_size(rank) for rank in (0, 1)] == [8, None]
     asked = replace(plan, config={"trainer": {"global_batch_size": 64, "microbatch_size": 4}})

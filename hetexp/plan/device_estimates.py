@@ -12,7 +12,7 @@ MEASURED, CATALOGUE, NOTHING = "measured", "from the catalogue", "not known"
 
 
 @dataclass(frozen=True)
-class Known:
+class DeviceEstimates:
     """One entry a device."""
 
     devices: tuple[DeviceCalibration | None, ...]
@@ -27,7 +27,7 @@ class Known:
     @classmethod
     def measured(
         cls, specs: Sequence[DeviceSpec], devices: Sequence[DeviceCalibration], exchange: Exchange
-    ) -> Known:
+    ) -> DeviceEstimates:
         """Return what a calibration of these very devices tells."""
         return cls(tuple(devices), (MEASURED,) * len(devices), tuple(specs), exchange)
 
@@ -35,13 +35,13 @@ class Known:
     def complete(self) -> bool:
         return None not in self.devices
 
-    def limited(self, caps: Sequence[int | None], passes: Sequence[int | None]) -> Known:
+    def limited(self, caps: Sequence[int | None], passes: Sequence[int | None]) -> DeviceEstimates:
         """Return the same with further limits to the samples of a step, and to those of a pass."""
         limits = zip(self.devices, caps, passes, strict=True)
         devices = [one.capped(cap).split_microbatches(size) if one else None for one, cap, size in limits]
         return replace(self, devices=tuple(devices))
 
-    def mixed(self, kept: Sequence[int | None], old: Known) -> Known:
+    def mixed(self, kept: Sequence[int | None], old: DeviceEstimates) -> DeviceEstimates:
         """Return what is known of other devices, of which some are among those of `old`.
 
         What was measured of them stays true, and so does the exchange that was measured with them.

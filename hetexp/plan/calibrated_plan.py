@@ -48,13 +48,13 @@ def choose(
         ValueError: the devices' memory together does not hold the batch.
     """
     total = plan.config["trainer"]["global_batch_size"]
-    ordered = by_speed(devices, total)
+    ordered = fastest_first(devices, total)
     sets = growing_sets(ordered)
     if not drop_slower:
         sets = sets[-1:]
     # A set whose memory cannot hold the batch is none; all devices together must.
-    tried = [predicted(plan, devices, exchange, s) for s in sets[:-1] if holds(devices, s, total)]
-    tried.append(predicted(plan, devices, exchange, sets[-1]))
+    tried = [best_split(plan, devices, exchange, s) for s in sets[:-1] if holds(devices, s, total)]
+    tried.append(best_split(plan, devices, exchange, sets[-1]))
     best = tried[0]
     for choice in tried[1:]:
         if choice.step_seconds < best.step_seconds * (1 - LEAST_GAIN):
@@ -63,7 +63,7 @@ def choose(
     reasons = []
     for rank in ordered:
         if rank not in best.ranks:
-            whole = predicted(plan, devices, exchange, tuple(sorted((*best.ranks, rank))))
+            whole = best_split(plan, devices, exchange, tuple(sorted((*best.ranks, rank))))
             reasons.append(
                 f"{names[rank]} is left out: with it a step is predicted to take {whole.step_seconds:.4g} s, "
                 f"without it {best.step_seconds:.4g} s."
@@ -78,7 +78,7 @@ def choose(
     return replace(best, reasons=tuple(reasons))
 
 
-def by_speed(devices: Sequence[DeviceCalibration], total: int) -> list[int]:
+def fastest_first(devices: Sequence[DeviceCalibration], total: int) -> list[int]:
     """Return the ranks of the devices, the one first that alone ends so many samples soonest."""
     return sorted(range(len(devices)), key=lambda rank: (devices[rank].curve.seconds(total), rank))
 
@@ -94,7 +94,7 @@ def holds(devices: Sequence[DeviceCalibration], ranks: Sequence[int], total: int
     return None in caps or sum(cap or 0 for cap in caps) >= total
 
 
-def predicted(
+def best_split(
     plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, ranks: Sequence[int]
 ) -> Choice:
     """Return the best split over a set of the plan's devices, and its step as predicted."""
@@ -122,7 +122,7 @@ def step_of(
     return joint_seconds(devices, counts, links, exchange)
 
 
-def replanned(
+def calibrated_plan(
     plan: Plan,
     devices: Sequence[DeviceCalibration],
     exchange: Mapping[str, Any],
@@ -155,7 +155,9 @@ def replanned(
     return routed(changed)
 
 
-def begun_with(plan: Plan, known: Sequence[DeviceCalibration | None], caps: Sequence[int | None]) -> Plan:
+def start_from_estimates(
+    plan: Plan, known: Sequence[DeviceCalibration | None], caps: Sequence[int | None]
+) -> Plan:
     """Return the plan that begins with what is known of each device alone; unchanged where one is not known.
 
     What the devices exchange is not known, so nothing is predicted and no device is left out.

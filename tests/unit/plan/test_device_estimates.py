@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.device import DeviceSpec
-from hetexp.plan.known import CATALOGUE, MEASURED, NOTHING, Known
+from hetexp.plan.device_estimates import CATALOGUE, MEASURED, NOTHING, DeviceEstimates
 
 SPECS = tuple(DeviceSpec(f"cuda:{i}", "cuda", i, f"Card {i}", "nvidia") for i in range(3))
 
@@ -16,8 +16,8 @@ def curve(seconds: float) -> DeviceCalibration:
 
 def test_measurements_stay_with_their_devices() -> None:
     exchange = Exchange(((1.0, 7),))
-    old = Known.measured(SPECS[:2], [curve(1), curve(2)], exchange)
-    new = Known((curve(8), curve(9)), (CATALOGUE, CATALOGUE), SPECS[1:], Exchange())
+    old = DeviceEstimates.measured(SPECS[:2], [curve(1), curve(2)], exchange)
+    new = DeviceEstimates((curve(8), curve(9)), (CATALOGUE, CATALOGUE), SPECS[1:], Exchange())
     mixed = new.mixed([1, None], old)
     assert mixed.devices == (curve(2), curve(9))
     assert mixed.sources == (MEASURED, CATALOGUE)
@@ -27,14 +27,14 @@ def test_measurements_stay_with_their_devices() -> None:
 
 
 def test_what_the_catalogue_said_of_the_old_devices_is_said_anew() -> None:
-    old = Known((curve(1), None), (CATALOGUE, NOTHING), SPECS[:2], Exchange(((1.0, 7),)))
-    new = Known((curve(3), None), (CATALOGUE, NOTHING), SPECS[:2], Exchange())
+    old = DeviceEstimates((curve(1), None), (CATALOGUE, NOTHING), SPECS[:2], Exchange(((1.0, 7),)))
+    new = DeviceEstimates((curve(3), None), (CATALOGUE, NOTHING), SPECS[:2], Exchange())
     assert new.mixed([0, 1], old) == new
     assert not new.complete
 
 
 def test_caps_are_further_limits() -> None:
-    known = Known((curve(1).capped(9), None, curve(2)), (CATALOGUE,) * 3, SPECS, Exchange())
+    known = DeviceEstimates((curve(1).capped(9), None, curve(2)), (CATALOGUE,) * 3, SPECS, Exchange())
     limited = known.limited([12, 5, None], [None, None, 4]).devices
     assert [one.curve.cap if one is not None else None for one in limited] == [9, None, None]
     assert [one.curve.microbatch_size if one is not None else None for one in limited] == [None, None, 4]

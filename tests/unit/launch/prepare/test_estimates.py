@@ -10,9 +10,9 @@ from support import checked
 
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.cost.speed import SpeedCurve
-from hetexp.launch.prepare.known import known_of, memory_of
+from hetexp.launch.prepare.estimates import estimate_devices, estimate_memory
 from hetexp.plan import calibrations
-from hetexp.plan.known import MEASURED
+from hetexp.plan.device_estimates import MEASURED
 from hetexp.plan.planner import make_plan
 
 JOB = (
@@ -32,9 +32,9 @@ def test_what_devices_exchange_is_not_free_where_they_were_measured_in_another_n
     exchange = Exchange(((1.0, 1),), other_seconds=0.125)
     told = {"devices": [curve.to_dict()] * 2, "exchange": exchange.to_dict()}
     calibrations.store(plan, spec.config, told)
-    memory = memory_of(plan, spec)
-    assert known_of(plan, spec, memory).exchange == exchange
-    elsewhere = known_of(replace(plan, network={"gb_per_second": 0.0125}), spec, memory)
+    memory = estimate_memory(plan, spec)
+    assert estimate_devices(plan, spec, memory).exchange == exchange
+    elsewhere = estimate_devices(replace(plan, network={"gb_per_second": 0.0125}), spec, memory)
     assert set(elsewhere.sources) == {MEASURED}
     weights = sum(4 * parameter.numel() for parameter in memory.model.parameters())
     assert sum(size for _, size in elsewhere.exchange.buckets) == weights

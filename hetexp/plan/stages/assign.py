@@ -20,8 +20,8 @@ from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer, Stage
 from hetexp.hardware.links import HOST_EXCHANGE, build_links, links_of, wire_of
 from hetexp.hardware.memory.rules import rules_for
-from hetexp.plan.known import MEASURED, Known
-from hetexp.plan.measured import LEAST_GAIN, by_speed
+from hetexp.plan.calibrated_plan import LEAST_GAIN, fastest_first
+from hetexp.plan.device_estimates import MEASURED, DeviceEstimates
 from hetexp.plan.stages.groups import Exchange, Grouping, choose_groups
 from hetexp.plan.stages.pipelines import Cut, Pipeline, StageDevice
 from hetexp.plan.stages.search import choose_stages, even_cut
@@ -41,7 +41,7 @@ class ScheduleFacts(Protocol):
     def returns(self) -> bool: ...
 
 
-class CutsModels(Protocol):
+class StagedStrategy(Protocol):
     """What is asked of a strategy that is predicted as `stages`."""
 
     @property
@@ -62,7 +62,7 @@ class CutsModels(Protocol):
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class StageAssignment:
     """Which device gets which layers and samples."""
 
     ranks: tuple[int, ...]
@@ -90,14 +90,14 @@ class Arrangement:
         return tuple(self.replica_batch_sizes[own[0].replica] for own in self.stages)
 
 
-def arrange(
+def assign_stages(
     plan: Plan,
-    strategy: CutsModels,
+    strategy: StagedStrategy,
     policy: BalancingPolicy,
     layers: Sequence[Layer],
-    known: Known | None,
+    estimates: DeviceEstimates | None,
     check_memory: bool = True,
-) -> Arrangement:
+) -> StageAssignment:
     """Return the stages of a plan's devices.
 
     Args:
@@ -108,10 +108,10 @@ def arrange(
         ConfigError: nothing fits the devices' memory, the model has too few layers, or the policy does not
             fit the devices.
     """
-    rated = known if known is not None and known.complete else None
+    rated = estimates if estimates is not None and estimates.complete else None
     by_curve = rated is not None and (policy.measures or policy.follows)
     shares = None if by_curve else policy.shares(plan.devices, plan.precisions)
-    limits = [_room(device) if check_memory else None for device in plan.devices]
+    limits = [_usable_bytes(device) if check_memory else None for device in plan.devices]
     pipeline = Pipeline(
         _as_sent(plan, layers),
         _devices(plan, rated if by_curve else None, shares, limits),
@@ -178,7 +178,7 @@ def _choose(
         return choose_groups(pipeline, devices, total, exchange, fewest=2)
     sets: list[tuple[int, ...]] = [tuple(given[0])]
     if drop_slower:
-        ordered = by_speed([device.calibration for device in pipeline.devices], total)
+        ordered = fastest_first([device.calibration for device in pipeline.devices], total)
         sets = [tuple(sorted(ordered[:count])) for count in range(2, len(ordered))] + sets
     best: Cut | None = None
     for chosen in sets:
@@ -195,15 +195,20 @@ def _choose(
 
 
 def _devices(
-    plan: Plan, known: Known | None, shares: Sequence[float] | None, limits: Sequence[int | None]
+    plan: Plan,
+    estimates: DeviceEstimates | None,
+    shares: Sequence[float] | None,
+    limits: Sequence[int | None],
 ) -> list[StageDevice]:
-    if known is None:
+    if estimates is None:
         assert shares is not None
         least = max(shares) * LEAST_SHARE
         pairs = zip(plan.devices, shares, limits, strict=True)
         return [StageDevice.of_share(max(share, least), limit, str(d)) for d, share, limit in pairs]
     found = []
-    for device, own, source, limit in zip(plan.devices, known.devices, known.sources, limits, strict=True):
+    for device, own, source, limit in zip(
+        plan.devices, estimates.devices, estimates.sources, limits, strict=True
+    ):
         assert own is not None
         # An emulated card has its overhead in every pass; so has the catalogue's model of a real one.
         real = source == MEASURED and device.backend != "emulated"
@@ -211,7 +216,7 @@ def _devices(
     return found
 
 
-def _room(device: DeviceSpec) -> int | None:
+def _usable_bytes(device: DeviceSpec) -> int | None:
     """Return what a device has for tensors."""
     if device.memory_bytes is None:
         return None
@@ -239,19 +244,19 @@ def _sends(plan: Plan) -> Callable[[int, int, float], float]:
     return seconds
 
 
-def _links(known: Known | None) -> Callable[[int], Channel]:
+def _links(estimates: DeviceEstimates | None) -> Callable[[int], Channel]:
     """Return each device's own link to the host as the catalogue has it; free where it says nothing."""
-    assert known is not None
-    own = [build_links([device]).device[0] for device in known.linked]
+    assert estimates is not None
+    own = [build_links([device]).device[0] for device in estimates.linked]
     return lambda device: own[device]
 
 
-def _exchanges(plan: Plan, known: Known | None, layers: Sequence[Layer]) -> Exchange:
+def _exchanges(plan: Plan, estimates: DeviceEstimates | None, layers: Sequence[Layer]) -> Exchange:
     """Return what pipelines take to sum up their gradients, after all have them: a ring for each set of ranks
     that holds the same layers, one after another on each rank.
     """
-    linked = known.linked if known is not None else plan.devices
-    measured = known.exchange.measured if known is not None else None
+    linked = estimates.linked if estimates is not None else plan.devices
+    measured = estimates.exchange.measured if estimates is not None else None
     rings: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def ring(devices: tuple[int, ...], num_bytes: int) -> float:
@@ -290,7 +295,7 @@ def _holder(cut: Cut, layer: int) -> int:
     return next(device for device, end in zip(cut.devices, cut.ends, strict=True) if layer < end)
 
 
-def _as_ranks(plan: Plan, pipeline: Pipeline, grouping: Grouping, rated: bool) -> Arrangement:
+def _as_ranks(plan: Plan, pipeline: Pipeline, grouping: Grouping, rated: bool) -> StageAssignment:
     """Return the arrangement by ranks; devices keep theirs where each pipeline's stages have rising ones."""
     ranks = [device for cut in grouping.cuts for device in cut.group]
     if all(list(cut.group) == sorted(cut.group) for cut in grouping.cuts):
@@ -308,7 +313,7 @@ def _as_ranks(plan: Plan, pipeline: Pipeline, grouping: Grouping, rated: bool) -
         for device, need in zip(cut.group, cut.memory_bytes, strict=True):
             rules = rules_for(plan.devices[device])
             memory[device] = int(need * rules.fragmentation) + rules.context_bytes + rules.workspace_bytes
-    return Arrangement(
+    return StageAssignment(
         ranks=tuple(ranks),
         stages=tuple(tuple(stages[device]) for device in ranks),
         replica_batch_sizes=grouping.batch_sizes,
@@ -321,12 +326,12 @@ def _as_ranks(plan: Plan, pipeline: Pipeline, grouping: Grouping, rated: bool) -
     )
 
 
-def _described(plan: Plan, strategy: CutsModels, pipeline: Pipeline, grouping: Grouping) -> list[str]:
+def _described(plan: Plan, strategy: StagedStrategy, pipeline: Pipeline, grouping: Grouping) -> list[str]:
     """Say what each pipeline is."""
     sentences = []
     for number, cut in enumerate(grouping.cuts):
         pairs = zip(cut.devices, cut.bounds, strict=True)
-        where = ", ".join(f"{layers_told(*bounds)} on {plan.devices[device].id}" for device, bounds in pairs)
+        where = ", ".join(f"{layer_range(*bounds)} on {plan.devices[device].id}" for device, bounds in pairs)
         name = "The pipeline" if len(grouping.cuts) == 1 else f"Pipeline {number}"
         many = len(pipeline.sizes(len(cut.group), cut.samples))
         sentences.append(
@@ -341,7 +346,7 @@ def _why(
     policy: BalancingPolicy,
     pipeline: Pipeline,
     grouping: Grouping,
-    rated: Known | None,
+    rated: DeviceEstimates | None,
     by_curve: bool,
 ) -> list[str]:
     """Say what decided, what is predicted, and who is left out."""
@@ -367,6 +372,6 @@ def _predicted(grouping: Grouping) -> str:
     return f"A step is predicted to take {grouping.step_seconds:.4g} s, {grouping.bubble:.1%} of it waiting."
 
 
-def layers_told(first: int, end: int) -> str:
+def layer_range(first: int, end: int) -> str:
     """Return a stage's layers for people: `layer 3`, `layers 0–2`."""
     return f"layer {first}" if end - first == 1 else f"layers {first}–{end - 1}"
