@@ -1,6 +1,6 @@
 """From the command line to a launched run: compose, check, plan, launch.
 
-Whatever is not needed to answer `--help` or a shell's completion is imported where it is used.
+Modules that `--help` and a shell's completion do not need are imported inside the functions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pkgutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config"
 ENGINE = "hetexp.engine"
-"""A layer above this one, hence known by name only."""
+"""Module of a layer above this one, hence a name instead of an import."""
 OUTSIDE_SCRIPT = ("strategy", "balancing", "logger")
-"""Sections that are built for a user's own script, too (`hetexp launch`)."""
+"""Sections that also a user's own script needs (`hetexp launch`)."""
 PARENT_POLL_SECONDS = 0.5
 _typed_here = False
-"""Whether `main` ran in this process: joblib and submitit have processes of their own for a sweep's jobs."""
+"""Whether `main` ran in this process; joblib and submitit run a sweep's jobs in other processes."""
 
 
 def main() -> None:
@@ -62,14 +62,14 @@ def main() -> None:
     _typed_here = True
     register_resolvers()
     _share_config_store()
-    # A person's own classes are found beside train.py and in the folder that it is started from.
+    # The user's own classes may be beside train.py and in the current folder.
     sys.path.append(str(Path.cwd()))
     as_typed(sys.argv)
     sys.argv[1:] = written_out(sys.argv[1:])
     arguments = get_args_parser().parse_args()
     name_own_conf_dir(Path(arguments.config_dir) if arguments.config_dir else None)
     try:
-        rank_env = None if _asks(arguments) else find_rank_env()
+        rank_env = None if _asks_for_help(arguments) else find_rank_env()
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -80,13 +80,13 @@ def main() -> None:
 
 
 def start(arguments: argparse.Namespace, ranks: RankSource | None = None) -> None:
-    """Check what a person typed, and let Hydra run it.
+    """Check the command line, and let Hydra run it.
 
     Args:
-        ranks: where the ranks come from; by default the configuration decides (`own_ranks`).
+        ranks: source of the ranks; by default the configuration decides (`own_ranks`).
 
     Raises:
-        SystemExit: as the command ends.
+        SystemExit: with the exit code of the command.
     """
     import hydra
 
@@ -108,10 +108,10 @@ def start(arguments: argparse.Namespace, ranks: RankSource | None = None) -> Non
 
 
 def register_resolvers() -> None:
-    """Register what `conf/config.yaml` names folders with.
+    """Register the resolvers with which `conf/config.yaml` names folders.
 
-    `${hetexp_run:}` is a name that no other run of the same second gets, `${hetexp_sweep:name}` the folder
-    of a sweep, `${hetexp_job:sweep,number,overrides}` that of one of its jobs.
+    `${hetexp_run:}` is a unique name of a run, `${hetexp_sweep:name}` the folder of a sweep, and
+    `${hetexp_job:sweep,number,overrides}` the folder of a job.
     """
     from omegaconf import OmegaConf
 
@@ -129,7 +129,7 @@ def _job_folder(sweep: str, number: int, overrides: ListConfig) -> str:
 
 
 def _as_texts(overrides: Any) -> tuple[str, ...]:
-    """Return Hydra's list of overrides with interpolations as they were written."""
+    """Return Hydra's list of overrides, with interpolations unresolved."""
     from omegaconf import OmegaConf
 
     texts: Any = OmegaConf.to_container(overrides, resolve=False)
@@ -137,9 +137,9 @@ def _as_texts(overrides: Any) -> tuple[str, ...]:
 
 
 def _share_config_store() -> None:
-    """Keep Hydra from copying its store of configurations at each of the hundred questions of `--help`.
+    """Keep Hydra from copying its store of configurations for each of the hundred lookups of `--help`.
 
-    Nothing changes the store once the plugins are loaded, and `ConfigStore.load` copies what it returns.
+    The store does not change once the plugins are loaded, and `ConfigStore.load` returns copies.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -147,7 +147,7 @@ def _share_config_store() -> None:
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration of a command line, for scripts and tests that start runs themselves."""
+    """Return the configuration of some overrides, for scripts and tests that start runs themselves."""
     from hydra import compose, initialize_config_dir
 
     from hetexp.core.compose.overrides import without_hydra
@@ -157,19 +157,19 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         return without_hydra(compose(CONFIG_NAME, list(overrides), return_hydra_config=True))
 
 
-def _asks(arguments: argparse.Namespace) -> bool:
-    """Tell whether a person only wants to know something of the command or of its configuration."""
+def _asks_for_help(arguments: argparse.Namespace) -> bool:
+    """Return whether the command only shows help or a configuration."""
     asks = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
     return any(asks)
 
 
 def check_command_line(arguments: argparse.Namespace, ranks: RankSource | None = None) -> list[str]:
-    """Return every mistake in what the person typed, before Hydra would stop at the first one."""
+    """Return every mistake in the command line; Hydra itself would stop at the first one."""
     from hetexp.core.compose.overrides import compose_typed
     from hetexp.core.sweep.grid import asks_to_sweep, compose_jobs
     from hetexp.plan.run_spec import Request
 
-    if _asks(arguments) or not arguments.overrides or arguments.experimental_rerun:
+    if _asks_for_help(arguments) or not arguments.overrides or arguments.experimental_rerun:
         return []
     where = {
         "config_dir": arguments.config_dir,
@@ -186,20 +186,20 @@ def check_command_line(arguments: argparse.Namespace, ranks: RankSource | None =
 
 
 def _check_jobs(jobs: Sequence[Job]) -> list[str]:
-    """Return what is wrong with every job of a sweep; what keeps only some of them from running is shown.
+    """Return the problems of a sweep whose jobs are all wrong; else print those of the wrong jobs.
 
-    Those that can run do, and the sweep ends with an error for the others.
+    The other jobs run, and the sweep ends with an error.
     """
     from hetexp.plan.run_spec import Request
 
-    wrong: dict[str, list[str]] = {}
+    labels_of: dict[str, list[str]] = {}
     request = Request(Path.cwd(), Path.cwd())
     for job in jobs:
         for problem in check(job.config, request, leases=False).problems:  # a job waits for its cards
-            wrong.setdefault(problem, []).append(job.label)
-    refused = {label for labels in wrong.values() for label in labels}
+            labels_of.setdefault(problem, []).append(job.label)
+    refused = {label for labels in labels_of.values() for label in labels}
     lines = []
-    for problem, labels in wrong.items():
+    for problem, labels in labels_of.items():
         more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
         lines.append(problem if len(labels) == len(jobs) else f"{labels[0]}{more}: {problem}")
     if jobs and len(refused) == len(jobs):
@@ -210,7 +210,7 @@ def _check_jobs(jobs: Sequence[Job]) -> list[str]:
 
 
 def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
-    """What Hydra calls once a job, with the composed configuration."""
+    """Run one job; Hydra calls it with the composed configuration."""
     import hydra.utils
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import CompactHydraException
@@ -240,7 +240,7 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
         sweep=sweep,
     )
     job_folder = Path.cwd()
-    os.chdir(request.working_dir)  # with hydra.job.chdir, too, relative paths mean where the person stands
+    os.chdir(request.working_dir)  # relative paths start from the user's folder, even with hydra.job.chdir
     try:
         without_idle_arguments(cfg, job.runtime.choices, _as_texts(job.overrides.task))
         with ending_when_full(request.run_dir):
@@ -258,11 +258,11 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
         os.chdir(job_folder)
 
 
-@cache  # once a process, however many jobs a launcher gives it
+@cache  # once in a process, which may run several jobs
 def _end_with_parent() -> None:
-    """Stop a job, as SIGTERM would, when the process that started this one is gone.
+    """Send this process SIGTERM when its parent is gone.
 
-    Nothing else tells a worker of joblib that its sweep was killed: its ranks would train on in vain.
+    Otherwise a worker of joblib would not notice that its sweep was killed, and its ranks would train on.
     """
     parent = os.getppid()
 
@@ -270,7 +270,7 @@ def _end_with_parent() -> None:
         pause = threading.Event()
         while not pause.wait(PARENT_POLL_SECONDS):
             if os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)  # again and again: the first one may end the job only
+                os.kill(os.getpid(), signal.SIGTERM)  # repeatedly, because the first may end only the job
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
@@ -281,10 +281,10 @@ def run(
     """Check, plan and launch one run.
 
     Args:
-        ranks: where the ranks come from; by default the configuration decides (`own_ranks`).
+        ranks: source of the ranks; by default the configuration decides (`own_ranks`).
 
     Returns:
-        Its summary; with `plan_only` what is predicted of it instead.
+        Its summary; with `plan_only` its prediction instead.
 
     Raises:
         ConfigError: everything that is wrong with the configuration, before any process starts.
@@ -310,7 +310,7 @@ def run(
 
 
 def own_ranks(config: Config) -> RankSource:
-    """Return where ranks come from if no other engine has started them."""
+    """Return the source of the ranks if no other engine has started them."""
     if config.cluster.hosts:
         from hetexp.hosts.cluster_ranks import ClusterRanks
 
@@ -328,11 +328,11 @@ def _host_info(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
     """
     from hetexp.hosts.this_host import host_info
 
-    found = check(cfg, request)
+    checked = check(cfg, request)
     if request.sweep is not None:
         fix = "Start its jobs one by one, on all machines."
-        found.problems.append(f"`cluster.hosts` must be empty in a sweep (-m). {fix}")
-    spec = found.accepted()
+        checked.problems.append(f"`cluster.hosts` must be empty in a sweep (-m). {fix}")
+    spec = checked.accepted()
     raw, selection = plain(cfg)[0], spec.selection
     info = host_info(spec.config, raw, selection.devices, selection.threads, request.working_dir)
     return info, spec.config
@@ -343,30 +343,28 @@ def _run(cfg: DictConfig, request: Request, console: Console, ranks: RankSource)
     from hetexp.core.files import ending_when_full
     from hetexp.launch.reserve import reserved
     from hetexp.launch.resume import find, going_on, held
+    from hetexp.launch.terminal.lines import print_line
 
-    def checked(leases: bool) -> CheckedRun:
-        return check(cfg, request, leases, ranks)
-
-    with reserved(checked, request, console) as found:
-        origin = None
-        if found.spec is not None:
+    with reserved(lambda leases: check(cfg, request, leases, ranks), request, console) as checked:
+        found = None
+        if checked.spec is not None:
             try:
-                origin = find(found.spec)
+                found = find(checked.spec)
             except HetexpError as error:
-                found.problems.extend(error.problems if isinstance(error, ConfigError) else [str(error)])
-        spec = found.accepted()
-        assert origin is not None
-        for sentence in origin.sentences:
-            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-        if origin.finished:
+                checked.problems.extend(error.problems if isinstance(error, ConfigError) else [str(error)])
+        spec = checked.accepted()
+        assert found is not None
+        for sentence in found.sentences:
+            print_line(console, sentence)
+        if found.finished:
             done: dict[str, Any] = json.loads((request.run_dir / "summary.json").read_text(encoding="utf-8"))
             return done
-        with ending_when_full(request.run_dir), held(origin, request.run_dir):
-            return _go(going_on(spec, origin), console, ranks)
+        with ending_when_full(request.run_dir), held(found, request.run_dir):
+            return _plan_and_launch(going_on(spec, found), console, ranks)
 
 
-def _go(spec: RunSpec, console: Console, ranks: RankSource) -> dict[str, Any]:
-    """Plan and launch what has passed all checks."""
+def _plan_and_launch(spec: RunSpec, console: Console, ranks: RankSource) -> dict[str, Any]:
+    """Plan and launch a run that has passed all checks."""
     from omegaconf import OmegaConf
 
     from hetexp.core.files import write_text
@@ -393,27 +391,27 @@ def _go(spec: RunSpec, console: Console, ranks: RankSource) -> dict[str, Any]:
 
 
 def _predict(spec: RunSpec, console: Console) -> dict[str, Any]:
-    """Print what each strategy and policy would make of the devices, and write it to the run folder."""
+    """Print the prediction for each strategy and policy, and write it to the run folder."""
     from hetexp.core.files import write_json
     from hetexp.launch.prepare.planning import PredictionRequest, predict_run
     from hetexp.launch.terminal.prediction import show
 
-    found = predict_run(spec, PredictionRequest())
-    show(found, console)
+    prediction = predict_run(spec, PredictionRequest())
+    show(prediction, console)
     path = spec.request.run_dir / "prediction.json"
-    write_json(path, found.to_dict())
+    write_json(path, prediction.to_dict())
     console.print(f"Nothing was started (plan_only=true). The same as JSON: {path}", soft_wrap=True)
-    return found.to_dict()
+    return prediction.to_dict()
 
 
 def compose_and_check(
     words: Sequence[str], request: Request, config_dir: str | None = None, leases: bool = True
 ) -> CheckedRun:
-    """Compose and check what was typed, as `hetexp train` does, for commands that start nothing by it.
+    """Compose and check the words of a command line, as `hetexp train` does, without a start.
 
     Args:
         config_dir: a folder of the user's own options.
-        leases: as of `check`.
+        leases: as for `check`.
     """
     from hetexp.core.compose.overrides import compose_typed
     from hetexp.core.compose.words import written_out
@@ -426,89 +424,91 @@ def compose_and_check(
     composed, problems = compose_typed(written_out(list(words)), config_dir=config_dir)
     if composed is None:
         return CheckedRun(None, problems)
-    found = check(composed, request, leases)
-    return CheckedRun(found.spec, [*problems, *found.problems])
+    checked = check(composed, request, leases)
+    return CheckedRun(checked.spec, [*problems, *checked.problems])
 
 
 def check(
-    cfg: DictConfig,
-    request: Request,
-    leases: bool = True,
-    ranks: RankSource | None = None,
+    cfg: DictConfig, request: Request, leases: bool = True, ranks: RankSource | None = None
 ) -> CheckedRun:
     """Return the run of a configuration with its devices, and everything that is wrong with it.
 
-    What makes runs a sweep is in the typed configuration only: no run is another one for it.
+    The section `sweep` is not in the run's plain configuration, because it changes no run.
 
     Args:
         request: relative paths start from its working directory.
         leases: whether cards that other runs hold are busy.
-        ranks: where the ranks come from; by default the configuration decides (`own_ranks`).
+        ranks: source of the ranks; by default the configuration decides (`own_ranks`).
     """
-    from hetexp.core.config import COMPONENTS, check_config, for_devices
+    from hetexp.core.config import COMPONENTS, check_config
     from hetexp.core.instantiate import check_component
     from hetexp.hardware.selection.pool import Selection
     from hetexp.optimizer.build import check_optimizer
-    from hetexp.plan.fallback import fall_back
-    from hetexp.plan.planner import check_plan
     from hetexp.plan.run_spec import CheckedRun, RunSpec
 
     raw, missing, problems = plain(cfg)
-    config, found = check_config(raw)
+    config, wrong = check_config(raw)
     raw.pop("sweep", None)
-    built_here = COMPONENTS if request.script is None else OUTSIDE_SCRIPT
-    components = {key: check_component(key, raw[key]) for key in built_here if key in raw}
-    found += [problem for one in components.values() for problem in one]
+    sections = COMPONENTS if request.script is None else OUTSIDE_SCRIPT
+    components = {key: check_component(key, raw[key]) for key in sections if key in raw}
+    wrong += [problem for sentences in components.values() for problem in sentences]
     if not components.get("optimizer", True):
-        found += check_optimizer(raw["optimizer"])
+        wrong += check_optimizer(raw["optimizer"])
     spec = None
     if config is not None:
         spec = RunSpec(config, raw, Selection(), request)
-        ranks = ranks or own_ranks(config)
-        found += _check_run(spec, ranks.has_run_folder(config))
-        local = _local_config(config, ranks, found)
-        inventory = detect_for(local.hardware, request.working_dir, leases, _own_pythons(config))
-        usable = request.script is None and not any(components.values())
-        need = partial(need_bytes, spec, inventory) if usable else None
-        selection = ranks.select(local, inventory, need)
-        strategy = None if components["strategy"] else spec.strategy
-        found += ranks.check(config, strategy, selection)
-        config, raw = ranks.adapt(config, raw)
-        each, count = config.trainer.batch_size_per_device, len(selection.devices)
-        config, raw = for_devices(config, raw, max(1, count))  # without a device nothing starts
-        if each is not None:
-            total = config.trainer.global_batch_size
-            selection.reasons.append(f"A step takes {total} samples: {each} × {count} chosen devices.")
-        spec = spec.replaced(config=config, raw=raw, selection=selection)
-        built = not (components["strategy"] or components["balancing"])
-        if built:
-            spec = fall_back(spec)
-        found += check_plan(spec, built) if ranks.complete else selection.problems
-        if ranks.complete and usable and not any(problem.startswith("`strategy") for problem in found):
-            found += spec.strategy.check_model(spec.config)
-    # What is missing was reported already; that null is no list, too, would be noise.
-    problems += [p for p in found if not any(p.startswith(f"`{key}") for key in missing)]
+        spec = _with_devices(spec, components, leases, ranks or own_ranks(config), wrong)
+    # A missing key was reported already, and its null is of the wrong type as well.
+    problems += [p for p in wrong if not any(p.startswith(f"`{key}") for key in missing)]
     return CheckedRun(spec, problems)
 
 
-def _local_config(config: Config, ranks: RankSource, found: list[str]) -> Config:
-    """Return the configuration as this machine reads it; found: why its role is not known."""
-    if not found:
+def _with_devices(
+    spec: RunSpec, components: Mapping[str, list[str]], leases: bool, ranks: RankSource, problems: list[str]
+) -> RunSpec:
+    """Return a run with its devices.
+
+    Args:
+        components: section → problems of its class.
+        problems: those of the configuration, to which all others are added.
+    """
+    from hetexp.core.config import for_devices
+    from hetexp.plan.fallback import fall_back
+    from hetexp.plan.planner import check_plan
+
+    config, request = spec.config, spec.request
+    problems += _check_run(spec, ranks.has_run_folder(config))
+    local = config
+    if not problems:
         try:
-            return ranks.local_config(config)
+            local = ranks.local_config(config)
         except ConfigError as error:
-            found += error.problems
-    return config
-
-
-def _own_pythons(config: Config) -> list[str]:
-    return [python for host in config.cluster.hosts for python in host.pythons]
+            problems += error.problems
+    pythons = [python for host in config.cluster.hosts for python in host.pythons]
+    inventory = detect_for(local.hardware, request.working_dir, leases, pythons)
+    usable = request.script is None and not any(components.values())
+    selection = ranks.select(local, inventory, partial(need_bytes, spec, inventory) if usable else None)
+    problems += ranks.check(config, None if components["strategy"] else spec.strategy, selection)
+    config, raw = ranks.adapt(config, spec.raw)
+    each, count = config.trainer.batch_size_per_device, len(selection.devices)
+    config, raw = for_devices(config, raw, max(1, count))  # without a device nothing starts
+    if each is not None:
+        total = config.trainer.global_batch_size
+        selection.reasons.append(f"A step takes {total} samples: {each} × {count} chosen devices.")
+    spec = spec.replaced(config=config, raw=raw, selection=selection)
+    built = not (components["strategy"] or components["balancing"])
+    if built:
+        spec = fall_back(spec)
+    problems += check_plan(spec, built) if ranks.complete else selection.problems
+    if ranks.complete and usable and not any(problem.startswith("`strategy") for problem in problems):
+        problems += spec.strategy.check_model(spec.config)
+    return spec
 
 
 def plain(cfg: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the configuration as plain types, the keys that are missing, and what keeps it from being whole.
+    """Return the configuration as plain types, its missing keys, and the problems with its values.
 
-    A missing value and one that cannot be resolved is null in the result.
+    A missing value, and a value that cannot be resolved, is null in the result.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -531,13 +531,13 @@ def plain(cfg: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
             )
             missing.append(error.full_key)
             OmegaConf.update(cfg, error.full_key, None)
-    # Through JSON, so that what is checked is exactly what the plan will hold.
+    # Through JSON, so that the checked values are exactly those of the plan.
     plain_types: dict[str, Any] = json.loads(json.dumps(raw))
     return plain_types, missing, problems
 
 
 def _missing(node: Any, key: str = "") -> Iterator[str]:
-    """Yield the keys whose value is ???; unlike OmegaConf's own list, without resolving interpolations."""
+    """Yield the keys whose value is ???, without resolving interpolations as OmegaConf does."""
     from omegaconf import DictConfig, ListConfig
 
     names: Sequence[Any] = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
@@ -553,7 +553,7 @@ def _missing(node: Any, key: str = "") -> Iterator[str]:
 
 
 def _check_run(spec: RunSpec, has_run_folder: bool) -> list[str]:
-    """Check what names something outside the configuration: a loss to import, a checkpoint to read."""
+    """Return the problems of the loss that is imported, and of the checkpoint to resume from."""
     from hetexp.checkpoint.choose import ResumeRequest, choose
     from hetexp.checkpoint.manifest import search_rank_checkpoints
     from hetexp.launch.resume import resumes_ranks
@@ -561,15 +561,15 @@ def _check_run(spec: RunSpec, has_run_folder: bool) -> list[str]:
 
     config, working_dir = spec.config, spec.request.working_dir
     problems = check_loss(config.trainer.loss) if spec.request.script is None else []
-    named = config.resume if has_run_folder else None
-    wish = ResumeRequest.read(named, working_dir) if named is not None else None
-    if wish is not None and wish.path is not None:  # else the run folder must be known (`find`)
-        path = working_dir / wish.path
+    resume = config.resume if has_run_folder else None
+    wanted = ResumeRequest.read(resume, working_dir) if resume is not None else None
+    if wanted is not None and wanted.path is not None:  # otherwise `find` needs the run folder
+        path = working_dir / wanted.path
         try:
             if resumes_ranks(spec, path):
                 search_rank_checkpoints(path)
             else:
-                choose(path, wish.which, config.trainer.early_stopping.metric, contents=False)
+                choose(path, wanted.which, config.trainer.early_stopping.metric, contents=False)
         except ConfigError as error:
             problems += error.problems
         except HetexpError as error:
@@ -578,7 +578,7 @@ def _check_run(spec: RunSpec, has_run_folder: bool) -> list[str]:
 
 
 def need_bytes(spec: RunSpec, inventory: Inventory, count: int) -> int | None:
-    """Return what the run needs on each of so many cards that share its batch evenly, `None` if not known."""
+    """Return the memory that the run needs on each of `count` cards with equal shares; `None`: not known."""
     from hetexp.core.precision import choose_precisions
     from hetexp.training.measuring.estimate import RunMemory
 
@@ -595,10 +595,10 @@ def need_bytes(spec: RunSpec, inventory: Inventory, count: int) -> int | None:
 def detect_for(
     hardware: HardwareConfig, working_dir: Path, leases: bool = True, pythons: Sequence[str] = ()
 ) -> Inventory:
-    """Return the machine's cards, and who could drive and who uses them, as a configuration asks.
+    """Return the machine's cards, with the interpreters that drive them and the processes that use them.
 
     Args:
-        pythons: further interpreters that may drive them.
+        pythons: further interpreters that may drive cards.
     """
     from hetexp.hardware.backend import add_backends
     from hetexp.hardware.detection.builds import known_builds, read_builds

@@ -1,6 +1,6 @@
-"""`hydra/sweeper=hetexp_optuna`: Optuna proposes the runs of a sweep, Hydra's launcher runs them.
+"""`hydra/sweeper=hetexp_optuna`: Optuna proposes the runs of a sweep, and Hydra's launcher runs them.
 
-Hydra imports all of `hydra_plugins` in every application: Optuna itself is imported where a search starts.
+Hydra imports all of `hydra_plugins` in every application, so that only a search imports Optuna.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 STUDY = "hetexp"
 STORAGE = "search.journal"
-"""In the sweep's folder: every trial, as Optuna's journal; it needs no database."""
+"""Optuna's journal of all trials, in the sweep's folder."""
 RESULTS = "optimization_results.yaml"
 
 ConfigStore.instance().store(
@@ -39,7 +39,7 @@ ConfigStore.instance().store(
 
 
 class OptunaSweeper(Sweeper):
-    """Asks Optuna for trials, lets the launcher run them, and tells Optuna what came of them.
+    """Runs the trials that Optuna proposes, and reports their results to Optuna.
 
     The arguments are those of `SearchConfig`.
     """
@@ -73,7 +73,7 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run trials until there are `n_trials`, and write down the best.
+        """Run trials until there are `n_trials`, and record the best.
 
         Raises:
             CompactHydraException: the search cannot start, has no result, or runs of it failed.
@@ -97,7 +97,7 @@ class OptunaSweeper(Sweeper):
         assert self.config is not None
         assert self.hydra_context is not None
         overrides = merged(self.params, arguments, self.hydra_context.config_loader)
-        fixed, dimensions = _sorted_out(overrides)
+        fixed, dimensions = _fixed_and_varied(overrides)
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
@@ -116,10 +116,11 @@ class OptunaSweeper(Sweeper):
             )
 
     def _check(self) -> None:
-        """Refuse wrong settings before anything starts.
+        """Check the settings before anything starts.
 
         Raises:
-            ConfigError: all of them; SetupError: Optuna is not installed.
+            ConfigError: names all wrong settings.
+            SetupError: Optuna is not installed.
         """
         from hetexp.core.errors import ConfigError, SetupError
         from hetexp.core.sweep.grid import NEEDS_OPTUNA
@@ -135,7 +136,7 @@ class OptunaSweeper(Sweeper):
             raise SetupError(NEEDS_OPTUNA) from None
 
     def _study(self, folder: Path) -> optuna.Study:
-        """Return the study in the sweep's folder; what was under way when it was stopped has failed."""
+        """Return the study in the sweep's folder, whose interrupted trials count as failed."""
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -151,7 +152,7 @@ class OptunaSweeper(Sweeper):
         )
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             study.tell(trial.number, state=TrialState.FAIL)
-        # With the same seed, a random search that goes on would propose its first trials again.
+        # With the same seed, a continued random search would propose its first trials again.
         seed = None if self.seed is None else self.seed + len(study.trials)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -165,36 +166,36 @@ class OptunaSweeper(Sweeper):
     def _run_trials(
         self, study: optuna.Study, folder: Path, fixed: list[str], dimensions: list[Dimension]
     ) -> list[str]:
-        """Run what is missing; return the error of each run that failed."""
+        """Run the missing trials; return the error of each run that failed."""
         from optuna.trial import TrialState
 
         failed: list[str] = []
-        space = {one.key: _distribution(one) for one in dimensions}
+        space = {dimension.key: _distribution(dimension) for dimension in dimensions}
         while (missing := self.n_trials - len(study.trials)) > 0:
             trials = [study.ask(space) for _ in range(min(self.n_jobs, missing))]
             chosen = [[*fixed, *_typed(trial.params)] for trial in trials]
             returns = self._launch(trials[0].number, chosen)
             for trial, words, group in zip(trials, chosen, returns, strict=True):
                 outcomes = [self._outcome(folder, job, failed) for job in group]
-                reasons = [one.reason for one in outcomes if one.value is None]
-                told = f"Trial {trial.number} ({' '.join(words[len(fixed) :])})"
+                reasons = [outcome.reason for outcome in outcomes if outcome.value is None]
+                label = f"Trial {trial.number} ({' '.join(words[len(fixed) :])})"
                 if reasons:
                     trial.set_user_attr("reason", reasons[0])
                     study.tell(trial, state=TrialState.FAIL)
-                    _say(f"{told}: no result, {reasons[0]}")
+                    _say(f"{label}: no result, {reasons[0]}")
                     continue
-                value = sum(one.value or 0.0 for one in outcomes) / len(outcomes)
+                value = sum(outcome.value or 0.0 for outcome in outcomes) / len(outcomes)
                 study.tell(trial, value)
-                _say(f"{told}: {self.objective} {value:.6g}")
+                _say(f"{label}: {self.objective} {value:.6g}")
         return failed
 
     def _launch(self, number: int, chosen: list[list[str]]) -> list[list[JobReturn]]:
-        """Run each trial once a seed, all at a time as far as the launcher does so; return them by trial."""
+        """Run each trial once for each seed, in one batch of the launcher; return the results by trial."""
         assert self.launcher is not None
         seeds = [[f"trainer.seed={seed}"] for seed in self.seeds] or [[]]
         batch = [[*words, *seed] for words in chosen for seed in seeds]
         self.validate_batch_is_legal(batch)
-        # A trial keeps its numbers, also where the search is started again.
+        # A trial keeps its numbers when the search is continued.
         returns = list(self.launcher.launch(batch, initial_job_idx=number * len(seeds)))
         return [returns[i : i + len(seeds)] for i in range(0, len(returns), len(seeds))]
 
@@ -206,11 +207,11 @@ class OptunaSweeper(Sweeper):
         if job.status != JobStatus.COMPLETED:
             failed.append(str(job._return_value))
             return Outcome(None, failed[-1])
-        own = job.hydra_cfg.hydra.runtime.output_dir if job.hydra_cfg is not None else job.working_dir
-        return outcome(folder_of(folder, job.overrides or (), Path(str(own))), self.objective)
+        run_dir = job.hydra_cfg.hydra.runtime.output_dir if job.hydra_cfg is not None else job.working_dir
+        return outcome(folder_of(folder, job.overrides or (), Path(str(run_dir))), self.objective)
 
     def _conclude(self, study: optuna.Study, folder: Path, best: optuna.trial.FrozenTrial | None) -> None:
-        """Write the best trial to the sweep's folder, and tell it with the command that trains with it."""
+        """Write the best trial to the sweep's folder, and print it with the command that trains with it."""
         from collections import Counter
 
         from omegaconf import OmegaConf
@@ -239,21 +240,21 @@ class OptunaSweeper(Sweeper):
         _say(f"The search: {folder / RESULTS}")
 
 
-def _sorted_out(overrides: Sequence[Override]) -> tuple[list[str], list[Dimension]]:
-    """Return the words that all trials have, and what is varied.
+def _fixed_and_varied(overrides: Sequence[Override]) -> tuple[list[str], list[Dimension]]:
+    """Return the words of all trials, and the dimensions of the search.
 
     Raises:
-        ConfigError: nothing is varied, or something that cannot be.
+        ConfigError: there is no dimension, or one has no values.
     """
     from hetexp.core.errors import ConfigError
     from hetexp.core.sweep.search import dimension, examples
 
-    fixed = [examples(one)[0] for one in overrides if not one.is_sweep_override()]
+    fixed = [examples(override)[0] for override in overrides if not override.is_sweep_override()]
     problems, dimensions = [], []
-    for one in overrides:
-        if one.is_sweep_override():
+    for override in overrides:
+        if override.is_sweep_override():
             try:
-                dimensions.append(dimension(one))
+                dimensions.append(dimension(override))
             except ConfigError as error:
                 problems += error.problems
     if not dimensions and not problems:
@@ -263,18 +264,18 @@ def _sorted_out(overrides: Sequence[Override]) -> tuple[list[str], list[Dimensio
     return fixed, dimensions
 
 
-def _distribution(one: Dimension) -> BaseDistribution:
+def _distribution(dim: Dimension) -> BaseDistribution:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    if one.choices:
-        return CategoricalDistribution(one.choices)
-    if one.whole:
-        return IntDistribution(int(one.low), int(one.high), log=one.log, step=int(one.step or 1))
-    return FloatDistribution(one.low, one.high, log=one.log, step=one.step)
+    if dim.choices:
+        return CategoricalDistribution(dim.choices)
+    if dim.whole:
+        return IntDistribution(int(dim.low), int(dim.high), log=dim.log, step=int(dim.step or 1))
+    return FloatDistribution(dim.low, dim.high, log=dim.log, step=dim.step)
 
 
 def _rounded(params: dict[str, Any]) -> dict[str, Any]:
-    """Return numbers that a person can read; the runs get the same."""
+    """Return parameters with readable numbers, which the runs get as well."""
     return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in params.items()}
 
 
@@ -289,7 +290,7 @@ def _best(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
 
 
 def _command(typed: Sequence[str], best: Sequence[str]) -> str:
-    """Return what trains once with the best: what was typed for the search, without what was swept."""
+    """Return the command that trains once with the best parameters, and the search's other words."""
     chosen = {word.partition("=")[0].lstrip("+") for word in best}
     kept = [word for word in typed if word.partition("=")[0].lstrip("+") not in chosen]
     program = Path(sys.argv[0])

@@ -1,11 +1,11 @@
-"""Where the devices' own speed went: from the sum of what each does alone to what all did together.
+"""Attributes the lost speed: from the sum of each device's speed alone to the speed of all together.
 
 Each loss is the difference of two efficiencies, so that the losses and the efficiency sum to 1:
 
     1 ─ fixed costs ─▶ split without rounding ─ rounding ─▶ best split ─ imbalance ─▶ this split
       ─ communication ─▶ as predicted ─ data, other ─▶ as measured
 
-`other` holds what is left, fixed costs included: they are the devices' own.
+`other` is the rest, including the devices' own fixed costs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hetexp.core.split import Split
 
 @dataclass(frozen=True)
 class Account:
-    """Of one run; throughputs in samples a second of the curves' clock."""
+    """The losses of one run; throughputs are in samples per second of the curves' clock."""
 
     solo_samples_per_second: tuple[float, ...]
     """Each device alone with the whole global batch."""
     ceiling: float
-    """The best efficiency that fixed costs, rounding and the exchange allow."""
+    """Best efficiency with fixed costs, rounding and the exchange."""
     efficiency: float
     lost_to: dict[str, float]
     """imbalance, communication, rounding, data, other; together 1 − efficiency."""
@@ -39,15 +39,15 @@ def account(
     measured_seconds: float,
     data_seconds: float = 0.0,
 ) -> Account:
-    """Return where the devices' speed went in a step of a full global batch.
+    """Return the losses of a step of a full global batch.
 
     Args:
-        curves: one a device, as measured before the run.
+        curves: of each device, as measured before the run.
         counts: samples of each device.
-        predicted_seconds: of this split's step, exchange included.
-        best_seconds: of the best split's, likewise.
+        predicted_seconds: of this split's step, including the exchange.
+        best_seconds: of the best split's step, likewise.
         measured_seconds: of a step of the run.
-        data_seconds: of it, waiting for samples.
+        data_seconds: of its wait for samples.
     """
     total = sum(counts)
     best = ceiling(curves, total)

@@ -14,9 +14,9 @@ from hetexp.core.device import DeviceSpec
 
 
 class Adaptive(BalancingPolicy):
-    """Begins with what is known of the devices, measures each one's own work and splits again when it pays.
+    """Starts from estimates of the devices, measures their work in training, and splits again if that pays.
 
-    What is known is the calibration, of this run or of an earlier one of the same job, else the catalogue.
+    The estimates come from a calibration of this run or an earlier run of the same job, else the catalogue.
 
     Args:
         calibrate: whether to measure the devices before the run, as `profiled` does.
@@ -44,5 +44,5 @@ class Adaptive(BalancingPolicy):
         self.settings = SchedulerSettings(min_gain=min_gain, max_move=max_move, probe_every=probe_every)
 
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
-        """Return the shares by the catalogue's rates; equal ones where it does not know all devices."""
+        """Return the shares by the catalogue's rates; equal shares if it does not know all devices."""
         return assumed_shares(devices, precisions)

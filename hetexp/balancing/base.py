@@ -1,4 +1,4 @@
-"""What a policy is."""
+"""The interface of a balancing policy."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from hetexp.core.device import DeviceSpec
 
 
 class BalancingPolicy(ABC):
-    """Decides which fraction of each global batch a device takes."""
+    """Decides each device's share of a global batch."""
 
     measures: bool = False
-    """Whether the devices are measured before the run, and the split is the one that measures best."""
+    """Whether the devices are measured before the run, to find the split with the shortest step."""
 
     follows: ClassVar[bool] = False
     """Whether the split follows the devices' speeds during the run, by the policy's `settings`."""
     settings: SchedulerSettings
-    """How eagerly, where it does."""
+    """Settings of a policy that follows the speeds."""
 
     drop_slower: bool = True
-    """Whether a device that was measured may be left out where the job is slower with it."""
+    """Whether a measured device may be left out if the job is slower with it."""
     recalibrate: bool = False
-    """Whether to measure also where the same devices were measured for the same job before."""
+    """Whether to measure devices again that were measured for this job before."""
 
     @abstractmethod
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
-        """Return one fraction a device, in the same order, summing to 1; nothing is measured yet.
+        """Return the fraction of each device, before any measurement; the fractions sum to 1.
 
         Args:
-            precisions: what each device computes in.
+            precisions: of each device's computation.
 
         Raises:
             ConfigError: the policy's own configuration does not fit these devices.

@@ -1,4 +1,4 @@
-"""Splits that mind power: as fast as a budget of watts allows, or as thrifty as a little patience allows."""
+"""Splits by power: the fastest within a budget of watts, or the least energy with a slightly longer step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetexp.core.split import Split
 Flags = NDArray[np.bool_]
 
 EXACT_DEVICES = 14
-"""Up to so many devices every set of them is looked at (2^14 sets)."""
+"""Most devices whose sets are all tried (2^14 sets)."""
 
 
 def solve_within_watts(
@@ -28,14 +28,14 @@ def solve_within_watts(
 ) -> Split:
     """Return the fastest split whose devices with samples together draw no more than the budget.
 
-    Exact up to 14 devices; of equally fast sets the one that draws least, then of the lower ranks. Above
-    that, devices are taken by samples a watt, which may miss the best set.
+    It is exact up to 14 devices. Of equally fast sets it takes the one with the lowest power, then the one
+    with the lower ranks. More devices are taken by samples per watt, which may miss the best set.
 
     Args:
-        curves: one a rank.
+        curves: of each rank.
         total: samples of the global batch.
-        watts: what each device draws while it works.
-        budget_watts: most that all may draw at the same time.
+        watts: power of each working device.
+        budget_watts: largest power of all devices together.
         minimum: as for `solve`.
         caps: as for `solve`.
         communication: as for `solve`.
@@ -67,14 +67,14 @@ def solve_for_energy(
     caps: Sequence[int | None] | None = None,
     communication: float | Sequence[float] = 0.0,
 ) -> Split:
-    """Return the split that needs least energy among those at most `tolerance` slower than the fastest.
+    """Return the split with the least energy of those at most `tolerance` slower than the fastest.
 
-    Devices of equal thrift share their part so that it ends soonest.
+    Devices with equal energy per sample share their part for the shortest step.
 
     Args:
-        curves: one a rank.
+        curves: of each rank.
         total: samples of the global batch.
-        joules_per_sample: what each device needs for one sample more.
+        joules_per_sample: energy of each device for one more sample.
         tolerance: fraction of the fastest step by which a step may be longer, 0 or more.
         minimum: as for `solve`.
         caps: as for `solve`.
@@ -110,7 +110,7 @@ def solve_for_energy(
 
 
 def _sets(draw: Floats, budget: float, forced: Flags) -> Floats | None:
-    """Return every set within the budget, one a row of 0 and 1, or `None` where they are too many."""
+    """Return the sets within the budget, as rows of 0 and 1; `None` if there are too many devices."""
     if len(draw) > EXACT_DEVICES:
         return None
     every = (np.arange(2 ** len(draw))[:, None] >> np.arange(len(draw))) & 1
@@ -120,7 +120,7 @@ def _sets(draw: Floats, budget: float, forced: Flags) -> Floats | None:
 
 
 def _fastest(table: Table, total: int, draw: Floats, budget: float, sets: Floats | None) -> Flags | None:
-    """Return which devices work, or `None` if no set within the budget takes the batch."""
+    """Return which devices work; `None` if no set within the budget takes the batch."""
 
     def choice(seconds: float) -> Flags | None:
         counts = table.counts(seconds)
@@ -136,11 +136,11 @@ def _fastest(table: Table, total: int, draw: Floats, budget: float, sets: Floats
         middle = (low + high) / 2
         low, high = (middle, high) if choice(middle) is None else (low, middle)
     chosen = choice(high * (1 + TIE))
-    return choice(high) if chosen is None else chosen  # the greedy choice may lose by more time
+    return choice(high) if chosen is None else chosen  # with more time the greedy choice may fail
 
 
 def _greedy(counts: Counts, forced: Flags, total: int, draw: Floats, budget: float) -> Flags | None:
-    """Return the devices with the most samples a watt that fit the budget, if they do the batch."""
+    """Return the devices with the most samples per watt within the budget, if they take the batch."""
     worth = np.where(draw > 0, counts / np.where(draw > 0, draw, 1.0), np.inf)
     used, watts = np.zeros(len(draw), dtype=bool), 0.0
     for rank in np.lexsort((-worth, ~forced)):

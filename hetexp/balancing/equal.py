@@ -1,4 +1,4 @@
-"""The same share for every device, as every other trainer does it."""
+"""The same share for every device, as in other trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of one device's speed while it trains: its curve, and how much slower it is than that."""
+"""The estimate of a device's speed while it trains: its curve × a measured factor."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from hetexp.balancing.average import ShiftDetector, SpeedAverage
 from hetexp.core.cost.speed import SpeedCurve
 
 KEPT = 12
-"""Factors kept to start over from; a slower change than this is followed by the average itself."""
+"""Number of last factors for a restart of the average; the average itself follows a slower change."""
 SAME_SIZE = 0.1
-"""Relative change of the local samples up to which a factor measured before still says the same."""
+"""Largest relative change of the local samples for which earlier factors stay valid."""
 KNOWN = 2
-"""Values that a factor needs before a split is made of it."""
+"""Number of values of a factor before it decides a split."""
 REFITS = 8
-"""Values at a new size up to which they may still change the curve's shape."""
+"""Number of values at a new size that may still change the curve's shape."""
 LIKELY_FIXED = 0.3
-"""Standard deviation of the fixed part of a pass around what an assumed curve says, as a fraction of it."""
+"""Standard deviation of the fixed part of a pass in an assumed curve, as a fraction of the pass."""
 MOST_FIXED = 0.9
-"""Fixed part of a pass, as a fraction, beyond which two sizes are not believed."""
+"""Largest credible fixed part of a pass, as a fraction."""
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """What a device took at the size before the present one."""
+    """A device's time at its previous number of local samples."""
 
     samples: int
     seconds: float
     error: float
     """Relative standard error of the seconds."""
     fixed: float
-    """Fixed part of a pass at the present size, as a fraction, as the curve had it before the change."""
+    """Fixed part of a pass at the present size, as a fraction, by the curve before the change."""
 
 
 @dataclass
 class DeviceEstimate:
-    """Measured ÷ expected compute seconds of one device, step by step."""
+    """The factor of one device: measured ÷ expected compute seconds, step by step."""
 
     curve: SpeedCurve
-    """As calibrated or as the catalogue says."""
+    """From a calibration or the catalogue."""
     average: SpeedAverage = field(default_factory=SpeedAverage)
     shifts: ShiftDetector = field(default_factory=ShiftDetector)
     recent: list[float] = field(default_factory=list)
     size: int = 0
-    """Local samples that the average is about."""
+    """Local samples of the average."""
     settled: float | None = None
-    """Average when it was last not in doubt."""
+    """Last average without signs of a change."""
     before: float | None = None
-    """The same before the last lasting change."""
+    """Last such average before the last lasting change."""
     best: float | None = None
-    """Least average ever: what the device can do."""
+    """Lowest average so far, at the device's best speed."""
     assumed: bool = False
-    """Whether the curve was never measured, so that two sizes tell more of its shape than it does."""
+    """Whether the curve was never measured, so that two measured sizes may change its shape."""
     anchor: Anchor | None = None
 
     @property
@@ -62,12 +62,12 @@ class DeviceEstimate:
         return self.average.num_values >= KNOWN
 
     def observe(self, seconds: float, samples: int, same_size: bool = False) -> bool:
-        """Take in a step's compute seconds; return whether they complete a lasting change.
+        """Add a step's compute seconds; return whether they complete a lasting change.
 
         Args:
             seconds: forward and backward of all local samples, without the update.
-            samples: local ones, above 0.
-            same_size: whether to take the size for the usual one, as in a probe.
+            samples: local samples, above 0.
+            same_size: whether to treat another size like the usual one, as in a probe.
         """
         if not same_size and abs(samples - self.size) > SAME_SIZE * self.size:
             if self.size:
@@ -83,7 +83,7 @@ class DeviceEstimate:
             self.before = self.settled
             self.average.restart(self.recent[-since:])
             self.shifts.reset()
-            self.anchor = None  # it was another speed
+            self.anchor = None  # it is from another speed
         if self.anchor is not None and not same_size and KNOWN <= self.average.num_values <= REFITS:
             self._refit(self.anchor)
         if max(self.shifts.up, self.shifts.down) == 0:
@@ -93,7 +93,7 @@ class DeviceEstimate:
         return since > 0
 
     def _drop_anchor(self, samples: int) -> None:
-        """Keep what was found at the size that is left, to tell the curve's fixed part by it."""
+        """Keep the time at the previous size, from which the curve's fixed part can be estimated."""
         self.anchor = None
         if self.assumed and self.known and self.curve.microbatch_size is None:
             seconds = self.curve.compute_seconds(self.size) * self.average.value
@@ -101,10 +101,10 @@ class DeviceEstimate:
             self.anchor = Anchor(self.size, seconds, self.average.standard_error, fixed)
 
     def _refit(self, anchor: Anchor) -> None:
-        """Give the curve the fixed part that explains both sizes, as far as their errors let it be known.
+        """Set the curve's fixed part by the times at two sizes, weighted by their errors.
 
-        With times t₀, t of b₀, b samples the fixed part of t is φ = (t₀/t − b₀/b) / (1 − b₀/b). What the
-        curve said before counts as a measurement, too, with a standard deviation of `LIKELY_FIXED`.
+        With times t₀, t of b₀, b samples the fixed part of t is φ = (t₀/t − b₀/b) / (1 − b₀/b). The previous
+        curve counts as a measurement with a standard deviation of `LIKELY_FIXED`.
         """
         seconds = self.curve.compute_seconds(self.size) * self.average.value
         times, sizes = anchor.seconds / seconds, anchor.samples / self.size
@@ -122,7 +122,7 @@ class DeviceEstimate:
         self._rebase(self.average.value)
 
     def _rebase(self, unit: float) -> None:
-        """Express all factors by a curve that takes `unit` times as long at the present size."""
+        """Divide all factors by `unit`, after the curve has become `unit` times as long at this size."""
         self.average.value /= unit
         self.recent = [factor / unit for factor in self.recent]
         self.settled = self.settled / unit if self.settled is not None else None
@@ -130,13 +130,13 @@ class DeviceEstimate:
         self.best = self.best / unit if self.best is not None else None
 
     def _forget(self) -> None:
-        # With other local samples the curve may be wrong by another factor: what was found counts once.
+        # At another size the curve may be wrong by another factor: earlier values count as one.
         self.average.forget(1)
         self.shifts.reset()
         self.recent = []
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold; `from_dict` goes on from it exactly."""
+        """Return plain types for JSON, from which `from_dict` goes on exactly."""
         return {
             **vars(self),
             "curve": self.curve.to_dict(),
@@ -148,7 +148,7 @@ class DeviceEstimate:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> DeviceEstimate:
-        """Return the estimate that `to_dict` stored."""
+        """Return the estimate from the result of `to_dict`."""
         parts = {
             "curve": SpeedCurve.from_dict(stored["curve"]),
             "average": SpeedAverage.from_dict(stored["average"]),

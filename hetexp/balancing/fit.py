@@ -1,10 +1,10 @@
-"""From measured passes to a speed curve: a straight line, a line with one kink, or what was measured itself.
+"""Fits a speed curve to measured passes: a straight line, a line with one kink, or the measured points.
 
-Errors are relative: a pass that takes twice as long jitters twice as much. Single slow passes count for
-little, and far ones for nothing: least squares, reweighted again and again, first by Huber's weights (Robust
-Estimation of a Location Parameter, 1964), then, from where these lead, by Tukey's biweight (Beaton and Tukey,
-1974), since what disturbs a device only ever makes it slower. A fit is made once and handed to all ranks: its
-last digits may differ by platform.
+Errors are relative: the noise of a pass is proportional to its time. Disturbances only make a device slower,
+so that slow passes count little, and very slow ones not at all. The method is iteratively reweighted least
+squares, first with Huber's weights (Robust Estimation of a Location Parameter, 1964), then with Tukey's
+biweight (Beaton and Tukey, 1974). A fit is made once for all ranks, because its last digits may differ by
+platform.
 """
 
 from __future__ import annotations
@@ -27,60 +27,60 @@ Point = tuple[int, float]
 Floats = NDArray[np.float64]
 
 HUBER = 1.5
-"""Residuals up to so many times their spread count in full."""
+"""Largest residual with full weight, in units of the spread."""
 ITERATIONS = 5
 BIWEIGHT = 4.7
-"""Residuals from so many times their spread on count for nothing."""
+"""Smallest residual without weight, in units of the spread."""
 BIWEIGHT_ITERATIONS = 3
 LEAST_WEIGHT = 1e-8
-"""What counts for nothing keeps this much, so that the equations stay solvable."""
+"""Smallest weight, so that the equations stay solvable."""
 TO_DEVIATION = 1.4826
-"""From the median distance of normal values to their standard deviation."""
+"""Standard deviation ÷ median distance of normal values."""
 SMALLEST_SPREAD = 1e-4
-"""Relative; clocks tell no less. Below it a kink is not worth two more numbers."""
+"""Smallest relative spread, by the resolution of clocks; below it a kink is not worth two more parameters."""
 KINK_PAYS = 6.0
-"""How much a kink must lower the Bayesian information criterion (Schwarz, 1978); this much is strong evidence
+"""Least decrease of the Bayesian information criterion (Schwarz, 1978) for a kink, which is strong evidence
 (Kass and Raftery, 1995)."""
 KINKS_TRIED = 32
 COMMON_PASSES = 3
 GRADE = 1.6
-"""From one size to measure to the next."""
+"""Ratio of neighbouring sizes to measure."""
 FAR = 6.0
-"""When two shapes are compared, distances count up to so many times what passes of one size spread (Tukey's
-biweight loss): else the shape that happens to pass nearer to a few stray passes would win."""
+"""Largest distance that counts when two shapes are compared, in units of the spread within a size (Tukey's
+biweight loss). Otherwise a few outliers would decide."""
 CURVED = 3.0
-"""Where the median of a size lies so many times further from the fit than passes spread around their median,
-the shape is neither a line nor a line with a kink, and the medians themselves are the curve."""
+"""Distance of a size's median from the fit, in units of the spread around medians, from which the measured
+points are the curve."""
 CURVED_AT_LEAST = 0.05
-"""Relative distance below which the simple shape is good enough."""
+"""Relative distance below which a simple shape is good enough."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """How far a curve is from passes that it was not made from; fractions of the measured seconds."""
+    """The errors of a curve on other measured passes, as fractions of the measured seconds."""
 
     median_error: float
     p95_error: float
     worst_error: float
     worst_size: int
-    """Samples of the pass that it is furthest from."""
+    """Samples of the pass with the worst error."""
     num_points: int
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A curve and how far to trust it."""
+    """A fitted curve with its errors."""
 
     curve: SpeedCurve
     shape: Literal["line", "kink", "points"]
     spread: float
     """Standard deviation of single passes around the curve, from their median distance, as a fraction."""
     standard_error: float
-    """Of the curve at the measured size where it is least sure, as a fraction."""
+    """Largest standard error of the curve at a measured size, as a fraction."""
     num_points: int
     smallest_size: int
     largest_size: int
-    """Between these two the curve is measured; beyond, it is the last line drawn on."""
+    """Largest measured size; beyond it the last line is extended."""
 
     def check(self, points: Iterable[Point]) -> Check:
         """Compare the curve with other measured passes.
@@ -101,11 +101,11 @@ class Fit:
 def fit_curve(points: Iterable[Point]) -> Fit:
     """Fit the seconds of single passes, forward and backward together.
 
-    The caller leaves out warm-up passes. Several passes of each size tell jitter from shape. One size alone
+    The caller leaves out warm-up passes. Several passes of each size separate noise from shape. A single size
     gives a line through zero.
 
     Args:
-        points: one or more, in any order; sizes repeat.
+        points: one or more, in any order; sizes may repeat.
 
     Raises:
         ValueError: there are no points, or one cannot have been measured.
@@ -118,10 +118,10 @@ def fit_curve(points: Iterable[Point]) -> Fit:
         spread = _spread([s / middle - 1 for _, s in measured])
         through_zero = SpeedCurve(0.0, middle / size)
         return Fit(through_zero, "line", spread, _of_median(spread, len(measured)), len(measured), size, size)
-    # A size's median is often one of its passes; that one tells nothing of jitter.
+    # A size's median is often one of its passes, which does not count for the spread.
     apart = [s / medians[size] - 1 for size, s in measured if s != medians[size]]
     within = _spread(apart) if apart else math.inf
-    # Where each size has one pass only, all distances count.
+    # If each size has only one pass, all distances count.
     model = _best_model(measured, medians, sizes, max(within, SMALLEST_SPREAD) if apart else 1.0)
     curve, error = model.curve(), model.standard_error()
     shape: Literal["line", "kink", "points"] = "kink" if curve.kinks else "line"
@@ -132,7 +132,7 @@ def fit_curve(points: Iterable[Point]) -> Fit:
         if abs(curve.pass_seconds(size) / seconds - 1)
         > max(CURVED_AT_LEAST, CURVED * within, CURVED * unsure[size])
     ]
-    # One size alone may be what a busy moment made of it; a shape shows at two.
+    # A single size may be disturbed, but two sizes show a shape.
     if len(sizes) > 2 and len(far) > 1:
         curve, shape = SpeedCurve.through(sorted(medians.items())), "points"
         fewest = min(sum(n == size for n, _ in measured) for size in sizes)
@@ -142,10 +142,10 @@ def fit_curve(points: Iterable[Point]) -> Fit:
 
 
 def median_errors(points: Iterable[Point]) -> dict[int, float]:
-    """Return how unsure the median of each size is: its standard error, as a fraction of it.
+    """Return the standard error of each size's median, as a fraction of it.
 
-    Few passes of a size may agree, or differ, by chance: how all sizes spread in the median counts as much as
-    `COMMON_PASSES` of its own. Of one pass a size nothing is known, and the error is infinite.
+    The spread of few passes may be chance, so that the median spread of all sizes counts like `COMMON_PASSES`
+    passes of the size. With one pass of each size the error is infinite.
     """
     groups: dict[int, list[float]] = {}
     for size, seconds in points:
@@ -153,7 +153,7 @@ def median_errors(points: Iterable[Point]) -> dict[int, float]:
     variances = {}
     for size, group in groups.items():
         middle = statistics.median(group)
-        if len(group) > 1:  # from the mean distance, of which one stray pass makes less than of squares
+        if len(group) > 1:  # from the mean distance, on which an outlier has less influence than on squares
             away = sum(abs(seconds / middle - 1) for seconds in group) / (len(group) - 1)
             variances[size] = away * away * math.pi / 2
     common = statistics.median(variances.values()) if variances else math.inf
@@ -168,13 +168,12 @@ def median_errors(points: Iterable[Point]) -> dict[int, float]:
 def sizes_to_measure(largest: int, count: int = 8) -> list[int]:
     """Return which batch sizes to measure, rising up to `largest`, each about 5/8 of the next.
 
-    Small passes show the fixed cost and large ones the slope. With emulated cards whose kink may be
-    anywhere, halving predicts worse: kinks above half of `largest` go unseen. All sizes together take
-    2.7 times as long as the largest. A small `largest` makes them denser.
+    Small passes show the fixed cost, and large ones the slope. Halving would miss kinks above half of
+    `largest`. All sizes together take 2.7 times as long as the largest. A small `largest` makes them denser.
 
     Args:
-        largest: most samples of a pass that a split may ask for.
-        count: of sizes, where there are as many.
+        largest: most samples of a pass in any split.
+        count: number of sizes, if there are enough.
     """
     if largest < 1 or count < 1:
         raise ValueError(f"largest size and count must be 1 or more, not {largest} and {count}")
@@ -189,7 +188,7 @@ class _Model:
         self, measured: Sequence[Point], medians: dict[int, float], kink: int | None, noise: float
     ) -> None:
         self.kink = kink
-        self._scale = max(medians)  # columns of a like size solve well
+        self._scale = max(medians)  # columns of similar size are well conditioned
         self._rows = self._columns([size for size, _ in measured])
         seconds = np.array([s for _, s in measured])
         middle = np.array([medians[size] for size, _ in measured])
@@ -204,7 +203,7 @@ class _Model:
                 weights = np.maximum(near**2, LEAST_WEIGHT)
             self._weighted = self._rows * (np.sqrt(weights) / expected)[:, None]
             self.factors = _not_negative(self._weighted, np.sqrt(weights) * seconds / expected)
-            # Errors count by what is expected, but a bad fit on the way must not make its own errors small.
+            # Errors are relative to the expected seconds; a bad intermediate fit must not hide its errors.
             expected = np.clip(self._rows @ self.factors, middle / 2, middle * 2)
         far = FAR * noise
         near = 1 - np.minimum(np.abs(seconds / expected - 1) / far, 1.0) ** 2
@@ -225,7 +224,7 @@ class _Model:
         return SpeedCurve(fixed, first / self._scale, kinks)
 
     def standard_error(self) -> float:
-        """Return the largest at a measured size, relative to the seconds there."""
+        """Return the largest standard error at a measured size, as a fraction of its seconds."""
         used = self.factors > 0
         rows, weighted = self._rows[:, used], self._weighted[:, used]
         around = np.linalg.inv(weighted.T @ weighted)
@@ -236,19 +235,19 @@ class _Model:
 
 
 def _not_negative(rows: Floats, seconds: Floats) -> Floats:
-    """Return the factors, 0 or more, with the least squares: the best of all choices of which are above 0."""
+    """Return the non-negative factors with the least squares, by trying which of them are above 0."""
     count = rows.shape[1]
     best, least = np.zeros(count), math.inf
     for size in range(count, 0, -1):
         for chosen in map(list, combinations(range(count), size)):
             part = rows[:, chosen]
             normal = part.T @ part
-            with suppress(np.linalg.LinAlgError):  # singular: columns that the sizes do not tell apart at all
+            with suppress(np.linalg.LinAlgError):  # singular: the sizes do not separate these columns
                 factors = np.linalg.solve(normal, part.T @ seconds)
                 if min(factors.tolist()) < 0:
                     continue
                 squares = float(np.sum((part @ factors - seconds) ** 2))
-                # Asked last, as it takes longest: whether the sizes tell these columns apart well enough.
+                # Last, because it takes longest: whether the sizes separate these columns well enough.
                 if squares < least and not np.linalg.cond(normal) > 1e12:
                     best, least = np.zeros(count), squares
                     best[chosen] = factors
@@ -270,13 +269,17 @@ def _checked(points: Iterable[Point]) -> list[Point]:
 def _best_model(
     measured: Sequence[Point], medians: dict[int, float], sizes: Sequence[int], noise: float
 ) -> _Model:
-    """Return the line, or the line with a kink where that pays; `noise` is how passes of one size spread."""
+    """Return the line, or the line with a kink if that pays.
+
+    Args:
+        noise: spread of passes of one size.
+    """
     line = best = _Model(measured, medians, None, noise)
     if len(sizes) < 4:
         return line
-    # Two sizes or more on either side of the kink, its own counted on both.
+    # At least two sizes lie on either side of the kink, whose own size counts on both.
     tried = _between(sizes[1], sizes[-2])
-    for _ in range(2):  # all over, then closer around the best
+    for _ in range(2):  # over all sizes, then around the best
         best = min((_Model(measured, medians, at, noise) for at in tried), key=lambda model: model.criterion)
         at = tried.index(best.kink or 0)
         tried = _between(tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)])
@@ -284,7 +287,7 @@ def _best_model(
 
 
 def _between(low: int, high: int) -> list[int]:
-    """Return sizes from one to the other, each by about the same factor larger."""
+    """Return sizes between two sizes, with about the same ratio from each to the next."""
     return sorted({round(low * (high / low) ** (i / KINKS_TRIED)) for i in range(KINKS_TRIED + 1)})
 
 
@@ -294,5 +297,5 @@ def _of_median(spread: float, num_values: int) -> float:
 
 
 def _spread(relative: Iterable[float]) -> float:
-    """Return the standard deviation that the median distance from zero tells of, for normal errors."""
+    """Return the standard deviation of normal errors, from their median distance from zero."""
     return TO_DEVIATION * statistics.median(map(abs, relative))

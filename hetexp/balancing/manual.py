@@ -1,4 +1,4 @@
-"""Shares as the person wants them."""
+"""Shares by the user's weights."""
 
 from __future__ import annotations
 

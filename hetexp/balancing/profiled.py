@@ -1,4 +1,4 @@
-"""Shares by measurement: each device's own time at several batch sizes, and the split that ends soonest."""
+"""Shares by measurement: each device's time at several batch sizes, and the split with the shortest step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetexp.core.device import DeviceSpec
 
 
 class Profiled(BalancingPolicy):
-    """Measures the devices before the run; one whose presence slows the job takes no part.
+    """Measures the devices before the run, and leaves out a device that makes the job slower.
 
     Args:
         drop_slower: whether to leave out a device that makes the job slower. Otherwise such a device may get
@@ -25,5 +25,5 @@ class Profiled(BalancingPolicy):
         self.recalibrate = recalibrate
 
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
-        """Return the shares that the devices have while they are measured."""
+        """Return the devices' shares during the measurement."""
         return assumed_shares(devices, precisions)

@@ -1,7 +1,7 @@
-"""When to split again: a pure function of what all ranks have measured, so that all ranks decide the same.
+"""Decides when to split again, by a pure function of all ranks' measurements, equal on all ranks.
 
-After each step every rank hands in the same numbers: each rank's own compute seconds and local samples. There
-is no clock here, nothing is read or written, and nothing but +, −, ×, ÷, rounding and square roots decides.
+After each step every rank passes the same numbers: the compute seconds and the local samples of each rank.
+There are no clocks and no files. Only +, −, ×, ÷, rounding and square roots decide.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hetexp.core.split import Split, apportion
 
 ALARM_STEPS = 5
 ALARM_GAIN = 1.5
-"""For so many steps after a lasting change was noticed, a gain of so many times `min_gain` needs no proof by
-the averages, which know little yet."""
+"""For `ALARM_STEPS` steps after a lasting change, a gain of `ALARM_GAIN` × `min_gain` is enough, because the
+averages have few values yet."""
 PROBE_BACKOFF = 16
-"""The pause between probes of a device that stays slow doubles up to so many times `probe_every`; where it is
-as fast as ever, it is so long from the first probe on."""
+"""Longest pause between probes, in units of `probe_every`. The pause of a device that stays slow doubles up
+to it; a device at its best speed has it from the first probe on."""
 _LISTED = 8
 """Most ranks whose samples a sentence names."""
 
@@ -36,18 +36,18 @@ Action = Literal["keep", "resplit", "move", "probe", "return"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do from `step` on, and why."""
+    """The decision of all ranks from `step` on, and the reason."""
 
     step: int
     """First step that uses the split."""
     split: Split
     action: Action
-    """`keep`: as before; `resplit`: a new split, or the first part of the way there; `move`: further on the
-    way; `probe`: for this one step a device without share gets samples; `return`: back from a probe."""
+    """`keep`: the same split; `resplit`: a new split, or its first part; `move`: a further part of it;
+    `probe`: a device without a share gets samples for this one step; `return`: back from a probe."""
     reason: str
-    """A sentence for people."""
+    """Sentence for the log."""
     predicted_seconds: float | None = None
-    """Of a step with this split; `None` while devices are unknown."""
+    """Predicted step with this split; `None` while devices are unknown."""
 
     @property
     def changed(self) -> bool:
@@ -57,23 +57,23 @@ class Decision:
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """How eagerly to split again."""
+    """Settings of the decisions."""
 
     min_gain: float = 0.02
-    """Predicted gain in speed below which a new split is not worth its change, as a fraction."""
+    """Smallest predicted gain in speed, as a fraction, that changes the split."""
     certainty: float = 200.0
-    """A gain that no lasting change explains must be so large that chance would show it once in about so many
-    looks, over all ranks."""
+    """Without a lasting change, a gain must be so large that chance would show it about once in so many
+    comparisons, over all ranks."""
     max_move: float = 0.25
-    """Most of the batch that changes ranks from one step to the next, as a fraction."""
+    """Largest fraction of the batch that changes ranks from one step to the next."""
     warmup_steps: int = 1
-    """First steps that are not counted: compilers and allocators are at work in them."""
+    """Number of first steps that do not count, because of compilers and allocators."""
     probe_every: int = 50
-    """Steps between two probes of a device without samples; 0 for none."""
+    """Steps between two probes of a device without samples; 0: no probes."""
     probe_slowdown: float = 1.5
-    """How much longer a step may take for a probe with more than one sample."""
+    """Largest factor by which a probe with several samples may lengthen a step."""
     alpha: float = 0.02
-    """Of the running averages (`SpeedAverage`)."""
+    """Weight of the newest value in the running averages (`SpeedAverage`)."""
 
     def __post_init__(self) -> None:
         if self.min_gain < 0 or self.certainty < 1 or not 0 < self.max_move <= 1:
@@ -83,17 +83,16 @@ class SchedulerSettings:
 
 
 class BalanceScheduler:
-    """Follows the devices' speeds and says when another split is worth it.
+    """Follows the devices' speeds, and decides when another split pays.
 
     Args:
-        curves: one a rank, as calibrated or as the catalogue says; only their shape needs to be right.
-        assumed: whether they were never measured, so that not even their shape may be right.
+        curves: of each rank, from a calibration or the catalogue; only their shape must be right.
         total: samples of the global batch.
-        split: the one that training begins with; by default the best by the curves.
-        settings: how eagerly.
+        split: of the first step; by default the best one by the curves.
         minimum: fewest samples of each rank.
         communication: seconds after the work, as for `solve`.
         names: of the devices, for sentences.
+        assumed: whether the curves were never measured, so that even their shape may be wrong.
 
     Raises:
         ValueError: as `solve`.
@@ -116,9 +115,9 @@ class BalanceScheduler:
         self.communication = communication if isinstance(communication, (int, float)) else list(communication)
         self.names = [f"rank {r}" if names is None else f"rank {r} ({names[r]})" for r in range(len(curves))]
         self.split = solve(curves, total, minimum, None, communication) if split is None else split
-        """What the ranks use; during a probe, what they go back to."""
+        """Present split; during a probe the one after it."""
         self.target: Split | None = None
-        """Where `split` is on the way to."""
+        """Final split while samples still move."""
         if len(self.split.counts) != len(curves) or self.split.total != total:
             raise ValueError(
                 f"the first split must be of {total} samples over {len(curves)} ranks: {self.split}"
@@ -128,25 +127,25 @@ class BalanceScheduler:
         # Rounded, since logarithms may differ in the last digit from platform to platform.
         self._deviations = round(math.sqrt(2 * math.log(settings.certainty * len(curves))), 6)
         self._looked: list[float] = []
-        """Factors when the best split was last looked for."""
+        """Factors at the last search for the best split."""
         self._gain = 0.0
-        """What it would have gained."""
+        """Gain of that split."""
         self._alarm = 0
-        """Steps for which a lasting change still counts as news."""
+        """Remaining steps with the lower limit after a lasting change."""
         self._probing: list[int] = []
         self._probe_after = [settings.probe_every] * len(curves)
-        """Steps until each rank's next probe, should it have no samples."""
+        """Steps until each rank's next probe, if it has no samples."""
         self._probe_pause = [settings.probe_every] * len(curves)
 
     @property
     def curves(self) -> list[SpeedCurve]:
-        """Return each rank's curve as it is now; one not measured yet is off by what the others are off."""
+        """Return each rank's present curve; a rank without measurements has the others' median factor."""
         measured = [device.average.value for device in self.devices if device.average.num_values]
         typical = statistics.median(measured) if measured else 1.0
         return [device.curve.scaled(device.average.value or typical) for device in self.devices]
 
     def stragglers(self, threshold: float = 1.25) -> dict[int, float]:
-        """Return the ranks that are slower than at their best, and by what factor."""
+        """Return rank → factor, for the ranks that are slower than at their best."""
         slower = {
             rank: device.average.value / device.best
             for rank, device in enumerate(self.devices)
@@ -155,12 +154,12 @@ class BalanceScheduler:
         return {rank: factor for rank, factor in slower.items() if factor >= threshold}
 
     def observe(self, step: int, seconds: Sequence[float], samples: Sequence[int]) -> Decision:
-        """Take in what each rank did in a step and decide on the next; the same on every rank.
+        """Add the measurements of a step, and decide on the next one; the same on every rank.
 
         Args:
-            step: the one that was done.
-            seconds: each rank's own forward and backward work, waiting left out. Of several steps with one
-                split: their means.
+            step: number of the measured step.
+            seconds: each rank's own forward and backward work, without waits; for several steps with one
+                split their means.
             samples: each rank's local samples.
 
         Raises:
@@ -182,7 +181,7 @@ class BalanceScheduler:
         return self._decide(step, shifted)
 
     def _pool_spreads(self) -> None:
-        """Let each device assume the noise that all show: with many devices it is known after few steps."""
+        """Give each device the common noise of all as its assumption, which needs few steps."""
         squares, values = ASSUMED_SPREAD**2 * ASSUMED_VALUES, float(ASSUMED_VALUES)
         for device in self.devices:
             squares += device.average.variance * device.average.variance_values
@@ -213,9 +212,9 @@ class BalanceScheduler:
         return Decision(step + 1, self.split, "keep", reason, self._slowest(now, self.split))
 
     def _better(self, now: Sequence[SpeedCurve], shifted: Sequence[int]) -> tuple[Split | None, str]:
-        """Return a split that is worth the change, if there is one, and the reason either way."""
+        """Return a split that is worth the change, or `None`, and the reason."""
         chance = self._by_chance(now)
-        if self._alarm:  # the few values since the change were enough to act, and may be put right soon
+        if self._alarm:  # few values since the change are enough, since a correction may follow soon
             chance = min(chance, ALARM_GAIN * self.settings.min_gain)
         needed = max(self.settings.min_gain, chance)
         factors = [device.average.value for device in self.devices]
@@ -229,21 +228,21 @@ class BalanceScheduler:
         return None, f"the best split would be {self._gain:.1%} faster, and {needed:.1%} is {limit}"
 
     def _moved_since_look(self, factors: Sequence[float]) -> bool:
-        """Whether an estimate has moved so far that the best split may have; solving costs a millisecond."""
+        """Return whether an estimate has changed enough to solve again, which takes a millisecond."""
         least = self.settings.min_gain / 4
         return any(
             abs(new - old) > least * old for new, old in zip(factors, self._looked or [0.0], strict=False)
         )
 
     def _by_chance(self, now: Sequence[SpeedCurve]) -> float:
-        """Return the gain that the averages' own errors can feign."""
+        """Return the gain that the averages' errors alone can show."""
         times = step_times(now, self.split, self.communication)
         slowest = times.index(max(times))
         variance = 0.0
         for rank, device in enumerate(self.devices):
             share = self.split.counts[rank] / self.total
             error = device.average.standard_error if self.split.counts[rank] else 0.0
-            # The step follows the slowest; the best split shares out everybody's error.
+            # The step follows the slowest rank, and the best split averages the errors of all.
             variance += ((rank == slowest) - share) ** 2 * error**2
         return self._deviations * math.sqrt(variance)
 
@@ -265,7 +264,7 @@ class BalanceScheduler:
         return self._result(step, self.split, action, reason, now)
 
     def _due(self, was_probing: Sequence[int]) -> list[int]:
-        """Return the ranks that get samples for one step, to see whether they have recovered."""
+        """Return the ranks that get samples for one step, to check whether they have recovered."""
         due = []
         for rank, count in enumerate(self.split.counts):
             device = self.devices[rank]
@@ -273,7 +272,7 @@ class BalanceScheduler:
                 continue
             if rank in was_probing:
                 longest = PROBE_BACKOFF * self.settings.probe_every
-                # One that was never faster is unlikely to become so: it costs as few probes as can be.
+                # A device that was never faster is unlikely to recover, and gets as few probes as possible.
                 hopeful = rank in self.stragglers()
                 self._probe_pause[rank] = min(2 * self._probe_pause[rank], longest) if hopeful else longest
                 self._probe_after[rank] = self._probe_pause[rank]
@@ -286,7 +285,7 @@ class BalanceScheduler:
         limit = self.settings.probe_slowdown * self._slowest(now, self.split)
         least = list(self.minimum or [0] * len(now))
         caps: list[int | None] = [None] * len(now)
-        most = max(self.total // (4 * len(now)), 1)  # the others hardly notice
+        most = max(self.total // (4 * len(now)), 1)  # few enough for the others
         for rank in ranks:
             within = now[rank].samples_within(limit)
             least[rank] = caps[rank] = max(min(most if within is None else within, most), 1)
@@ -315,7 +314,7 @@ class BalanceScheduler:
         return max(step_times(now, split, self.communication))
 
     def _ignore(self, step: int, reason: str) -> Decision:
-        action: Action = "return" if self._probing else "keep"  # a probe that could not be read is over, too
+        action: Action = "return" if self._probing else "keep"  # also after a probe without a result
         self._probing = []
         return Decision(step + 1, self.split, action, reason)
 
@@ -326,7 +325,7 @@ class BalanceScheduler:
         return Decision(step + 1, split, action, reason, self._slowest(now, split))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all that decides, as JSON can hold it: a checkpoint keeps it, a rank that joins gets it."""
+        """Return the whole state as plain types, for checkpoints and for ranks that join."""
         return {
             "settings": asdict(self.settings),
             "total": self.total,
@@ -340,7 +339,7 @@ class BalanceScheduler:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], names: Sequence[str] | None = None) -> BalanceScheduler:
-        """Return the scheduler that `to_dict` stored; it decides exactly as that one would have."""
+        """Return the scheduler from the result of `to_dict`, which decides exactly like the original."""
         devices = [DeviceEstimate.from_dict(device) for device in stored["devices"]]
         scheduler = cls(
             [device.curve for device in devices],
@@ -359,18 +358,18 @@ class BalanceScheduler:
 
 
 def imbalance(seconds: Sequence[float], samples: Sequence[int]) -> float | None:
-    """Return the slowest rank's own time ÷ the mean, of the ranks that had samples; `None` if none had."""
+    """Return the slowest rank's own time ÷ the mean, over ranks with samples; `None` if there are none."""
     worked = [s for s, n in zip(seconds, samples, strict=True) if n]
     return max(worked) * len(worked) / math.fsum(worked) if worked and max(worked) > 0 else None
 
 
 def idle_seconds(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return how long each rank waited for the slowest one, from each rank's own time of a step."""
-    return tuple(max(seconds) - own for own in seconds)
+    """Return each rank's wait for the slowest one, from the own times of a step."""
+    return tuple(max(seconds) - own_seconds for own_seconds in seconds)
 
 
 def _towards(split: Split, target: Split, most: int) -> Split:
-    """Return the split on the way to the target that moves at most so many samples."""
+    """Return the split that moves at most so many samples towards the target."""
     gained = [max(t - s, 0) for s, t in zip(split.counts, target.counts, strict=True)]
     lost = [max(s - t, 0) for s, t in zip(split.counts, target.counts, strict=True)]
     if sum(gained) <= most:

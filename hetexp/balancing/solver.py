@@ -1,8 +1,7 @@
-"""The split that ends a step soonest: integer samples per device, from the devices' speed curves.
+"""Solves for the split with the shortest step: integer samples of each device, from their speed curves.
 
-Every device works as long as it can without passing a common level, and the level is as low as it can be
-(bisection on the step time; samples go to whoever has time for them). Only elementwise arithmetic and integer
-sums decide, so the answer is the same on every platform.
+Bisection finds the lowest step time (the level) within which all devices together can do the batch. Only
+elementwise arithmetic and integer sums decide, so that the answer is the same on every platform.
 """
 
 from __future__ import annotations
@@ -34,20 +33,19 @@ def solve(
     caps: Sequence[int | None] | None = None,
     communication: float | Sequence[float] = 0.0,
 ) -> Split:
-    """Return the split of `total` samples whose slowest device is done soonest.
+    """Return the split of `total` samples whose slowest device ends first.
 
-    Among such splits it keeps the fewest devices busy to the end, and those whose last sample is the
-    shortest: the ranks' times, sorted from the longest, are the smallest in lexicographic order (on curves
-    that rise everywhere). Of equal devices the lower rank takes more. Times within 1e-9 of each other are
-    equal. A device that would be late with a single sample gets none. Of a curve that falls where a further
-    pass begins, `SpeedCurve.level` is what counts.
+    Of such splits it takes the one with the fewest devices busy to the end. On curves that rise everywhere,
+    the ranks' times, sorted from the longest, are the smallest in lexicographic order. Of equal devices the
+    lower rank takes more. Times within 1e-9 of each other are equal. A device that would be late with a
+    single sample gets none. If a curve falls when a further pass begins, `SpeedCurve.level` counts.
 
     Args:
-        curves: one a rank; a curve's own cap holds as well.
+        curves: of each rank, maybe with a cap of their own.
         total: samples of the global batch.
         minimum: fewest samples of each rank.
-        caps: most samples of each rank, `None` for no limit.
-        communication: seconds after the work, of all ranks or of each; also without samples.
+        caps: most samples of each rank; `None`: no limit.
+        communication: seconds after the work, for all ranks or for each, also without samples.
 
     Raises:
         ValueError: the caps cannot hold the batch, or the minimum shares exceed it or a cap.
@@ -66,25 +64,25 @@ def step_times(
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The best that the curves allow. Efficiency and the three losses sum to 1."""
+    """The best result that the curves allow. Efficiency and the three losses sum to 1."""
 
     split: Split
     step_seconds: float
     efficiency: float
-    """Throughput ÷ sum of the devices' solo throughputs with the same global batch."""
+    """Throughput ÷ sum of the throughputs of each device alone with the same global batch."""
     fixed: float
-    """Lost because each device pays its fixed costs for a smaller batch; below 0 where smaller passes are
-    cheaper a sample."""
+    """Loss by the fixed costs of each device for a smaller batch; below 0 if smaller passes cost less per
+    sample."""
     rounding: float
-    """Lost because samples are whole."""
+    """Loss because samples are whole."""
     communication: float
-    """Lost to seconds after the work."""
+    """Loss by the seconds after the work."""
     solo_samples_per_second: tuple[float, ...]
-    """Of each device alone, with the whole batch or its cap; 0 for a device that may take none."""
+    """Throughput of each device alone, with the whole batch or its cap; 0 if it may take no samples."""
 
 
 def solo_rates(curves: Sequence[SpeedCurve], total: int) -> tuple[float, ...]:
-    """Return each device's samples a second alone, with the whole batch or its cap; 0 if it takes none."""
+    """Return each device's samples per second alone, with the whole batch or its cap; 0 if it takes none."""
     alone = [total if curve.cap is None else min(total, curve.cap) for curve in curves]
     return tuple(n / curve.seconds(n) if n else 0.0 for curve, n in zip(curves, alone, strict=True))
 
@@ -96,10 +94,10 @@ def ceiling(
     caps: Sequence[int | None] | None = None,
     communication: float | Sequence[float] = 0.0,
 ) -> Ceiling:
-    """Return the best efficiency that any split reaches, and what takes the rest.
+    """Return the best efficiency of any split, and the losses.
 
-    n equal cards of which a fixed share f of the solo step does not depend on the samples reach
-    1 / (1 + (n − 1) f). A device alone neither waits nor communicates.
+    n equal cards reach 1 / (1 + (n − 1) f) if a fraction f of the step of one card alone is fixed. A device
+    alone neither waits nor communicates.
 
     Raises:
         ValueError: as `solve`.
@@ -132,7 +130,7 @@ def _per_rank(value: float | Sequence[float], ranks: int) -> Sequence[float]:
 
 
 class Table:
-    """All curves as columns, so that one expression asks all devices at once."""
+    """All curves as columns, so that an expression evaluates all devices at once."""
 
     def __init__(
         self,
@@ -163,8 +161,8 @@ class Table:
         self.idle: Floats = update + _per_rank(communication, ranks)
         """Seconds of a device without samples."""
         self.size: Floats = np.clip(size, 1, max(total, 1))
-        # Column k: from which sample on the slope holds, and the seconds until there. A curve with fewer
-        # kinks repeats its last slope from beyond any batch.
+        # Column k has the first sample of slope k, and the seconds until there. A curve with fewer kinks
+        # repeats its last slope beyond any batch.
         width = 1 + max(len(c.kinks) for c in curves)
         self.starts = np.zeros((ranks, width))
         self.slopes = np.repeat(slopes[:, None], width, axis=1)
@@ -184,8 +182,8 @@ class Table:
         level = self._level(total, whole=True)
         counts = self.counts(level * (1 - TIE))
         room = self.counts(level * (1 + TIE)) - counts
-        # What is left ends at the level. It goes to few devices (who has room for several lets others be
-        # done), and to whom it keeps busy for the shortest, in units of a tie.
+        # The samples left end at the level. They go to devices with room for several, and of those to the
+        # devices with the least additional time, in units of a tie.
         longer = np.rint((level - self.seconds(counts)) / (level * TIE)) if level > 0 else room
         order = np.lexsort((longer, -room))  # stable: of equals the lower rank
         before = np.cumsum(room[order]) - room[order]
@@ -197,7 +195,7 @@ class Table:
         return float(np.max(self.seconds(self._divisible(self._level(total, whole=False)))))
 
     def _level(self, total: int, whole: bool) -> float:
-        """Return the shortest time within which `total` samples are done; minimum shares may take longer."""
+        """Return the shortest time for `total` samples; minimum shares may take longer."""
         ask = self.counts if whole else self._divisible
         enough = total * (1 - FINE)
         low, high = 0.0, float(np.max(self.idle) + np.max(self.full) / len(self.full))
@@ -211,15 +209,15 @@ class Table:
             if whole and (at_high - at_low).sum() <= 2 * len(at_low):
                 return self._next(self.counts(low), self.counts(high), total)
             middle = (low + high) / 2
-            found = ask(middle)
-            if found.sum() >= enough:
-                high, at_high = middle, found
+            at_middle = ask(middle)
+            if at_middle.sum() >= enough:
+                high, at_high = middle, at_middle
             else:
-                low, at_low = middle, found
+                low, at_low = middle, at_middle
         return high
 
     def _next(self, low: Counts, high: Counts, total: int) -> float:
-        """Return when the last sample of `total` ends, of the few in which two sets of counts differ."""
+        """Return the end of the last sample of `total`, among the few that two sets of counts differ in."""
         more = high - low
         rank = np.repeat(np.arange(len(low)), more)
         nth = np.arange(len(rank)) - np.repeat(np.cumsum(more) - more, more)
@@ -231,10 +229,10 @@ class Table:
         return np.floor(self._divisible(seconds)).astype(np.int64)
 
     def _divisible(self, seconds: float) -> Floats:
-        """The same for samples that can be divided; those of a step that just ends then are in."""
+        """Return the same for divisible samples, including those that end exactly then."""
         left = seconds - self.idle
-        passes = np.maximum(np.floor(left / self.full), 0.0)  # so many full passes fit
-        one = left / (passes + 1) - self.fixed  # what each pass may take if there is one more
+        passes = np.maximum(np.floor(left / self.full), 0.0)  # number of full passes that fit
+        one = left / (passes + 1) - self.fixed  # seconds for the samples of each pass with one more pass
         if self.slopes.shape[1] == 1:
             start, before, slope = 0.0, 0.0, self.slopes[:, 0]
         else:
@@ -249,11 +247,11 @@ class Table:
         return limited
 
     def seconds(self, counts: Counts | Floats, rank: Counts | slice = slice(None)) -> Floats:
-        """Return what the devices take for so many samples each (`SpeedCurve.level`).
+        """Return the seconds of so many samples of each device (`SpeedCurve.level`).
 
         Args:
             counts: samples.
-            rank: whose, where it is not all devices once.
+            rank: rank of each count; by default all ranks in order.
         """
         idle = self.idle[rank]
         passes: Floats = np.ceil(counts / self.size[rank])

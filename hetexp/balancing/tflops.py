@@ -1,4 +1,4 @@
-"""Shares by the catalogue's peak rates: what data sheets promise, before anything is measured."""
+"""Shares by the catalogue's peak rates, before any measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetexp.core.split import normalise
 
 
 class Tflops(BalancingPolicy):
-    """Gives each device a part in proportion to its peak rate in the precision that it computes in."""
+    """Gives each device a share in proportion to its peak rate in its precision."""
 
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
         rates = [known_rate(device, precision) for device, precision in zip(devices, precisions, strict=True)]
@@ -26,12 +26,12 @@ class Tflops(BalancingPolicy):
 
 
 def known_rate(device: DeviceSpec, precision: str) -> float | None:
-    """Return a device's peak rate in TFLOP/s as the catalogue has it, `None` where it has none."""
+    """Return a device's peak rate in TFLOP/s from the catalogue; `None` if it has none."""
     return (device.rates or {}).get(precision)
 
 
 def assumed_shares(devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
-    """Return the shares by the catalogue's rates, equal ones where it does not know all devices."""
+    """Return the shares by the catalogue's rates; equal shares if it does not know all devices."""
     rates = [known_rate(device, precision) for device, precision in zip(devices, precisions, strict=True)]
     known = [rate for rate in rates if rate is not None]
     return normalise(known if len(known) == len(devices) else [1.0] * len(devices))

@@ -1,8 +1,8 @@
-"""Shares by memory: the rule of thumb of people who have more cards than measurements.
+"""Shares by memory, a rule of thumb without measurements.
 
     memory / 8 GiB × a factor for the vendor, 1.0 NVIDIA, 0.8 AMD, 0.5 others
 
-A card's speed is not in it: a large slow card gets much work.
+It ignores the speed, so that a slow card with much memory gets much work.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ UNIT_BYTES = 8 * GIB
 FACTORS = {"nvidia": 1.0, "amd": 0.8}
 OTHER_FACTOR = 0.5
 RESERVE = 0.1
-"""Of a device's memory, left to drivers and to what grows."""
+"""Fraction of a device's memory for drivers and for growth."""
 UNIFIED = 0.5
-"""Part of a memory shared with the host that counts as the device's."""
+"""Fraction of memory shared with the host that counts as the device's."""
 
 
 class Vram(BalancingPolicy):
-    """Gives each device a part in proportion to the memory that is free on it, weighted by vendor."""
+    """Gives each device a share in proportion to its free memory, weighted by vendor."""
 
     def shares(self, devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[float, ...]:
         usable = [usable_bytes(device) for device in devices]
@@ -43,12 +43,11 @@ class Vram(BalancingPolicy):
 
 
 def usable_bytes(device: DeviceSpec) -> int | None:
-    """Return what a run may use of a device's memory, `None` where its size is not known."""
-    total = device.memory_bytes
-    if not total:
+    """Return the part of a device's memory that a run may use; `None` if its size is not known."""
+    if not device.memory_bytes:
         return None
-    there = int(total * UNIFIED) if device.unified_memory else total
-    free = (
-        there if device.memory_free_bytes is None or device.limited else min(there, device.memory_free_bytes)
-    )
-    return max(0, free - int(RESERVE * there))
+    total = int(device.memory_bytes * UNIFIED) if device.unified_memory else device.memory_bytes
+    free = total
+    if device.memory_free_bytes is not None and not device.limited:
+        free = min(total, device.memory_free_bytes)
+    return max(0, free - int(RESERVE * total))

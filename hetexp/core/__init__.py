@@ -1,1 +1,1 @@
-"""Errors, configuration, plan and the other words that every room shares; never imports torch."""
+"""Errors, configuration, plan and cost model, which all packages share; never imports torch."""

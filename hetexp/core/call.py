@@ -1,4 +1,4 @@
-"""How a model is called: the one convention between data sets and models."""
+"""The convention by which a model is called with the inputs of a data set."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
-    """Call a model with a batch's inputs; a dict becomes keyword arguments, as Hugging Face models want."""
+    """Call a model with a batch's inputs; a dict becomes keyword arguments, as for Hugging Face models."""
     return model(**inputs) if isinstance(inputs, dict) else model(inputs)

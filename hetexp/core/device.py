@@ -1,4 +1,4 @@
-"""What is known of a device: plain facts, no driver, no torch."""
+"""The facts about a device as plain values, without drivers and torch."""
 
 from __future__ import annotations
 
@@ -10,34 +10,31 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device that a rank drives.
-
-    `id` is stable within a run and keys logs, charts and the summary: `cpu:0`, `cuda:1`, `emulated:0`.
-    """
+    """One device that a rank drives."""
 
     id: str
+    """Unique and stable within a run, for logs, charts and the summary: `cpu:0`, `cuda:1`, `emulated:0`."""
     backend: str
-    """`cpu`, `cuda`, `hip`, `xpu`, `mps`, `emulated`: the file in `hetexp/hardware` that drives it."""
+    """Backend in `hetexp/hardware`: `cpu`, `cuda`, `hip`, `xpu`, `mps`, `emulated`."""
     index: int
-    """Number within the backend, as that backend's own tools count."""
+    """Number within the backend, as in that backend's own tools."""
     name: str
-    """Name for people; an emulated device says so here."""
+    """Name to show; that of an emulated device says so."""
     vendor: str
     """`nvidia`, `intel`, `amd`, `apple` or `cpu`."""
     memory_bytes: int | None = None
-    """Total memory; `None` where it could not be read."""
+    """Total memory; `None` if it could not be read."""
     uuid: str | None = None
-    """Vendor's own name of this very device; a MIG instance's starts with `MIG-`."""
+    """The vendor's unique name of the device; that of a MIG instance starts with `MIG-`."""
     driver: str | None = None
     number: int | None = None
-    """Its id in `hetexp gpus` and `hardware.gpu_ids`: cards are numbered as they sit on the PCI bus, whatever
-    a visibility variable hides."""
+    """Number in `hetexp gpus` and `hardware.gpu_ids`: by the order on the PCI bus, including hidden cards."""
     pci: str | None = None
-    """Address on the bus as the kernel writes it, `0000:03:00.0`: the same in every vendor's tools."""
+    """PCI address as the kernel writes it (`0000:03:00.0`), the same in every vendor's tools."""
     pcie_generation: int | None = None
-    """Of its link to the host, the highest that card and slot can do, as the driver tells it."""
+    """Highest generation of its link to the host that card and slot support, from the driver."""
     pcie_lanes: int | None = None
-    """Likewise."""
+    """Largest number of lanes, likewise."""
     architecture: str | None = None
     """`sm_86`, `gfx1100`, `xe-hpg`."""
     integrated: bool = False
@@ -45,39 +42,39 @@ class DeviceSpec:
     unified_memory: bool = False
     """Whether its memory is the host's."""
     precisions: tuple[str, ...] | None = None
-    """Precisions that it computes in natively, as the catalogue names them; `None`: not known."""
+    """Native precisions, by their names in the catalogue; `None`: not known."""
     memory_free_bytes: int | None = None
-    """Of it, what was free when the device was chosen."""
+    """Free memory when the device was chosen."""
     power_limit_watts: float | None = None
-    """What the driver lets it draw, or the catalogue's figure of an emulated card."""
+    """The driver's power limit, or the catalogue's figure of an emulated card."""
     rates: dict[str, float] | None = field(default=None, hash=False)
-    """Peak rates of the catalogue in TFLOP/s by precision, where it knows the card."""
+    """The catalogue's peak rates in TFLOP/s by precision, if it has the card."""
     mask: str | None = None
-    """What the vendor's visibility variable must be so that a process sees this device only."""
+    """Value of the vendor's visibility variable for a process that sees only this device."""
     card: str | None = None
-    """Catalogue name of the card that an emulated device is paced to."""
+    """Catalogue name of the card whose speed an emulated device has."""
     card_facts: dict[str, Any] | None = field(default=None, hash=False)
-    """That card's figures as selected (`hetexp.hardware.catalogue.Card`): a rank need not find a person's own
-    catalogue, and every figure of an emulated run is in its plan."""
+    """That card's figures (`hetexp.hardware.catalogue.Card`), so that a rank needs no user's own catalogue,
+    and every figure of an emulated run is in its plan."""
     host: str | None = None
-    """Machine that an emulated device is in, where a mix spans several; `None`: this one."""
+    """Host of the device if there are several; `None`: this machine."""
     slow: float = 1.0
-    """Factor by which a real device is made slower than it is."""
+    """Factor that slows a real device down."""
     limited: bool = False
-    """Whether a real device may use only `memory_bytes` of what it has."""
+    """Whether a real device may use only `memory_bytes` of its memory."""
     python: str | None = None
-    """Interpreter of the rank; `None` means the launcher's own."""
+    """Interpreter of the rank; `None`: the launcher's own."""
     torch: str | None = None
-    """Version of that interpreter's torch as its files say; `None`: not looked up."""
+    """Version of that interpreter's torch, from its files; `None`: not looked up."""
 
     @property
     def emulated(self) -> bool:
-        """Whether its numbers are not those of hardware as it is: emulated, slowed or limited."""
+        """Whether it is emulated, slowed down or limited, so that its numbers are not the hardware's."""
         return self.backend == "emulated" or self.slow != 1.0 or self.limited
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DeviceSpec:
-        """Return what `dataclasses.asdict` made plain and JSON carried."""
+        """Return the device from its `dataclasses.asdict`, after JSON."""
         precisions = raw.get("precisions")
         return cls(**raw | {"precisions": tuple(precisions) if precisions is not None else None})
 

@@ -1,7 +1,7 @@
-"""What hetexp raises.
+"""The errors of hetexp, and their grammar.
 
-Different people fix them: a `ConfigError` is fixed by whoever wrote the configuration, a `SetupError` by
-whoever set the machine up, a `UsageError` by whoever wrote the script, and anything else is our bug.
+A `ConfigError` is fixed in the configuration, a `SetupError` on the machine, and a `UsageError` in the user's
+script. An error of another class than those here is a bug.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 
 
 class HetexpError(Exception):
-    """Base of every error whose message is meant for the person at the keyboard."""
+    """Base of every error whose message is for the user."""
 
 
 class ConfigError(HetexpError):
     """One or more configuration values cannot be used; all of them are listed at once.
 
     Args:
-        problems: one sentence a problem, each naming key, value and what is accepted.
+        problems: one sentence for each, with key, value and accepted values.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
@@ -38,15 +38,15 @@ class SetupError(HetexpError):
 
 
 class UsageError(HetexpError):
-    """A script does something with its run that cannot come out right."""
+    """A user's script uses its run in a way that gives wrong results."""
 
 
 class HandshakeError(HetexpError):
-    """Ranks that should agree before training do not; the message names what differs."""
+    """Ranks differ before training; the message names the differences."""
 
 
 class PeerLostError(HetexpError):
-    """A collective failed because another rank went away or did not answer in time."""
+    """A collective failed because another rank is gone or did not answer in time."""
 
 
 class CheckpointError(HetexpError):
@@ -57,7 +57,7 @@ class RunFailedError(HetexpError):
     """A run ended without finishing its training; the details are already on the screen.
 
     Args:
-        details: what was printed of the first cause, with its traceback.
+        details: text of the first cause, with its traceback.
     """
 
     def __init__(self, message: str, exit_code: int = 1, details: str = "") -> None:
@@ -74,14 +74,14 @@ def must_be(key: str, accepted: str, value: object, fix: str = "") -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " Did you mean `…`?" for the closest known word, whatever its case, or an empty string."""
-    by_folded = {one.casefold(): one for one in known}
+    """Return " Did you mean `…`?" for the closest known word in any case, or an empty string."""
+    by_folded = {name.casefold(): name for name in known}
     close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
     return f" Did you mean `{by_folded[close[0]]}`?" if close else ""
 
 
 def how_to_write(kind: str, value: object) -> str:
-    """Return how the value is written that a person seems to mean, or an empty string.
+    """Return how to write the value that the user seems to mean, or an empty string.
 
     Args:
         kind: pydantic's name of the error.

@@ -1,4 +1,4 @@
-"""Faults that a person orders (group `fault`): what happens to which device, and when."""
+"""When the faults of a configuration (group `fault`) happen to a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LASTING = ("slow", "thermal", "jitter")
 
 @dataclass(frozen=True)
 class Due:
-    """An event whose moment has come."""
+    """An event that happens now."""
 
     kind: str
     seconds: float
@@ -27,10 +27,10 @@ class FaultSchedule:
     """The events of one device.
 
     Args:
-        events: of the whole run; those of other devices are left out.
-        device_id: `emulated:0`, `cuda:1` …
-        first: whether the event at this position is asked for the first time, so that one that ended the
-            device's process does not happen again to the process that comes in its place.
+        events: of the whole run.
+        device_id: such as `emulated:0`, `cuda:1`.
+        first: returns whether the event at this position has not happened yet. An event that ended the
+            device's process then does not happen again to its replacement.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class FaultSchedule:
         device_id: str,
         first: Callable[[int], bool] = lambda position: True,
     ) -> None:
-        mine = [(place, event) for place, event in enumerate(events) if event.device == device_id]
-        self.events = [event for _, event in mine]
-        """Those of this device."""
-        self.lasting = [event for _, event in mine if event.kind in LASTING]
-        self._sudden = [(place, event) for place, event in mine if event.kind not in LASTING]
+        local_events = [(place, event) for place, event in enumerate(events) if event.device == device_id]
+        self.events = [event for _, event in local_events]
+        """Events of this device."""
+        self.lasting = [event for _, event in local_events if event.kind in LASTING]
+        self._sudden = [(place, event) for place, event in local_events if event.kind not in LASTING]
         self._first = first
         self._begun = False
 
@@ -52,13 +52,11 @@ class FaultSchedule:
         product = 1.0
         for event in self.lasting:
             since = _since(event, step, elapsed_seconds)
-            if since < 0:
-                continue
-            if event.until_step is not None and step >= event.until_step:
+            if since < 0 or (event.until_step is not None and step >= event.until_step):
                 continue
             if event.kind == "slow":
                 product *= event.factor
-            elif event.kind == "jitter":  # from the step alone, so that a run repeats
+            elif event.kind == "jitter":  # depends on the step alone, so that a run can be repeated
                 product *= random.Random(f"{event.device}/{step}").uniform(1.0, event.factor)
             else:  # heats up towards the factor, two thirds of the way after `warm_up` steps (or seconds)
                 product *= 1.0 + (event.factor - 1.0) * (1.0 - math.exp(-since / event.warm_up))
@@ -67,13 +65,13 @@ class FaultSchedule:
     def due(self, step: int, elapsed_seconds: float) -> list[Due]:
         """Return the events that happen now, each once.
 
-        Those of steps before the first that is asked for happened before a resume.
+        Events before the first requested step happened before a resume.
         """
         if not self._begun:
             self._begun = True
-            self._sudden = [one for one in self._sudden if one[1].at_step is None or one[1].at_step >= step]
-        now = [one for one in self._sudden if _since(one[1], step, elapsed_seconds) >= 0]
-        self._sudden = [one for one in self._sudden if one not in now]
+            self._sudden = [(p, e) for p, e in self._sudden if e.at_step is None or e.at_step >= step]
+        now = [(place, event) for place, event in self._sudden if _since(event, step, elapsed_seconds) >= 0]
+        self._sudden = [pair for pair in self._sudden if pair not in now]
         return [Due(event.kind, event.seconds) for place, event in now if self._first(place)]
 
 

@@ -1,4 +1,4 @@
-"""Files that appear whole: temporary name, fsync, rename."""
+"""Atomic writes of files (temporary name, fsync, rename), full disks, and locks of folders."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ except ImportError:  # Windows has no locks on folders
     fcntl = None  # type: ignore[assignment]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where a file may not grow: the disk, the user's part of it, or the process's limit."""
+"""Errors of a full disk, a user's quota, and a process's limit of the file size."""
 LEAST_FREE = 4 * 2**20
-"""Bytes that a run's plan, logs and metrics may need before any checkpoint."""
+"""Bytes for a run's plan, logs and metrics before any checkpoint."""
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
@@ -34,7 +34,7 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
     """Write bytes so that a reader sees the old file or the new one, never a part.
 
     Args:
-        durable: whether they are on the disk when this returns, which may take long.
+        durable: whether to wait until they are on the disk.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):
@@ -45,7 +45,7 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(temporary, path)
-        except OSError:  # what it has taken of a full disk is given back
+        except OSError:  # frees its part of a full disk
             temporary.unlink(missing_ok=True)
             raise
         if durable:
@@ -59,7 +59,7 @@ def write_json(path: Path, value: Any, durable: bool = True) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an error of the system name the file that it came of: one of `write` or `fsync` does not."""
+    """Add the file's name to errors of the system, because those of `write` and `fsync` have none."""
     try:
         yield
     except OSError as error:
@@ -68,26 +68,26 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def no_room(error: BaseException, folder: Path) -> str | None:
-    """Say in one line that a disk is full, `None` where an error is none of a full disk's.
+    """Return one line about a full disk; `None` for other errors.
 
     Args:
-        error: of whatever was being written.
+        error: raised while writing.
         folder: of the run, for an error that names no file.
     """
     if not isinstance(error, OSError) or error.errno not in FULL:
         return None
     return (
         f"{error.filename or folder} could not be written: {error.strerror or os.strerror(error.errno)}. "
-        f"What {folder} has is whole: make room, and go on with resume={folder}."
+        f"The files in {folder} are whole: make room, and go on with resume={folder}."
     )
 
 
 @contextmanager
 def ending_when_full(folder: Path) -> Iterator[None]:
-    """End the run in this folder in one line where a disk is full.
+    """End the run in this folder with one line if a disk is full.
 
     Raises:
-        RunFailedError: it is.
+        RunFailedError: a disk is full.
     """
     try:
         yield
@@ -99,7 +99,7 @@ def ending_when_full(folder: Path) -> Iterator[None]:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make renames inside the folder durable, where the system allows opening a folder."""
+    """Make renames inside the folder durable, if the system can open folders."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except (OSError, PermissionError):  # Windows opens no folders; the rename itself stays atomic
@@ -112,14 +112,14 @@ def fsync_dir(path: Path) -> None:
 
 @contextmanager
 def lock_folder(path: Path, shared: bool = False, wait: bool = True) -> Iterator[bool]:
-    """Hold a lock on a folder, under whatever name it goes on; it ends with this process at the latest.
+    """Hold a lock on a folder, even if it is renamed. The lock ends with this process at the latest.
 
     Args:
-        shared: with others that only read it.
-        wait: for those that hold it.
+        shared: whether other readers may hold it as well.
+        wait: whether to wait for processes that hold it.
 
     Yields:
-        Whether it is held; true as well where the system has no such locks.
+        Whether it is held; also true on systems without such locks.
     """
     if fcntl is None:
         yield True
@@ -129,35 +129,35 @@ def lock_folder(path: Path, shared: bool = False, wait: bool = True) -> Iterator
     try:
         try:
             fcntl.flock(descriptor, how)
-            mine = True
+            held = True
         except BlockingIOError:
-            mine = False
+            held = False
         except OSError:  # a file system without locks
-            mine = True
-        yield mine
+            held = True
+        yield held
     finally:
         os.close(descriptor)
 
 
 def folder_problem(path: Path) -> str:
-    """Say why a folder can neither be written nor made, without making it; empty where it can."""
-    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    if not there.is_dir():
-        return f"{there} is a file."
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"{there} cannot be written by this user."
-    free = shutil.disk_usage(there).free
+    """Return why a folder can neither be written nor made, without making it; empty if it can."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file."
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} cannot be written by this user."
+    free = shutil.disk_usage(existing).free
     if free < LEAST_FREE:
-        return f"only {free / 2**20:.1f} MiB are free in {there}: logs and metrics alone need more."
+        return f"only {free / 2**20:.1f} MiB are free in {existing}: logs and metrics alone need more."
     return ""
 
 
 def temporary_folder() -> Path:
-    """Make a folder for temporary files of this process; the launcher removes those that ranks leave."""
+    """Make a folder for temporary files of this process; the launcher removes those of ended ranks."""
     return Path(tempfile.mkdtemp(prefix=f"hetexp-{os.getpid()}-"))
 
 
 def remove_temporary_folders(pid: int) -> None:
-    """Remove what `temporary_folder` made in a process that has ended."""
+    """Remove the folders of `temporary_folder` from a process that has ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"hetexp-{pid}-*"):
         shutil.rmtree(folder, ignore_errors=True)

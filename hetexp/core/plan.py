@@ -1,4 +1,4 @@
-"""The plan: everything a worker needs to know, resolved once, written once, read by every rank."""
+"""The plan of a run, which the launcher writes once and every rank reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TUPLES = (
 )
 """Fields that JSON turns into lists."""
 _BY_RANK = ("devices", "threads", "precisions", "memory_bytes")
-"""Fields with a value a rank that other ranks do not change."""
+"""Fields with a value for each rank that does not depend on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -43,87 +43,88 @@ class Plan:
     run_dir: str
     """Absolute path of the run folder."""
     name: str
-    """Name for people."""
+    """Name to show."""
     group: str | None
     """The sweep that the run belongs to."""
     config: dict[str, Any]
     """The resolved configuration as plain types (`hetexp.core.config.Config` reads it)."""
     devices: tuple[DeviceSpec, ...]
-    """One a rank, in rank order."""
+    """Device of each rank."""
     strategy: str
     shares: tuple[float, ...]
-    """Fraction of each global batch a rank takes; sums to 1."""
+    """Each rank's fraction of a global batch; they sum to 1."""
     local_batch_sizes: tuple[int, ...]
-    """The shares of a full global batch in samples."""
+    """Each rank's samples of a full global batch."""
     collective_backend: str
-    """Of the process group of all ranks, which counts and decisions go through: `gloo`, `nccl` or `xccl`."""
+    """Backend of the process group for counts and decisions of all ranks: `gloo`, `nccl` or `xccl`."""
     threads: tuple[int, ...]
-    """CPU threads a rank's torch may use."""
+    """CPU threads of each rank's torch."""
     choices: dict[str, str] = field(default_factory=dict)
-    """Which option of each Hydra group made this plan, for names and tags."""
+    """Hydra group → its option, for names and tags."""
     overrides: tuple[str, ...] = ()
-    """What the person typed, for the run's name."""
+    """The typed overrides, for the run's name."""
     route: Topology | None = None
     """How gradients, or weights, are summed over all ranks; `None`: by the process group of all ranks."""
     route_fallback: dict[str, str] | None = None
-    """`from` and `to` which route, and the `reason`, where the start-up self-test found the planned one to
-    fail; ranks know it, the plan's file does not."""
+    """`from` and `to` which route, and the `reason`, if the planned route failed the self-test at the start.
+    Ranks set it; it is not in the plan's file."""
     precisions: tuple[str, ...] = ()
-    """What each rank computes in: `float32`, `bfloat16`, `float16` or `float64`."""
+    """Precision of each rank's computation: `float32`, `bfloat16`, `float16` or `float64`."""
     microbatch_sizes: tuple[int | None, ...] = ()
-    """Most samples of one pass of each rank, chosen for its memory; `None`: its local batch in one pass."""
+    """Each rank's largest microbatch that fits its memory; `None`: its whole local batch."""
     memory_bytes: tuple[int | None, ...] = ()
-    """What each rank is estimated to need of its device, `None` where that is not known."""
+    """Each rank's estimated memory; `None`: not known."""
     stages: tuple[tuple[Stage, ...], ...] = ()
-    """Each rank's pieces of the model, where the strategy cuts it; empty elsewhere."""
+    """Each rank's stages of a pipeline; empty for other strategies."""
     cards: tuple[DeviceSpec, ...] = ()
-    """All devices of the only rank, where it drives several (`devices` has the first); empty elsewhere."""
+    """All devices of a single rank that drives several (`devices` has the first); else empty."""
     card_shares: tuple[float, ...] = ()
-    """Fraction of each batch that each of them takes."""
+    """Fraction of each batch for each of these devices."""
     replica_batch_sizes: tuple[int, ...] = ()
-    """Samples of a full global batch that each pipeline takes, where the strategy cuts the model."""
+    """Samples of a full global batch for each pipeline; empty for other strategies."""
     predicted_step_seconds: float | None = None
-    """What a step of these stages is predicted to take, in the devices' own time; `None` where it is not."""
+    """Predicted step of a pipeline, in the devices' own time; `None`: not known."""
     left_out: tuple[DeviceSpec, ...] = ()
-    """Devices that were chosen and take no part, as a step is as short or shorter without them."""
+    """Chosen devices that take no part, because a step is as short or shorter without them."""
     reasons: tuple[str, ...] = ()
-    """Why it looks like this, one sentence each."""
+    """Reasons for the plan, as sentences."""
     exact: bool = True
     """Whether each step is the one that a single device would take with the global batch."""
     fallback: dict[str, str] | None = None
-    """`from` and `to` which strategy, and the `reason`, where the configured one could not run."""
+    """`from` and `to` which strategy, and the `reason`, if the configured strategy cannot run."""
     measuring: bool = False
     """Whether the ranks only measure their devices (`hetexp.training.measuring.calibrate`)."""
     calibration: dict[str, Any] | None = None
-    """What was measured of these devices, and the step that is predicted from it."""
+    """Measurements of these devices, and the step that they predict."""
     network: dict[str, Any] | None = None
-    """Figures of the link between hosts, where emulated devices are in several."""
+    """Figures of the link between hosts, if there are several."""
     script: str | None = None
-    """Absolute path of a person's own script that each rank runs instead of hetexp's training."""
+    """Absolute path of a user's own script that each rank runs instead of hetexp's training."""
     script_arguments: tuple[str, ...] = ()
-    """What follows the script's name on its command line."""
+    """Arguments of the script."""
     store_host: str = "127.0.0.1"
     store_port: int = 0
     working_dir: str = ""
-    """Folder the person started from; relative paths in the configuration mean this one."""
+    """The user's folder, from which relative paths of the configuration start."""
     import_paths: tuple[str, ...] = ()
-    """Folders that workers append to `sys.path`, so that a person's own modules are found."""
+    """Folders of the user's own modules, which ranks append to `sys.path`."""
 
     @property
     def all_devices(self) -> tuple[DeviceSpec, ...]:
-        """Every device that takes part: one a rank, but where a single rank drives them all."""
+        """Every device that takes part: one for each rank, or all devices of a single rank."""
         return self.cards or self.devices
 
     @property
     def card_batch_sizes(self) -> tuple[int, ...]:
-        """Samples of a full global batch that each of a single rank's devices takes."""
+        """Samples of a full global batch for each device in `cards`."""
         return apportion(sum(self.local_batch_sizes), self.card_shares).counts if self.cards else ()
 
     def of_ranks(self, ranks: Sequence[int], reasons: Sequence[str] = (), **changes: Any) -> Plan:
-        """Return the plan of some of its ranks' devices, in this order, with other values of some fields.
+        """Return the plan of some of its ranks' devices, in this order.
 
         Args:
-            reasons: come first; the sentence of the policy's split goes, as the split is another one.
+            reasons: put before the others; the reason for the old split is removed.
+            changes: other values of fields.
         """
 
         def kept(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -150,13 +151,13 @@ class Plan:
         return (self.card_batch_sizes or self.local_batch_sizes)[place]
 
     def precision_of(self, place: int) -> str | None:
-        """Return what one of `all_devices` computes in; `None` if the plan does not say it."""
+        """Return the precision of one of `all_devices`; `None` if the plan does not have it."""
         return self.precisions[self.rank_of(place)] if self.precisions else None
 
     def pass_size_of(self, place: int) -> int | None:
-        """Return the most samples of one pass on one of `all_devices`.
+        """Return the largest microbatch of one of `all_devices`.
 
-        `None` means that there is no limit, or that a rank divides its passes among several devices.
+        `None` means that there is no limit, or that a rank divides its microbatches among several devices.
         """
         return None if self.cards else self.microbatch_size(place)
 
@@ -166,52 +167,52 @@ class Plan:
 
     @property
     def way(self) -> Topology:
-        """How something large is summed over all ranks."""
+        """How a large tensor is summed over all ranks."""
         return self.route or Topology.flat(self.collective_backend, self.world_size)
 
     @property
     def reforms(self) -> bool:
-        """True if the ranks can leave all their connections and form others: none is a vendor library's.
+        """Whether ranks can leave their group and form another, because no vendor's library connects them.
 
-        A collective of such a library cannot be left by a rank whose peer is gone, nor its process be sure of
-        the device afterwards.
+        After the loss of a peer a rank cannot leave a collective of such a library, and its device may be
+        unusable afterwards.
         """
         libraries = {group.library for level in self.way.levels for group in level}
         return self.collective_backend == "gloo" and libraries <= {"gloo", "shm"}
 
     @property
     def boundary_wire(self) -> Wire:
-        """What activations and their gradients travel as between stages: `comm.boundary_wire`."""
+        """Type of activations and their gradients between stages: `comm.boundary_wire`."""
         wire: Wire = self.config.get("comm", {}).get("boundary_wire", "float32")
         return wire
 
     @property
     def wire(self) -> str:
-        """What gradients travel as between ranks that no vendor's library joins: `comm.wire`."""
+        """Type of gradients between ranks that no vendor's library connects: `comm.wire`."""
         wire: str = self.config.get("comm", {}).get("wire", "float32")
         return wire
 
     @property
     def emulated(self) -> bool:
-        """True if a device is not as it is, or faults are ordered: no number of this run is hardware's."""
-        ordered = self.config.get("fault", {}).get("events")
-        return bool(ordered) or any(device.emulated for device in self.devices)
+        """Whether devices are emulated or altered, or faults injected: its numbers are not the hardware's."""
+        events = self.config.get("fault", {}).get("events")
+        return bool(events) or any(device.emulated for device in self.devices)
 
     @property
     def paced(self) -> bool:
-        """True if a device runs at the pace of a card that is not there: then links are paced as well."""
+        """Whether a device is emulated, so that links are paced as well."""
         return any(device.backend == "emulated" for device in self.devices)
 
     def microbatch_size(self, rank: int) -> int | None:
-        """Return the most samples of one pass of a rank: what the person set, else what its memory holds."""
-        wanted: int | None = self.config["trainer"].get("microbatch_size")
-        return wanted if wanted is not None or not self.microbatch_sizes else self.microbatch_sizes[rank]
+        """Return a rank's largest microbatch: the configured size, else the one that fits its memory."""
+        size: int | None = self.config["trainer"].get("microbatch_size")
+        return size if size is not None or not self.microbatch_sizes else self.microbatch_sizes[rank]
 
     @property
     def config_hash(self) -> str:
-        """Short hash of the configuration; ranks compare it before they train.
+        """Short hash of the configuration, which ranks compare before training.
 
-        Where the checkpoint is that they go on from is each machine's own.
+        It leaves out `resume`, because the path of the checkpoint differs between machines.
         """
         text = json.dumps({**self.config, "resume": None}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -221,7 +222,7 @@ class Plan:
         write_json(path, self.to_dict(), durable)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan in plain types, as its file holds it."""
+        """Return the plan as plain types."""
         return asdict(self) | {"world_size": self.world_size, "emulated": self.emulated}
 
     def to_json(self) -> str:
@@ -229,10 +230,10 @@ class Plan:
         return json.dumps(self.to_dict())
 
     def placed_as(self, own: Plan) -> Plan:
-        """Return the plan with the folders and the way to the store that another one has: another machine's.
+        """Return the plan with the folders and the store's address of another plan.
 
         Args:
-            own: a plan whose folders are those of this machine.
+            own: the plan on this machine.
         """
         return replace(
             self,
@@ -245,24 +246,24 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Read what `write` wrote."""
+        """Read the plan from a file of `write`."""
         return cls.from_json(path.read_text(encoding="utf-8"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Read what `to_json` returned."""
+        """Read the plan from the result of `to_json`."""
         return cls.from_dict(json.loads(text))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Plan:
-        """Return the plan of what `to_dict` returned and JSON carried."""
+        """Return the plan from the result of `to_dict`, after JSON."""
         raw = dict(raw)
         raw.pop("world_size")
         raw.pop("emulated")
         raw["devices"] = tuple(DeviceSpec.from_dict(device) for device in raw["devices"])
         raw["cards"] = tuple(DeviceSpec.from_dict(device) for device in raw["cards"])
         raw["left_out"] = tuple(DeviceSpec.from_dict(device) for device in raw.get("left_out", ()))
-        raw["stages"] = tuple(tuple(Stage(**stage) for stage in own) for own in raw["stages"])
+        raw["stages"] = tuple(tuple(Stage(**stage) for stage in stages) for stages in raw["stages"])
         if raw.get("route") is not None:
             raw["route"] = Topology.from_dict(raw["route"])
         for name in _TUPLES:

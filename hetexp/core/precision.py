@@ -1,8 +1,8 @@
 """Precisions by name, and which of them each device computes in.
 
 `bfloat16` and `float16` mean that the model's large operations run in that type, while weights, gradients,
-the exchange and the optimizer's state stay in float32 (autocast). What is native comes from the devices' own
-facts: torch says yes to bfloat16 on cards that only imitate it (pytorch/pytorch#115924).
+the exchange and the optimizer's state stay in float32 (autocast). The devices' own facts say which precisions
+are native: torch reports bfloat16 also for cards that only imitate it (pytorch/pytorch#115924).
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 
 SHORT_FORMS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-"""What else a person may write."""
+"""Short names in a configuration."""
 AUTOCAST = ("bfloat16", "float16")
-"""Precisions of the computation only; all that is kept and exchanged is float32 under them."""
+"""Precisions of the computation only: weights and the exchange stay in float32."""
 PREFERRED = ("bfloat16", "float16", "float32")
-"""How `auto` and `auto_common` choose: bfloat16 has float32's range and needs no loss scale."""
+"""Order of `auto` and `auto_common`: bfloat16 has float32's range and needs no loss scale."""
 CERTAIN = ("float32",)
-"""What a device of which nothing is known computes in."""
+"""Precisions of a device whose native precisions are not known."""
 
 
 def long_name(value: object) -> object:
-    """Return the long name of a precision's short form, and anything else as it is."""
+    """Return the long name of a precision's short name, and any other value as it is."""
     return SHORT_FORMS.get(value, value) if isinstance(value, str) else value
 
 
 def choose_precisions(wanted: str, devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
-    """Return the precision that each device computes in, one a rank.
+    """Return the precision of each rank's computation.
 
     Args:
         wanted: `trainer.precision`.
-        devices: none of them speaks against it (`precision_problems`).
+        devices: of the ranks, without `precision_problems`.
     """
     if wanted == "auto":
         return tuple(_best([device]) for device in devices)
@@ -40,9 +40,9 @@ def choose_precisions(wanted: str, devices: Sequence[DeviceSpec]) -> tuple[str, 
 
 
 def precision_problems(wanted: str, devices: Sequence[DeviceSpec]) -> list[str]:
-    """Return one sentence that names every device which does not compute natively in a fixed precision.
+    """Return one sentence that names every device that does not compute natively in a fixed precision.
 
-    A device of which nothing is known is not refused: its rank asks it before training.
+    A device whose precisions are not known is not refused: its rank tries the precision before training.
     """
     unfit = [d for d in devices if d.precisions is not None and wanted not in d.precisions]
     if wanted in ("auto", "auto_common") or not unfit:
@@ -56,7 +56,7 @@ def precision_problems(wanted: str, devices: Sequence[DeviceSpec]) -> list[str]:
 
 
 def precision_reasons(wanted: str, devices: Sequence[DeviceSpec]) -> list[str]:
-    """Return why each device computes in what it does, one sentence each."""
+    """Return the reasons for the precisions of the devices, as sentences."""
     chosen = choose_precisions(wanted, devices)
     unknown = [device.id for device in devices if device.precisions is None]
     if wanted == "auto":
@@ -65,7 +65,7 @@ def precision_reasons(wanted: str, devices: Sequence[DeviceSpec]) -> list[str]:
     elif wanted == "auto_common":
         reasons = [_common_reason(chosen[0], devices)]
     elif wanted == "float32":
-        reasons = []  # as everywhere; a line in each plan would say nothing
+        reasons = []  # the default needs no reason
     else:
         reasons = [f"Every device computes in {wanted}, as trainer.precision says."]
     if unknown and wanted in ("auto", "auto_common"):
@@ -83,18 +83,18 @@ def precision_reasons(wanted: str, devices: Sequence[DeviceSpec]) -> list[str]:
 
 
 def exchanged_in(precisions: Sequence[str]) -> str:
-    """Return the type of gradients on their way between ranks; the same on all of them."""
+    """Return the type of exchanged gradients, the same on all ranks."""
     return "float64" if "float64" in precisions else "float32"
 
 
 def _best(devices: Sequence[DeviceSpec]) -> str:
-    """Return the first preferred precision that each of the devices has, float32 where there is none."""
-    known = [device.precisions or CERTAIN for device in devices]
-    return next((name for name in PREFERRED if all(name in names for names in known)), "float32")
+    """Return the first preferred precision that all devices have; float32 if there is none."""
+    native = [device.precisions or CERTAIN for device in devices]
+    return next((name for name in PREFERRED if all(name in names for names in native)), "float32")
 
 
 def _common_reason(chosen: str, devices: Sequence[DeviceSpec]) -> str:
-    """Say which precisions that would have come first some device lacks."""
+    """Return the reason for a common precision: which devices lack the preferred ones."""
     text = f"Precision auto_common takes {chosen} on every device"
     missing = []
     for name in PREFERRED[: PREFERRED.index(chosen)]:

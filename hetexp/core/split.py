@@ -1,4 +1,4 @@
-"""Integer shares of a batch. Everything here is a pure function, the same on every rank."""
+"""Integer shares of a batch, by pure functions with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def apportion(total: int, shares: Sequence[float]) -> Split:
     counts = [math.floor(quota) for quota in quotas]
     left = total - sum(counts)
     by_remainder = sorted(range(len(quotas)), key=lambda r: (counts[r] - quotas[r], r))
-    # A share of zero never receives a left-over sample: its owner asked for no work at all.
+    # A rank with a share of zero never gets a left-over sample.
     takers = [r for r in by_remainder if shares[r] > 0]
     for i in range(left):
         counts[takers[i % len(takers)]] += 1

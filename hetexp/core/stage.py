@@ -1,4 +1,4 @@
-"""A pipeline's pieces as the plan tells them: which rank computes which layers of which replica."""
+"""The stages of pipelines in a plan, and the costs of a model's layers."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's piece of a pipeline."""
+    """One stage of a pipeline."""
 
     replica: int
-    """Number of the pipeline that it belongs to; a plain pipeline has one, number 0."""
+    """Number of its pipeline, from 0."""
     index: int
     """Place in that pipeline, from 0."""
     first_layer: int
     end_layer: int
-    """Layers `[first_layer, end_layer)`; what comes before all layers belongs to the first stage, what comes
+    """Layers `[first_layer, end_layer)`. Modules before all layers belong to the first stage, and modules
     after them to the last."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer of a model costs. What comes before all layers counts with the first, what comes after
-    them with the last.
+    """The costs of one layer of a model.
+
+    Modules before all layers count with the first layer, and modules after them with the last.
     """
 
     name: str
     work: float
-    """Fraction of the model's operations of a step; all layers' sum to 1."""
+    """Fraction of the model's operations in a step; the layers' fractions sum to 1."""
     weight_bytes: int
-    """Of all its parameters; a tied one counts in each layer that holds it."""
+    """Size of all its parameters; a tied parameter counts in each layer that holds it."""
     trained_bytes: int
-    """Of those parameters that are trained: what gradients and each moment of the optimizer take as well."""
+    """Size of its trained parameters, and so of their gradients."""
     buffer_bytes: int
     activation_bytes: int
-    """What backward keeps of one sample."""
+    """Activations of one sample that backward needs."""
     output_bytes: int
-    """What it hands to the next layer, of one sample; 0 for the last."""
+    """Output of one sample for the next layer; 0 for the last layer."""
     state_bytes: int = 0
-    """What the optimizer keeps of its parameters from step to step."""
+    """Size of the optimizer's state of its parameters."""

@@ -1,4 +1,4 @@
-"""`summary.json`: one flat record a run, the same fields whatever happened."""
+"""`summary.json`: one record for each run, with the same fields for every end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOST_TO = ("imbalance", "communication", "rounding", "data", "other")
 
 
 def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
-    """Return a summary in which everything that only a run can tell is null.
+    """Return a summary with null for the results of the training.
 
     Args:
         status: `completed`, `failed` or `interrupted`.
@@ -72,11 +72,11 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
 
 
 def _calibration(plan: Plan) -> dict[str, Any] | None:
-    """Return when the devices were measured, and whether that was kept from an earlier run."""
-    known = plan.calibration or {}
-    if "measured_at" not in known:
+    """Return when the devices were measured, and whether an earlier run measured them."""
+    calibration = plan.calibration or {}
+    if "measured_at" not in calibration:
         return None
-    return {"measured_at": known["measured_at"], "cached": known["cached"]}
+    return {"measured_at": calibration["measured_at"], "cached": calibration["cached"]}
 
 
 def _device(plan: Plan, place: int) -> dict[str, Any]:

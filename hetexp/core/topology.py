@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that sum among themselves."""
+    """Ranks that sum a tensor among themselves."""
 
     library: str
-    """What carries the bytes: `nccl`, `xccl`, `shm` or `gloo`."""
+    """Library of the sum: `nccl`, `xccl`, `shm` or `gloo`."""
     ranks: tuple[int, ...]
-    """Rising; the first one is the leader, which takes the sum on to the next level."""
+    """In rising order; the first rank is the leader, which takes part in the next level."""
 
     @property
     def leader(self) -> int:
@@ -23,45 +23,45 @@ class Group:
 
 @dataclass(frozen=True)
 class Topology:
-    """The groups of every level, from within a vendor's cards outwards.
+    """The groups of each level, from a vendor's cards outwards.
 
-    A rank is in one group a level at most. One that leads its group, or has none on a level, goes on to the
-    next; the others wait for what comes back. Those of the last level's only group have the whole sum.
+    A rank is in at most one group of a level. The leader of a group, and a rank without a group, go on to
+    the next level, while the others wait for the result. The last level's only group has the whole sum.
     """
 
     levels: tuple[tuple[Group, ...], ...] = ()
-    """Empty for a rank that is alone."""
+    """Empty for a single rank."""
 
     @classmethod
     def flat(cls, library: str, world_size: int) -> Topology:
-        """Return the route of one group of all ranks."""
+        """Return the topology of one group of all ranks."""
         return cls(((Group(library, tuple(range(world_size))),),) if world_size > 1 else ())
 
     @property
     def name(self) -> str:
-        """What carries the bytes, from within outwards: `nccl + shm`."""
+        """The libraries, from the first level outwards: `nccl + shm`."""
         return " + ".join(dict.fromkeys(group.library for level in self.levels for group in level))
 
     @property
     def library(self) -> str | None:
-        """What carries all bytes in one group of all ranks; `None` where there are several groups."""
+        """The library of one group of all ranks; `None` if there are several groups."""
         groups = [group for level in self.levels for group in level]
         return groups[0].library if len(groups) == 1 else None
 
     def groups_of(self, rank: int) -> list[Group]:
-        """Return the groups that a rank is in, from within outwards."""
+        """Return the groups of a rank, from the first level outwards."""
         return [group for level in self.levels for group in level if rank in group.ranks]
 
     def below(self, rank: int, level: int) -> tuple[int, ...]:
-        """Return the ranks whose sum a rank brings along to a level, itself first."""
+        """Return the ranks whose sum a rank has when a level begins, itself first."""
         ranks = [rank]
         for groups in reversed(self.levels[:level]):
             led = {group.leader: group.ranks[1:] for group in groups}
-            ranks += [member for one in list(ranks) for member in led.get(one, ())]
+            ranks += [member for leader in list(ranks) for member in led.get(leader, ())]
         return tuple(ranks)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Topology:
-        """Return what `dataclasses.asdict` made plain and JSON carried."""
-        read = [[Group(one["library"], tuple(one["ranks"])) for one in level] for level in raw["levels"]]
-        return cls(tuple(tuple(level) for level in read))
+        """Return the topology from its `dataclasses.asdict`, after JSON."""
+        levels = [[Group(group["library"], tuple(group["ranks"])) for group in lv] for lv in raw["levels"]]
+        return cls(tuple(map(tuple, levels)))

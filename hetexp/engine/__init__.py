@@ -1,4 +1,4 @@
-"""Runs a rank in a process that another engine has started, by `train.py` or by a worker function."""
+"""Runs a rank in a process that another engine has started, through `train.py` or `train_function`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_rank(rank_env: RankEnv, arguments: argparse.Namespace) -> NoReturn:
 
 
 def train_function(overrides: Sequence[str], run_dir: str | Path | None = None) -> dict[str, Any] | None:
-    """Run one rank, and return: for a process that goes on afterwards, as a worker of Ray Train does.
+    """Run one rank, and return, for a process that goes on afterwards, such as a worker of Ray Train.
 
     Args:
         overrides: as after `python train.py`.

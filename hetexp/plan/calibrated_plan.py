@@ -1,8 +1,8 @@
-"""From what was measured of the devices to the plan: who takes part, with what share, and what it will take.
+"""From measurements of the devices to the plan: its devices, their shares, and the predicted step.
 
-A device takes part only if the step is quicker with it: its share of the work is gained, its exchange, its
-fixed costs and the wait for it are paid. Of the sets of devices tried, fastest first, the one with the
-shortest predicted step wins; the fastest device alone is always among them.
+A device takes part only if it makes the step shorter: it gains its share of the work, and costs its exchange,
+its fixed costs and the wait for it. The sets grow from the fastest device alone by the next fastest one, and
+the set with the shortest predicted step wins.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hetexp.hardware.links import links_of
 from hetexp.plan.routes import routed
 
 LEAST_GAIN = 0.01
-"""Fraction by which a device must make the step quicker to be worth taking: less cannot be measured."""
+"""Least relative gain by which a device takes part, because a smaller one cannot be measured."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The devices that take part, and what is predicted of them."""
+    """The devices that take part, with their split and predicted step."""
 
     ranks: tuple[int, ...]
-    """Of the measured plan."""
+    """Their ranks in the measured plan."""
     split: Split
-    """Of the global batch over these."""
+    """Split of the global batch over them."""
     step_seconds: float
     reasons: tuple[str, ...]
 
@@ -38,11 +38,11 @@ class Choice:
 def choose(
     plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, drop_slower: bool = True
 ) -> Choice:
-    """Return the set of devices and the split whose step is predicted to be the shortest.
+    """Return the set of devices and the split with the shortest predicted step.
 
     Args:
-        plan: that was measured.
-        drop_slower: whether a device may be left out.
+        plan: of the measured devices.
+        drop_slower: whether devices may be left out.
 
     Raises:
         ValueError: the devices' memory together does not hold the batch.
@@ -52,7 +52,7 @@ def choose(
     sets = growing_sets(ordered)
     if not drop_slower:
         sets = sets[-1:]
-    # A set whose memory cannot hold the batch is none; all devices together must.
+    # A set whose memory does not hold the batch is skipped; all devices together must hold it.
     tried = [best_split(plan, devices, exchange, s) for s in sets[:-1] if holds(devices, s, total)]
     tried.append(best_split(plan, devices, exchange, sets[-1]))
     best = tried[0]
@@ -79,12 +79,12 @@ def choose(
 
 
 def fastest_first(devices: Sequence[DeviceCalibration], total: int) -> list[int]:
-    """Return the ranks of the devices, the one first that alone ends so many samples soonest."""
+    """Return the ranks of the devices, sorted by the time of so many samples on each device alone."""
     return sorted(range(len(devices)), key=lambda rank: (devices[rank].curve.seconds(total), rank))
 
 
 def growing_sets(ordered: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the first of these ranks, the first two, and so on, each set in rising order."""
+    """Return the sets of the first rank, the first two ranks, and so on, each in rising order."""
     return [tuple(sorted(ordered[:count])) for count in range(1, len(ordered) + 1)]
 
 
@@ -97,7 +97,7 @@ def holds(devices: Sequence[DeviceCalibration], ranks: Sequence[int], total: int
 def best_split(
     plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, ranks: Sequence[int]
 ) -> Choice:
-    """Return the best split over a set of the plan's devices, and its step as predicted."""
+    """Return the best split over a set of the plan's devices, with its predicted step."""
     total = plan.config["trainer"]["global_batch_size"]
     split = solve([devices[rank].curve for rank in ranks], total)
     specs = [plan.devices[rank] for rank in ranks]
@@ -116,7 +116,7 @@ def step_of(
     """Return the predicted seconds of a step of these devices with so many samples each.
 
     Args:
-        specs: those of the plan's devices, as links see them.
+        specs: the plan's devices with their links.
     """
     links = links_of(plan, specs, exchange.measured)
     return joint_seconds(devices, counts, links, exchange)
@@ -129,18 +129,18 @@ def calibrated_plan(
     choice: Choice,
     source: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Return the plan of the chosen devices, with what was measured of them.
+    """Return the plan of the chosen devices, with their measurements.
 
     Args:
-        exchange: plain types of the `Exchange` that the choice was made with.
-        source: when that was measured, whether it was kept from then, and the names of its entries
+        exchange: plain types of the `Exchange` of the choice.
+        source: time of the measurement, whether it was kept, and the names of its entries
             (`hetexp.plan.calibrations`).
     """
     total = plan.config["trainer"]["global_batch_size"]
     changed = plan.of_ranks(
         choice.ranks,
         choice.reasons,
-        left_out=tuple(one for rank, one in enumerate(plan.devices) if rank not in choice.ranks),
+        left_out=tuple(device for rank, device in enumerate(plan.devices) if rank not in choice.ranks),
         shares=tuple(count / total for count in choice.split.counts),
         local_batch_sizes=choice.split.counts,
         microbatch_sizes=tuple(devices[rank].curve.microbatch_size for rank in choice.ranks),
@@ -158,11 +158,11 @@ def calibrated_plan(
 def start_from_estimates(
     plan: Plan, known: Sequence[DeviceCalibration | None], caps: Sequence[int | None]
 ) -> Plan:
-    """Return the plan that begins with what is known of each device alone; unchanged where one is not known.
+    """Return the plan with a split by measurements of each device alone; unchanged if one is missing.
 
-    What the devices exchange is not known, so nothing is predicted and no device is left out.
+    The exchange is not known, so that no step is predicted and no device is left out.
     """
-    devices = [one.capped(cap) for one, cap in zip(known, caps, strict=True) if one is not None]
+    devices = [device.capped(cap) for device, cap in zip(known, caps, strict=True) if device is not None]
     total = plan.config["trainer"]["global_batch_size"]
     if len(devices) < len(known) or not holds(devices, range(len(devices)), total):
         return plan

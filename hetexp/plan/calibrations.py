@@ -1,8 +1,7 @@
-"""What was measured of devices is kept in `$HETEXP_HOME/calibrations`: the same job need not measure again.
+"""Keeps the measurements of devices in `$HETEXP_HOME/calibrations`, so that a job is measured only once.
 
-One file a job has all that was measured for it. Beside it, one file a device has what is known of the device
-whatever it was measured beside. The name of a file is a hash of all that the measured times depend on; the
-file holds these facts, too, so that people can read what it is about.
+There is a file for each job, and one for each device alone. The name of a file is a hash of the facts on
+which the measured times depend. The file has these facts as well, to be readable.
 """
 
 from __future__ import annotations
@@ -34,19 +33,18 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 MOST_DAYS = 30
-"""Age at which devices are measured again: what ages a machine without a new driver or version (dust, other
-cards beside it, firmware) is slow, and no fact that could be in a key."""
+"""Age at which devices are measured again, because of slow changes that are in no key (dust, firmware)."""
 WRONG_BY = 0.1
-"""Fraction by which a run's steps may differ from what was predicted before the calibration is dropped."""
+"""Largest relative difference between the predicted and the measured step that keeps a calibration."""
 LINKS_GBIT = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 100.0, 200.0, 400.0)
-"""What links between hosts have: Ethernet's rates, and those of radio below."""
+"""Rates of links between hosts: those of Ethernet, and of radio below."""
 LEAST_WINDOWS, LEAST_STEPS = 3, 30
 """Log lines and steps after the first line from which a run's step time is judged."""
 
 
 @dataclass(frozen=True)
 class Cached:
-    """All that a measurement of these devices would tell."""
+    """The kept measurement of a job's devices."""
 
     devices: tuple[DeviceCalibration, ...]
     exchange: Exchange
@@ -63,7 +61,7 @@ class Cached:
 
 
 def find(plan: Plan, config: Config) -> Cached | None:
-    """Return what was measured for this job before, of all its devices together; `None` where nothing was."""
+    """Return the kept measurement of this job with all its devices; `None` if there is none."""
     if not _keeps(plan, config):
         return None
     *_, (name, facts) = _entries(plan, config)
@@ -72,10 +70,10 @@ def find(plan: Plan, config: Config) -> Cached | None:
 
 
 def known_devices(plan: Plan, config: Config) -> list[DeviceCalibration | None]:
-    """Return what each of the plan's devices is known to do by itself, whatever it was measured beside.
+    """Return the kept measurement of each of the plan's devices alone, maybe from a run with other devices.
 
-    The global batch may have been another one: a curve says nothing certain of passes smaller or larger than
-    those that were measured (`DeviceCalibration.points`).
+    The global batch may have been another one. A curve is certain only between its measured sizes
+    (`DeviceCalibration.points`).
     """
     if not _keeps(plan, config):
         return [None] * plan.world_size
@@ -87,9 +85,9 @@ def known_devices(plan: Plan, config: Config) -> list[DeviceCalibration | None]:
 
 
 def store(plan: Plan, config: Config, measured: Mapping[str, Any]) -> str:
-    """Keep what was measured, and return when that was (now; ISO 8601, UTC).
+    """Keep a measurement, and return its time (now; ISO 8601, UTC).
 
-    A run does not fail for it: where nothing can be written, a line in the log says so.
+    A failure to write does not end the run: the log has a warning.
 
     Args:
         measured: plain types of all `devices` of the plan, in its order, and of their `exchange`.
@@ -110,20 +108,19 @@ def store(plan: Plan, config: Config, measured: Mapping[str, Any]) -> str:
 
 
 def names(plan: Plan, config: Config) -> list[str]:
-    """Return the names of the entries that this plan reads and writes; none where it keeps nothing."""
+    """Return the names of the entries that this plan reads and writes; empty if it keeps nothing."""
     if not _keeps(plan, config):
         return []
     return [name for name, _ in _entries(plan, config)]
 
 
 def drop_if_wrong(plan: Plan, summary: Mapping[str, Any]) -> str | None:
-    """Drop the entries that a finished run's split came from, where its steps took otherwise than predicted.
+    """Delete the entries of a completed run's split if its steps were longer or shorter than predicted.
 
-    The next run then measures again. Short runs, runs with ordered faults and runs without a valid timing
-    tell nothing.
+    The next run then measures again. Short runs, runs with faults and runs without valid times do not count.
 
     Returns:
-        The sentence that says so, `None` where the entries stay.
+        A sentence about it; `None` if the entries stay.
     """
     entries = (plan.calibration or {}).get("entries")
     if not entries or plan.config.get("fault", {}).get("events") or summary["valid"] is False:
@@ -146,21 +143,21 @@ def folder() -> Path:
 
 
 def _keeps(plan: Plan, config: Config) -> bool:
-    """Whether times may be kept: those of a card that others use, too, are those of a moment."""
+    """Return whether measurements are kept; those of a shared card hold only for a moment."""
     on_cards = any(not backend_class(device.backend).computes_on_cpu for device in plan.devices)
     return not (config.hardware.share_devices and on_cards)
 
 
 def _entries(plan: Plan, config: Config) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and facts of each device's entry, and last of the job's."""
-    work = _work_facts(plan, config)  # reads the sources of a person's own classes
+    """Return name and facts of each device's entry, and at the end those of the job's entry."""
+    work = _work_facts(plan, config)  # reads the sources of the user's own classes
     devices = [_device_facts(plan, config, rank) | work for rank in range(plan.world_size)]
     entries = [(f"device-{_hash(facts)}.json", facts) for facts in devices]
     return [*entries, _job_entry(plan, config, [name for name, _ in entries])]
 
 
 def _job_entry(plan: Plan, config: Config, devices: list[str]) -> tuple[str, dict[str, Any]]:
-    """Return name and facts of this job's entry: the devices in their order, and what they exchange by.
+    """Return name and facts of this job's entry: the devices in their order, and their exchange.
 
     Args:
         devices: names of their entries.
@@ -168,7 +165,7 @@ def _job_entry(plan: Plan, config: Config, devices: list[str]) -> tuple[str, dic
     trainer = config.trainer
     facts = {
         "devices": devices,
-        "global_batch_size": trainer.global_batch_size,  # the sizes measured and the samples loaded follow it
+        "global_batch_size": trainer.global_batch_size,  # decides the measured sizes and the loading time
         "clip_norm": trainer.clip_norm,
         "non_finite": trainer.non_finite,
         "route": asdict(plan.way),
@@ -182,16 +179,16 @@ def _job_entry(plan: Plan, config: Config, devices: list[str]) -> tuple[str, dic
 
 
 def _network(plan: Plan) -> dict[str, Any] | str | None:
-    """Return what the network between hosts is; of one that is measured each time the kind of link."""
+    """Return the network between hosts; of a measured network only the kind of link."""
     if plan.network is None or any(device.backend == "emulated" for device in plan.devices):
         return plan.network
     gbit = plan.network["gb_per_second"] * 8
-    # What is measured is never more than the link has, and differs a little each time.
+    # A measured rate is at most the link's, and differs a little each time.
     return next((f"{link:g} Gbit/s" for link in LINKS_GBIT if gbit <= link), "more")
 
 
 def _work_facts(plan: Plan, config: Config) -> dict[str, Any]:
-    """Return what the work of a pass depends on, whatever the device. The global batch is none of it."""
+    """Return the facts on which the work of a pass depends on any device, without the global batch."""
     trainer = config.trainer
     sections = {key: getattr(config, key) for key in ("model", "data", "optimizer", "strategy")}
     return {
@@ -204,7 +201,7 @@ def _work_facts(plan: Plan, config: Config) -> dict[str, Any]:
         "detect_anomaly": config.debug.detect_anomaly,
         "hetexp": hetexp.__version__,
         "sources": source_hashes([*sections.values(), trainer.loss], plan.import_paths),
-        # Ranks on the CPU take cores from each other and from what feeds the cards.
+        # Ranks on the CPU take cores from each other and from the data loaders of the cards.
         "cpu_ranks": sum(backend_class(device.backend).computes_on_cpu for device in plan.devices),
     }
 
@@ -225,7 +222,7 @@ def _device_facts(plan: Plan, config: Config, rank: int) -> dict[str, Any]:
 
 
 def _identity(device: DeviceSpec, config: Config) -> dict[str, Any]:
-    """Return what makes it this device. A rank on the CPU is any other one's equal."""
+    """Return the facts that identify a device. All ranks on a CPU are equal."""
     if device.backend == "emulated":
         seed = config.hardware.deviation_seed
         return {
@@ -243,7 +240,7 @@ def _hash(facts: Mapping[str, Any]) -> str:
 
 
 def _read(name: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return an entry; `None` where there is none, it is damaged (the log says so) or too old."""
+    """Return an entry; `None` if it is missing, damaged (with a warning in the log) or too old."""
     path = folder() / name
     try:
         entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -261,14 +258,14 @@ def _read(name: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _measured(raw: Mapping[str, Any]) -> tuple[tuple[DeviceCalibration, ...], Exchange]:
-    """Read what ranks that only measure returned."""
+    """Return devices and exchange from a measurement's plain types."""
     return tuple(map(DeviceCalibration.from_dict, raw["devices"])), Exchange.from_dict(raw["exchange"])
 
 
 def _steady_step_seconds(run_dir: Path, full_batch: int) -> float | None:
-    """Return what a step of a full batch took: the median of a run's log windows but the first.
+    """Return the measured seconds of a full batch's step: the median of a run's log windows but the first.
 
-    In the first one kernels are chosen and caches fill. The last batch of an epoch may be short.
+    In the first window kernels are chosen and caches fill. The last batch of an epoch may be smaller.
     """
     try:
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -281,7 +278,7 @@ def _steady_step_seconds(run_dir: Path, full_batch: int) -> float | None:
 
 
 def _remove_old() -> None:
-    """Remove what is too old to be used, and what a writer that was killed has left."""
+    """Remove outdated entries, and temporary files of killed writers."""
     limit = time.time() - MOST_DAYS * 24 * 3600
     for path in folder().iterdir():
         try:

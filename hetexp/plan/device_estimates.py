@@ -1,4 +1,4 @@
-"""What is known of a plan's devices before it runs, and where it comes from."""
+"""Estimates of the speed of a plan's devices before it runs, and their sources."""
 
 from __future__ import annotations
 
@@ -13,41 +13,43 @@ MEASURED, CATALOGUE, NOTHING = "measured", "from the catalogue", "not known"
 
 @dataclass(frozen=True)
 class DeviceEstimates:
-    """One entry a device."""
+    """The estimates of a plan's devices, with an entry for each device."""
 
     devices: tuple[DeviceCalibration | None, ...]
-    """`None` where neither a measurement nor the catalogue says anything."""
+    """`None` for a device that neither a measurement nor the catalogue knows."""
     sources: tuple[str, ...]
+    """`MEASURED`, `CATALOGUE` or `NOTHING`."""
     linked: tuple[DeviceSpec, ...]
-    """The devices as links see them: a real card of the catalogue has the catalogue's link to its host."""
+    """The devices with their links: a real card of the catalogue has the catalogue's link to its host."""
     exchange: Exchange
     reason: str | None = None
-    """Why nothing is known, where there is more to say than that."""
+    """Why a device is not known, if there is a special reason."""
 
     @classmethod
     def measured(
         cls, specs: Sequence[DeviceSpec], devices: Sequence[DeviceCalibration], exchange: Exchange
     ) -> DeviceEstimates:
-        """Return what a calibration of these very devices tells."""
+        """Return the estimates by a calibration of exactly these devices."""
         return cls(tuple(devices), (MEASURED,) * len(devices), tuple(specs), exchange)
 
     @property
     def complete(self) -> bool:
+        """Whether all devices are known."""
         return None not in self.devices
 
-    def limited(self, caps: Sequence[int | None], passes: Sequence[int | None]) -> DeviceEstimates:
-        """Return the same with further limits to the samples of a step, and to those of a pass."""
-        limits = zip(self.devices, caps, passes, strict=True)
-        devices = [one.capped(cap).split_microbatches(size) if one else None for one, cap, size in limits]
+    def limited(self, caps: Sequence[int | None], sizes: Sequence[int | None]) -> DeviceEstimates:
+        """Return the estimates with limits to each device's samples of a step, and of a microbatch."""
+        limits = zip(self.devices, caps, sizes, strict=True)
+        devices = [device and device.capped(cap).split_microbatches(size) for device, cap, size in limits]
         return replace(self, devices=tuple(devices))
 
     def mixed(self, kept: Sequence[int | None], old: DeviceEstimates) -> DeviceEstimates:
-        """Return what is known of other devices, of which some are among those of `old`.
+        """Return the estimates with the measurements of devices that are also in `old`.
 
-        What was measured of them stays true, and so does the exchange that was measured with them.
+        With such devices the exchange is that of `old`, too.
 
         Args:
-            kept: of each device its place in `old`, `None` for one that is new.
+            kept: each device's place in `old`; `None` for a new device.
         """
         places = [p if p is not None and old.sources[p] == MEASURED else None for p in kept]
         if all(place is None for place in places):

@@ -1,4 +1,4 @@
-"""What speaks against the group `comm` of a configuration."""
+"""Checks of the group `comm` of a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetexp.hardware.backend import VISIBILITY
 from hetexp.plan.routes import choose_collective
 
 OTHER_JOBS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that would make torch find another job; no rank gets them."""
+"""Variables of another engine's job, which are removed from the environment of ranks."""
 SET_BY_HETEXP = {
     **dict.fromkeys(OTHER_JOBS, "Ranks meet through the launcher."),
     **dict.fromkeys(VISIBILITY, "`hardware.gpu_ids` chooses cards."),
@@ -20,11 +20,11 @@ SET_BY_HETEXP = {
     "PYTHONPATH": "`python` of an entry of `hardware.devices` chooses an interpreter.",
     "PYTHONUNBUFFERED": "The launcher follows the logs.",
 }
-"""Variables that the launcher gives each rank, and what to do instead of setting them."""
+"""Variables that the launcher sets for each rank → what to do instead."""
 
 
 def check_collective(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
-    """Return what speaks against a vendor's own library."""
+    """Return the problem with a vendor's own library on these devices."""
     if config.comm.backend != "native" or not devices or choose_collective("native", devices) != "gloo":
         return []
     names = ", ".join(str(device) for device in devices)
@@ -32,13 +32,13 @@ def check_collective(config: Config, devices: Sequence[DeviceSpec]) -> list[str]
 
 
 def check_wire(config: Config) -> list[str]:
-    """Return what speaks against the form in which gradients are to travel, if the strategy codes them."""
+    """Return the problem with `comm.wire` of a strategy that compresses gradients."""
     wire = config.comm.wire
     return [float64_problem(wire)] if wire != "float32" and config.trainer.precision == "float64" else []
 
 
 def refuse_wire(config: Config, strategy: str, fix: str = "ddp and hybrid code them.") -> list[str]:
-    """Return that gradients travel as they are, if another form is wanted.
+    """Return the problem with `comm.wire` of a strategy that does not compress gradients.
 
     Args:
         strategy: its name.
@@ -51,7 +51,7 @@ def refuse_wire(config: Config, strategy: str, fix: str = "ddp and hybrid code t
 
 
 def check_boundary_wire(config: Config) -> list[str]:
-    """Return what speaks against the form in which stages are to hand on what they compute."""
+    """Return the problem with `comm.boundary_wire` of a strategy with stages."""
     wire = config.comm.boundary_wire
     if wire == "float32" or config.trainer.precision != "float64":
         return []
@@ -59,7 +59,7 @@ def check_boundary_wire(config: Config) -> list[str]:
 
 
 def refuse_boundary_wire(config: Config, strategy: str) -> list[str]:
-    """Return that a strategy has no stages, if a form for what they hand on is wanted."""
+    """Return the problem with `comm.boundary_wire` of a strategy without stages."""
     wire = config.comm.boundary_wire
     if wire == "float32":
         return []
@@ -68,19 +68,19 @@ def refuse_boundary_wire(config: Config, strategy: str) -> list[str]:
 
 
 def require_exchange(config: Config, strategy: str) -> list[str]:
-    """Return that a step is not done without its exchange, which ends after the backward pass."""
+    """Return the problem with `debug.exchange` of a strategy whose steps need the exchange."""
     if config.debug.exchange:
         return []
     return [must_be("debug.exchange", f"true where `strategy` is {strategy}", False)]
 
 
 def float64_problem(wire: str, key: str = "comm.wire") -> str:
-    """Say that a run in float64 exchanges its numbers as they are."""
+    """Return the problem with compression in a run in float64."""
     return must_be(key, "float32 (numbers as they are) where training is in float64", wire)
 
 
 def check_variables(config: Config) -> list[str]:
-    """Return what is wrong with the variables for the ranks."""
+    """Return the problems with `comm.env`."""
     problems = []
     for name, value in (config.comm.env or {}).items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

@@ -1,4 +1,4 @@
-"""What becomes of a run whose strategy cannot run here: an error, or what `strategy.fallback` asks for."""
+"""`strategy.fallback`: the fastest device trains alone if the strategy cannot run on the devices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ EQUAL = {"_target_": "hetexp.balancing.equal.Equal"}
 
 
 def fall_back(spec: RunSpec) -> RunSpec:
-    """Return the run on the fastest of its devices alone, if the strategy refuses them.
+    """Return the run on the fastest of its devices alone, if the strategy refuses the devices.
 
-    Without `strategy.fallback`, and if nothing speaks against the strategy, the run stays as it is. The
-    global batch is the same: one device takes all of it. If `single` itself was asked for with several
-    devices, this chooses the device and is no fallback.
+    Without `strategy.fallback`, or if the strategy can run, the run stays as it is. The one device takes the
+    whole global batch. If the strategy is `single` with several devices, this only chooses the device.
 
     Args:
-        spec: with components that passed their own checks.
+        spec: its classes have passed their own checks.
     """
     config, selection, devices = spec.config, spec.selection, spec.selection.devices
     if config.fallback is None or not devices or selection.problems:
@@ -47,14 +46,14 @@ def fall_back(spec: RunSpec) -> RunSpec:
     alone = replace(
         selection, devices=[device], reasons=[*selection.reasons, note], network=None, fallback=fallback
     )
-    # The policy may be of several devices' weights, and one device has nothing to share.
+    # One device has nothing to share, and the policy may have weights of several devices.
     return spec.with_values(strategy=SINGLE, balancing=EQUAL).replaced(selection=alone)
 
 
 def with_hint(problem: str, strategy: Strategy, config: Config) -> str:
-    """Return what speaks against a strategy, with the way out that a person may not know.
+    """Return a problem with a strategy together with the hint about `strategy.fallback`.
 
-    Where one of the strategy's own options is wrong the problem says what to write instead.
+    A problem with one of the strategy's own options gets no hint.
     """
     if config.fallback is not None or not problem.startswith("`strategy` "):
         return problem
@@ -62,14 +61,14 @@ def with_hint(problem: str, strategy: Strategy, config: Config) -> str:
 
 
 def fastest(devices: Sequence[DeviceSpec], precisions: Sequence[str]) -> tuple[DeviceSpec, str]:
-    """Return the device that promises most, and by what it was chosen."""
+    """Return the device with the highest expected speed, and the reason for the choice."""
 
-    def promise(pair: tuple[DeviceSpec, str]) -> tuple[bool, float]:
+    def expected_speed(pair: tuple[DeviceSpec, str]) -> tuple[bool, float]:
         device, precision = pair
         return device.vendor != "cpu", (known_rate(device, precision) or 0.0) / device.slow
 
     pairs = list(zip(devices, precisions, strict=True))
-    best, _ = max(pairs, key=promise)  # the first of equal ones
+    best, _ = max(pairs, key=expected_speed)  # of equal devices the first
     if len(devices) == 1:
         return best, "the only device"
     if all(known_rate(device, precision) is not None for device, precision in pairs):

@@ -1,4 +1,4 @@
-"""Devices × strategy × policy → plan, with everything that speaks against it."""
+"""Makes the plan of a run from devices, strategy and policy, and checks that it can be made."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _DEFAULT_FOLDER = re.compile(r"\d\d-\d\d-\d\d-[0-9a-f]{6}")
 
 
 def check_plan(spec: RunSpec, components: bool = True) -> list[str]:
-    """Return everything that speaks against this configuration on these devices.
+    """Return the problems with this configuration on these devices.
 
     Args:
-        components: whether `strategy` and `balancing` passed their own check and may be built.
+        components: whether `strategy` and `balancing` have passed their own checks and may be built.
     """
     config, selection = spec.config, spec.selection
     problems, devices = list(selection.problems), selection.devices
@@ -41,7 +41,7 @@ def check_plan(spec: RunSpec, components: bool = True) -> list[str]:
     if components and devices:
         try:
             strategy = spec.strategy
-            problems += [with_hint(one, strategy, config) for one in strategy.check(config, devices)]
+            problems += [with_hint(problem, strategy, config) for problem in strategy.check(config, devices)]
             problems += _check_compile(config, strategy, devices)
             problems += strategy.check_exchange(config)
         except ConfigError as error:
@@ -56,7 +56,7 @@ def check_plan(spec: RunSpec, components: bool = True) -> list[str]:
 
 
 def make_plan(spec: RunSpec) -> Plan:
-    """Return the plan of a run that `check_plan` has nothing against."""
+    """Return the plan of a run without problems by `check_plan`."""
     config, selection, request = spec.config, spec.selection, spec.request
     strategy, policy, devices = spec.strategy, spec.policy, selection.devices
     precisions = choose_precisions(config.trainer.precision, devices)
@@ -105,7 +105,7 @@ def make_plan(spec: RunSpec) -> Plan:
 
 
 def run_id(run_dir: Path) -> str:
-    """Return an id that no other run has, made of the run folder's name."""
+    """Return a unique id, made of the run folder's name."""
     parts = run_dir.parts[-2:] if _DEFAULT_FOLDER.fullmatch(run_dir.name) else run_dir.parts[-3:]
     text = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(parts)).strip("-")
     unique = any(_DEFAULT_FOLDER.fullmatch(part) for part in parts)
@@ -114,7 +114,7 @@ def run_id(run_dir: Path) -> str:
 
 
 def run_name(request: Request) -> str:
-    """Return a name made of what the person typed, or of the run's choices."""
+    """Return a name made of the typed overrides, or of the run's options."""
     typed = [text for text in request.overrides if not text.startswith("hydra.")]
     if typed:
         return ",".join(typed)
@@ -123,16 +123,16 @@ def run_name(request: Request) -> str:
 
 
 def _check_faults(config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
-    known = [device.id for device in devices]
+    ids = [device.id for device in devices]
     return [
-        must_be(f"fault.events[{position}].device", f"one of {', '.join(known)}", event.device)
+        must_be(f"fault.events[{position}].device", f"one of {', '.join(ids)}", event.device)
         for position, event in enumerate(config.fault.events)
-        if known and event.device not in known
+        if ids and event.device not in ids
     ]
 
 
 def _check_compile(config: Config, strategy: Strategy, devices: Sequence[DeviceSpec]) -> list[str]:
-    """What follows the passes of a model by its hooks cannot see into a compiled one."""
+    """Return the problem with a compiled model, in which hooks of the emulation do not run."""
     mode = config.trainer.compile
     if mode is False:
         return []

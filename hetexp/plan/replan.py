@@ -1,6 +1,6 @@
-"""The plan of some of a plan's devices: what is left of it when a device is lost, and what is back with it.
+"""The plan of some of a plan's devices, after a device is lost or has joined.
 
-It is made while a training waits for it, so that everything here is arithmetic on what the plan knows.
+A training waits for it, so that it is only arithmetic on the plan's own numbers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hetexp.plan.calibrated_plan import best_split, holds
 from hetexp.plan.routes import routed
 
 USED_MEMORY = 0.9
-"""Part of a device's memory that a pass may be foreseen to take when it gets larger than planned."""
+"""Largest fraction of a device's memory for a pass that is larger than planned."""
 
 
 def replan(whole: Plan, places: Sequence[int]) -> Plan:
-    """Return the plan of some devices of a plan whose strategy gives each a replica; the plan itself for all.
+    """Return the plan of some devices of a plan with a replica on each device.
 
-    The global batch stays. Where the devices were measured together the split is the one that then ends a
-    step soonest, else each gets more in proportion to its share. A device whose memory would not hold its
-    larger part in one pass takes it in several.
+    The global batch stays. If the devices were measured together, the split is the one with the shortest
+    step. Otherwise each device gets more samples in proportion to its share. A device whose memory does not
+    hold its larger part takes it in several passes.
 
     Args:
-        places: of those that take part, in rising order.
+        places: of the devices that take part, in rising order.
     """
     if len(places) == whole.world_size:
         return whole
@@ -39,7 +39,7 @@ def replan(whole: Plan, places: Sequence[int]) -> Plan:
     limits = [_passes(whole, place, count) for place, count in zip(places, local, strict=True)]
     pairs = zip(places, local, strict=True)
     split = ", ".join(f"{whole.devices[place].id} {count}" for place, count in pairs)
-    absent = ", ".join(one.id for place, one in enumerate(whole.devices) if place not in places)
+    absent = ", ".join(device.id for place, device in enumerate(whole.devices) if place not in places)
     return routed(
         whole.of_ranks(
             places,
@@ -56,11 +56,11 @@ def extended(whole: Plan, device: DeviceSpec, share: float, precision: str, thre
     """Return the plan with one more device at its end.
 
     Args:
-        share: its part of what all have then.
+        share: of the new device.
     """
-    shares = (*(one * (1 - share) for one in whole.shares), share)
+    shares = (*(old_share * (1 - share) for old_share in whole.shares), share)
     local = apportion(sum(whole.local_batch_sizes), shares).counts
-    split = ", ".join(f"{one.id} {n}" for one, n in zip((*whole.devices, device), local, strict=True))
+    split = ", ".join(f"{d.id} {n}" for d, n in zip((*whole.devices, device), local, strict=True))
     return routed(
         replace(
             whole,
@@ -71,34 +71,36 @@ def extended(whole: Plan, device: DeviceSpec, share: float, precision: str, thre
             precisions=(*whole.precisions, precision) if whole.precisions else (),
             microbatch_sizes=(*whole.microbatch_sizes, None) if whole.microbatch_sizes else (),
             memory_bytes=(*whole.memory_bytes, None) if whole.memory_bytes else (),
-            calibration=None,  # nothing is measured of the new one
+            calibration=None,  # the new device is not measured
             reasons=(f"{device.id} was added: {split} samples of a step.", *whole.reasons),
         )
     )
 
 
 def _shares(whole: Plan, places: Sequence[int]) -> tuple[tuple[float, ...], dict[str, Any] | None]:
-    """Return the devices' shares, and what is known of these devices by measurement."""
-    rest = sum(whole.shares[place] for place in places)
-    # Those that are left may have had nothing to do so far.
-    shares = tuple(whole.shares[place] / rest if rest > 0 else 1 / len(places) for place in places)
-    known = whole.calibration
-    if known is None:
+    """Return the devices' shares, and their measurements."""
+    sum_of_shares = sum(whole.shares[place] for place in places)
+    if sum_of_shares > 0:
+        shares = tuple(whole.shares[place] / sum_of_shares for place in places)
+    else:  # the devices had no samples so far
+        shares = (1 / len(places),) * len(places)
+    measured = whole.calibration
+    if measured is None:
         return shares, None
-    own = [DeviceCalibration.from_dict(one) for one in known["devices"]]
+    devices = [DeviceCalibration.from_dict(raw) for raw in measured["devices"]]
     total = sum(whole.local_batch_sizes)
-    left = {**known, "devices": [known["devices"][place] for place in places]}
-    if known["exchange"] is None or not holds(own, places, total):
-        return shares, {**left, "predicted_step_seconds": None}
-    choice = best_split(whole, own, Exchange.from_dict(known["exchange"]), places)
+    kept = {**measured, "devices": [measured["devices"][place] for place in places]}
+    if measured["exchange"] is None or not holds(devices, places, total):
+        return shares, {**kept, "predicted_step_seconds": None}
+    choice = best_split(whole, devices, Exchange.from_dict(measured["exchange"]), places)
     shares = tuple(count / total for count in choice.split.counts)
-    return shares, {**left, "predicted_step_seconds": choice.step_seconds}
+    return shares, {**kept, "predicted_step_seconds": choice.step_seconds}
 
 
 def _passes(whole: Plan, place: int, count: int) -> int | None:
-    """Return the most samples of a pass of a device that gets `count` of them.
+    """Return the most samples of a pass of a device that gets `count` samples.
 
-    What a pass needs is taken to grow with its samples, the weights' part included: rather too much.
+    The estimate is high: the need of a pass grows with its samples, including the part of the weights.
     """
     limit = whole.microbatch_sizes[place] if whole.microbatch_sizes else None
     need = whole.memory_bytes[place] if whole.memory_bytes else None

@@ -1,4 +1,4 @@
-"""A run as it was checked: configuration, devices and request, with the strategy and policy that it has."""
+"""A checked run: its configuration, devices, request, strategy and policy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:  # imported at each start of the command, also to complete a w
     from hetexp.plan.strategy import Strategy
 
 _BUILT = {"strategy": "strategy", "policy": "balancing"}
-"""What a run builds once, and the section of the configuration that it is built from."""
+"""Object that a run builds once → its section of the configuration."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan needs to know beside the configuration: where it runs and what the person typed."""
+    """The facts about a run besides its configuration: its folders and the typed words."""
 
     run_dir: Path
     working_dir: Path
@@ -31,7 +31,7 @@ class Request:
     sweep: Path | None = None
     """Folder of the sweep that the run is one of."""
     script: Path | None = None
-    """A person's own script that the ranks run; it decides the size of a batch."""
+    """A user's own script that the ranks run, which decides the size of a batch."""
     script_arguments: tuple[str, ...] = ()
 
 
@@ -39,7 +39,7 @@ class Request:
 class RunSpec:
     """One run, passed from its checks to its launch.
 
-    It builds strategy and policy once. Another section makes another `RunSpec`, so that neither can be stale.
+    It builds strategy and policy once. Another section makes another `RunSpec`, so that they cannot be stale.
     """
 
     config: Config
@@ -90,7 +90,7 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What a check has found."""
+    """The result of a check."""
 
     spec: RunSpec | None
     """`None` if the configuration cannot be read."""

@@ -1,6 +1,6 @@
-"""Which source files a configuration's classes come from, so that an edited model is known as another one.
+"""Hashes of the source files of a configuration's classes, so that an edited model counts as another model.
 
-Nothing of them is imported: files are found by name and read.
+The files are found by name and read, without importing them.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _INSTALLED = {"site-packages", "dist-packages"}
 def source_hashes(sections: Iterable[Any], import_paths: Sequence[str]) -> dict[str, str]:
     """Return module → hash of its file, for every class or function that the sections name.
 
-    Of a person's own modules (those below `import_paths`) the modules of their own that they import count as
-    well. Installed packages are distinguished by version, not here. A name that leads to no file is left out.
+    The user's own modules (below `import_paths`) that these modules import count as well. Installed packages
+    and names without a file are left out.
 
     Args:
         sections: plain values; every text in them that is a dotted path is looked up.
-        import_paths: folders of a person's own modules, beside `sys.path`.
+        import_paths: folders of the user's own modules, besides `sys.path`.
     """
     hashes: dict[str, str] = {}
-    wanted = [part for path in _dotted_paths(list(sections)) for part in _prefixes(path)]
-    seen = set(wanted)
-    while wanted:
-        name = wanted.pop()
+    names = [part for path in _dotted_paths(list(sections)) for part in _prefixes(path)]
+    seen = set(names)
+    while names:
+        name = names.pop()
         spec = _find(name, import_paths)
         path = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
         if path is None or path.suffix != ".py" or _INSTALLED & set(path.parts):
             continue
         try:
             text = path.read_bytes()
-        except OSError:  # nothing can be said of it
+        except OSError:
             continue
         hashes[name] = hashlib.sha256(text).hexdigest()[:16]
         if _is_own(name, path, import_paths):
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             new = {part for other in _imported(text, package) for part in _prefixes(other)} - seen
             seen |= new
-            wanted += sorted(new)
+            names += sorted(new)
     return dict(sorted(hashes.items()))
 
 
@@ -61,17 +61,17 @@ def _dotted_paths(value: Any) -> Iterator[str]:
 
 
 def _prefixes(path: str) -> list[str]:
-    """Return `a`, `a.b`, `a.b.c`: which of them are modules only the files tell."""
+    """Return `a`, `a.b` and `a.b.c`, any of which may be a module."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _find(name: str, import_paths: Sequence[str]) -> ModuleSpec | None:
-    """Find a module without importing its packages, as `importlib.util.find_spec` would."""
+    """Find a module without importing its packages, unlike `importlib.util.find_spec`."""
     top, *rest = name.split(".")
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, list(import_paths))
-    except (ImportError, ValueError):  # a module that was put together by hand
+    except (ImportError, ValueError):  # a module that code has made
         return None
     for count in range(len(rest)):
         if spec is None or spec.submodule_search_locations is None:

@@ -1,4 +1,4 @@
-"""What a strategy is: what the planner and the launcher ask it, and what its ranks do."""
+"""The interface of a strategy, for the planner, the launcher and the ranks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class Preparation(Protocol):
-    """Makes a plan final; the strategy chooses which of the two it needs."""
+    """Makes a plan final, by one of two methods that the strategy chooses."""
 
     def samples(self, plan: Plan) -> Plan:
-        """Return the plan with each rank's samples, and the passes and memory that they need."""
+        """Return the plan with each rank's samples, microbatch size and memory."""
 
     def stages(self, plan: Plan, cuts: StagedStrategy) -> Plan:
         """Return the plan with each rank's stages of the model."""
@@ -41,28 +41,28 @@ class Preparation(Protocol):
 
 @dataclass(frozen=True)
 class ExchangeText:
-    """What ranks exchange, in words for a diagram."""
+    """The text about an exchange between ranks in a diagram."""
 
     what: str
     when: str = "each step"
     how: str | None = None
-    """`None`: as the plan sums large tensors."""
+    """`None`: by the plan's route."""
     direct: bool = False
     """Whether the devices' own links carry it, if `how` is given."""
 
 
 class Strategy(ABC):
-    """Shares one model's training over the ranks.
+    """Distributes the training of a model over ranks.
 
-    Constructed in the launcher too, to check the plan: constructors import no torch.
+    The launcher also builds it, to check the plan, so that constructors must not import torch.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool] = False
-    """Whether each step is the one that a single device would take with the global batch. A subclass does not
-    inherit it, since what it changes may change the step: it says so itself."""
+    """Whether each step equals that of a single device with the global batch. A subclass does not inherit it,
+    because its changes may change the step."""
     reforms: ClassVar[bool] = False
-    """Whether ranks of a running training can form their group again with other members."""
+    """Whether ranks can form their group again with other members during the training."""
     compiles: ClassVar[bool] = False
     """Whether `wrap` takes a model that `torch.compile` has compiled."""
 
@@ -72,7 +72,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def check(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
-        """Return what speaks against this strategy here, one sentence a problem, with the fix."""
+        """Return the problems with this strategy on these devices, as sentences with the fix."""
 
     def engine(self) -> Any:
         """Return a new engine, a rank's side of this strategy (`hetexp.training.engine.Engine`).
@@ -83,7 +83,7 @@ class Strategy(ABC):
         return None
 
     def sampler(self, plan: Plan, config: Config, num_samples: int) -> GlobalSampler:
-        """Return what draws the samples of each global batch; every rank has the same.
+        """Return the sampler of each global batch, the same on every rank.
 
         Args:
             num_samples: of the training data.
@@ -95,24 +95,24 @@ class Strategy(ABC):
         return GlobalSampler(*sizes, trainer.drop_last, trainer.overfit_batches)
 
     def check_candidate(self, config: Config, devices: Sequence[DeviceSpec]) -> list[str]:
-        """Return what speaks against this strategy on these devices, or on those of them that it needs."""
+        """Return the problems with this strategy on these devices, or on those of them that it needs."""
         return self.check(config, devices)
 
     def check_exchange(self, config: Config) -> list[str]:
-        """Return what speaks against `comm.wire`, `comm.boundary_wire` and `debug.exchange` with it."""
+        """Return the problems with `comm.wire`, `comm.boundary_wire` and `debug.exchange`."""
         return refuse_wire(config, self.name) + refuse_boundary_wire(config, self.name)
 
     def check_model(self, config: Config) -> list[str]:
-        """Return what speaks against the model, as far as that is known before anything starts."""
+        """Return the problems with the model that are known before anything starts."""
         return []
 
     def check_script(self) -> list[str]:
-        """Return what speaks against a user's own training loop (`hetexp launch`) with it."""
+        """Return the problems with a user's own training loop (`hetexp launch`)."""
         why = "The loop of a script is data parallel; hetexp train has the other strategies."
         return [must_be("strategy", "ddp or single with hetexp launch", self.name, why)]
 
     def check_external_ranks(self, engine: str, world_size: int) -> list[str]:
-        """Return what speaks against ranks that another engine has started.
+        """Return the problems with ranks that another engine has started.
 
         Args:
             engine: its name, for the message.
@@ -120,15 +120,15 @@ class Strategy(ABC):
         return []
 
     def check_hosts(self) -> list[str]:
-        """Return what speaks against devices of several machines (`cluster.hosts`)."""
+        """Return the problems with devices of several machines (`cluster.hosts`)."""
         return []
 
     def fallback_hint(self) -> str:
-        """Return what to write so that a run goes on if the strategy cannot run; empty if that is clear."""
+        """Return the hint about a run that goes on if the strategy cannot run; empty: no hint."""
         return "Or strategy.fallback=single goes on with the fastest of the devices alone."
 
     def fallback_from(self, reason: str) -> dict[str, str] | None:
-        """Return what the summary says if one device trains alone instead; `None` if that was asked for.
+        """Return the summary's entry if one device trains alone instead; `None` if the strategy means that.
 
         Args:
             reason: why the strategy cannot run.
@@ -138,47 +138,47 @@ class Strategy(ABC):
     def candidates(
         self, offered: Callable[[], Mapping[str, Strategy]], several_hosts: bool
     ) -> Mapping[str, Strategy]:
-        """Return the strategies of which the fastest takes its place; none if it trains itself.
+        """Return the strategies of which the fastest replaces this one; empty if this one trains itself.
 
         Args:
-            offered: returns all that are configured, by the names of their options.
-            several_hosts: whether a network is between some of the devices.
+            offered: returns all configured strategies, by the names of their options.
+            several_hosts: whether the devices are in several hosts.
 
         Raises:
-            ConfigError: one that it names is none of them.
+            ConfigError: it names a strategy that is not configured.
         """
         return {}
 
     def prepare(self, plan: Plan, preparation: Preparation) -> Plan:
-        """Return the plan that is launched, from the one of a rank a device.
+        """Return the final plan, from the plan with a rank for each device.
 
         Raises:
-            ConfigError: a device has less memory than it needs, or the model does not fit the strategy.
+            ConfigError: a device has too little memory, or the model does not fit the strategy.
         """
         return preparation.samples(plan)
 
     def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
-        """Return what a step of it is predicted to take, usually a row a policy.
+        """Return the predicted runs, usually one for each policy.
 
-        `inputs` has the models of one device alone and of an all-reduce in backward; a strategy with neither
-        computes its rows from the devices' curves and links.
+        `inputs` has the cost models of one device alone and of an all-reduce in backward. Other strategies
+        compute their rows from the devices' curves and links.
         """
         return [PredictedRun(None, problem="the cost model does not know this strategy")]
 
     def step_exchange(self, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]) -> Exchange:
-        """Return what a step exchanges, from what it exchanges under DDP.
+        """Return the exchange of a step, from that of a step under DDP.
 
         Args:
-            devices: those of the plan that take part, as links see them.
+            devices: of the plan that take part, with their links.
         """
         return exchange
 
     def may_leave_out(self, policy: BalancingPolicy) -> bool:
-        """Return whether devices that would slow the run down may be left out."""
+        """Return whether devices that make a step longer may be left out."""
         return policy.drop_slower
 
     def all_reduces(self) -> bool:
-        """Return whether all ranks together sum something large: gradients or weights."""
+        """Return whether all ranks together sum large tensors: gradients or weights."""
         return True
 
     def averages_gradients(self, plan: Plan) -> bool:
@@ -186,14 +186,14 @@ class Strategy(ABC):
         return plan.world_size > 1
 
     def describe_exchange(self, plan: Plan) -> ExchangeText | None:
-        """Return what ranks exchange beside activations; `None` if nothing."""
+        """Return the text about the exchange besides activations; `None` if there is none."""
         return ExchangeText(f"gradients as {plan.wire}" if plan.wire != "float32" else "gradients")
 
     def describe_pipeline(self, num_stages: int, num_ranks: int, num_samples: int) -> str:
-        """Return how a pipeline of the plan takes its samples of a step; empty if there are none.
+        """Return a text about a pipeline's microbatches; empty if the strategy has no pipelines.
 
         Args:
-            num_samples: that the pipeline takes of a full global batch.
+            num_samples: of a full global batch for this pipeline.
         """
         return ""
 
@@ -210,25 +210,25 @@ class Strategy(ABC):
         return False
 
     def configure(self, plan: Plan) -> None:  # noqa: B027
-        """Take what it needs of the plan; a rank calls it before `wrap`."""
+        """Read the plan; a rank calls it before `wrap`."""
 
     @abstractmethod
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the module to call with a microbatch's inputs, or with `None` for an empty share.
 
         Args:
-            model: on the device already; stays the one that holds the parameters.
+            model: on the device already; it keeps the parameters.
         """
 
     def unwrap(self, module: nn.Module, model: nn.Module) -> nn.Module:
-        """Return the bare model, once its group is left for good, and let go of all that is the group's.
+        """Return the bare model after its group has ended, and drop everything of that group.
 
-        Only if `reforms` says so. `wrap` and `attach_group` follow with another group, between whose ranks
-        the weights are equal already.
+        It is called only if `reforms` is true. `wrap` and `attach_group` follow with another group, whose
+        ranks have equal weights already.
 
         Args:
-            module: what `wrap` returned.
-            model: what holds the parameters.
+            module: result of `wrap`.
+            model: with the parameters.
         """
         return model
 
@@ -239,23 +239,23 @@ class Strategy(ABC):
         inputs: Any,
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Prepare what ranks do together within the model itself; all ranks call it after `wrap`.
+        """Prepare the communication within the model itself; all ranks call it after `wrap`.
 
         Args:
-            module: what `wrap` returned.
+            module: result of `wrap`.
             inputs: of a small batch, on the device.
-            waiting: returns a context for what waits for other ranks in the midst of a pass.
+            waiting: returns a context for waits for other ranks during a pass.
         """
 
     def equal_passes(self, module: nn.Module) -> bool:
-        """Return whether all ranks must do equally many passes in a step, some of them without samples."""
+        """Return whether all ranks must do the same number of passes in a step, some without samples."""
         return False
 
     def check_exchanged(self, module: nn.Module) -> None:  # noqa: B027
-        """Look at the gradients of a pass that exchanged them.
+        """Check the gradients of a pass that exchanged them.
 
         Raises:
-            ConfigError: the configuration lets ranks' weights grow apart.
+            ConfigError: with this configuration the ranks' weights would diverge.
         """
 
     @abstractmethod
@@ -263,45 +263,46 @@ class Strategy(ABC):
         """Return a context in which backward adds gradients up locally and exchanges nothing."""
 
     def exchange_through(self, module: nn.Module, hook: Callable[[Any, Any], Any]) -> None:  # noqa: B027
-        """Let a communication hook of DDP's form average the gradients, where any are exchanged."""
+        """Let a communication hook of DDP's form average the gradients, if they are exchanged."""
 
     def varies_passes(self) -> bool:
-        """Return whether ranks may differ in their number of passes, and change it during a run."""
+        """Return whether the number of passes may differ between ranks, and change during a run."""
         return True
 
     def guard(self, module: nn.Module) -> EmptyShareGuard | None:
         """Return the part of a wrapped module that calls the model.
 
-        `None` (a strategy that does not say): a rank that runs out of memory ends the run.
+        With `None` a rank that runs out of memory ends the run.
         """
         return None
 
     def abort_exchange(  # noqa: B027
         self, module: nn.Module, missing: Sequence[nn.Parameter], gradient: float = math.nan
     ) -> None:
-        """End the exchange of a backward pass that broke off on this rank, so that no other rank waits.
+        """End the exchange of a backward pass that failed on this rank, so that no other rank waits.
 
         Args:
-            missing: parameters whose gradients the pass did not come to.
-            gradient: what is sent for each of their elements.
+            missing: parameters whose gradients the pass did not compute.
+            gradient: value that is sent for each of their elements.
         """
 
     @abstractmethod
     def gradient_divisor(self, world_size: int) -> int:
-        """Return the number of ranks that the exchanged gradient is divided by, for the normaliser."""
+        """Return the number of ranks by which the exchange divides gradients, for the normaliser."""
 
     def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:
-        """Return what a rank hands to the exchange of each step's gradients; `None` where that is counted
-        while it trains, or not known.
+        """Return the bytes of a rank's gradients in each step's exchange.
+
+        `None`: they are counted during the training, or not known.
         """
         return None
 
     def keeps_gradients(self) -> bool:
-        """Return whether the gradients' memory stays taken between steps, also where they are set to none."""
+        """Return whether the gradients' memory stays allocated between steps, even without gradients."""
         return False
 
     def bucket_bytes(self, gradient_bytes: int, accumulates: bool) -> int:
-        """Return what the exchange holds on the device beside the gradients, from the first step to the last.
+        """Return the bytes of the exchange's buffers on the device, besides the gradients.
 
         Args:
             gradient_bytes: of all parameters that are trained.

@@ -364,7 +364,7 @@ def test_disk_that_is_full_while_ranks_train(train: Train, mount: Mount, dies: b
 def test_rank_that_cannot_tell_of_a_full_disk(tmp_path: Path) -> None:
     """Its exit code says so."""
     failure = read_failure(log_path(tmp_path, 1), 1, NO_ROOM)
-    told = f"{tmp_path} could not be written: No space left on device. What {tmp_path} has is whole: "
+    told = f"{tmp_path} could not be written: No space left on device. The files in {tmp_path} are whole: "
     assert failure.message == f"{told}make room, and go on with resume={tmp_path}."
     assert not failure.peer_lost
 

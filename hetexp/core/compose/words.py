@@ -31,9 +31,9 @@ def written_out(words: Sequence[str]) -> list[str]:
 def _written_out(word: str, sweep: bool) -> str:
     mode = _MODE.fullmatch(word)
     if mode is not None:
-        wanted = mode["value"].split(",")
-        if mode["key"] == "strategy" or all(one in _MODES for one in wanted):
-            return f"strategy={','.join(_MODES.get(one, one) for one in wanted)}"
+        names = mode["value"].split(",")
+        if mode["key"] == "strategy" or all(name in _MODES for name in names):
+            return f"strategy={','.join(_MODES.get(name, name) for name in names)}"
     added = _ADDED.fullmatch(word)
     if added is not None:
         return added["rest"]

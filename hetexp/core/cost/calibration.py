@@ -1,4 +1,4 @@
-"""What was measured of a job's devices before it: how long each works by itself, and what they exchange."""
+"""Measurements of a job's devices before it: the speed of each device alone, and their exchange."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetexp.core.cost.speed import SpeedCurve
-from hetexp.core.cost.step import Channel, Links, Work, step_seconds
+from hetexp.core.cost.step import Channel, Links, step_seconds
 
 
 @dataclass(frozen=True)
 class DeviceCalibration:
-    """One device by itself."""
+    """The measurements of one device alone."""
 
     curve: SpeedCurve
-    """Seconds of a step's own work; of an emulated device in modelled seconds, `time_scale` left out."""
+    """Seconds of its own work; of an emulated device in modelled seconds, without `time_scale`."""
     backward_share: float
-    """Of a pass, the fraction that is backward, in which the exchange can hide."""
+    """Fraction of a pass that is backward, which can hide the exchange."""
     spread: float
     """Standard deviation of single passes around the curve, as a fraction."""
     standard_error: float
-    """Of the curve where it is least sure, as a fraction."""
+    """Largest standard error of the curve, as a fraction."""
     points: tuple[tuple[int, float], ...] = ()
-    """What the curve was fitted to: samples of a pass, seconds."""
+    """Measured points of the curve: samples of a pass, seconds."""
 
     def capped(self, most: int | None) -> DeviceCalibration:
         """Return the device with a further limit to its samples a step; `None` sets none."""
@@ -47,10 +47,10 @@ class DeviceCalibration:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DeviceCalibration:
-        """Read what `to_dict` returned.
+        """Read the result of `to_dict`.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: it is something else.
         """
         try:
             points = tuple((int(size), float(seconds)) for size, seconds in raw["points"])
@@ -62,30 +62,32 @@ class DeviceCalibration:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What leaves each device in a step, and what the step takes beside all that is modelled."""
+    """The exchange of a step, and the parts of a step that the cost model does not predict."""
 
     buckets: tuple[tuple[float, int], ...] = ()
-    """In the order in which they leave: fraction of the last backward pass done by then, bytes."""
+    """Gradient buckets in their order: fraction of the last backward pass done by then, bytes."""
     measured: Channel | None = None
-    """The group's exchange as measured between real devices; emulated ones have the catalogue's links."""
+    """The exchange as measured between real devices; emulated devices have the catalogue's links."""
     data_seconds: float = 0.0
-    """Of a step, waiting for samples to be loaded; a device alone waits for them, too."""
+    """Wait of a step for samples, also of a device alone."""
     other_seconds: float = 0.0
-    """Of a joint step, beyond the devices' own work, the samples and the exchange that does not hide."""
+    """Rest of a joint step, beyond the devices' work, the samples and the exposed exchange."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types; `from_dict` reads them."""
-        channel = self.measured
+        measured: list[float | bool] | None = None
+        if (channel := self.measured) is not None:
+            measured = [channel.latency_seconds, channel.bytes_per_second, channel.shared]
         return {
             "buckets": [list(bucket) for bucket in self.buckets],
-            "measured": _told(channel) if channel is not None else None,
+            "measured": measured,
             "data_seconds": self.data_seconds,
             "other_seconds": self.other_seconds,
         }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Exchange:
-        """Read what `to_dict` returned."""
+        """Read the result of `to_dict`."""
         channel = None
         if raw["measured"] is not None:
             latency, rate, *shared = raw["measured"]
@@ -94,23 +96,13 @@ class Exchange:
         return cls(buckets, channel, float(raw["data_seconds"]), float(raw["other_seconds"]))
 
 
-def _told(channel: Channel) -> list[float | bool]:
-    return [channel.latency_seconds, channel.bytes_per_second, channel.shared]
-
-
-def joint_work(devices: Sequence[DeviceCalibration], counts: Sequence[int]) -> list[Work]:
-    """Return every device's step with so many samples, as the cost model takes it."""
-    return [
-        device.curve.work(count, device.backward_share) for device, count in zip(devices, counts, strict=True)
-    ]
-
-
 def joint_seconds(
     devices: Sequence[DeviceCalibration], counts: Sequence[int], links: Links, exchange: Exchange
 ) -> float:
-    """Return what a step of these devices with this split takes, waiting and exchange included."""
-    work = joint_work(devices, counts)
+    """Return the seconds of a step of these devices with this split, including waits and the exchange."""
     if len(devices) == 1:
         return devices[0].curve.seconds(counts[0]) + exchange.data_seconds
+    pairs = zip(devices, counts, strict=True)
+    work = [device.curve.work(count, device.backward_share) for device, count in pairs]
     joint = step_seconds(work, links, exchange.buckets)
     return joint + exchange.data_seconds + exchange.other_seconds

@@ -1,8 +1,8 @@
-"""What a step of a pipeline takes: its schedule played through, action by action. Pure functions.
+"""Simulates the schedule of a pipeline, action by action, to predict its step. Pure functions.
 
-Each rank does its actions in the order that the schedule gives it, each as soon as what it needs is there: a
-forward pass the output of the stage before, a backward pass the gradient from the stage after. Messages
-between two ranks travel one at a time in each direction, while the ranks go on computing.
+Each rank does its actions in the order of the schedule, each as soon as its input is there: the output of the
+previous stage for a forward pass, the gradient from the next stage for a backward pass. Messages between two
+ranks travel one at a time in each direction, while the ranks go on computing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
-"""torch's letters: a whole backward pass, or its two halves by themselves."""
+"""torch's letters; `B` is a whole backward pass, `I` and `W` are its two halves."""
 INPUT_GRADIENT_SHARE = 0.5
-"""Of a backward pass: the gradients of inputs and of weights are about as much work as each other."""
+"""Fraction of a backward pass: the gradients of inputs and of weights are about the same work."""
 
 Schedule = Literal["gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble"]
 SCHEDULES: tuple[Schedule, ...] = (
@@ -25,13 +25,13 @@ SCHEDULES: tuple[Schedule, ...] = (
     "interleavedzerobubble",
     "zbvzerobubble",
 )
-"""Those of `torch.distributed.pipelining` that can be played through. Stage s is computed by rank s modulo
-the number of ranks; of ZBV's two stages a rank the second ones go through the ranks backwards."""
+"""Schedules of `torch.distributed.pipelining` that can be simulated. Rank s modulo the number of ranks has
+stage s. ZBV has two stages on each rank, and its second stages go through the ranks backwards."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does."""
+    """One action of a rank."""
 
     stage: int
     kind: str
@@ -41,25 +41,25 @@ class Action:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """One stage's seconds, one entry a microbatch."""
+    """The seconds of one stage, with an entry for each microbatch."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     send_forward: tuple[float, ...] = ()
-    """From the end of its forward pass to the next stage's having its output; empty: no time."""
+    """From the end of its forward pass until the next stage has the output; empty: no time."""
     send_backward: tuple[float, ...] = ()
-    """From the end of its backward pass to the stage before having the gradient."""
+    """From the end of its backward pass until the previous stage has the gradient."""
 
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A step as it was played through."""
+    """A simulated step."""
 
     step_seconds: float
     busy_seconds: tuple[float, ...]
-    """What each rank computes, update included."""
+    """Each rank's computation, including the update."""
     ends: tuple[float, ...]
-    """When each rank has done its last action."""
+    """End of each rank's last action."""
 
     @property
     def bubble(self) -> float:
@@ -76,23 +76,23 @@ def schedule_name(name: str) -> Schedule:
     """Return a schedule's name in our spelling; torch takes any case (`1F1B`, `GPipe`).
 
     Raises:
-        ValueError: it is none that can be played through.
+        ValueError: it cannot be simulated.
     """
-    found = next((known for known in SCHEDULES if known == name.replace("_", "").lower()), None)
-    if found is None:
-        raise ValueError(f"no schedule of {', '.join(SCHEDULES)}: {name}")
-    return found
+    for schedule in SCHEDULES:
+        if schedule == name.replace("_", "").lower():
+            return schedule
+    raise ValueError(f"no schedule of {', '.join(SCHEDULES)}: {name}")
 
 
 def order_of(schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Order:
-    """Return what each rank does in turn, as torch's schedule of this name has it.
+    """Return the actions of each rank in torch's schedule of this name.
 
     Args:
         schedule: any of `SCHEDULES`, in torch's spelling or ours.
-        stages_per_rank: above 1 only with schedules that interleave.
+        stages_per_rank: above 1 only with interleaved schedules.
 
     Raises:
-        ValueError: the schedule is unknown, or cannot be with these numbers.
+        ValueError: the schedule is unknown, or does not allow these numbers.
     """
     name = schedule_name(schedule)
     if min(num_ranks, num_microbatches, stages_per_rank) < 1:
@@ -108,7 +108,7 @@ def order_of(schedule: str, num_ranks: int, num_microbatches: int, stages_per_ra
     if name == "zbvzerobubble":
         if stages_per_rank != 2:
             raise ValueError(f"{name} has two stages a rank, not {stages_per_rank}")
-        return tuple(_there_and_back(rank, num_ranks, num_microbatches) for rank in ranks)
+        return tuple(_zbv(rank, num_ranks, num_microbatches) for rank in ranks)
     rounds = max(1, num_microbatches // num_ranks)
     if num_microbatches % rounds:
         raise ValueError(f"{name} needs a multiple of {rounds} microbatches, not {num_microbatches}")
@@ -119,31 +119,31 @@ def order_of(schedule: str, num_ranks: int, num_microbatches: int, stages_per_ra
 def play(
     order: Sequence[Sequence[Action]], stages: Sequence[StageTimes], updates: Sequence[float] = ()
 ) -> PipelineStep:
-    """Play one step through, in the rhythm of steps that follow one another.
+    """Simulate one step of many that follow one another.
 
-    A step ends once the last rank has all its gradients, which all ranks wait for, and every rank begins the
-    next one when it has updated its own weights: the steps' distance is what is returned.
+    A step ends once the last rank has all its gradients, for which all ranks wait. Every rank begins the next
+    step after the update of its own weights. The result is the time from step to step.
 
     Args:
         order: each rank's actions.
         stages: of all ranks together, by their number.
-        updates: each rank's seconds of its optimizer's step.
+        updates: each rank's seconds of the optimizer's step.
 
     Raises:
-        ValueError: the order can never be done, or leaves something out.
+        ValueError: the order deadlocks, or is incomplete.
     """
-    return PreparedOrder(order, [len(one.forward) for one in stages]).play(stages, updates)
+    return PreparedOrder(order, [len(stage.forward) for stage in stages]).play(stages, updates)
 
 
 class PreparedOrder:
-    """An order whose actions are in one row, each after what it needs: to be played with many stages' times.
+    """An order whose actions are sorted by their dependencies, for simulations with different times.
 
     Args:
         order: each rank's actions.
         counts: microbatches of each stage.
 
     Raises:
-        ValueError: the order can never be done, or leaves something out.
+        ValueError: the order deadlocks, or is incomplete.
     """
 
     def __init__(self, order: Sequence[Sequence[Action]], counts: Sequence[int]) -> None:
@@ -152,12 +152,11 @@ class PreparedOrder:
         self._kinds = sorted({action.kind for actions in order for action in actions})
         self._rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
         self._slots: dict[tuple[str, int, int] | None, int] = {None: 0}
-        """(F or B, stage that waits for it, microbatch) → place of the time at which it is there; the first
-        place is for what is there from the beginning."""
+        """(F or B, waiting stage, microbatch) → slot of the time at which it arrives; slot 0 is the start."""
         self._links: dict[tuple[int, int], int] = {}
         self._row: list[tuple[int, int, int, int, int, int, int]] = []
-        """(rank, place of stage and kind in the table of times, microbatch, slot that it waits for, slot of
-        its result or −1, place of its message in the table of messages, its link or −1 within a rank)"""
+        """(rank, index of stage and kind in the times, microbatch, slot that it waits for, slot of its result
+        or −1, index of its message in the messages, its link or −1 within a rank)"""
         done: set[Action] = set()
         at = [0] * len(order)
         waiting = True
@@ -177,15 +176,15 @@ class PreparedOrder:
             raise ValueError("the ranks wait for each other for ever: the order cannot be done")
 
     def play(self, stages: Sequence[StageTimes], updates: Sequence[float] = ()) -> PipelineStep:
-        """Play one step through, as the function `play` does."""
+        """Simulate one step, as the function `play` does."""
         begins = list(updates) or [0.0] * self._num_ranks
         clocks, busy = list(begins), list(begins)
-        there, free = [0.0] * len(self._slots), [0.0] * len(self._links)
-        times = [_seconds(kind, one) for one in stages for kind in self._kinds]
-        messages = [takes for one in stages for takes in (one.send_forward, one.send_backward)]
+        arrivals, free = [0.0] * len(self._slots), [0.0] * len(self._links)
+        times = [_seconds(kind, stage) for stage in stages for kind in self._kinds]
+        messages = [takes for stage in stages for takes in (stage.send_forward, stage.send_backward)]
         for rank, place, microbatch, needed, result, message, link in self._row:
             seconds = times[place][microbatch]
-            now = max(clocks[rank], there[needed]) + seconds
+            now = max(clocks[rank], arrivals[needed]) + seconds
             clocks[rank] = now
             busy[rank] += seconds
             if result < 0:
@@ -194,11 +193,11 @@ class PreparedOrder:
                 takes = messages[message]
                 now = max(now, free[link]) + (takes[microbatch] if takes else 0.0)
                 free[link] = now
-            there[result] = now
+            arrivals[result] = now
         return PipelineStep(max(clocks), tuple(busy), tuple(clocks))
 
     def _needed(self, action: Action, done: set[Action], last: int) -> int | None:
-        """Return the slot of what an action waits for, `None` if nothing has filled it yet."""
+        """Return the slot that an action waits for; `None` if no action fills it yet."""
         forward = action.kind == FORWARD
         if not forward:
             before = INPUT_GRADIENT if action.kind == WEIGHT_GRADIENT else FORWARD
@@ -211,7 +210,7 @@ class PreparedOrder:
         return self._slots.get((FORWARD if forward else BACKWARD, action.stage, action.microbatch))
 
     def _add(self, rank: int, action: Action, needed: int) -> None:
-        """Put an action at the end of the row; its result travels to the stage that waits for it."""
+        """Append an action; its result travels to the stage that waits for it."""
         forward = action.kind == FORWARD
         place = action.stage * len(self._kinds) + self._kinds.index(action.kind)
         to = action.stage + (1 if forward else -1)
@@ -226,9 +225,9 @@ class PreparedOrder:
 
 
 def most_in_flight(order: Sequence[Sequence[Action]], num_stages: int) -> tuple[int, ...]:
-    """Return of each stage the most microbatches that are between their forward and their backward pass.
+    """Return for each stage the most microbatches between their forward and their backward pass.
 
-    So many times it keeps what backward needs of a microbatch.
+    The stage keeps the activations of so many microbatches.
     """
     most = [0] * num_stages
     for actions in order:
@@ -237,14 +236,9 @@ def most_in_flight(order: Sequence[Sequence[Action]], num_stages: int) -> tuple[
             if action.kind == FORWARD:
                 now[action.stage] += 1
                 most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.kind in (BACKWARD, WEIGHT_GRADIENT):  # the halves' second ends it
+            elif action.kind in (BACKWARD, WEIGHT_GRADIENT):  # the second half ends it
                 now[action.stage] -= 1
     return tuple(most)
-
-
-def even_bubble(num_ranks: int, num_microbatches: int) -> float:
-    """Return the bubble of equal stages whose messages take no time (Huang et al., GPipe, 2019)."""
-    return (num_ranks - 1) / (num_microbatches + num_ranks - 1)
 
 
 def _one_stage(rank: int, ahead: int, num_microbatches: int) -> tuple[Action, ...]:
@@ -259,9 +253,9 @@ def _one_stage(rank: int, ahead: int, num_microbatches: int) -> tuple[Action, ..
 
 def _looped(rank: int, num_ranks: int, num_local: int, num_microbatches: int) -> tuple[Action, ...]:
     """Return the actions of breadth-first pipelines (Lamy-Poirier, 2022): a stage's microbatches together."""
-    own = [rank + num_ranks * local for local in range(num_local)]
-    forward = [Action(stage, FORWARD, index) for stage in own for index in range(num_microbatches)]
-    return (*forward, *(Action(one.stage, BACKWARD, one.microbatch) for one in reversed(forward)))
+    stages = [rank + num_ranks * local for local in range(num_local)]
+    forward = [Action(stage, FORWARD, index) for stage in stages for index in range(num_microbatches)]
+    return (*forward, *(Action(a.stage, BACKWARD, a.microbatch) for a in reversed(forward)))
 
 
 def _interleaved(
@@ -270,8 +264,8 @@ def _interleaved(
     """Return the actions of interleaved stages (Narayanan et al., 2021), each round of them 1F1B.
 
     Args:
-        split: whether the weights' gradients come later, where the rank would wait (Qi et al., Zero bubble
-            pipeline parallelism, 2024).
+        split: whether the weights' gradients are computed later, when the rank would wait (Qi et al., Zero
+            bubble pipeline parallelism, 2024).
     """
     a_round = num_microbatches // max(1, num_microbatches // num_ranks)
     total = num_local * num_microbatches
@@ -279,13 +273,13 @@ def _interleaved(
     def places(backwards: bool) -> list[tuple[int, int]]:
         """Return (stage, microbatch) in turn."""
         counts: dict[int, int] = {}
-        found = []
+        pairs = []
         for op in range(total):
             local = op // a_round % num_local
             stage = rank + num_ranks * (num_local - 1 - local if backwards else local)
-            found.append((stage, counts.get(stage, 0)))
+            pairs.append((stage, counts.get(stage, 0)))
             counts[stage] = counts.get(stage, 0) + 1
-        return found
+        return pairs
 
     forward, backward = places(False), places(True)
     hops = num_ranks - 1 - rank
@@ -298,16 +292,17 @@ def _interleaved(
             actions.append(Action(next_stage, FORWARD, next_index))
         actions.append(Action(stage, INPUT_GRADIENT if split else BACKWARD, index))
         if split and done >= rank:
-            actions.append(Action(*_as_weights(next(later))))
+            stage, index = next(later)
+            actions.append(Action(stage, WEIGHT_GRADIENT, index))
     if split:
-        actions += [Action(*_as_weights(place)) for place in later]
+        actions += [Action(stage, WEIGHT_GRADIENT, index) for stage, index in later]
     return tuple(actions)
 
 
-def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return the actions of ZBV (Qi et al., 2024, section 6), made for more microbatches than few."""
+def _zbv(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the actions of ZBV (Qi et al., 2024, section 6), cut from those of enough microbatches."""
     out, back = rank, 2 * num_ranks - 1 - rank
-    wanted = max(2 * num_ranks - 1, num_microbatches)
+    expected = max(2 * num_ranks - 1, num_microbatches)
     counts: dict[tuple[int, str], int] = {}
     actions: list[Action] = []
 
@@ -327,8 +322,8 @@ def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> tuple[A
         do(out, "F")
     for _ in range(hops):
         do(back, "FIW")
-    while count(back, "F") < count(out, "F") or count(out, "F") < wanted:
-        do(out, "FIW" if count(out, "F") < wanted else "IW")
+    while count(back, "F") < count(out, "F") or count(out, "F") < expected:
+        do(out, "FIW" if count(out, "F") < expected else "IW")
         do(back, "FIW")
     for _ in range(rank):
         do(out, "I")
@@ -341,22 +336,22 @@ def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> tuple[A
     return tuple(action for action in actions if action.microbatch < num_microbatches)
 
 
-def _as_weights(place: tuple[int, int]) -> tuple[int, str, int]:
-    return place[0], WEIGHT_GRADIENT, place[1]
-
-
 def _check_complete(order: Sequence[Sequence[Action]], counts: Sequence[int]) -> None:
-    """Refuse an order that does not do every microbatch's forward and backward pass of every stage once."""
+    """Check that an order has every microbatch's forward and backward pass of every stage once.
+
+    Raises:
+        ValueError: it does not.
+    """
     done = sorted((a.stage, a.microbatch, a.kind) for actions in order for a in actions)
     halves = {kind for _, _, kind in done} & {INPUT_GRADIENT, WEIGHT_GRADIENT}
     kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if halves else (BACKWARD, FORWARD)
-    wanted = sorted((s, m, k) for s, count in enumerate(counts) for m in range(count) for k in kinds)
-    if done != wanted:
+    expected = sorted((s, m, k) for s, count in enumerate(counts) for m in range(count) for k in kinds)
+    if done != expected:
         raise ValueError("the order must do each microbatch's forward and backward pass of each stage once")
 
 
 def _seconds(kind: str, times: StageTimes) -> Sequence[float]:
-    """Return what an action of this kind takes, of each microbatch."""
+    """Return the seconds of each microbatch's action of this kind."""
     if kind == FORWARD:
         return times.forward
     if kind == BACKWARD:

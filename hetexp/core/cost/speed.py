@@ -1,9 +1,9 @@
-"""How long one device works on so many samples: the curve that planner, balancer, emulator and report share.
+"""The speed curve of a device: its seconds by samples, for planner, balancer, emulator and report.
 
-A pass, forward and backward of one microbatch, takes `fixed + per_sample · b` seconds; at a kink a further
-sample begins to cost more, or less. A local batch above the microbatch size is cut into passes that differ
+A pass, forward and backward of one microbatch, takes `fixed + per_sample · b` seconds; from a kink on a
+further sample costs more, or less. A local batch above the microbatch size is split into passes that differ
 by at most one sample (`hetexp.data.loader.cut`), so p passes over b samples take p times a pass over b / p.
-A step adds the update. Only +, −, ×, ÷ and rounding are used: every platform computes the same numbers.
+A step adds the update. Every platform computes the same numbers, by +, −, ×, ÷ and rounding only.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from hetexp.core.cost.step import Work
 
 BACKWARD_SHARE = 2 / 3
-"""Of a pass: backward computes the gradients of inputs and of weights, each as much work as forward."""
+"""Fraction of a pass: backward computes the gradients of inputs and of weights, each as much as forward."""
 
 
 @dataclass(frozen=True)
 class SpeedCurve:
-    """Seconds of a device's own work in a step, by its local samples; waiting for others is no part of it."""
+    """Seconds of a device's own work in a step by its local samples, without waits for others."""
 
     fixed_seconds: float
-    """What each pass takes whatever its size: kernel launches, the copy's latency."""
+    """Cost of a pass of any size, such as kernel launches and the copy's latency."""
     seconds_per_sample: float
-    """What a sample adds to a pass, up to the first kink."""
+    """Cost of each sample of a pass, up to the first kink."""
     kinks: tuple[tuple[int, float], ...] = ()
-    """(samples of a pass, seconds that each sample beyond adds), in rising order of samples."""
+    """(samples of a pass, cost of each sample beyond), in rising order of samples."""
     update_seconds: float = 0.0
-    """Optimizer, and what the host does between two steps; also paid by a device without samples."""
+    """Optimizer and the host's work between two steps, also of a device without samples."""
     microbatch_size: int | None = None
     """Most samples of a pass; `None`: all samples of a step in one."""
     cap: int | None = None
-    """Most samples a step, where memory or a person sets a limit; `None`: no limit."""
+    """Most samples of a step, by memory or configuration; `None`: no limit."""
 
     def __post_init__(self) -> None:
         seconds = (self.fixed_seconds, self.seconds_per_sample, self.update_seconds)
@@ -54,13 +54,12 @@ class SpeedCurve:
     def through(cls, points: Sequence[tuple[int, float]], **others: Any) -> SpeedCurve:
         """Return the curve that joins measured points by straight lines.
 
-        Neighbours of which the larger was quicker get the mean of both (pool adjacent violators: Ayer et
-        al., 1955): noise, since a device that has time for more samples has time for fewer. Beyond the last
-        point the last line goes on, and before the first point the first, but not below zero.
+        If the larger of two neighbours was quicker, that is noise, and both get their mean (pool adjacent
+        violators: Ayer et al., 1955). The first and the last line are extended, but not below zero.
 
         Args:
             points: (samples of a pass, seconds), two or more, at rising numbers of samples.
-            others: fields of the curve besides.
+            others: other fields of the curve.
         """
         sizes = [size for size, _ in points]
         if len(points) < 2 or sizes[0] < 1 or sorted(set(sizes)) != sizes:
@@ -90,21 +89,20 @@ class SpeedCurve:
         return seconds + slope * (samples - start)
 
     def compute_seconds(self, samples: int) -> float:
-        """Return the time of all passes over so many local samples, the update left out."""
+        """Return the time of all passes over so many local samples, without the update."""
         passes = self.passes(samples)
         return passes * self.pass_seconds(samples / passes) if passes else 0.0
 
     def seconds(self, samples: int) -> float:
         """Return the device's own time of a step with so many local samples.
 
-        It rises with the samples, with one exception: where a kink makes large passes so dear that one
-        more pass pays, the step gets quicker at the sample that begins it. `efficient_microbatch_size`
-        avoids this.
+        It rises with the samples, with one exception: if a kink makes large passes expensive, one more pass
+        may make the step shorter.
         """
         return self.update_seconds + self.compute_seconds(samples)
 
     def level(self, samples: int) -> float:
-        """Return the largest `seconds` of any batch up to this one; the same as `seconds` where it rises."""
+        """Return the largest `seconds` of any batch up to this one, usually its own `seconds`."""
         full = max(self.passes(samples) - 1, 0)
         before = full * self.pass_seconds(self.microbatch_size or 1) if full else 0.0
         return self.update_seconds + max(self.compute_seconds(samples), before)
@@ -112,7 +110,8 @@ class SpeedCurve:
     def samples_within(self, seconds: float) -> int | None:
         """Return the most samples b such that no step of up to b samples takes longer, at most `cap`.
 
-        `None` stands for no limit: a flat curve without cap. 0 also where not even the update fits.
+        `None` stands for no limit, with a flat curve without cap. The result is also 0 if the update alone
+        takes longer.
         """
         if self.level(0) > seconds or self.cap == 0:
             return 0
@@ -129,19 +128,6 @@ class SpeedCurve:
             low, high = (middle, high) if self.level(middle) <= seconds else (low, middle)
         return low if self.cap is None else min(low, self.cap)
 
-    def efficient_microbatch_size(self, most: int) -> int:
-        """Return the size up to `most` at which a pass takes least a sample; the larger one of equals.
-
-        With it as microbatch size, `seconds` never falls.
-        """
-        ends = [1, *(at for at, _ in self.kinks if 1 < at < most), most]  # lines have their least at an end
-        best = ends[-1]
-        for size in reversed(ends):
-            # Within rounding, the larger size: fewer passes.
-            if self.pass_seconds(size) * best < self.pass_seconds(best) * size * (1 - 1e-12):
-                best = size
-        return best
-
     def scaled(self, factor: float) -> SpeedCurve:
         """Return the curve of a device that takes `factor` times as long for everything."""
         return replace(
@@ -153,22 +139,22 @@ class SpeedCurve:
         )
 
     def work(self, samples: int, backward_share: float = BACKWARD_SHARE) -> Work:
-        """Return the step as the cost model takes it (`hetexp.core.cost.step.step_seconds`)."""
+        """Return the step as input of the cost model (`hetexp.core.cost.step.step_seconds`)."""
         passes = self.passes(samples)
         seconds = self.compute_seconds(samples) / passes if passes else 0.0
         forward, backward = seconds * (1 - backward_share), seconds * backward_share
         return Work((forward,) * passes, (backward,) * passes, self.update_seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold; `from_dict` gives the same curve back, to the last bit."""
+        """Return plain types for JSON, from which `from_dict` makes the same curve to the last bit."""
         return {**asdict(self), "kinks": [list(kink) for kink in self.kinks]}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> SpeedCurve:
-        """Return the curve that `to_dict` stored.
+        """Return the curve from the result of `to_dict`.
 
         Raises:
-            ValueError: it is none: keys are unknown or missing, or a value cannot be one of a curve.
+            ValueError: keys are unknown or missing, or a value is out of range.
         """
         names = {field.name for field in fields(cls)}
         if set(stored) != names:

@@ -1,15 +1,15 @@
-"""The cost model: what a step takes on devices of known speed. Pure functions, the same for all that ask.
+"""The cost model: the time of a step on devices of known speed. Pure functions.
 
-A device's pass takes `fixed + per_sample · b` seconds. Gradients leave in buckets during backward; a bucket
-goes to the host, is summed over the ranks there, and comes back, and each of these three channels carries one
-bucket at a time. Emulated devices are paced by these functions, and runs are predicted by them.
+A device's pass takes `fixed + per_sample · b` seconds. Gradients leave in buckets during backward. A bucket
+goes to the host, is summed over the ranks there, and comes back. Each of these three channels carries one
+bucket at a time. The same functions pace emulated devices and predict runs.
 
 A sum of B bytes over n ranks takes 2 (n − 1) rounds of a ring, each of B / n. In memory that k ranks of a
-host share it is no ring (`hetexp/comm/shared_memory/exchange.py`): each writes B bytes there, reads the k-th
-part that it adds up of the k − 1 others', and the k − 1 parts that the others have added up. So k B + 2 (k −
-1) B pass through that memory, 4 B with the two ranks that its rate is of: latency + (3 k − 2) / 4 · B / rate.
-Where bytes are gathered each of the k reads those of all others: latency + k² / 4 · B / rate, or k − 1 rounds
-of a ring. Codes are gathered, and on the last level only: memory below a network sums numbers as they are.
+host share there is no ring (`hetexp/comm/shared_memory/exchange.py`). Each rank writes B bytes, reads its
+k-th part of the k − 1 others, adds these up, and reads the k − 1 sums of the others. So k B + 2 (k − 1) B
+pass through that memory. Its rate is that of two ranks, which pass 4 B: latency + (3 k − 2) / 4 · B / rate.
+In a gather each of the k ranks reads the bytes of all others: latency + k² / 4 · B / rate, or k − 1 rounds of
+a ring. Compressed gradients are gathered, on the last level only; lower levels sum uncompressed numbers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Literal
 
 Wire = Literal["float32", "bfloat16", "int8"]
 WIRE_BYTES = {"bfloat16": 2.0, "int8": 1.0 + 4.0 / 256.0}
-"""Of a number that is coded to travel (`hetexp/comm/compression.py`); others travel in their own type."""
+"""Bytes of a compressed number (`hetexp/comm/compression.py`); others keep their own type."""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """Something that bytes travel through, one message at a time."""
+    """A link or a memory that carries one message at a time."""
 
     latency_seconds: float = 0.0
     bytes_per_second: float = float("inf")
     shared: bool = False
-    """Whether it is memory that the ranks of a host share; the rate is that of a sum over two of them."""
+    """Whether it is memory that the ranks of a host share; its rate is that of a sum over two ranks."""
     ranks: int | None = None
-    """Ranks that exchange through it, where these are one of each host, or those of one host."""
+    """Number of ranks that use it, if only one rank of each host, or the ranks of one host; `None`: all."""
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time of one message."""
@@ -41,22 +41,22 @@ class Channel:
 
     def sum_seconds(self, num_bytes: float, ranks: int) -> float:
         """Return the time of an all-reduce of so many bytes of each of the group's ranks."""
-        own = self.ranks or ranks
-        if own == 1:
+        group_size = self.ranks or ranks
+        if group_size == 1:
             return 0.0
         if self.shared:
-            return self.seconds(num_bytes * (3 * own - 2) / 4)
-        rounds = 2 * (own - 1)
-        return self.latency_seconds * rounds + num_bytes * rounds / own / self.bytes_per_second
+            return self.seconds(num_bytes * (3 * group_size - 2) / 4)
+        rounds = 2 * (group_size - 1)
+        return self.latency_seconds * rounds + num_bytes * rounds / group_size / self.bytes_per_second
 
     def gather_seconds(self, num_bytes: float, ranks: int) -> float:
         """Return the time of an all-gather of so many bytes of each of the group's ranks."""
-        own = self.ranks or ranks
-        if own == 1:
+        group_size = self.ranks or ranks
+        if group_size == 1:
             return 0.0
         if self.shared:
-            return self.seconds(num_bytes * own * own / 4)
-        return self.seconds(num_bytes) * (own - 1)
+            return self.seconds(num_bytes * group_size * group_size / 4)
+        return self.seconds(num_bytes) * (group_size - 1)
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Links:
     device: tuple[Channel, ...]
     """Each rank's own link to the host, in each direction."""
     exchange: tuple[Channel, ...]
-    """Passed one after another by every bucket: the hosts' memory, then the network if there are several."""
+    """Channels of every bucket in turn: the hosts' memory, then the network if there are several hosts."""
     staged: bool = True
-    """Whether a bucket goes to the host and back; within a vendor it stays on the cards."""
+    """Whether a bucket goes to the host and back; with a vendor's library it stays on the cards."""
     ring: int | None = None
-    """Ranks that exchange, where `device` has one of each kind only; `None`: as many as `device` has."""
+    """Number of ranks, if `device` has only one rank of each kind; `None`: as many as `device` has."""
     wire: float = 1.0
-    """Bytes that travel ÷ bytes of the gradients. Below 1 codes travel: they are gathered, not summed."""
+    """Sent bytes ÷ bytes of the gradients. Below 1 they are compressed, and gathered instead of summed."""
 
     @property
     def world_size(self) -> int:
@@ -88,7 +88,7 @@ class Links:
         return self.ring or self.world_size
 
     def to_host_seconds(self, rank: int, num_bytes: float) -> float:
-        """Return what it takes the rank's bucket to reach the exchange (or to come back from it)."""
+        """Return the seconds of a rank's bucket to the exchange, or back from it."""
         return self.device[rank].seconds(num_bytes) if self.staged else 0.0
 
     def exchange_seconds(self, num_bytes: float) -> float:
@@ -97,14 +97,14 @@ class Links:
         return sum(channel.sum_seconds(num_bytes, ranks) for channel in self.exchange)
 
     def coded_seconds(self, num_bytes: float, coded_bytes: float) -> float:
-        """Return the time of an all-reduce of so many bytes of each rank, of which codes travel."""
+        """Return the time of an all-reduce of so many bytes of each rank, with compression."""
         ranks = self.num_ranks
         below = self.exchange[:1] if self._leaders else ()
         seconds = sum(channel.sum_seconds(num_bytes, ranks) for channel in below)
         return seconds + sum(c.gather_seconds(coded_bytes, ranks) for c in self.exchange[len(below) :])
 
     def bucket_out_seconds(self, rank: int, num_bytes: float) -> float:
-        """Return what it takes a bucket of gradients to leave the rank's device, coded there."""
+        """Return the seconds of a bucket of gradients from the rank's device, which compresses it."""
         return self.to_host_seconds(rank, num_bytes * (self.wire if self._codes_leave else 1.0))
 
     def bucket_seconds(self, num_bytes: float) -> float:
@@ -114,13 +114,13 @@ class Links:
         return self.coded_seconds(num_bytes, num_bytes * self.wire)
 
     def bucket_back_seconds(self, rank: int, num_bytes: float) -> float:
-        """Return what it takes the sum to come back, or the codes of all others to be added on the device."""
+        """Return the seconds of the sum back to the device, or of the compressed gradients of all others."""
         others = self.wire * (self.num_ranks - 1) if self._codes_leave else 1.0
         return self.to_host_seconds(rank, num_bytes * others)
 
     @property
     def _leaders(self) -> bool:
-        """Whether one rank of each host goes on with the sum of those that share memory."""
+        """Whether one rank of each host exchanges the sum of the ranks that share memory."""
         return len(self.exchange) > 1 and self.exchange[0].shared
 
     @property
@@ -130,18 +130,18 @@ class Links:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes in a step, in seconds."""
+    """One rank's seconds of computation in a step."""
 
     forward: tuple[float, ...]
-    """One a microbatch; empty where the rank has no samples."""
+    """Of each microbatch; empty if the rank has no samples."""
     backward: tuple[float, ...]
     update: float = 0.0
-    """Optimizer, and what the host does between two steps."""
+    """Optimizer and the host's work between two steps."""
 
 
 @dataclass
 class Timeline:
-    """When things end on each rank and in the shared exchange; advanced step by step."""
+    """The end of the last step on each rank and in the shared exchange, advanced step by step."""
 
     links: Links
     ends: list[float] = field(default_factory=list)
@@ -151,11 +151,11 @@ class Timeline:
         self.ends = self.ends or [0.0] * self.links.world_size
 
     def step(self, work: Sequence[Work], buckets: Sequence[tuple[float, float]]) -> None:
-        """Let every rank do one step.
+        """Advance every rank by one step.
 
         Args:
-            work: one a rank.
-            buckets: in the order in which they leave: fraction of the last backward done by then, bytes.
+            work: of each rank.
+            buckets: in their order: fraction of the last backward pass done by then, bytes.
         """
         started = [
             end + w.update + sum(w.forward) + sum(w.backward[:-1])
@@ -179,14 +179,14 @@ class Timeline:
 
 
 def step_seconds(work: Sequence[Work], links: Links, buckets: Sequence[tuple[float, float]]) -> float:
-    """Return how long a step takes once the ranks run in rhythm, which may be that of several steps.
+    """Return the mean time of a step in the steady state, whose period may be several steps.
 
-    It is the slowest way from a rank back to itself, a step: the eigenvalue of the steps as a max-plus
-    matrix (Baccelli et al., Synchronization and Linearity, 1992), so it never falls where something slows.
-    Ranks of the same work and link have the same rows in that matrix: one of each kind is enough.
+    It is the eigenvalue of the step as a max-plus matrix (Baccelli et al., Synchronization and Linearity,
+    1992): the slowest cycle from a rank back to itself, divided by its steps. So it never falls if something
+    slows down. Ranks with the same work and link have the same rows, so that one rank of each kind is enough.
     """
     kinds = list(dict.fromkeys(zip(work, links.device, strict=True)))
-    work = [one for one, _ in kinds]
+    work = [work_of_kind for work_of_kind, _ in kinds]
     links = replace(links, device=tuple(link for _, link in kinds), ring=links.ring or links.world_size)
     slowest = 0.0
     ranks = range(links.world_size)

@@ -19,7 +19,7 @@ from hetexp.launch.prepare.estimates import estimate_devices, estimate_memory, w
 from hetexp.launch.prepare.preparation import layers_of
 from hetexp.plan.device_estimates import MEASURED, DeviceEstimates
 from hetexp.plan.planner import check_plan, make_plan
-from hetexp.plan.predict.as_json import prediction
+from hetexp.plan.predict.as_json import prediction_json
 from hetexp.plan.predict.inputs import Needs, Objective, PredictedRun, PredictionInputs
 from hetexp.plan.predict.pick import pick, why_picked
 from hetexp.plan.predict.runs import Prediction, predict_runs
@@ -62,7 +62,7 @@ class RunPrediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types, for JSON."""
-        return prediction(self.as_it_is, self.changes, self.what_if, self.scaled)
+        return prediction_json(self.as_it_is, self.changes, self.what_if, self.scaled)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Predictions as plain types: for `hetexp plan --json` and `prediction.json`. What is not known is null."""
+"""Predictions as plain types, for `hetexp plan --json` and `prediction.json`; unknown values are null."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from hetexp.plan.routes import route_of_all
 SCHEMA = 1
 
 
-def prediction(
-    found: Prediction, changes: Sequence[Change], what_if: Prediction | None, cluster: Scaled | None
+def prediction_json(
+    prediction: Prediction, changes: Sequence[Change], what_if: Prediction | None, cluster: Scaled | None
 ) -> dict[str, Any]:
-    """Return everything that was predicted."""
+    """Return all predictions of a run."""
     return {
         "schema": SCHEMA,
         "hetexp": hetexp.__version__,
-        **_forecast(found),
+        **_prediction_fields(prediction),
         "what_if": None
         if what_if is None
-        else {"changes": [str(change) for change in changes], **_forecast(what_if)},
+        else {"changes": [str(change) for change in changes], **_prediction_fields(what_if)},
         "scale": None if cluster is None else asdict(cluster),
     }
 
 
-def _forecast(found: Prediction) -> dict[str, Any]:
+def _prediction_fields(prediction: Prediction) -> dict[str, Any]:
     facts = zip(
-        found.plan.devices,
-        found.estimates.sources,
-        found.solo_samples_per_second,
-        found.estimates.devices,
+        prediction.plan.devices,
+        prediction.estimates.sources,
+        prediction.solo_samples_per_second,
+        prediction.estimates.devices,
         strict=True,
     )
     return {
-        "emulated": found.plan.emulated,
-        "global_batch": found.total,
+        "emulated": prediction.plan.emulated,
+        "global_batch": prediction.total,
         "devices": [
             {
                 "id": device.id,
@@ -56,15 +56,15 @@ def _forecast(found: Prediction) -> dict[str, Any]:
             }
             for device, source, solo, one in facts
         ],
-        "exchange": found.estimates.exchange.to_dict(),
-        "route": asdict(route_of_all(found.plan)) | {"name": route_of_all(found.plan).name},
-        "rows": [_row(row, found) for row in found.rows],
-        "best": found.rows.index(found.best) if found.best is not None else None,
-        "reasons": list(found.reasons),
+        "exchange": prediction.estimates.exchange.to_dict(),
+        "route": asdict(route_of_all(prediction.plan)) | {"name": route_of_all(prediction.plan).name},
+        "rows": [_row(row, prediction) for row in prediction.rows],
+        "best": prediction.rows.index(prediction.best) if prediction.best is not None else None,
+        "reasons": list(prediction.reasons),
     }
 
 
-def _row(row: PredictedRun, found: Prediction) -> dict[str, Any]:
+def _row(row: PredictedRun, prediction: Prediction) -> dict[str, Any]:
     memory = row.memory_bytes or (None,) * len(row.ranks)
     stages = row.stages or ((),) * len(row.ranks)
     return {
@@ -80,7 +80,7 @@ def _row(row: PredictedRun, found: Prediction) -> dict[str, Any]:
         "joules_per_sample": row.joules_per_sample,
         "split": [
             {
-                "device": found.plan.devices[rank].id,
+                "device": prediction.plan.devices[rank].id,
                 "samples": count,
                 "memory_bytes": need,
                 "stages": [

@@ -1,4 +1,4 @@
-"""A plan's devices, and the rows that strategies and policies make of them."""
+"""The cost models from which strategies predict their runs on a plan's devices."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from hetexp.plan.calibrated_plan import Choice, choose, fastest_first, growing_s
 from hetexp.plan.device_estimates import DeviceEstimates
 
 ENERGY_TOLERANCE = 0.05
-"""By what fraction the thriftiest step may be longer than the fastest."""
+"""Largest relative difference between the step with the least energy and the shortest step."""
 LEAST_ENERGY = "least energy"
 
 Objective = Literal["time", "energy", "budget"]
-"""What the recommended row is best in."""
+"""Criterion of the recommended row."""
 Needs = Callable[[Sequence[int], Sequence[int]], list[int | None]]
-"""(ranks, samples of each) → memory that each needs in bytes, `None` where it is not known."""
+"""(ranks, samples of each) → memory need of each in bytes; `None`: not known."""
 
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """One strategy with one policy. What is not known is `None`."""
+    """The prediction of one strategy with one policy. Unknown values are `None`."""
 
     policy: str | None
-    """`None` if the strategy leaves nothing to share."""
+    """`None` if the strategy has no shares."""
     ranks: tuple[int, ...] = ()
     """Devices of the plan that take part."""
     counts: tuple[int, ...] = ()
@@ -42,22 +42,22 @@ class PredictedRun:
     step_seconds: float | None = None
     samples_per_second: float | None = None
     efficiency: float | None = None
-    """Throughput ÷ sum of the solo throughputs of all devices of the plan, those left out included."""
+    """Throughput ÷ sum of the throughputs of each device alone, including devices that are left out."""
     ceiling: float | None = None
-    """The best efficiency that any split of this strategy reaches."""
+    """Best efficiency of any split with this strategy."""
     watts: float | None = None
-    """Power limits together of the devices that get samples."""
+    """Sum of the power limits of the devices that get samples."""
     joules_per_sample: float | None = None
     memory_bytes: tuple[int | None, ...] = ()
     problem: str | None = None
-    """Why it cannot run like this, or is not predicted."""
+    """Why it cannot run, or is not predicted."""
     reasons: tuple[str, ...] = ()
     measures: bool = False
-    """Whether the policy finds the devices' speeds out, so that the split follows what they really are."""
+    """Whether the policy measures the devices' speeds, so that a real split follows them."""
     exact: bool = True
-    """Whether each step is a single device's; other strategies gain time by learning otherwise."""
+    """Whether each step is that of a single device; other strategies save time by different steps."""
     stages: tuple[tuple[Stage, ...], ...] = ()
-    """Of each of the ranks its pieces of the model, where the strategy cuts it."""
+    """Stages of each rank, if the strategy cuts the model."""
     bubble: float | None = None
     """Fraction of the devices' time in which a pipeline computes nothing."""
     strategy: str = ""
@@ -78,14 +78,14 @@ def _no_layers() -> Sequence[Layer]:
 
 
 class PredictionInputs:
-    """A plan's devices, and the rows of the cost models that several strategies share.
+    """A plan's devices, and the cost models that several strategies share.
 
     Args:
-        known: of each device of the plan.
+        estimates: of the plan's devices.
         policies: by name, in the order of the rows.
-        needs: memory of a split; `None` if no estimate is wanted.
-        budget_watts: most that the devices with samples may draw together; needed for `budget`.
-        layers: of the model; called if a strategy cuts it.
+        needs: memory of a split; `None`: memory is not checked.
+        budget_watts: largest sum of power limits for the objective `budget`.
+        layers: returns the model's layers; called if a strategy cuts the model.
     """
 
     def __init__(
@@ -114,23 +114,23 @@ class PredictionInputs:
     def exchanging(self, exchange: Exchange) -> PredictionInputs:
         """Return the same devices, which exchange something else in a step."""
         other = copy(self)
-        other.known, other._best = replace(self.known, exchange=exchange), None
+        other.estimates, other._best = replace(self.estimates, exchange=exchange), None
         return other
 
     @property
     def devices(self) -> list[DeviceCalibration]:
-        """All devices' curves, where all are known."""
-        return [one for one in self.estimates.devices if one is not None]
+        """Calibrations of the known devices."""
+        return [calibration for calibration in self.estimates.devices if calibration is not None]
 
     @property
     def whole(self) -> float | None:
-        """Sum of what all devices do alone, where all are known."""
-        solo = [one for one in self.solo if one is not None]
+        """Sum of the throughputs of each device alone; `None` if a device is not known."""
+        solo = [rate for rate in self.solo if rate is not None]
         return sum(solo) if len(solo) == len(self.solo) else None
 
     @property
     def checks_memory(self) -> bool:
-        """Whether anybody wants to know what fits."""
+        """Whether memory is checked."""
         return self._needs is not None
 
     @property
@@ -138,7 +138,7 @@ class PredictionInputs:
         return [device.power_limit_watts for device in self.plan.devices]
 
     def unknown(self) -> str | None:
-        """Say which devices nothing is known of, `None` where there is none."""
+        """Return the reason why devices are not known; `None` if all are known."""
         if self.estimates.complete:
             return None
         if self.estimates.reason is not None:
@@ -147,7 +147,7 @@ class PredictionInputs:
         return f"nothing is known of {names}"
 
     def best(self) -> Choice | str:
-        """Return the fastest set of devices and split, or why there is none."""
+        """Return the devices and split with the shortest step, or why there are none."""
         if self._best is None:
             try:
                 self._best = choose(self.linked, self.devices, self.estimates.exchange)
@@ -156,7 +156,7 @@ class PredictionInputs:
         return self._best
 
     def seconds(self, ranks: Sequence[int], counts: Sequence[int]) -> float | None:
-        """Return the step of these devices with this split, `None` where one of them is not known."""
+        """Return the step of these devices with this split; `None` if one of them is not known."""
         chosen = [one for rank in ranks if (one := self.estimates.devices[rank]) is not None]
         if len(chosen) < len(ranks):
             return None
@@ -178,7 +178,7 @@ class PredictionInputs:
         return replace(row, ceiling=row.efficiency)
 
     def all_reduced(self) -> list[PredictedRun]:
-        """Return the rows of gradients that are summed in backward: one a policy, one of the objective."""
+        """Return the rows of an all-reduce in backward: one for each policy, and one for the objective."""
         if len(self.plan.devices) == 1:
             return [self.alone()]
         rows = [self._shared(name, policy) for name, policy in self.policies.items()]
@@ -189,7 +189,7 @@ class PredictionInputs:
         return rows
 
     def _shared(self, name: str, policy: BalancingPolicy) -> PredictedRun:
-        """Return what a policy makes of the devices."""
+        """Return the row of a policy."""
         if policy.measures or policy.follows:
             return replace(self._settled(name, policy), measures=True)
         try:
@@ -200,7 +200,7 @@ class PredictionInputs:
         return self.row(name, tuple(range(len(counts))), counts)
 
     def _settled(self, name: str, policy: BalancingPolicy) -> PredictedRun:
-        """Return where a policy ends that finds the devices' speeds out."""
+        """Return the row of a policy that measures the devices."""
         why = self.unknown()
         if why is not None:
             return PredictedRun(name, problem=f"{why}: it would be measured first")
@@ -210,12 +210,12 @@ class PredictionInputs:
         if isinstance(choice, str):
             return PredictedRun(name, problem=choice)
         row = self.row(name, choice.ranks, choice.split.counts)
-        return replace(row, reasons=choice.reasons[:-1])  # the last tells the split, as the table does
+        return replace(row, reasons=choice.reasons[:-1])  # the last has the split, which the table shows
 
     def _thrifty(self) -> PredictedRun:
-        """Return the split that needs least energy of those hardly slower than the fastest."""
+        """Return the row of the split with the least energy whose step is hardly longer than the shortest."""
         best = self.best() if self.estimates.complete else f"{self.unknown()}"
-        watts = [one for one in self.watts if one is not None]
+        watts = [limit for limit in self.watts if limit is not None]
         if isinstance(best, str) or len(watts) < len(self.watts):
             return PredictedRun(LEAST_ENERGY, problem=best if isinstance(best, str) else self._no_watts())
         rows = [self.row(LEAST_ENERGY, best.ranks, best.split.counts)]
@@ -229,9 +229,9 @@ class PredictionInputs:
         return min(rows, key=lambda row: row.joules_per_sample or 0.0)
 
     def _within(self, budget: float) -> PredictedRun:
-        """Return the fastest split whose devices draw no more than a budget."""
+        """Return the row of the fastest split within a budget of watts."""
         name = f"within {budget:g} W"
-        watts = [one for one in self.watts if one is not None]
+        watts = [limit for limit in self.watts if limit is not None]
         why = self.unknown() or (self._no_watts() if len(watts) < len(self.watts) else None)
         if why is not None:
             return PredictedRun(name, problem=why)
@@ -253,7 +253,7 @@ class PredictionInputs:
         return min(rows, key=lambda row: (not row.predicted, row.step_seconds or 0.0))
 
     def timed(self, row: PredictedRun, seconds: float | None) -> PredictedRun:
-        """Return a row with the seconds of a step, and what follows from them."""
+        """Return a row with the seconds of a step, and the resulting rate and efficiency."""
         rate = self.total / seconds if seconds else None
         efficiency = rate / self.whole if rate is not None and self.whole else None
         return replace(row, step_seconds=seconds, samples_per_second=rate, efficiency=efficiency)
@@ -266,7 +266,7 @@ class PredictionInputs:
         memory = self._needs(ranks, counts) if self._needs is not None else [None] * len(ranks)
         working = [rank for rank, count in zip(ranks, counts, strict=True) if count]
         draws = [self.watts[rank] for rank in working]
-        watts = sum(one or 0.0 for one in draws) if None not in draws else None
+        watts = sum(draw or 0.0 for draw in draws) if None not in draws else None
         row = PredictedRun(
             policy,
             tuple(ranks),
@@ -280,12 +280,12 @@ class PredictionInputs:
         return self.timed(row, seconds)
 
     def _used(self, policy: str, ranks: Sequence[int], counts: Sequence[int]) -> PredictedRun:
-        """Return the row of those devices that get samples."""
+        """Return the row of the devices that get samples."""
         used = [(rank, count) for rank, count in zip(ranks, counts, strict=True) if count]
         return self.row(policy, [rank for rank, _ in used], [count for _, count in used])
 
     def _sets(self) -> list[tuple[int, ...]]:
-        """Return the sets of devices that hold the batch: the fastest, the two fastest, and so on."""
+        """Return the sets of the fastest device, the two fastest ones, and so on, that hold the batch."""
         sets = growing_sets(fastest_first(self.devices, self.total))
         return [ranks for ranks in sets if holds(self.devices, ranks, self.total)]
 
@@ -306,7 +306,7 @@ class PredictionInputs:
     def _too_large(
         self, ranks: Sequence[int], counts: Sequence[int], memory: Sequence[int | None]
     ) -> str | None:
-        """Say which devices the split is too much for."""
+        """Return the problem of devices whose memory does not hold their samples."""
         problems = []
         for rank, count, need in zip(ranks, counts, memory, strict=True):
             has, curve = self.plan.devices[rank].memory_bytes, self.curves[rank]

@@ -1,4 +1,4 @@
-"""Which of the predicted strategies `strategy=auto` takes."""
+"""Picks the strategy of `strategy=auto` from predictions."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from hetexp.plan.predict.inputs import PredictedRun
 from hetexp.plan.predict.runs import Prediction
 
 SIMPLEST = ("single", "ddp")
-"""Of strategies that are as fast as each other these come first,"""
+"""First choices among equally fast strategies,"""
 LAST = ("dp",)
-"""and these last: one process drives all its cards in turn, which no figure here knows of."""
+"""and last choice: one process drives all its cards in turn, which the cost model does not know."""
 
 BETWEEN_HOSTS = "hierarchical_sgd"
-"""Option that is exact inside each host only, taken where a step waits for the network between them:"""
+"""Option that is exact inside each host only, for slow networks between hosts,"""
 MUCH_FASTER = 2.0
-"""so many times as fast as the fastest exact one, at least."""
+"""if it is at least so many times as fast as the fastest exact strategy."""
 
 
-def pick(found: Prediction, policy: str) -> PredictedRun | None:
-    """Return the row of the fastest exact strategy with a policy, `None` where nothing is predicted.
+def pick(prediction: Prediction, policy: str) -> PredictedRun | None:
+    """Return the row of the fastest exact strategy with a policy; `None` if nothing is predicted.
 
-    One that is exact inside each host, where it is among the rows of several hosts, is taken before it if it
-    is `MUCH_FASTER`.
-
-    Of rows whose difference cannot be measured the simplest is taken; but where the figures are not measured,
-    one whose policy measures, since it corrects them.
+    `BETWEEN_HOSTS` is taken instead if it is `MUCH_FASTER`. Of rows with a difference too small to measure,
+    the simplest is taken. If the figures are not measured, a row whose policy measures comes first, because
+    it corrects them.
     """
-    fit = [row for row in found.rows if row.predicted and row.exact and row.policy in (policy, None)]
+    fit = [row for row in prediction.rows if row.predicted and row.exact and row.policy in (policy, None)]
     if not fit:
         return None
     fastest = min(row.step_seconds or 0.0 for row in fit)
     near = [row for row in fit if (row.step_seconds or 0.0) * (1 - LEAST_GAIN) <= fastest]
-    measured = all(source == MEASURED for source in found.estimates.sources)
+    measured = all(source == MEASURED for source in prediction.estimates.sources)
 
     def order(row: PredictedRun) -> tuple[bool, int, float]:
         rank = SIMPLEST.index(row.strategy) if row.strategy in SIMPLEST else len(SIMPLEST)
@@ -41,20 +39,20 @@ def pick(found: Prediction, policy: str) -> PredictedRun | None:
     exact = min(near, key=order)
     between = [
         row
-        for row in found.rows
+        for row in prediction.rows
         if row.strategy == BETWEEN_HOSTS and row.predicted and row.policy in (policy, None)
     ]
     quick = [r for r in between if (r.step_seconds or 0.0) * MUCH_FASTER <= (exact.step_seconds or 0.0)]
     return min(quick, key=lambda row: row.step_seconds or 0.0, default=exact)
 
 
-def why_picked(row: PredictedRun, found: Prediction) -> str:
-    """Say what the picked row takes, and what the best of the others would."""
-    sources = " and ".join(dict.fromkeys(found.estimates.sources))
+def why_picked(row: PredictedRun, prediction: Prediction) -> str:
+    """Return the predicted step of the picked row, compared with the best rows of other strategies."""
+    sources = " and ".join(dict.fromkeys(prediction.estimates.sources))
     others: dict[str, PredictedRun] = {}
-    for other in found.rows:
-        known = others.setdefault(other.strategy, other)
-        if other.exact and other.predicted and (other.step_seconds or 0.0) < (known.step_seconds or 0.0):
+    for other in prediction.rows:
+        best = others.setdefault(other.strategy, other)
+        if other.exact and other.predicted and (other.step_seconds or 0.0) < (best.step_seconds or 0.0):
             others[other.strategy] = other
     times = [
         f"{name} {other.step_seconds:.4g} s"
@@ -69,6 +67,6 @@ def why_picked(row: PredictedRun, found: Prediction) -> str:
         else ""
     )
     return (
-        f"strategy=auto takes {row.strategy}: {found.total} samples are predicted to take "
+        f"strategy=auto takes {row.strategy}: {prediction.total} samples are predicted to take "
         f"{row.step_seconds:.4g} s a step ({sources}){compared}.{note}"
     )

@@ -1,4 +1,4 @@
-"""What each strategy with each policy would make of a plan's devices, before anything runs.
+"""Predicts each strategy with each policy on a plan's devices, before anything runs.
 
 The same functions predict a row and a calibrated plan (`hetexp.plan.calibrated_plan`), so that equal figures
 give equal steps. The energy is that of working devices at their power limits. It leaves out the devices that
@@ -27,7 +27,7 @@ class Prediction:
     total: int
     """Samples of a step."""
     solo_samples_per_second: tuple[float | None, ...]
-    """Of each device alone with the whole batch, or what its memory holds of it."""
+    """Throughput of each device alone, with the whole batch or the part that its memory holds."""
     rows: tuple[PredictedRun, ...]
     best: PredictedRun | None
     reasons: tuple[str, ...] = field(default=())
@@ -45,14 +45,14 @@ def predict_runs(
     Args:
         inputs: of a plan whose own shares and strategy do not matter.
         strategies: by name.
-        preferred: policy that is recommended before others that are as good.
-        refusals: strategy → what speaks against it on these devices.
+        preferred: policy that is recommended before equally good ones.
+        refusals: strategy → why it cannot run on these devices.
     """
     rows: list[PredictedRun] = []
     for name, strategy in strategies.items():
         refused = refusals.get(name)
-        own = strategy.predict(inputs) if refused is None else [PredictedRun(None, problem=refused)]
-        rows += [replace(row, strategy=name, exact=strategy.exact) for row in own]
+        predicted = strategy.predict(inputs) if refused is None else [PredictedRun(None, problem=refused)]
+        rows += [replace(row, strategy=name, exact=strategy.exact) for row in predicted]
     best, reasons = recommend(rows, inputs, preferred)
     return Prediction(
         inputs.plan, inputs.estimates, inputs.total, inputs.solo, tuple(rows), best, tuple(reasons)
@@ -64,10 +64,10 @@ def recommend(
     inputs: PredictionInputs,
     preferred: str | None = None,
 ) -> tuple[PredictedRun | None, list[str]]:
-    """Return the best row and why it is the best, or why there is none.
+    """Return the best row with the reasons, or why there is none.
 
-    Of rows whose difference cannot be measured the simplest is taken; but where the figures are not measured,
-    one that measures, since it corrects them. Strategies that are not exact are left to the person.
+    Of rows with a difference too small to measure, the simplest is taken. If the figures are not measured, a
+    row whose policy measures comes first, because it corrects them. Only exact strategies are recommended.
     """
     objective, budget_watts = inputs.objective, inputs.budget_watts
     fit = [row for row in rows if row.predicted and row.exact]
@@ -80,8 +80,8 @@ def recommend(
             "measures the devices before it trains, and leaves out those that make the job slower."
         ]
     if not fit:
-        found = dict.fromkeys(row.problem for row in rows if row.problem is not None)
-        return None, [f"No recommendation: {'; '.join(found) or 'nothing keeps within the budget'}."]
+        problems = dict.fromkeys(row.problem for row in rows if row.problem is not None)
+        return None, [f"No recommendation: {'; '.join(problems) or 'nothing keeps within the budget'}."]
     fastest = min(row.step_seconds or 0.0 for row in fit)
     if objective == "energy":
         within = fastest * (1 + ENERGY_TOLERANCE)
@@ -103,7 +103,7 @@ def recommend(
 
 
 def _reasons(best: PredictedRun, rows: Sequence[PredictedRun], inputs: PredictionInputs) -> list[str]:
-    """Say what the best row gains over the fastest device alone and an equal split, and who is left out."""
+    """Return the gain of the best row over the fastest device and an equal split, and who is left out."""
     assert best.step_seconds is not None
     objective = inputs.objective
     name = " + ".join(part for part in (best.strategy, best.policy) if part is not None)
@@ -137,7 +137,7 @@ def _reasons(best: PredictedRun, rows: Sequence[PredictedRun], inputs: Predictio
 
 
 def _how_to_run(best: PredictedRun, inputs: PredictionInputs) -> list[str]:
-    """Return the words that train like this where no policy does; none where they would not say all."""
+    """Return the command for a row that no policy gives; none if the words cannot describe its devices."""
     devices = [inputs.plan.devices[rank] for rank in best.ranks]
     if any(d.slow != 1.0 or d.limited or d.python is not None or d.host is not None for d in devices):
         return []

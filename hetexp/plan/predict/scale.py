@@ -1,8 +1,7 @@
-"""A large mixed cluster, simulated: the devices of a plan as one box, and as many boxes as are wanted.
+"""Simulates a large mixed cluster: hosts (boxes) that each have the devices of a plan.
 
-Each box is a host of its own, and the boxes are joined by `hardware.network`. The global batch grows with the
-devices. Gradients go round one flat ring of all ranks, as the cost model has it; rings within rings, which
-large clusters use, are not modelled.
+`hardware.network` connects the boxes, and the global batch grows with the devices. The exchange is one flat
+ring of all ranks. Hierarchical rings of large clusters are not modelled.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from hetexp.plan.device_estimates import DeviceEstimates
 
 ALL, BEST = "all, best split", "best"
 LONGEST = 300
-"""Characters of a sentence."""
+"""Most characters of a problem."""
 MOST = 100_000
-"""Devices that are simulated at most."""
+"""Most simulated devices."""
 
 
 @dataclass(frozen=True)
 class KindShare:
-    """What the devices of one kind get."""
+    """The samples of all devices of one kind."""
 
     device: int
-    """Of the plan, the first one of this kind."""
+    """First device of this kind in the plan."""
     devices: int
-    """Of the cluster that take part."""
+    """Number of devices in the cluster that take part."""
     fewest: int
-    """Samples of the one that gets least of these."""
+    """Fewest samples of a device."""
     most: int
     samples: int
-    """All of these together."""
+    """Samples of all of them."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,15 @@ class ScaledRow:
 
     policy: str
     devices: int = 0
-    """Those that take part."""
+    """Number of devices that take part."""
     step_seconds: float | None = None
     samples_per_second: float | None = None
     efficiency: float | None = None
-    """Throughput ÷ sum of the solo throughputs of all devices of the cluster."""
+    """Throughput ÷ sum of the throughputs of each device of the cluster alone."""
     compute_seconds: float | None = None
-    """The same step if nothing were exchanged."""
+    """The same step without an exchange."""
     solve_seconds: float | None = None
-    """What it took to find this split."""
+    """Time to compute this split."""
     kinds: tuple[KindShare, ...] = ()
     problem: str | None = None
 
@@ -81,13 +80,13 @@ def scaled(
     policies: Mapping[str, BalancingPolicy],
     network: Link,
 ) -> Scaled:
-    """Return what the policies make of so many devices, made by repeating those of the plan.
+    """Return the predictions for a cluster that repeats the plan's devices.
 
     Args:
-        known: of the plan's devices, all of them.
+        estimates: of all the plan's devices.
         num_devices: of the cluster, at least as many as the plan has.
-        policies: by name; where those end that measure, two rows show: the best split over all devices, and
-            over those whose presence pays.
+        policies: by name. Two rows stand for those that measure: the best split over all devices, and over
+            the devices that make the step shorter.
         network: between the boxes.
 
     Raises:
@@ -103,11 +102,11 @@ def scaled(
 
 
 class Cluster:
-    """Boxes of the plan's devices; device i of the cluster is device i modulo their number of a box."""
+    """A cluster whose device i is the plan's device i modulo their number."""
 
     def __init__(self, plan: Plan, estimates: DeviceEstimates, num_devices: int, network: Link) -> None:
         self._plan, self._estimates = replace(plan, network=network.model_dump()), estimates
-        self._box = [one for one in estimates.devices if one is not None]
+        self._box = [calibration for calibration in estimates.devices if calibration is not None]
         size = len(self._box)
         self.num_devices = num_devices
         self.total: int = plan.config["trainer"]["global_batch_size"] * num_devices // size
@@ -115,10 +114,10 @@ class Cluster:
         self._solo = sum(solo[i] for i in self._places(num_devices))
         alike = [(d.card or d.name, one) for d, one in zip(plan.devices, self._box, strict=True)]
         self._kinds = [alike.index(one) for one in alike]
-        """Of each device of the box the first one like it."""
+        """Each device's first equal device in the box."""
 
     def shared(self, name: str, policy: BalancingPolicy) -> ScaledRow:
-        """Return the row of a policy that knows its shares beforehand."""
+        """Return the row of a policy that does not measure."""
         places = self._places(self.num_devices)
         started = time.perf_counter()
         try:
@@ -136,9 +135,9 @@ class Cluster:
         return self._solved(ALL, self._places(self.num_devices))
 
     def best(self) -> ScaledRow:
-        """Return the best over all devices, over the faster kinds, and over ever half as many boxes.
+        """Return the best row with the fastest kinds of devices, and all, half, a quarter … of the boxes.
 
-        A ring of many ranks takes long whatever its bytes, so that fewer devices may be quicker.
+        The latency of a ring grows with its ranks, so that fewer devices may be faster.
         """
         order = sorted(range(len(self._box)), key=lambda i: (self._box[i].curve.seconds(self.total), i))
         rows = []
@@ -186,7 +185,7 @@ class Cluster:
         )
 
     def _links(self, places: Sequence[int]) -> Links:
-        """Return the links of a part of the cluster; those of one host and of a second are those of all."""
+        """Return the links of a part of the cluster, made from those of one or two hosts."""
         used = sorted(set(places))
         hosts = ["0", "1"] if len(places) > len(used) else ["0"]
         few = [replace(self._estimates.linked[i], host=host) for host in hosts for i in used]
@@ -209,5 +208,5 @@ class Cluster:
 
 
 def _settles(policy: BalancingPolicy) -> bool:
-    """Whether it finds the devices' speeds out, and so ends at the best split."""
+    """Return whether a policy measures the devices, and so ends at the best split."""
     return policy.measures or policy.follows

@@ -1,4 +1,4 @@
-"""What if there were other devices: cards added to those of a plan, or taken away."""
+"""Changes of a plan's devices for `--what-if`: cards added or removed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MOST = 10_000
 
 @dataclass(frozen=True)
 class Change:
-    """Some devices more, or fewer."""
+    """Devices to add or to remove."""
 
     count: int
-    """Below 0: taken away."""
+    """Number of devices; below 0: to remove."""
     name: str
-    """Of a card of the catalogue, or to take one away, of a device (`cuda:1`)."""
+    """Card of the catalogue, or a device to remove (`cuda:1`)."""
 
     def __str__(self) -> str:
         many = f"{abs(self.count)}*" if abs(self.count) != 1 else ""
@@ -33,7 +33,7 @@ class Change:
 
 
 def parse_changes(texts: Sequence[str]) -> list[Change]:
-    """Read what a person typed after `--what-if`, commas between changes of one word.
+    """Read the words after `--what-if`, which may have several changes with commas between them.
 
     Raises:
         ConfigError: every change that cannot be read.
@@ -55,9 +55,9 @@ def parse_changes(texts: Sequence[str]) -> list[Change]:
 def changed(
     devices: Sequence[DeviceSpec], changes: Sequence[Change], catalogue: Catalogue
 ) -> tuple[list[DeviceSpec], list[int | None]]:
-    """Return the devices after the changes, and of each its place among the old ones (`None`: it is new).
+    """Return the devices after the changes, and each device's old place (`None`: it is new).
 
-    Of several that a name means the last is taken away first. A new card is in the host of the first device.
+    If a name means several devices, the last is removed first. A new card is in the host of the first device.
 
     Raises:
         ConfigError: every change that cannot be made.
@@ -78,10 +78,10 @@ def changed(
             continue
         meant = [place for place, (device, _) in enumerate(now) if _means(change.name, device, catalogue)]
         if len(meant) < -change.count:
-            there = ", ".join(_known_as(device, catalogue) for device, _ in now) or "none"
+            names = ", ".join(_known_as(device, catalogue) for device, _ in now) or "none"
             found = f"{len(meant)} of them" if meant else "none"
             problems.append(
-                must_be("--what-if", f"a change to the devices ({there})", str(change), f"It finds {found}.")
+                must_be("--what-if", f"a change to the devices ({names})", str(change), f"It finds {found}.")
             )
             continue
         for place in reversed(meant[change.count :]):

@@ -1,7 +1,7 @@
-"""From a plan and a strategy that cuts the model to its stages: groups, cuts, samples, and the reasons.
+"""Assigns stages of the model and samples to a plan's devices, with the reasons.
 
-A policy decides how fast the devices are taken to be: one that measures, or follows them, by what is known of
-them, every other by its shares.
+If the policy measures or follows the devices, their speeds are the estimates. Otherwise they are the policy's
+shares.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hetexp.plan.stages.pipelines import Cut, Pipeline, StageDevice
 from hetexp.plan.stages.search import choose_stages, even_cut
 
 LEAST_SHARE = 1e-3
-"""Part of the largest share that a device is taken to have at least: a stage has work."""
+"""Smallest share of a device, as a fraction of the largest, because every stage has work."""
 
 
 class ScheduleFacts(Protocol):
-    """What is asked of a strategy's schedule."""
+    """The facts of a strategy's schedule."""
 
     @property
     def name(self) -> str: ...
@@ -42,7 +42,7 @@ class ScheduleFacts(Protocol):
 
 
 class StagedStrategy(Protocol):
-    """What is asked of a strategy that is predicted as `stages`."""
+    """A strategy that cuts the model into stages."""
 
     @property
     def schedule(self) -> ScheduleFacts: ...
@@ -63,31 +63,30 @@ class StagedStrategy(Protocol):
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Which device gets which layers and samples."""
+    """The layers and samples of each device."""
 
     ranks: tuple[int, ...]
-    """Devices of the plan that take part, in the order of the ranks that they become."""
+    """Devices of the plan that take part, in the order of their new ranks."""
     stages: tuple[tuple[Stage, ...], ...]
-    """Of each of these ranks, in the order of its pipeline."""
+    """Stages of each rank, in the order of its pipeline."""
     replica_batch_sizes: tuple[int, ...]
-    """Samples of a full global batch that each pipeline takes."""
+    """Samples of a full global batch for each pipeline."""
     shares: tuple[float, ...]
     """Each rank's part of a step's work."""
     memory_bytes: tuple[int, ...]
-    """What each rank needs: weights, gradients, optimizer state and activations, and what its device's build
-    of torch takes beside them."""
+    """Each rank's need: weights, gradients, optimizer state, activations, and the overhead of its torch."""
     step_seconds: float | None
-    """As predicted; `None` where the devices' speeds are not known."""
+    """Predicted step; `None` if the devices' speeds are not known."""
     bubble: float | None
     """Predicted fraction of the devices' time in which nothing is computed."""
     busy_seconds: tuple[float | None, ...]
-    """Each rank's own work in a step, as predicted."""
+    """Each rank's predicted own work in a step."""
     reasons: tuple[str, ...]
 
     @property
     def local_batch_sizes(self) -> tuple[int, ...]:
         """Return the samples that pass through each rank: those of its pipeline."""
-        return tuple(self.replica_batch_sizes[own[0].replica] for own in self.stages)
+        return tuple(self.replica_batch_sizes[stages[0].replica] for stages in self.stages)
 
 
 def assign_stages(
@@ -152,7 +151,7 @@ def assign_stages(
 
 
 def _as_sent(plan: Plan, layers: Sequence[Layer]) -> Sequence[Layer]:
-    """Return the layers with the bytes that their outputs take on the way to another stage."""
+    """Return the layers with the compressed size of their outputs between stages."""
     ratio = wire_of(plan, plan.boundary_wire)
     if ratio == 1.0:
         return layers
@@ -167,7 +166,7 @@ def _choose(
     ranges: Sequence[Sequence[Sequence[int]]] | None,
     drop_slower: bool,
 ) -> Grouping:
-    """Return groups, cuts and samples, as far as they are not given."""
+    """Return groups, cuts and samples, except those that are given."""
     devices = range(len(pipeline.devices))
     if ranges is not None and given is not None:
         ends = {tuple(group): tuple(e for _, e in own) for group, own in zip(given, ranges, strict=True)}
@@ -210,14 +209,14 @@ def _devices(
         plan.devices, estimates.devices, estimates.sources, limits, strict=True
     ):
         assert own is not None
-        # An emulated card has its overhead in every pass; so has the catalogue's model of a real one.
+        # An emulated card, and the catalogue's model of a real one, have their overhead in every pass.
         real = source == MEASURED and device.backend != "emulated"
         found.append(StageDevice(own, limit, real, str(device)))
     return found
 
 
 def _usable_bytes(device: DeviceSpec) -> int | None:
-    """Return what a device has for tensors."""
+    """Return a device's memory for tensors; `None`: not known."""
     if device.memory_bytes is None:
         return None
     rules = rules_for(device)
@@ -225,9 +224,9 @@ def _usable_bytes(device: DeviceSpec) -> int | None:
 
 
 def _sends(plan: Plan) -> Callable[[int, int, float], float]:
-    """Return what a message takes from host to host: all go through gloo, whatever the vendors.
+    """Return a function for the seconds of a message from host to host, by gloo for all vendors.
 
-    Emulated cards' messages are not paced between the hosts' processes, but for a network between the hosts.
+    Between emulated cards only a network between hosts takes time.
     """
 
     @cache
@@ -245,15 +244,16 @@ def _sends(plan: Plan) -> Callable[[int, int, float], float]:
 
 
 def _links(estimates: DeviceEstimates | None) -> Callable[[int], Channel]:
-    """Return each device's own link to the host as the catalogue has it; free where it says nothing."""
+    """Return a function for each device's link to its host; a device that the catalogue lacks has no cost."""
     assert estimates is not None
     own = [build_links([device]).device[0] for device in estimates.linked]
     return lambda device: own[device]
 
 
 def _exchanges(plan: Plan, estimates: DeviceEstimates | None, layers: Sequence[Layer]) -> Exchange:
-    """Return what pipelines take to sum up their gradients, after all have them: a ring for each set of ranks
-    that holds the same layers, one after another on each rank.
+    """Return a function for the seconds in which pipelines sum their gradients, after all have them.
+
+    Each set of ranks with the same layers has a ring, and a rank does its rings one after another.
     """
     linked = estimates.linked if estimates is not None else plan.devices
     measured = estimates.exchange.measured if estimates is not None else None
@@ -290,13 +290,8 @@ def _exchanges(plan: Plan, estimates: DeviceEstimates | None, layers: Sequence[L
     return exchange
 
 
-def _holder(cut: Cut, layer: int) -> int:
-    """Return the device of a pipeline that has a layer."""
-    return next(device for device, end in zip(cut.devices, cut.ends, strict=True) if layer < end)
-
-
 def _as_ranks(plan: Plan, pipeline: Pipeline, grouping: Grouping, rated: bool) -> StageAssignment:
-    """Return the arrangement by ranks; devices keep theirs where each pipeline's stages have rising ones."""
+    """Return the assignment by ranks; devices keep their order if that of each pipeline allows it."""
     ranks = [device for cut in grouping.cuts for device in cut.group]
     if all(list(cut.group) == sorted(cut.group) for cut in grouping.cuts):
         ranks.sort()
@@ -327,7 +322,7 @@ def _as_ranks(plan: Plan, pipeline: Pipeline, grouping: Grouping, rated: bool) -
 
 
 def _described(plan: Plan, strategy: StagedStrategy, pipeline: Pipeline, grouping: Grouping) -> list[str]:
-    """Say what each pipeline is."""
+    """Return a sentence about each pipeline."""
     sentences = []
     for number, cut in enumerate(grouping.cuts):
         pairs = zip(cut.devices, cut.bounds, strict=True)
@@ -349,7 +344,7 @@ def _why(
     rated: DeviceEstimates | None,
     by_curve: bool,
 ) -> list[str]:
-    """Say what decided, what is predicted, and who is left out."""
+    """Return the reasons: the policy, the prediction, and the devices that are left out."""
     if not by_curve:
         wants = policy.measures or policy.follows
         why = ", as nothing is known of the devices' speeds" if wants else ""
@@ -373,5 +368,5 @@ def _predicted(grouping: Grouping) -> str:
 
 
 def layer_range(first: int, end: int) -> str:
-    """Return a stage's layers for people: `layer 3`, `layers 0–2`."""
+    """Return a stage's layers as text: `layer 3`, `layers 0–2`."""
     return f"layer {first}" if end - first == 1 else f"layers {first}–{end - 1}"

@@ -1,9 +1,8 @@
-"""Which devices form pipelines, and what part of the batch each pipeline takes.
+"""Chooses the devices of each pipeline, and each pipeline's part of the batch.
 
-Few devices are put together in every way; of many, in ways that make groups about as fast as each other, or
-alike. A group's cut is found once (`hetexp.plan.stages.search`) and its speed is that of its step, so that a
-whole grouping is judged by a few numbers. The best groupings get their samples by their own steps, to the
-last one.
+Few devices are grouped in every possible way. Many devices are grouped by speed or by their order. The cut of
+a group is searched once (`hetexp.plan.stages.search`), and the steps of its groups estimate a grouping. The
+best groupings are then balanced sample by sample.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from hetexp.plan.stages.pipelines import Cut, Pipeline
 from hetexp.plan.stages.search import choose_stages, does_not_fit
 
 Exchange = Callable[[Sequence[Cut]], float]
-"""Pipelines → seconds in which they exchange their gradients, after all have them."""
+"""Pipelines → seconds of the exchange of their gradients, after all have them."""
 
-EVERY_WAY = 8
-"""Devices up to which every grouping is judged,"""
-MOST_STRETCHES = 100_000
-"""and sets of devices × pairs of layers, which is how long their cuts take to find."""
+MAX_EXHAUSTIVE = 8
+"""Most devices for which every grouping is estimated,"""
+MAX_CUTS = 100_000
+"""and most sets of devices × pairs of layers, on which the time of the search depends."""
 FINALISTS = 8
-"""Groupings whose samples are shared out exactly."""
+"""Number of groupings whose samples are balanced."""
 REFINED = 2
-"""Of them those whose cuts are looked at closely."""
+"""Number of these whose cuts are searched thoroughly."""
 SOME = 64
-"""Samples by which devices are compared before their groups' are known."""
+"""Samples of a step by which devices are compared before their groups are known."""
 ROUNDS = 6
-"""Times that shares are corrected by the steps that come of them."""
+"""Most corrections of the shares by the resulting steps."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Grouping:
 
     cuts: tuple[Cut, ...]
     step_seconds: float
-    """Of the slowest pipeline, and the exchange."""
+    """Step of the slowest pipeline plus the exchange."""
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -61,40 +60,43 @@ def choose_groups(
     fewest: int = 1,
     ends: Mapping[tuple[int, ...], tuple[int, ...]] | None = None,
 ) -> Grouping:
-    """Return the groups of these devices, all of them in one, whose step over so many samples is shortest.
+    """Return the grouping of all these devices with the shortest step over so many samples.
 
     Args:
-        fewest: groups. Where they must be several, at least one of them has several devices: the model whole
-            on every device is what other strategies do better.
-        groups: given ones, in the order of their stages; only their cuts and samples are chosen then.
-        ends: of each given group the cut, where that is given, too.
+        fewest: number of groups. If it is above 1, at least one group has several devices, because other
+            strategies are better with the whole model on every device.
+        groups: fixed groups, in the order of their stages, for which only cuts and samples are chosen.
+        ends: fixed group → its cut, if that is fixed, too.
 
     Raises:
         ValueError: no grouping fits the devices' memory or the layers.
     """
     chooser = _Chooser(pipeline, samples, exchange, groups is None, ends or {})
     if groups is not None:
-        ways: list[list[tuple[int, ...]]] = [[tuple(group) for group in groups]]
+        candidates: list[list[tuple[int, ...]]] = [[tuple(group) for group in groups]]
     else:
-        few = len(devices) <= EVERY_WAY and 2 ** len(devices) * len(pipeline.layers) ** 2 <= MOST_STRETCHES
-        ways = [
-            way
-            for way in (_every_way if few else _even_ways)(pipeline, devices)
-            if len(way) >= fewest and (fewest == 1 or len(way) < len(devices))
+        num_cuts = 2 ** len(devices) * len(pipeline.layers) ** 2
+        few = len(devices) <= MAX_EXHAUSTIVE and num_cuts <= MAX_CUTS
+        candidates = [
+            candidate
+            for candidate in (_all_groupings if few else _even_groupings)(pipeline, devices)
+            if len(candidate) >= fewest and (fewest == 1 or len(candidate) < len(devices))
         ]
-    rough = [
-        (judged, number) for number, way in enumerate(ways) if (judged := chooser.rough(way)) is not None
-    ]
-    shared = [chooser.exact(ways[number]) for _, number in sorted(rough)[:FINALISTS]]
-    found = [grouping for grouping in shared if grouping is not None]
-    if not found:
+    estimates = [(chooser.estimate(candidate), number) for number, candidate in enumerate(candidates)]
+    fitting = sorted((seconds, number) for seconds, number in estimates if seconds is not None)
+    balanced = [chooser.balance(candidates[number]) for _, number in fitting[:FINALISTS]]
+    finalists = [grouping for grouping in balanced if grouping is not None]
+    if not finalists:
         raise ValueError(chooser.why or "there is no way to put the devices into groups")
-    found.sort(key=lambda one: (one.step_seconds, len(one.cuts)))
-    return min(map(chooser.refined, found[:REFINED]), key=lambda one: (one.step_seconds, len(one.cuts)))
+
+    def order(grouping: Grouping) -> tuple[float, int]:
+        return grouping.step_seconds, len(grouping.cuts)
+
+    return min(map(chooser.refine, sorted(finalists, key=order)[:REFINED]), key=order)
 
 
 class _Chooser:
-    """Cuts of groups, each found once."""
+    """Searches the cut of each group once, and judges groupings by their cuts."""
 
     def __init__(
         self,
@@ -109,10 +111,10 @@ class _Chooser:
         self._cuts: dict[tuple[tuple[int, ...], int], Cut | None] = {}
         self._rates = _rates(pipeline, samples)
         self.why: str | None = None
-        """Of a group that cannot be: the last reason."""
+        """The last reason why a group does not fit."""
 
     def cut(self, group: tuple[int, ...], samples: int) -> Cut | None:
-        """Return a good cut of a group for so many samples, `None` where none fits."""
+        """Return a good cut of a group for so many samples; `None` if none fits."""
         key = (group, samples)
         if key not in self._cuts:
             try:
@@ -129,17 +131,17 @@ class _Chooser:
             raise ValueError(does_not_fit(self._pipeline, cut, "the cut that is given does not fit"))
         return cut
 
-    def refined(self, grouping: Grouping) -> Grouping:
+    def refine(self, grouping: Grouping) -> Grouping:
         """Return a grouping with the best cuts of its groups."""
         cuts = [self._best(cut.group, cut.samples, thorough=True) for cut in grouping.cuts]
         better = self._of(cuts)
         return better if better.step_seconds < grouping.step_seconds else grouping
 
-    def rough(self, way: Sequence[tuple[int, ...]]) -> float | None:
-        """Return about the step of a grouping: the batch ÷ what its groups do together, and the exchange."""
-        total = sum(self._rates[device] for group in way for device in group)
+    def estimate(self, groups: Sequence[tuple[int, ...]]) -> float | None:
+        """Return the estimated step of a grouping: batch ÷ sum of its groups' speeds + exchange."""
+        total = sum(self._rates[device] for group in groups for device in group)
         cuts, rate = [], 0.0
-        for group in way:
+        for group in groups:
             part = sum(self._rates[device] for device in group) / total
             cut = self.cut(group, max(1, round(self._samples * part)))
             if cut is None:
@@ -148,12 +150,12 @@ class _Chooser:
             rate += cut.samples / cut.step.step_seconds
         return self._samples / rate + self._exchange(cuts)
 
-    def exact(self, way: Sequence[tuple[int, ...]]) -> Grouping | None:
-        """Return a grouping with the samples that make its slowest group quickest, `None` where none fits."""
-        if len(way) > self._samples:
-            self.why = f"{self._samples} samples are too few for {len(way)} pipelines"
+    def balance(self, groups: Sequence[tuple[int, ...]]) -> Grouping | None:
+        """Return a grouping with the samples that give the shortest step; `None` if none fits."""
+        if len(groups) > self._samples:
+            self.why = f"{self._samples} samples are too few for {len(groups)} pipelines"
             return None
-        rates = [sum(self._rates[device] for device in group) for group in way]
+        rates = [sum(self._rates[device] for device in group) for group in groups]
         best: Grouping | None = None
         counts: tuple[int, ...] = ()
         for _ in range(ROUNDS):
@@ -161,67 +163,65 @@ class _Chooser:
             if shared == counts:
                 break
             counts = shared
-            grouping = self._with(way, counts)
+            grouping = self._with(groups, counts)
             if grouping is None:
                 break
             best = grouping if best is None or grouping.step_seconds < best.step_seconds else best
             rates = [cut.samples / cut.step.step_seconds for cut in grouping.cuts]
-        return None if best is None else self._evened(way, best)
+        return None if best is None else self._even_out(groups, best)
 
-    def _evened(self, way: Sequence[tuple[int, ...]], best: Grouping) -> Grouping:
-        """Return the grouping after moving single samples off its slowest pipeline as long as that helps."""
+    def _even_out(self, groups: Sequence[tuple[int, ...]], best: Grouping) -> Grouping:
+        """Return the grouping after moving single samples from its slowest pipeline while that helps."""
         while True:
-            slowest = max(range(len(way)), key=lambda g: best.cuts[g].step.step_seconds)
-            others = []
-            for other in range(len(way)):
+            slowest = max(range(len(groups)), key=lambda g: best.cuts[g].step.step_seconds)
+            moved = []
+            for other in range(len(groups)):
                 counts = list(best.batch_sizes)
                 counts[slowest] -= 1
                 counts[other] += 1
                 if other != slowest and counts[slowest]:
-                    others.append(self._with(way, counts))
-            better = [one for one in others if one is not None and one.step_seconds < best.step_seconds]
+                    moved.append(self._with(groups, counts))
+            better = [g for g in moved if g is not None and g.step_seconds < best.step_seconds]
             if not better:
                 return best
-            best = min(better, key=lambda one: one.step_seconds)
+            best = min(better, key=lambda grouping: grouping.step_seconds)
 
-    def _with(self, way: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Grouping | None:
-        cuts = [self.cut(group, count) for group, count in zip(way, counts, strict=True)]
-        found = [cut for cut in cuts if cut is not None]
-        if len(found) < len(cuts):
-            return None
-        return self._of(found)
+    def _with(self, groups: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Grouping | None:
+        cuts = [self.cut(group, count) for group, count in zip(groups, counts, strict=True)]
+        fitting = [cut for cut in cuts if cut is not None]
+        return self._of(fitting) if len(fitting) == len(cuts) else None
 
     def _of(self, cuts: Sequence[Cut]) -> Grouping:
         return Grouping(tuple(cuts), max(cut.step.step_seconds for cut in cuts) + self._exchange(cuts))
 
 
-def _every_way(pipeline: Pipeline, devices: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Yield every grouping; of devices that are alike, one."""
+def _all_groupings(pipeline: Pipeline, devices: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    """Yield every grouping, without those that only swap equal devices."""
     first: dict[int, int] = {}
     for device in devices:
         first[device] = next((d for d in first if pipeline.devices[d] == pipeline.devices[device]), device)
     seen = set()
 
-    def ways(left: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    def groupings(left: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
         if not left:
             yield []
             return
         head, *rest = left
         for mask in range(2 ** len(rest)):
-            group = (head, *(one for bit, one in enumerate(rest) if mask >> bit & 1))
-            others = [one for bit, one in enumerate(rest) if not mask >> bit & 1]
-            for way in ways(others):
-                yield [group, *way]
+            group = (head, *(device for bit, device in enumerate(rest) if mask >> bit & 1))
+            others = [device for bit, device in enumerate(rest) if not mask >> bit & 1]
+            for groups in groupings(others):
+                yield [group, *groups]
 
-    for way in ways(devices):
-        key = tuple(sorted(tuple(sorted(first[device] for device in group)) for group in way))
+    for groups in groupings(devices):
+        key = tuple(sorted(tuple(sorted(first[device] for device in group)) for group in groups))
         if key not in seen:
             seen.add(key)
-            yield way
+            yield groups
 
 
-def _even_ways(pipeline: Pipeline, devices: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Yield, for each number of groups, groups of about the same speed, and neighbours in the given order."""
+def _even_groupings(pipeline: Pipeline, devices: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    """Yield for each number of groups: groups of equal speed, and groups of neighbours in order or speed."""
     speeds = _rates(pipeline, SOME)
     fastest_first = sorted(devices, key=lambda device: -speeds[device])
     for count in range(1, len(devices) + 1):
@@ -239,16 +239,16 @@ def _even_ways(pipeline: Pipeline, devices: Sequence[int]) -> Iterator[list[tupl
 
 
 def _rates(pipeline: Pipeline, samples: int) -> list[float]:
-    """Return about how much each device does a second, with so many samples a step for all of them."""
+    """Return the approximate speed of each device, with so many samples a step for all of them."""
     size = pipeline.sizes(len(pipeline.devices), samples)[0]
     return [1 / sum(device.seconds(1.0, size)) for device in pipeline.devices]
 
 
 def _at_least_one(counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the counts with a sample for each that has none, from those that have most."""
-    given = list(counts)
-    for place, count in enumerate(given):
+    """Return the counts with a sample from the largest count for each count of zero."""
+    shared = list(counts)
+    for place, count in enumerate(shared):
         if count == 0:
-            most = max(range(len(given)), key=lambda p: given[p])
-            given[place], given[most] = 1, given[most] - 1
-    return tuple(given)
+            most = max(range(len(shared)), key=lambda p: shared[p])
+            shared[place], shared[most] = 1, shared[most] - 1
+    return tuple(shared)

@@ -1,7 +1,7 @@
-"""A pipeline's cost: what a cut of a model over some devices takes in time and in memory.
+"""The time and memory of a pipeline with a given cut of the model over some devices.
 
 A device's time for some layers is its time for the whole model (`hetexp.core.cost.speed`) × their part of the
-work. The schedule is played through (`hetexp.core.cost.pipeline`), messages between the devices included.
+work. The schedule is simulated (`hetexp.core.cost.pipeline`), including messages between the devices.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class StageDevice:
     """One device that may compute a stage."""
 
     calibration: DeviceCalibration
-    """Of a pass over the whole model."""
+    """Speed of a pass over the whole model."""
     memory_bytes: int | None = None
-    """What it can hold, `None` where that is not known."""
+    """Memory for tensors; `None`: not known."""
     fixed_by_work: bool = True
-    """Whether a pass's fixed costs are its kernels', so that a part of the model has a part of them; an
-    emulated card has all of them in every pass."""
+    """Whether a part of the model has a part of a pass's fixed costs, like its kernels; an emulated card has
+    all fixed costs in every pass."""
     name: str = field(default="", compare=False)
-    """For messages."""
+    """Name in messages."""
 
     @classmethod
     def of_share(cls, share: float, memory_bytes: int | None = None, name: str = "") -> StageDevice:
-        """Return a device of which only its share of the work is known; its seconds are no seconds then."""
+        """Return a device of which only its share of the work is known; its times are relative."""
         curve = SpeedCurve(0.0, 1.0 / share)
         return cls(DeviceCalibration(curve, BACKWARD_SHARE, 0.0, 0.0), memory_bytes, name=name)
 
@@ -58,19 +58,19 @@ class StageDevice:
 
 @dataclass(frozen=True)
 class Cut:
-    """One pipeline: which device computes which layers, and what a step of it takes."""
+    """One pipeline: the layers of each device, and its step."""
 
     group: tuple[int, ...]
-    """Its devices, of those given, in the order of their first stages."""
+    """Its devices, in the order of their first stages."""
     devices: tuple[int, ...]
-    """Of each stage; a device may have several."""
+    """Device of each stage; a device may have several stages."""
     ends: tuple[int, ...]
     """First layer after each stage."""
     samples: int
-    """Of a step."""
+    """Samples of a step."""
     step: PipelineStep
     memory_bytes: tuple[int, ...]
-    """What each device of the group needs."""
+    """Memory need of each device of the group."""
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -80,12 +80,12 @@ class Cut:
 
 @dataclass
 class Pipeline:
-    """A model, the devices that may share it, and how they would: what cuts are judged by."""
+    """A model with the devices and the schedule of its pipelines, to judge cuts by."""
 
     layers: Sequence[Layer]
     devices: Sequence[StageDevice]
     schedule: str = "1f1b"
-    """In torch's spelling or ours; 1F1B, or what is nearest, stands for one that cannot be played through."""
+    """In torch's spelling or ours; a similar one replaces a schedule that cannot be simulated."""
     microbatches: Callable[[int, int, int], int] = lambda stages, ranks, samples: 4 * stages
     """(stages, devices, samples of a step) → microbatches of a step; some may be empty."""
     stages_a_rank: int = 1
@@ -104,12 +104,13 @@ class Pipeline:
             for name in ("work", "trained_bytes", "activation_bytes")
         }
         held = [
-            one.weight_bytes + one.buffer_bytes + one.trained_bytes + one.state_bytes for one in self.layers
+            layer.weight_bytes + layer.buffer_bytes + layer.trained_bytes + layer.state_bytes
+            for layer in self.layers
         ]
         self._sums["held"] = [0.0, *accumulate(map(float, held))]
 
     def order(self, num_ranks: int, microbatches: int) -> tuple[PreparedOrder, tuple[int, ...]]:
-        """Return what each device of a pipeline does in turn, and how many microbatches each stage keeps."""
+        """Return each device's actions in a pipeline, and the most microbatches that each stage keeps."""
         key = (num_ranks, microbatches)
         if key not in self._orders:
             order, stages = self._order(*key), self.num_stages(num_ranks)
@@ -135,16 +136,16 @@ class Pipeline:
 
     def sizes(self, num_ranks: int, samples: int) -> list[int]:
         """Return the samples of each microbatch; they differ by at most one."""
-        pieces = self.microbatches(self.num_stages(num_ranks), num_ranks, samples)
-        small, larger = divmod(samples, pieces)
-        return [small + 1] * larger + [small] * (pieces - larger)
+        count = self.microbatches(self.num_stages(num_ranks), num_ranks, samples)
+        small, larger = divmod(samples, count)
+        return [small + 1] * larger + [small] * (count - larger)
 
     def of(self, name: str, first: int, end: int) -> float:
-        """Return the layers' sum of `work`, `trained_bytes`, `activation_bytes`, or all that they `held`."""
+        """Return a sum over layers: `work`, `trained_bytes`, `activation_bytes`, or `held` (all others)."""
         return self._sums[name][end] - self._sums[name][first]
 
     def need(self, first: int, end: int, in_flight: int, size: int) -> int:
-        """Return the bytes of a stage: weights, buffers, gradients, optimizer state, what backward needs."""
+        """Return the bytes of a stage: weights, buffers, gradients, optimizer state and activations."""
         kept = in_flight * size * self.of("activation_bytes", first, end)
         return math.ceil(self.of("held", first, end) + kept)
 
@@ -171,7 +172,7 @@ class Pipeline:
     def pass_seconds(
         self, devices: Sequence[int], index: int, first: int, end: int, size: int
     ) -> tuple[float, float]:
-        """Return forward and backward seconds of a stage, with what passes its device's link meanwhile.
+        """Return forward and backward seconds of a stage, including copies over its device's link.
 
         Args:
             devices: of all stages.
@@ -184,7 +185,7 @@ class Pipeline:
         link = self.link(device)
         if index > 0 and devices[index - 1] != device:
             num_bytes = size * self.layers[first - 1].output_bytes
-            forward += num_bytes / link.bytes_per_second  # its latency is in every pass: the inputs'
+            forward += num_bytes / link.bytes_per_second  # every pass has the latency of its inputs already
             backward += link.seconds(num_bytes)
         if index + 1 < len(devices) and devices[index + 1] != device:
             given = link.seconds(size * self.layers[end - 1].output_bytes)
@@ -200,7 +201,7 @@ class Pipeline:
     def _message(
         self, devices: Sequence[int], index: int, to: int, boundary: int, sizes: Sequence[int]
     ) -> tuple[float, ...]:
-        """Return the seconds of each message; all are as large as the largest microbatch's."""
+        """Return the seconds of each message, with the size of the largest microbatch."""
         if not 0 <= to < len(devices) or devices[index] == devices[to]:
             return ()
         num_bytes = sizes[0] * self.layers[boundary - 1].output_bytes

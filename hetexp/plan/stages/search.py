@@ -1,10 +1,10 @@
-"""Where to cut a model into the stages of one pipeline: the contiguous cut whose step is shortest.
+"""Searches the cut of a model into the contiguous stages of one pipeline with the shortest step.
 
-Each cut is judged by its schedule, played through (`hetexp.plan.stages.pipelines`), and must fit the memory.
-Where there are few cuts all of them are tried. Otherwise dynamic programming finds those with the least sum
-of stage times for each slowest stage, which is what a step of m microbatches mostly is: the sum once, and
-m − 1 times the slowest (Narayanan et al., PipeDream, 2019; Tarnawski et al., 2020). The best of them are then
-moved layer by layer as long as that makes the step shorter.
+Each cut is judged by its simulated schedule (`hetexp.plan.stages.pipelines`), and must fit the memory. If
+there are few cuts, all of them are tried. Otherwise dynamic programming finds the cuts with the least sum of
+stage times for each slowest stage. A step of m microbatches is mostly this sum plus m − 1 times the slowest
+stage (Narayanan et al., PipeDream, 2019; Tarnawski et al., 2020). The best cuts are then moved layer by layer
+while that makes the step shorter.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hetexp.plan.calibrated_plan import LEAST_GAIN
 from hetexp.plan.stages.pipelines import Cut, Pipeline
 
 MOST_ACTIONS = 60_000
-"""Actions of all schedules that are played through to try every cut, about 0.2 s."""
+"""Most simulated actions to try every cut, which take about 0.2 s."""
 STARTS = 3
-"""Cuts from which a better one is looked for, where there are too many to try all."""
+"""Number of cuts that are improved, if there are too many to try all."""
 FEW = 4
-"""Devices up to which all their orders are tried."""
+"""Most devices whose orders are all tried."""
 
 
 def choose_stages(
@@ -32,22 +32,22 @@ def choose_stages(
     any_order: bool = True,
     thorough: bool = True,
 ) -> Cut:
-    """Return the cut of the model over these devices, each with its stages, whose step is shortest.
+    """Return the cut of the model over these devices with the shortest step.
 
     Args:
-        devices: of the pipeline's, in the order in which they would be used.
+        devices: of the pipeline, in their preferred order.
         samples: of a step.
-        any_order: whether another order of the devices may be taken: any of few, of more the one with the
-            most memory first, since 1F1B keeps most in its first stage.
-        thorough: whether to look beyond what dynamic programming finds, and at more orders.
+        any_order: whether other orders of the devices are tried: all orders of few devices, else those by
+            memory (1F1B keeps most in its first stage) and by speed.
+        thorough: whether to improve the cuts of the dynamic programming, and to try more orders.
 
     Raises:
-        ValueError: there are fewer layers than devices, or no cut fits their memory.
+        ValueError: there are fewer layers than stages, or no cut fits the memory.
     """
-    wanted = pipeline.num_stages(len(devices))
-    if wanted > len(pipeline.layers):
+    num_stages = pipeline.num_stages(len(devices))
+    if num_stages > len(pipeline.layers):
         raise ValueError(
-            f"{len(pipeline.layers)} layers cannot be cut into {wanted} stages: each needs a layer"
+            f"{len(pipeline.layers)} layers cannot be cut into {num_stages} stages: each needs a layer"
         )
     orders = _orders(pipeline, devices, FEW if thorough else 2) if any_order else [tuple(devices)]
     most = MOST_ACTIONS // len(orders) if thorough else None
@@ -56,7 +56,7 @@ def choose_stages(
         raise ValueError(_why_none_fits(pipeline, devices, samples))
     best = min(found, key=lambda cut: (cut.step.step_seconds, orders.index(cut.group)))
     as_given = next((cut for cut in found if cut.group == orders[0]), best)
-    # Another order than the one given must be worth it.
+    # Another order must bring a measurable gain.
     if best.step.step_seconds >= as_given.step.step_seconds * (1 - LEAST_GAIN):
         return as_given
     return best
@@ -70,39 +70,39 @@ def even_cut(pipeline: Pipeline, devices: Sequence[int], samples: int) -> Cut:
 
 
 def _orders(pipeline: Pipeline, devices: Sequence[int], few: int) -> list[tuple[int, ...]]:
-    """Return the orders to try, the given one first; devices that are alike are not distinguished.
+    """Return the orders to try, the given one first, without those that only swap equal devices.
 
     Args:
-        few: devices of which all orders are tried.
+        few: most devices whose orders are all tried.
     """
     if len(devices) > few:
         by_memory = sorted(devices, key=lambda d: -(pipeline.devices[d].memory_bytes or 0))
         fastest_first = sorted(devices, key=lambda d: sum(pipeline.devices[d].seconds(1.0, 1)))
         return list(dict.fromkeys([tuple(devices), tuple(by_memory), tuple(fastest_first)]))
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    orders: dict[tuple[int, ...], tuple[int, ...]] = {}
     kinds = {device: _kind(pipeline, device, devices) for device in devices}
     for order in permutations(devices):
-        found.setdefault(tuple(kinds[device] for device in order), order)
-    return list(found.values())
+        orders.setdefault(tuple(kinds[device] for device in order), order)
+    return list(orders.values())
 
 
 def _kind(pipeline: Pipeline, device: int, devices: Sequence[int]) -> int:
-    """Return the first of the devices that this one could stand in for."""
+    """Return the first of the devices that equals this one in speed and links."""
 
     def alike(other: int) -> bool:
         if pipeline.devices[other] != pipeline.devices[device]:
             return False
-        third = [one for one in devices if one not in (other, device)]
-        return all(pipeline.send(device, one, 2.0**20) == pipeline.send(other, one, 2.0**20) for one in third)
+        peers = [peer for peer in devices if peer not in (other, device)]
+        return all(pipeline.send(device, p, 2.0**20) == pipeline.send(other, p, 2.0**20) for p in peers)
 
     return next(other for other in devices if alike(other))
 
 
 def _best(pipeline: Pipeline, devices: tuple[int, ...], samples: int, most: int | None) -> list[Cut]:
-    """Return the best cut that fits for this order of the devices; none where none fits.
+    """Return the best fitting cut for this order of the devices; an empty list if none fits.
 
     Args:
-        most: actions that may be played through to try every cut; `None` does with what is promising.
+        most: most simulated actions to try every cut; `None`: only the cuts of the dynamic programming.
     """
     count, stages = len(pipeline.layers), pipeline.num_stages(len(devices))
     actions = 3 * stages * len(pipeline.sizes(len(devices), samples))
@@ -121,7 +121,7 @@ def _best(pipeline: Pipeline, devices: tuple[int, ...], samples: int, most: int 
 
 
 def _moved(pipeline: Pipeline, cut: Cut) -> Cut:
-    """Return a cut from which no boundary can move by one layer so that the step gets shorter."""
+    """Return the cut after moving boundaries by one layer while the step gets shorter."""
     better: Cut | None = cut
     while better is not None:
         cut, better = better, None
@@ -141,8 +141,7 @@ def _moved(pipeline: Pipeline, cut: Cut) -> Cut:
 def _promising(pipeline: Pipeline, devices: tuple[int, ...], samples: int) -> list[tuple[int, ...]]:
     """Return cuts with the least sum of stage times, each for another limit to the slowest stage.
 
-    From a limit that the best found so far leaves, each next one lies below the slowest stage of the cut
-    before, until no cut keeps to it.
+    Each limit lies below the slowest stage of the previous cut, until no cut keeps it.
     """
     sizes = pipeline.sizes(len(devices), samples)
     table = _Table(pipeline, devices, sizes)
@@ -150,24 +149,24 @@ def _promising(pipeline: Pipeline, devices: tuple[int, ...], samples: int) -> li
     if first is None:
         return []
     fill, slowest, ends = first
-    found = [ends]
+    cuts = [ends]
     best = fill + (len(sizes) - 1) * slowest
     least = fill
     limit = slowest
     while True:
-        # A cut with a slower stage than this would be no better than one that is known.
+        # A cut with a slower stage could not be better than the best one so far.
         limit = min(limit, (best - least) / max(1, len(sizes) - 1) * (1 + 1e-9))
         answer = table.least_sum(limit, strictly=True)
         if answer is None:
-            return found
+            return cuts
         fill, slowest, ends = answer
-        found.append(ends)
+        cuts.append(ends)
         best = min(best, fill + (len(sizes) - 1) * slowest)
         limit = slowest
 
 
 class _Table:
-    """Times of every stretch of layers in every stage, where its part of the device's memory holds it."""
+    """Times of every range of layers in every stage that fits the stage's part of the device's memory."""
 
     def __init__(self, pipeline: Pipeline, group: Sequence[int], sizes: Sequence[int]) -> None:
         devices = [group[place] for place in pipeline.places(len(group))]
@@ -199,7 +198,7 @@ class _Table:
             )
 
     def least_sum(self, limit: float, strictly: bool = False) -> tuple[float, float, tuple[int, ...]] | None:
-        """Return sum of all stages and transfers, slowest stage and ends of the cut with the least sum.
+        """Return the least sum of all stages and transfers, and slowest stage and ends of its cut.
 
         Args:
             limit: to each stage's seconds.
@@ -213,15 +212,15 @@ class _Table:
                 if before is None or seconds > limit or (strictly and seconds == limit):
                     continue
                 total = before[0] + seconds + self._travel[index][end]
-                known = after[end]
-                if known is None or total < known[0]:
+                best_so_far = after[end]
+                if best_so_far is None or total < best_so_far[0]:
                     after[end] = (total, max(before[1], seconds), (*before[2], end))
             best = after
         return best[self._layers]
 
 
 def _why_none_fits(pipeline: Pipeline, group: Sequence[int], samples: int) -> str:
-    """Say what devices lack for the cut that comes nearest to fitting."""
+    """Return what the devices lack for the cut that comes nearest to fitting."""
     sizes, devices = pipeline.sizes(len(group), samples), [group[p] for p in pipeline.places(len(group))]
     _, kept = pipeline.order(len(group), len(sizes))
     count = len(pipeline.layers)
@@ -241,7 +240,7 @@ def _why_none_fits(pipeline: Pipeline, group: Sequence[int], samples: int) -> st
 
 
 def does_not_fit(pipeline: Pipeline, cut: Cut, what: str) -> str:
-    """Return the sentence for a cut that is too much for some devices.
+    """Return the sentence about a cut that does not fit some devices.
 
     Args:
         what: its beginning, up to "the devices' memory".

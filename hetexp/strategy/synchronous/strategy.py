@@ -36,7 +36,7 @@ class Synchronous(Unexchanged):
         return []
 
     def predict(self, inputs: PredictionInputs) -> list[PredictedRun]:
-        exchange = self.step_exchange(inputs.known.exchange, inputs.plan, inputs.linked.devices)
+        exchange = self.step_exchange(inputs.estimates.exchange, inputs.plan, inputs.linked.devices)
         return inputs.exchanging(exchange).all_reduced()
 
     def step_exchange(self, exchange: Exchange, plan: Plan, devices: Sequence[DeviceSpec]) -> Exchange:

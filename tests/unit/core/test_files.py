@@ -54,7 +54,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_full_disk_ends_a_run_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError) as caught, ending_when_full(tmp_path), naming(tmp_path / "file"):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
-    assert str(caught.value).startswith(f"{tmp_path}/file could not be written: Disk quota exceeded. What ")
+    assert str(caught.value).startswith(
+        f"{tmp_path}/file could not be written: Disk quota exceeded. The files in "
+    )
     with pytest.raises(PermissionError), ending_when_full(tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied")
 

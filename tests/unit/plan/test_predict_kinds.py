@@ -24,7 +24,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Layer
 from hetexp.plan.device_estimates import NOTHING, DeviceEstimates
-from hetexp.plan.predict.as_json import prediction
+from hetexp.plan.predict.as_json import prediction_json
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.plan.predict.runs import Prediction, predict_runs
 from hetexp.plan.stages.assign import assign_stages
@@ -174,7 +174,7 @@ def test_stages_are_those_that_would_be_arranged() -> None:
     busy = [0.01 * 0.75 * 64, 0.03 * 0.25 * 64]
     assert best.joules_per_sample == pytest.approx(100.0 * sum(busy) / 64)
     assert found.best is best
-    told = prediction(found, (), None, None)["rows"]
+    told = prediction_json(found, (), None, None)["rows"]
     ours = next(one for one in told if one["policy"] == "profiled")
     assert [part["stages"] for part in ours["split"]] == [
         [{"pipeline": 0, "index": 0, "layers": [0, 3]}],

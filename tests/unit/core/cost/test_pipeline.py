@@ -20,7 +20,6 @@ from hetexp.core.cost.pipeline import (
     Action,
     Order,
     StageTimes,
-    even_bubble,
     most_in_flight,
     order_of,
     play,
@@ -33,6 +32,11 @@ SEVERAL: dict[str, Any] = {
     "interleavedzerobubble": torchs.ScheduleInterleavedZeroBubble,
     "zbvzerobubble": torchs.ScheduleZBVZeroBubble,
 }
+
+
+def even_bubble(num_ranks: int, num_microbatches: int) -> float:
+    """Return the bubble of equal stages whose messages take no time (Huang et al., GPipe, 2019)."""
+    return (num_ranks - 1) / (num_microbatches + num_ranks - 1)
 
 
 class RecordingStage:

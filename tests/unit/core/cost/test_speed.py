@@ -59,23 +59,10 @@ def test_level_is_the_longest_so_far(curve: SpeedCurve, samples: int) -> None:
     assert curve.level(samples) == pytest.approx(max(curve.seconds(n) for n in range(samples + 1)), rel=1e-12)
 
 
-@given(curves(), st.integers(1, 60))
-def test_with_an_efficient_microbatch_more_samples_never_take_less(curve: SpeedCurve, most: int) -> None:
-    best = curve.efficient_microbatch_size(most)
-    assert 1 <= best <= most
-    per_sample = [curve.pass_seconds(n) / n for n in range(1, most + 1)]
-    assert per_sample[best - 1] == pytest.approx(min(per_sample), rel=1e-11)
-    rising = replace(curve, microbatch_size=best)
-    seconds = [rising.seconds(n) for n in range(80)]
-    assert all(b >= a - 1e-9 for a, b in zip(seconds, seconds[1:], strict=False))
-    assert seconds == pytest.approx([rising.level(n) for n in range(80)])
-
-
 def test_an_inefficient_microbatch_is_the_exception() -> None:
     curve = SpeedCurve(0.0, 1.0, kinks=((4, 3.0),), microbatch_size=8)
     assert curve.seconds(8) == 16 and curve.seconds(9) == 11  # two passes of at most five
     assert curve.level(9) == 16
-    assert curve.efficient_microbatch_size(8) == 4
 
 
 @given(curves(), st.integers(0, 400).map(lambda n: n / 16))
