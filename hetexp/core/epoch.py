@@ -40,8 +40,8 @@ class Epoch:
     number: int
     members: tuple[int, ...]
     plan: str
-    """Absolute path of this epoch's plan on the launcher's machine, for people. Ranks read the same text from
-    the store (`plan_key`). Its devices are in the order of `members`."""
+    """Absolute path of this epoch's plan on the launcher's machine, for the user. Ranks read the same text
+    from the store (`plan_key`). Its devices are in the order of `members`."""
     joined: tuple[int, ...] = ()
     """Members that were not in the previous epoch, and need the state of the training."""
     left: tuple[Departure, ...] = ()

@@ -42,7 +42,7 @@ class RankEnv:
     node: str
     """Identifies its host within the job: the number of the node if the engine sets it."""
     host: str
-    """Name of its host, for people."""
+    """Name of its host, to show."""
     attempt: str = "0"
     """Number of the job's start: torchrun starts all processes again when one has failed."""
     store_is_there: bool = False

@@ -101,7 +101,7 @@ class LeaderServer:
             close_socket(connection)
 
     def close_early(self) -> list[JoinRequest]:
-        """Close the port; return the requests that nobody has answered yet."""
+        """Close the port; return the requests without an answer."""
         self.close()
         return [self._requests.get() for _ in range(self._requests.qsize())]
 

@@ -88,7 +88,7 @@ class Config(Section):
     monitor: MonitorConfig = MonitorConfig()
     cluster: ClusterConfig = ClusterConfig()
     node: str | None = None
-    """This machine's name in `cluster.hosts`, if neither its host name nor an address tells."""
+    """This machine's name in `cluster.hosts`, if neither its host name nor an address matches."""
     fallback: Literal["single"] | None = None  # written `strategy.fallback`
     """`single` goes on with the fastest device alone if the strategy cannot run; `null`: the run ends."""
     plan_only: bool = False

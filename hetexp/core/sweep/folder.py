@@ -1,4 +1,4 @@
-"""A sweep's folder: its name, its jobs' folders, and `sweep.jsonl`, one row a run as they ended."""
+"""A sweep's folder: its name, its jobs' folders, and `sweep.jsonl` with a row for each ended run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SweepRow:
     job: int
     """Hydra's number of the job."""
     overrides: tuple[str, ...]
-    """What distinguishes this run from its neighbours, sorted: the key of the row."""
+    """Sorted overrides of this run, the key of its row."""
     folder: str
     """Name of the run's folder, below the sweep's."""
     status: str
@@ -98,7 +98,7 @@ def last_start(sweep: Path) -> dict[str, Any]:
 def key_of(overrides: Iterable[str]) -> tuple[str, ...]:
     """Return the overrides of a job as the key of its row.
 
-    Neither their order nor what is Hydra's own or the sweep's matters: no run is another one for it.
+    Their order, and the overrides of Hydra and of the sweep, do not matter.
     """
     return tuple(sorted(of_a_run(overrides)))
 
@@ -124,8 +124,8 @@ def completed_row(sweep: Path, overrides: Iterable[str]) -> SweepRow | None:
 def job_folder(sweep: Path, number: int, overrides: Iterable[str]) -> str:
     """Return the name of a job's folder: its number, or `<number>-2` and so on if that is taken.
 
-    An earlier attempt keeps its folder, and a number may mean another run than before. A run that has
-    completed has its old one.
+    An earlier attempt keeps its folder, and a number may mean another run than before. A completed run has
+    its old folder.
     """
     done = completed_row(sweep, overrides)
     if done is not None:
@@ -138,12 +138,12 @@ def job_folder(sweep: Path, number: int, overrides: Iterable[str]) -> str:
 
 
 def new_name() -> str:
-    """Return a name that no other run of the same second gets, made of the time."""
+    """Return a unique name, made of the time."""
     return f"{datetime.now():%H-%M-%S}-{secrets.token_hex(3)}"
 
 
 def sweep_name(name: str | None) -> str:
-    """Return `sweep.name`, or for `None` that of a new sweep, made of date and time."""
+    """Return `sweep.name`, or for `None` a new name, made of date and time."""
     return name if name is not None else f"{datetime.now():%Y-%m-%d}/{new_name()}"
 
 

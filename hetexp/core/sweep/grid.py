@@ -1,4 +1,4 @@
-"""A sweep before its first job: what its `params` and the typed words make of it, and what is wrong."""
+"""Composes the first jobs of a sweep from its `params` and the typed words, to check them before a start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 MOST_JOBS = 32
-"""So many jobs of a sweep are composed and checked before the first one starts."""
+"""Most jobs of a sweep that are composed and checked before the first one starts."""
 NEEDS_OPTUNA = (
     "hydra/sweeper=hetexp_optuna needs Optuna, which is not installed: pip install 'hetexp[search]'"
 )
@@ -48,7 +48,7 @@ def asks_to_sweep(typed: Sequence[str], **where: Any) -> bool:
         return False
     with config_loader(**where) as (loader, name), contextlib.suppress(HydraException):
         composed = loader.load_configuration(name, words, run_mode=RunMode.RUN)
-        # Loading for one run, Hydra leaves alone what the configuration itself says.
+        # When Hydra loads for one run, it does not change the mode of the configuration.
         return bool(OmegaConf.select(composed, "hydra.mode") == RunMode.MULTIRUN)
     return False
 
@@ -69,7 +69,7 @@ def compose_jobs(typed: Sequence[str], **where: Any) -> tuple[list[Job], list[st
                 return [], overrides.problems
             try:
                 sweeper = overrides.compose().hydra.sweeper
-            except HydraException:  # without what is swept it may not be whole: its jobs tell what is wrong
+            except HydraException:  # it may need the swept values: the jobs report what is wrong
                 sweeper = OmegaConf.create({"_target_": _BASIC})
             if overrides.problems or sweeper._target_ not in (_BASIC, _SEARCH):
                 return [], overrides.problems
@@ -82,39 +82,37 @@ def _composed(
     loader: ConfigLoader, name: str, typed: Sequence[str], sweeper: Any
 ) -> tuple[list[Job], list[str]]:
     params: Mapping[str, Any] = sweeper.get("params") or {}
-    params = {str(key): value for key, value in params.items()}
-    everything = merged(params, typed, loader)
-    own = [str(one.input_line) for one in everything if one.input_line not in typed]
-    if own:
-        wrong = Overrides(loader, name, [*typed, *own], True).problems
+    overrides = merged({str(key): value for key, value in params.items()}, typed, loader)
+    configured = [str(override.input_line) for override in overrides if override.input_line not in typed]
+    if configured:
+        wrong = Overrides(loader, name, [*typed, *configured], True).problems
         if wrong:
             return [], [f"{problem} It is swept in `hydra.sweeper.params`." for problem in wrong]
     search = sweeper._target_ == _SEARCH
-    problems = _of_the_search(sweeper, everything) if search else []
+    problems = _search_problems(sweeper, overrides) if search else []
     if problems:
         return [], problems
-    swept = {one.get_key_element() for one in everything if one.is_sweep_override()}
-    found: list[Job] = []
+    swept = {override.get_key_element() for override in overrides if override.is_sweep_override()}
+    composed: list[Job] = []
     failed: dict[str, str] = {}
-    for number, words in enumerate(jobs(everything, MOST_JOBS)):
+    for number, words in enumerate(jobs(overrides, MOST_JOBS)):
         chosen = " ".join(word for word in words if word.partition("=")[0] in swept)
         label = f"{'A trial' if search else f'Job {number}'} ({chosen or 'all as typed'})"
         try:
-            found.append(
-                Job(label, without_hydra(loader.load_configuration(name, list(words), run_mode=RunMode.RUN)))
-            )
+            config = loader.load_configuration(name, list(words), run_mode=RunMode.RUN)
+            composed.append(Job(label, without_hydra(config)))
         except HydraException as error:
             failed.setdefault(str(error), label)
-    return found, [f"{label} cannot be composed: {reason}" for reason, label in failed.items()]
+    return composed, [f"{label} cannot be composed: {reason}" for reason, label in failed.items()]
 
 
-def _of_the_search(sweeper: Any, everything: Sequence[Override]) -> list[str]:
-    """Return what is wrong with a search's settings, and with what it is to vary."""
+def _search_problems(sweeper: Any, overrides: Sequence[Override]) -> list[str]:
+    """Return the problems of a search's settings and dimensions."""
     problems = settings_problems(sweeper)
-    for one in everything:
+    for override in overrides:
         try:
-            if one.is_sweep_override():
-                dimension(one)
+            if override.is_sweep_override():
+                dimension(override)
         except ConfigError as error:
             problems += error.problems
     if find_spec("optuna") is None:

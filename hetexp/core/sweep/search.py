@@ -1,4 +1,4 @@
-"""What a sweep varies, in Hydra's grammar, and what a search makes of its runs; Optuna is not needed here."""
+"""The dimensions of a sweep in Hydra's grammar, and the outcomes of a search's runs, without Optuna."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from hetexp.core.errors import ConfigError, did_you_mean, must_be
 from hetexp.core.sweep.folder import key_of, read_rows
 
 THROUGHPUT = "throughput"
-"""The objective of samples a second: of a paced run in its devices' own time, since every run has a scale of
-its own."""
+"""Objective of samples per second, for emulated devices in their own time, because time scales differ."""
 SAMPLERS = ("tpe", "random")
 DIRECTIONS = ("maximize", "minimize")
 
 
 @dataclass
 class SearchConfig:
-    """What can be said of a search, below `hydra.sweeper`."""
+    """The settings of a search, below `hydra.sweeper`."""
 
     _target_: str = "hydra_plugins.hetexp_optuna_sweeper.OptunaSweeper"
     n_trials: int = 20
@@ -48,12 +47,12 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class Dimension:
-    """One thing that a search varies: choices, or numbers from `low` to `high`, both included."""
+    """A key that a search varies: over choices, or over numbers from `low` to `high`, both included."""
 
     key: str
-    """As it is typed before `=`."""
+    """Text before `=`."""
     choices: tuple[str, ...] = ()
-    """As they are typed after `=`; empty for numbers."""
+    """Texts after `=`; empty for numbers."""
     low: float = 0.0
     high: float = 0.0
     step: float | None = None
@@ -63,7 +62,7 @@ class Dimension:
 
 
 def settings_problems(settings: Any) -> list[str]:
-    """Return what is wrong with the settings of a search, a mapping of names below `hydra.sweeper`."""
+    """Return the problems with the settings of a search, a mapping of names below `hydra.sweeper`."""
     problems = []
     for name, accepted in (("sampler", SAMPLERS), ("direction", DIRECTIONS)):
         if settings[name] not in accepted:
@@ -97,17 +96,17 @@ def _as_text(value: Any) -> str:
 
 
 def _key(override: Override) -> str:
-    """Return what is overridden: `+a`, `++a` and `a` are the same thing."""
+    """Return the overridden key, the same for `+a`, `++a` and `a`."""
     return f"{override.key_or_group}@{override.package}" if override.package else str(override.key_or_group)
 
 
 def dimension(override: Override) -> Dimension:
-    """Return what an override lets a search choose from.
+    """Return the dimension of an override.
 
     `range(1,5)` ends before 5, as in Hydra; an `interval` may reach its ends.
 
     Raises:
-        ConfigError: there is nothing to choose from.
+        ConfigError: it has no values to choose from.
     """
     key, value = override.get_key_element(), override.value()
     if isinstance(value, IntervalSweep):
@@ -135,7 +134,7 @@ def dimension(override: Override) -> Dimension:
 
 
 def _texts(override: Override) -> list[str]:
-    """Return the values of a discrete sweep as they are typed, in an order that no shuffling changes."""
+    """Return the typed values of a discrete sweep, without shuffling."""
     value = override.value()
     if isinstance(value, (ChoiceSweep, RangeSweep)) and value.shuffle:
         override = replace(override, _value=replace(value, shuffle=False))
@@ -143,7 +142,7 @@ def _texts(override: Override) -> list[str]:
 
 
 def examples(override: Override) -> list[str]:
-    """Return the words `key=value` that an override stands for: all choices, but of an interval its ends."""
+    """Return the words `key=value` of an override: all choices, or both ends of an interval."""
     key = override.get_key_element()
     if not override.is_sweep_override():
         # `~key` has no value to show
@@ -155,27 +154,27 @@ def examples(override: Override) -> list[str]:
 
 
 def jobs(overrides: Iterable[Override], most: int) -> list[tuple[str, ...]]:
-    """Return the overrides of each job of a grid, the last key fastest, `most` of them at the most."""
+    """Return the overrides of the first `most` jobs of a grid, in which the last key changes fastest."""
     return list(itertools.islice(itertools.product(*map(examples, overrides)), most))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a search came to."""
+    """The result of one run of a search."""
 
     value: float | None
     reason: str = ""
-    """Why it does not count; empty if it counts."""
+    """Why the run does not count; empty if it counts."""
 
 
 def folder_of(sweep: Path, overrides: Iterable[str], otherwise: Path) -> Path:
-    """Return the folder of a job's run: as its row in the sweep's file says, else the job's own."""
+    """Return the folder of a job's run from its row in the sweep's file, else `otherwise`."""
     key = key_of(overrides)
     return next((sweep / row.folder for row in read_rows(sweep) if row.overrides == key), otherwise)
 
 
 def outcome(folder: Path, objective: str) -> Outcome:
-    """Return the objective of a run, or why it has none: it failed, or this machine did not keep its pace.
+    """Return the objective of a run, or why it has none: it failed, or its times are not valid.
 
     Args:
         objective: a key of `summary.json`, with dots; or `throughput`.

@@ -1,1 +1,1 @@
-"""What a person sees of a run in the terminal."""
+"""The output of a run in the terminal."""

@@ -190,13 +190,13 @@ class Cluster:
         hosts = ["0", "1"] if len(places) > len(used) else ["0"]
         few = [replace(self._estimates.linked[i], host=host) for host in hosts for i in used]
         links = links_of(self._plan, few, self._estimates.exchange.measured)
-        own = dict(zip(used, links.device, strict=False))
+        link_of = dict(zip(used, links.device, strict=False))
         num_hosts = -(-len(places) // len(used))
         exchange = tuple(
-            replace(one, ranks=num_hosts) if one.ranks == len(hosts) and not one.shared else one
-            for one in links.exchange
+            replace(c, ranks=num_hosts) if c.ranks == len(hosts) and not c.shared else c
+            for c in links.exchange
         )
-        return replace(links, device=tuple(own[i] for i in places), exchange=exchange)
+        return replace(links, device=tuple(link_of[i] for i in places), exchange=exchange)
 
     def _by_kind(self, places: Sequence[int], counts: Sequence[int]) -> tuple[KindShare, ...]:
         found: dict[int, list[int]] = {}

@@ -204,15 +204,14 @@ def _devices(
         least = max(shares) * LEAST_SHARE
         pairs = zip(plan.devices, shares, limits, strict=True)
         return [StageDevice.of_share(max(share, least), limit, str(d)) for d, share, limit in pairs]
-    found = []
-    for device, own, source, limit in zip(
-        plan.devices, estimates.devices, estimates.sources, limits, strict=True
-    ):
-        assert own is not None
+    devices = []
+    rows = zip(plan.devices, estimates.devices, estimates.sources, limits, strict=True)
+    for device, calibration, source, limit in rows:
+        assert calibration is not None
         # An emulated card, and the catalogue's model of a real one, have their overhead in every pass.
         real = source == MEASURED and device.backend != "emulated"
-        found.append(StageDevice(own, limit, real, str(device)))
-    return found
+        devices.append(StageDevice(calibration, limit, real, str(device)))
+    return devices
 
 
 def _usable_bytes(device: DeviceSpec) -> int | None:
