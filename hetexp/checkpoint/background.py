@@ -1,4 +1,4 @@
-"""A thread that writes one checkpoint while the training goes on, and one that does a part of the write."""
+"""Threads that write a checkpoint, or a part of it, while the training goes on."""
 
 from __future__ import annotations
 
@@ -6,62 +6,48 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
-from types import TracebackType
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from hetexp.core.errors import CheckpointError
 
 T = TypeVar("T")
 
 NICE = 10
-"""Niceness of the thread."""
+"""Niceness of the thread that writes a checkpoint."""
 
 
 class BackgroundWriter:
-    """Runs one write at a time; it is this process's own and needs no other rank.
-
-    The thread is a daemon, so that whoever ends the process says how long it waits (`wait`).
-    """
+    """Runs one write at a time in this process; it needs no other rank."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a write is under way."""
-        return self._thread is not None and self._thread.is_alive()
+        self._running: Future[object] | None = None
 
     def start(self, write: Callable[[], object]) -> None:
         """Begin a write; the one before has ended (`wait`)."""
-        assert self._thread is None
+        assert self._running is None
 
-        def run() -> None:
+        def run() -> object:
             _yield_to_others()
-            try:
-                write()
-            except BaseException as error:  # raised in the thread that waits
-                self._error = error
+            return write()
 
-        self._thread = threading.Thread(target=run, name="hetexp-checkpoint", daemon=True)
-        self._thread.start()
+        self._running = _in_thread(run, "hetexp-checkpoint")
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the write that is under way, and return whether it has ended.
 
         Args:
-            seconds: at most; `None`: as long as it takes.
+            seconds: longest wait; `None`: as long as the write takes.
 
         Raises:
-            CheckpointError: it failed; the next call does not say so again.
+            CheckpointError: the write failed; the next call does not raise it again.
         """
-        if self._thread is not None:
-            self._thread.join(seconds)
-            if self._thread.is_alive():
-                return False
-            self._thread = None
-        error, self._error = self._error, None
+        if self._running is None:
+            return True
+        if not wait([self._running], seconds).done:
+            return False
+        error, self._running = self._running.exception(), None
         if isinstance(error, CheckpointError):
             raise error
         if error is not None:
@@ -71,47 +57,38 @@ class BackgroundWriter:
         return True
 
 
-class Beside(Generic[T]):
-    """Runs a function in a thread while the body of `with` runs; it has ended when the body is left.
+@contextlib.contextmanager
+def beside(function: Callable[[], T]) -> Iterator[Future[T]]:
+    """Run a function in a thread while the body of `with` runs, and wait for it at the end of the body.
 
-    A daemon, unlike a pool's threads: it does not keep a process from ending. On Linux it has the niceness of
-    the thread that starts it.
+    On Linux the thread has the niceness of the thread that starts it.
+
+    Yields:
+        The function's result, or the error that it raised.
     """
+    future = _in_thread(function, "hetexp-beside")
+    try:
+        yield future
+    finally:
+        wait([future])
 
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._returned: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="hetexp-beside", daemon=True)
 
-    def __enter__(self) -> Beside[T]:
-        self._thread.start()
-        return self
+def _in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Call a function in a daemon thread: unlike a pool's threads, it does not keep the process alive."""
+    future: Future[T] = Future()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.join()
-
-    def result(self) -> T:
-        """Return what the function did, after `with`.
-
-        Raises:
-            BaseException: what the function raised.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._returned[0]
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._returned.append(self._function())
-        except BaseException as error:  # raised by `result`
-            self._error = error
+            future.set_result(function())
+        except BaseException as error:  # raised in the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def _yield_to_others() -> None:
-    """Let the training's threads go first where all cores are busy; Linux alone has a priority a thread."""
+    """Let the training's threads go first if all cores are busy; only Linux has a priority a thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant by the words of `resume`: of a run the newest, the best, or that of a step."""
+"""Finds the checkpoint that `resume` names: a run's newest, its best, or that of a step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WORD = re.compile(r"auto|last|best|step:\d+")
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What `resume` says."""
+    """The parsed value of `resume`."""
 
     path: str | None
-    """A run's folder or a checkpoint's; `None`: of a run of the same job."""
+    """Folder of a run or a checkpoint; `None`: that of a run of the same job."""
     which: str
     """`auto`, `last`, `best` or `step:<number>`."""
 
@@ -38,7 +38,7 @@ class ResumeRequest:
         """Read `auto`, `last`, `best`, `step:100`, a path, or a run's folder and one of the last three.
 
         Args:
-            working_dir: that paths start from; what is a folder there is no word.
+            working_dir: folder that paths start from; a folder in it is never read as a word.
         """
         if _WORD.fullmatch(text):
             return cls(None, text)
@@ -50,25 +50,25 @@ class ResumeRequest:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint that is gone on from."""
+    """The checkpoint to resume from."""
 
     folder: Path
     skipped: tuple[str, ...] = ()
-    """A sentence for each better one that was passed over as incomplete or damaged."""
+    """A sentence for each better checkpoint that is incomplete or damaged."""
 
 
 def choose(path: Path, which: str = LAST, metric: str = "loss", contents: bool = True) -> Chosen:
-    """Return the checkpoint that is meant.
+    """Return the checkpoint that a path and a word name.
 
     Args:
-        path: of a run, of its `checkpoints`, or of one checkpoint.
+        path: folder of a run, of its `checkpoints`, or of one checkpoint.
         which: `last`, `best` or `step:<number>`, of a run.
-        metric: by which checkpoints are compared.
-        contents: whether files are read and their checksums compared, or names and sizes only.
+        metric: metric of the evaluations that `best` compares.
+        contents: whether to compare checksums of the files, too, and not names and sizes only.
 
     Raises:
-        ConfigError: the path holds no checkpoints, or `which` is not of a run.
-        CheckpointError: there is none that is complete and undamaged; it names what was passed over.
+        ConfigError: the path holds no checkpoints, or is one checkpoint beside `best` or a step.
+        CheckpointError: no such checkpoint is complete and undamaged; the message names those that are not.
     """
     if which == LAST:
         return Chosen(*search_checkpoint(path, contents))
@@ -77,8 +77,8 @@ def choose(path: Path, which: str = LAST, metric: str = "loss", contents: bool =
         fix = f"This is a checkpoint already; {which} chooses among those of a run."
         raise ConfigError(must_be("resume", "a run folder before the last /", f"{path}/{which}", fix))
     parent = checkpoints_of(path)
-    found = _best(parent, metric) if which == "best" else _of_step(parent, which)
-    folder, skipped = first_whole(found, contents)
+    candidates = _best(parent, metric) if which == "best" else _of_step(parent, which)
+    folder, skipped = first_whole(candidates, contents)
     if folder is None:
         message = must_be("resume", f"{which} of a folder where that is whole", str(path))
         raise CheckpointError(" ".join([message, *skipped]))
@@ -86,21 +86,19 @@ def choose(path: Path, which: str = LAST, metric: str = "loss", contents: bool =
 
 
 def _best(parent: Path, metric: str) -> list[Path]:
-    found = best_of(complete_checkpoints(parent), metric)
-    if found:
-        return found
+    if ranked := best_of(complete_checkpoints(parent), metric):
+        return ranked
     fix = (
-        f"Only a checkpoint of a step that is evaluated, too, can be the best (trainer.eval_every, "
-        f"trainer.checkpoint_every), and none in {parent} tells the {metric}."
+        f"Only the checkpoint of a step that was evaluated can be the best (trainer.eval_every, "
+        f"trainer.checkpoint_every), and none in {parent} has the {metric}."
     )
     raise CheckpointError(must_be("resume", "last or step:N", "best", fix))
 
 
 def _of_step(parent: Path, which: str) -> list[Path]:
-    step, there = int(which.partition(":")[2]), newest_first(parent)
-    found = [folder for folder in there if step_of(folder) == step]
-    if found:
-        return found
-    steps = ", ".join(str(step_of(folder)) for folder in reversed(there)) or "none"
+    step, folders = int(which.partition(":")[2]), newest_first(parent)
+    if same := [folder for folder in folders if step_of(folder) == step]:
+        return same
+    steps = ", ".join(str(step_of(folder)) for folder in reversed(folders)) or "none"
     why = unfinished(parent, step)
     raise CheckpointError(must_be("resume", f"the step of a checkpoint in {parent} ({steps})", which, why))

@@ -1,7 +1,7 @@
-"""A checkpoint's weights as any other program reads them: `model.safetensors` and `config.json`.
+"""Exports a checkpoint's weights for other programs: `model.safetensors` and `config.json`.
 
-A model class whose weights others keep in another way has a static method `exported(tensors, state)` that
-gives them so (`hetexp.model.exported.Exported`). Those files stand alone then, beside `hetexp.json`.
+A model class whose weights have a format of their own elsewhere has a static method `exported(tensors,
+state)` (`hetexp.model.exported.Exported`). The export then consists of its files and `hetexp.json`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def export(
     dtype: torch.dtype | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Write the weights of a checkpoint into a folder, and return what `config.json` or `hetexp.json` says.
+    """Write a checkpoint's weights into a folder, and return the content of `config.json` or `hetexp.json`.
 
     Tied tensors come under each of their names, so that torch loads them strictly
     (`model.load_state_dict(safetensors.torch.load_file(…))`).
 
     Args:
-        checkpoint: its folder.
-        output: made where it is missing; files of these names are replaced.
-        dtype: of floating-point tensors; `None`: as they are.
-        say: gets the sentence that the model's class is not trusted, so that nothing asks it for its format.
+        checkpoint: folder of the checkpoint.
+        output: folder, made if it is missing; files of these names are replaced.
+        dtype: type of floating-point tensors; `None`: their own.
+        say: prints a sentence if the model's class is not trusted; the weights then keep their format.
 
     Raises:
-        CheckpointError: it is incomplete or damaged, or the folder cannot be written.
+        CheckpointError: the checkpoint is incomplete or damaged, or the folder cannot be written.
     """
     tensors, left_out, state, _ = read_packed(checkpoint)
     tensors |= {name: tensors[kept] for name, kept in left_out.items()}
@@ -55,50 +55,50 @@ def export(
         "run_id": state["extra"]["run_id"],
         "hetexp": hetexp.__version__,
     }
-    kept = _as_others_keep_it(tensors, state, say) or Exported(WEIGHTS, tensors, {})
-    kept = kept if dtype is None else kept.to(dtype)
-    about["weights"] = kept.file
-    temporary = output / f".{kept.file}.{os.getpid()}.tmp"
+    exported = _in_own_format(tensors, state, say) or Exported(WEIGHTS, tensors, {})
+    exported = exported if dtype is None else exported.to(dtype)
+    about["weights"] = exported.file
+    temporary = output / f".{exported.file}.{os.getpid()}.tmp"
     try:
         output.mkdir(parents=True, exist_ok=True)
         try:
-            write_tensors(temporary, kept.tensors, {"format": "pt"})
-            os.replace(temporary, output / kept.file)
+            write_tensors(temporary, exported.tensors, {"format": "pt"})
+            os.replace(temporary, output / exported.file)
         finally:
             temporary.unlink(missing_ok=True)
         fsync_dir(output)
-        for name, described in kept.described.items():
+        for name, described in exported.described.items():
             write_json(output / name, described)
-        write_json(output / (ABOUT if kept.described else CONFIG), about)
+        write_json(output / (ABOUT if exported.described else CONFIG), about)
     except OSError as error:
         raise CheckpointError(f"'{output}' could not be written: {error}.") from error
     return about
 
 
-def _as_others_keep_it(
+def _in_own_format(
     tensors: dict[str, torch.Tensor], state: dict[str, Any], say: Callable[[str], None]
 ) -> Exported | None:
-    """Return what the model's class makes of its tensors, `None` where it says nothing.
+    """Return the export of the model's class, `None` if the class has no format of its own.
 
     Raises:
-        CheckpointError: it cannot, as a library of its is missing.
+        CheckpointError: a library that the class needs is missing.
     """
     try:
         target = state["extra"]["config"]["model"]["_target_"]
-        tell = getattr(locate(target, "model._target_"), "exported", None)
+        own_format = getattr(locate(target, "model._target_"), "exported", None)
     except ConfigError as error:
         for problem in error.problems:
             say(problem)
         return None
-    except Exception:  # a person's own class, which need not be here
+    except Exception:  # a user's own class, which need not be here
         return None
-    if not callable(tell):
+    if not callable(own_format):
         return None
     try:
-        found: Exported = tell(tensors, state)
+        exported: Exported = own_format(tensors, state)
     except ImportError as error:
         raise CheckpointError(
             f"The weights could not be written as others keep them: {error}. For adapters: pip install "
             "'hetexp[lora]'."
         ) from error
-    return found
+    return exported

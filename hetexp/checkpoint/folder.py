@@ -1,4 +1,4 @@
-"""Save, find and load a checkpoint: a model, its optimizer and the position of the training, in one folder.
+"""Saves and loads a checkpoint: a model, its optimizer and the position of the training, in one folder.
 
 `step_00000100/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and the `manifest.json`
 that makes it complete.
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from hetexp.checkpoint.background import Beside
+from hetexp.checkpoint.background import beside
 from hetexp.checkpoint.manifest import find_checkpoint, folder_name, search_checkpoint, verify, write_folder
 from hetexp.checkpoint.model_state import first_names, match_model, named_parameters, pack_model
 from hetexp.checkpoint.optimizer_state import (
@@ -39,12 +39,12 @@ MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 STAGES = "stages"
-"""Key of what a state tells of the stages whose parts it is of."""
+"""Key, within `TrainingState.extra`, of the record of the stages that the checkpoint was put together of."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where the training stands. All values are plain JSON types: a tuple comes back as a list."""
+    """The position of a training, in plain JSON types: a tuple comes back as a list."""
 
     step: int
     """Optimizer steps done."""
@@ -54,10 +54,15 @@ class TrainingState:
     extra: dict[str, Any]
     """Provenance: run id, versions, devices, configuration."""
 
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> TrainingState:
+        """Return the state that `state.json` describes."""
+        return cls(**{name: described[name] for name in cls.__dataclass_fields__})
+
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a checkpoint will hold, as it was at one moment, on the host."""
+    """The content of a checkpoint, as it was at one moment, on the host."""
 
     model: Mapping[str, Tensor]
     left_out: Mapping[str, str]
@@ -66,13 +71,13 @@ class Snapshot:
     described: Mapping[str, Any]
     """`state.json`."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Further ones, by name."""
+    """Content of further files, by name."""
     evaluation: Mapping[str, float] | None = None
-    """Of these weights, where they were evaluated."""
+    """Metrics of these weights, if they were evaluated."""
     timed: bool = False
     """Whether it is saved only because the last checkpoint is old."""
     arrived: Callable[[], None] = lambda: None
-    """Returns once the tensors are there; any thread may call it."""
+    """Waits until the tensors have arrived; any thread may call it."""
 
     @property
     def step(self) -> int:
@@ -81,7 +86,7 @@ class Snapshot:
 
 
 class SnapshotMemory:
-    """The host's memory for one snapshot, which the next one uses again.
+    """Memory of the host for one snapshot; the next snapshot uses it again.
 
     Args:
         lock_pages: of the backend whose tensors are copied.
@@ -99,10 +104,10 @@ class SnapshotMemory:
         evaluation: Mapping[str, float] | None = None,
         timed: bool = False,
     ) -> Snapshot:
-        """Copy what `pack_model` and `pack_optimizer` give; the snapshot before is lost.
+        """Copy the results of `pack_model` and `pack_optimizer`; the snapshot before is lost.
 
         Raises:
-            CheckpointError: something holds a value that cannot be stored.
+            CheckpointError: a value cannot be stored.
         """
         described = asdict(state) | {"optimizer": optimizer[1]}
         try:
@@ -124,10 +129,10 @@ class SnapshotMemory:
 def packed_whole(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[tuple[dict[str, Tensor], dict[str, str]], tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Return what `pack_model` and `pack_optimizer` give of a model that is here as a whole.
+    """Return the results of `pack_model` and `pack_optimizer` for a model that this rank holds as a whole.
 
     Raises:
-        CheckpointError: something holds a value that cannot be stored.
+        CheckpointError: a value cannot be stored.
     """
     return pack_model(model), pack_optimizer(optimizer, first_names(model))
 
@@ -145,14 +150,14 @@ def save_checkpoint(
     older checkpoint of the same step is replaced.
 
     Args:
-        parent: the run's `checkpoints` folder; made where it is missing. Only one process may write to it.
+        parent: the run's `checkpoints` folder; made if it is missing. Only one process may write to it.
         model: wrapped by DistributedDataParallel or `torch.compile` or not: the names are the same.
         optimizer: over parameters of the model.
         state: plain JSON types.
-        files: further ones that belong to it, by name.
+        files: content of further files, by name.
 
     Raises:
-        CheckpointError: something holds a value that cannot be stored, or the folder cannot be written.
+        CheckpointError: a value cannot be stored, or the folder cannot be written.
     """
     return write_snapshot(parent, SnapshotMemory().take(*packed_whole(model, optimizer), state, files))
 
@@ -168,8 +173,8 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> Path:
     stages = snapshot.described.get("extra", {}).get(STAGES)
     about = (snapshot.evaluation, stages, snapshot.timed)
     with write_folder(parent, snapshot.step, written, *about) as folder:
-        # Side by side: one file's checksum takes as long as the disk does, and cannot be shared out.
-        with Beside(lambda: write_tensors(folder / MODEL, snapshot.model, snapshot.left_out)) as model:
+        # Side by side: one file's checksum takes as long as its write, and cannot be split among threads.
+        with beside(lambda: write_tensors(folder / MODEL, snapshot.model, snapshot.left_out)) as model:
             written[OPTIMIZER] = write_tensors(folder / OPTIMIZER, snapshot.optimizer, {})
         written[MODEL] = model.result()
         write_json(folder / STATE, dict(snapshot.described))
@@ -179,19 +184,19 @@ def write_snapshot(parent: Path, snapshot: Snapshot) -> Path:
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
-    """Verify a checkpoint and put it into the model and the optimizer, on whatever devices these are.
+    """Verify a checkpoint and load it into the model and the optimizer, on any devices.
 
-    Everything is checked before anything is changed. The optimizer's moments keep the dtype they were
-    saved with and its parameter groups are restored, except for how a step is computed (`fused`,
-    `foreach`, …).
+    All checks come before any change. The optimizer's moments keep the dtype that they were saved with. Its
+    parameter groups are restored, except for how a step is computed (`fused`, `foreach`, …).
 
     Args:
         folder: a checkpoint folder (see `find_checkpoint`).
         model: of the same architecture and dtype.
-        optimizer: of the same class over the same parameters; None loads the model only.
+        optimizer: of the same class over the same parameters; `None`: only the model is loaded.
 
     Raises:
-        CheckpointError: incomplete or damaged, or not of this model or optimizer; it says what differs.
+        CheckpointError: the checkpoint is incomplete or damaged, or of another model or optimizer; the
+            message says what differs.
     """
     verify(folder)
     described = _read_state(folder / STATE)
@@ -200,55 +205,58 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         raise CheckpointError(
             "The model must have data to load a checkpoint into, but is on the meta device."
         )
-    packed = described["optimizer"]
-    optimizer_tensors: dict[str, Tensor] = {}
-    parameters = named_parameters(model)
-    if optimizer is not None:
-        optimizer_tensors = _read_tensors(folder / OPTIMIZER)
-        check_optimizer(packed, optimizer, parameters)
-        if lacking := sorted(tensor_names(packed) - optimizer_tensors.keys()):
-            raise CheckpointError(
-                "`resume` must name a checkpoint with all tensors of the optimizer, but it lacks "
-                f"{lacking[0]}."
-            )
+    if optimizer is None:
+        model.load_state_dict(weights, strict=True)
+        return TrainingState.of(described)
+    packed, parameters = described["optimizer"], named_parameters(model)
+    tensors = _checked_tensors(folder, packed, optimizer, parameters)
     model.load_state_dict(weights, strict=True)
-    if optimizer is not None:
-        restore_optimizer(optimizer_tensors, packed, optimizer, parameters)
-    return TrainingState(**{name: described[name] for name in TrainingState.__dataclass_fields__})
+    restore_optimizer(tensors, packed, optimizer, parameters)
+    return TrainingState.of(described)
 
 
 def load_optimizer(
     folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> TrainingState:
-    """Put a checkpoint's optimizer state into an optimizer of some of the model's parameters only.
+    """Load a checkpoint's optimizer state into an optimizer of a part of the model's parameters.
 
     Args:
         folder: a checkpoint folder that `load_checkpoint` has verified.
-        parameters: those that the optimizer has, by any name of theirs in the whole model.
+        parameters: the optimizer's parameters, by any of their names in the whole model.
 
     Raises:
-        CheckpointError: it is not of this optimizer.
+        CheckpointError: the checkpoint is not of this optimizer.
     """
     described = _read_state(folder / STATE)
     packed = part_of_optimizer(described["optimizer"], parameters)
+    tensors = _checked_tensors(folder, packed, optimizer, parameters)
+    restore_optimizer(tensors, packed, optimizer, parameters)
+    return TrainingState.of(described)
+
+
+def load_state(folder: Path) -> TrainingState:
+    """Return the position of the training, without model and optimizer.
+
+    Raises:
+        CheckpointError: `state.json` cannot be read.
+    """
+    return TrainingState.of(_read_state(folder / STATE))
+
+
+def _checked_tensors(
+    folder: Path,
+    packed: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+) -> dict[str, Tensor]:
+    """Return the optimizer's tensors, after checking that they and `packed` belong to this optimizer."""
     tensors = _read_tensors(folder / OPTIMIZER)
     check_optimizer(packed, optimizer, parameters)
     if lacking := sorted(tensor_names(packed) - tensors.keys()):
         raise CheckpointError(
             f"`resume` must name a checkpoint with all tensors of the optimizer, but it lacks {lacking[0]}."
         )
-    restore_optimizer(tensors, packed, optimizer, parameters)
-    return TrainingState(**{name: described[name] for name in TrainingState.__dataclass_fields__})
-
-
-def load_state(folder: Path) -> TrainingState:
-    """Return where the training stood, without model and optimizer.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    described = _read_state(folder / STATE)
-    return TrainingState(**{name: described[name] for name in TrainingState.__dataclass_fields__})
+    return tensors
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -278,14 +286,14 @@ def _read_state(path: Path) -> dict[str, Any]:
 def read_packed(
     folder: Path,
 ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any], dict[str, Tensor]]:
-    """Verify a checkpoint and return what it holds, without a model to put it into.
+    """Verify a checkpoint and return its content, without a model to load it into.
 
     Returns:
-        The model's tensors, the names of tied ones that are left out (each with the one that stands for it),
-        `state.json`, and the optimizer's tensors.
+        The model's tensors, the names of tied tensors that are left out (each with the name that stands for
+        it), `state.json`, and the optimizer's tensors.
 
     Raises:
-        CheckpointError: incomplete or damaged.
+        CheckpointError: the checkpoint is incomplete or damaged.
     """
     verify(folder)
     with safetensors.safe_open(folder / MODEL, "pt", "cpu") as file:
@@ -308,9 +316,8 @@ def write_packed(
         CheckpointError: the folder cannot be written.
     """
     check_storable(model)
-    return write_snapshot(parent, Snapshot(contiguous(model), left_out, contiguous(optimizer), described))
-
-
-def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of the CPU as they are written; those that lie so already are no copies."""
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    weights, moments = (
+        {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        for tensors in (model, optimizer)
+    )
+    return write_snapshot(parent, Snapshot(weights, left_out, moments, described))

@@ -1,10 +1,10 @@
-"""How a checkpoint folder appears whole, and how it is found and verified.
+"""Writes checkpoint folders whole, and finds and verifies them.
 
 `<run>/checkpoints/step_00000100/` holds data files and `manifest.json`, which names each with its size and
-SHA-256. A folder counts once its manifest is there: it is written last, into a hidden folder beside, which
-is then renamed. Wherever a save is killed, the older checkpoint or the new one is found whole.
+SHA-256. A save writes into a hidden folder, the manifest last, and then renames the folder. Whenever a save
+is killed, the older checkpoint or the new one is found whole.
 
-A save holds a lock on its hidden folder while it lives: what has none was left by one that was killed.
+A save holds a lock on its hidden folder: a hidden folder without a lock is left over from a killed save.
 """
 
 from __future__ import annotations
@@ -50,20 +50,21 @@ def write_folder(
     stages: Mapping[str, Any] | None = None,
     timed: bool = False,
 ) -> Iterator[Path]:
-    """Give a hidden folder to write files into; it gets its manifest and its name when the block ends.
+    """Yield a hidden folder to write files into; it gets its manifest and its name when the block ends.
 
-    An older checkpoint of the same step is replaced, and stays in place if anything fails. What an earlier
-    save left when it was killed is completed or removed.
+    An older checkpoint of the same step is replaced, and stays in place if anything fails. The folders of
+    killed saves are completed or removed.
 
     Args:
-        written: what is known of files when the block ends, by name; others are read again.
-        evaluation: of the weights that are saved, where they were evaluated.
-        stages: of a model in stages, whose parts it is of (`hetexp.checkpoint.stage_parts`).
+        written: size and checksum of files, by name, when the block ends; other files are read again.
+        evaluation: metrics of the weights that are saved, if they were evaluated.
+        stages: record of the parts of a model in stages (`hetexp.checkpoint.stage_parts`).
         timed: whether it is saved only because the last checkpoint is old, so that newer ones take its place.
 
     Raises:
         CheckpointError: the folder cannot be written (no space, no permission).
     """
+    about = {"evaluation": dict(evaluation or {}), "stages": dict(stages or {}), "timed": timed}
     final = parent / folder_name(step)
     temporary = parent / f".{final.name}.{os.getpid()}.new"
     with ExitStack() as held:
@@ -73,26 +74,26 @@ def write_folder(
             temporary.mkdir()
             held.enter_context(lock_folder(temporary))
             yield temporary
-            _seal(temporary, step, written or {}, evaluation, stages, timed)
+            _seal(temporary, step, written or {}, {key: value for key, value in about.items() if value})
             _replace(temporary, final)
             note_path(parent, step).unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"The checkpoint '{final}' could not be written: {error}. The ones before it are as they "
-                "were."
+                f"The checkpoint '{final}' could not be written: {error}. The earlier checkpoints are "
+                "unchanged."
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # renamed away unless something failed
 
 
 def delete_folder(folder: Path) -> bool:
-    """Delete a checkpoint, which is gone or whole at any moment; return False if a reader holds it.
+    """Delete a checkpoint, which is gone or whole at any moment; return `False` if a reader holds it.
 
     Raises:
-        OSError: it could not be renamed.
+        OSError: the folder could not be renamed.
     """
-    with lock_folder(folder, wait=False) as mine:
-        if not mine:
+    with lock_folder(folder, wait=False) as locked:
+        if not locked:
             return False
         gone = folder.with_name(f".{folder.name}.{os.getpid()}.gone")
         os.replace(folder, gone)
@@ -106,20 +107,20 @@ def complete_checkpoints(parent: Path) -> list[Path]:
 
 
 def evaluation_of(folder: Path) -> dict[str, float]:
-    """Return what a complete checkpoint's evaluation said; empty where there was none at its step."""
+    """Return the metrics of a complete checkpoint's evaluation; empty if its step was not evaluated."""
     return dict(_read_manifest(folder).get("evaluation") or {})
 
 
 def is_timed(folder: Path) -> bool:
-    """Return whether a complete checkpoint was saved only because the one before was old."""
+    """Return whether a complete checkpoint was saved only because the last checkpoint was old."""
     return bool(_read_manifest(folder).get("timed"))
 
 
 def add_evaluation(folder: Path, evaluation: Mapping[str, float]) -> None:
-    """Write into a complete checkpoint what an evaluation of its weights said afterwards.
+    """Add the metrics of a later evaluation to a complete checkpoint's manifest.
 
     Raises:
-        OSError: the manifest could not be written, and is as it was.
+        OSError: the manifest could not be written, and is unchanged.
     """
     manifest = _read_manifest(folder)
     files = manifest.pop("files")
@@ -136,23 +137,20 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises:
         ConfigError: `path` is neither.
-        CheckpointError: it is, but holds no complete checkpoint.
+        CheckpointError: `path` holds no complete checkpoint.
     """
     return search_checkpoint(path)[0]
 
 
 def search_checkpoint(path: Path, contents: bool = False) -> tuple[Path, tuple[str, ...]]:
-    """Like `find_checkpoint`, with a sentence for each newer folder that was passed over.
+    """Return the folder as `find_checkpoint` does, with a sentence for each newer folder that was skipped.
 
     Args:
-        contents: whether files are read and their checksums compared, or names and sizes only.
+        contents: whether to compare checksums of the files, too, and not names and sizes only.
     """
     accepted_path(path)
     if is_checkpoint_folder(path):
-        if contents:
-            verify(path)
-        elif problem := incompleteness(path):
-            raise CheckpointError(must_be("resume", "a complete checkpoint", str(path), f"It {problem}."))
+        verify(path, contents)
         return path, ()
     folder, skipped = first_whole(newest_first(checkpoints_of(path)), contents)
     if folder is not None:
@@ -165,10 +163,10 @@ def search_checkpoint(path: Path, contents: bool = False) -> tuple[Path, tuple[s
 
 
 def first_whole(folders: Iterable[Path], contents: bool) -> tuple[Path | None, tuple[str, ...]]:
-    """Return the first complete checkpoint, and a sentence for each before it that is none.
+    """Return the first complete checkpoint, and a sentence for each folder before it.
 
     Args:
-        contents: as for `search_checkpoint`.
+        contents: as of `search_checkpoint`.
     """
     skipped: list[str] = []
     for folder in folders:
@@ -182,19 +180,20 @@ def first_whole(folders: Iterable[Path], contents: bool) -> tuple[Path | None, t
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Return the folder of a run's checkpoints, which may be given itself."""
+    """Return the folder of a run's checkpoints; `path` may be that folder itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def rank_folders(path: Path) -> list[Path]:
-    """Return the folders, in rank order, that the ranks of a run have each saved a model of its own into."""
+    """Return the folders `rank_<rank>`, in rank order, of a run whose ranks save models of their own."""
     parent = checkpoints_of(path)
-    found = [(_RANK_FOLDER.fullmatch(one.name), one) for one in parent.iterdir()] if parent.is_dir() else []
-    return [one for _, one in sorted((int(m[1]), one) for m, one in found if m is not None and one.is_dir())]
+    folders = [folder for folder in parent.iterdir() if folder.is_dir()] if parent.is_dir() else []
+    by_rank = {int(match[1]): f for f in folders if (match := _RANK_FOLDER.fullmatch(f.name)) is not None}
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def search_rank_checkpoints(path: Path) -> list[Path]:
-    """Return each rank's checkpoint of the newest step that all of them have complete.
+    """Return each rank's checkpoint of the newest step that all ranks have a complete one of.
 
     Args:
         path: a run's folder with `rank_folders`.
@@ -203,33 +202,36 @@ def search_rank_checkpoints(path: Path) -> list[Path]:
         CheckpointError: there is no such step.
     """
     folders = rank_folders(path)
-    complete = [{one.name for one in newest_first(f) if incompleteness(one) is None} for f in folders]
-    common = sorted(set.intersection(*complete)) if complete else []
-    common = [name for name in common if not name.startswith(".")]
-    if not common:
+    complete = [{checkpoint.name for checkpoint in complete_checkpoints(folder)} for folder in folders]
+    common = set.intersection(*complete) if complete else set()
+    names = sorted(name for name in common if not name.startswith("."))
+    if not names:
         accepted = "a run folder with a step of which every device has a complete checkpoint"
         raise CheckpointError(must_be("resume", accepted, str(path)))
-    return [folder / common[-1] for folder in folders]
+    return [folder / names[-1] for folder in folders]
 
 
-def verify(folder: Path) -> None:
-    """Check that every file of a checkpoint is there and has the size and SHA-256 of the manifest.
+def verify(folder: Path, contents: bool = True) -> None:
+    """Check that every file of a checkpoint exists and has the size and SHA-256 of the manifest.
+
+    Args:
+        contents: whether to compare the SHA-256, which reads the files.
 
     Raises:
-        CheckpointError: not a folder, incomplete, or a file differs; the message names the file.
+        CheckpointError: it is no folder or incomplete, or a file differs; the message names the file.
     """
     if not folder.is_dir():
         raise CheckpointError(must_be("resume", "a checkpoint folder", str(folder)))
     if problem := incompleteness(folder):
         raise CheckpointError(must_be("resume", "a complete checkpoint", str(folder), f"It {problem}."))
-    if damaged := damage(folder):
+    if contents and (damaged := damage(folder)):
         raise CheckpointError(
             f"`resume` must name an undamaged checkpoint, but {damaged}. Resume from another checkpoint."
         )
 
 
 def damage(folder: Path) -> str | None:
-    """Return which file of a complete checkpoint has another checksum than its manifest; reads all files."""
+    """Return which file of a complete checkpoint has a wrong checksum, `None` if none has; reads all files."""
     for name, entry in _read_manifest(folder)["files"].items():
         if _sha256(folder / name) != entry["sha256"]:
             return (
@@ -239,29 +241,21 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def _seal(
-    folder: Path,
-    step: int,
-    written: Mapping[str, Written],
-    evaluation: Mapping[str, float] | None,
-    stages: Mapping[str, Any] | None,
-    timed: bool,
-) -> None:
+def _seal(folder: Path, step: int, written: Mapping[str, Written], about: Mapping[str, Any]) -> None:
+    """Write the manifest, with the facts `about` the checkpoint."""
     files = {}
     for path in sorted(folder.iterdir()):
-        known = written.get(path.name)
-        if known is None:
-            _fsync_file(path)
-            known = Written(path.stat().st_size, _sha256(path))
-        files[path.name] = {"bytes": known.num_bytes, "sha256": known.sha256}
-    about: dict[str, Any] = {"evaluation": dict(evaluation)} if evaluation else {}
-    about |= {"stages": dict(stages)} if stages else {}
-    about |= {"timed": True} if timed else {}
+        facts = written.get(path.name)
+        if facts is None:
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+            facts = Written(path.stat().st_size, _sha256(path))
+        files[path.name] = {"bytes": facts.num_bytes, "sha256": facts.sha256}
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, **about, "files": files})
 
 
 def _replace(temporary: Path, final: Path) -> None:
-    """Rename `temporary` to `final`, from where an older folder first steps aside: no rename replaces it."""
+    """Rename `temporary` to `final`; an older folder is moved away first, as no rename replaces a folder."""
     old = final.with_name(f".{final.name}.{os.getpid()}.old")
     replaces = final.exists()
     if replaces:
@@ -278,13 +272,11 @@ def _replace(temporary: Path, final: Path) -> None:
 
 
 def _tidy(parent: Path) -> None:
-    """Complete or remove the hidden folders of saves that were killed; those of another process that lives
-    stay as they are.
-    """
+    """Complete or remove the hidden folders of killed saves; those of a live process stay."""
     for hidden in _hidden(parent):
         final = parent / hidden.name.split(".")[1]
-        with lock_folder(hidden, wait=False) as left:
-            if not left:
+        with lock_folder(hidden, wait=False) as locked:
+            if not locked:
                 continue
             if incompleteness(hidden) is None and not final.exists():
                 os.replace(hidden, final)
@@ -296,12 +288,12 @@ def _tidy(parent: Path) -> None:
 
 
 def _hidden(parent: Path) -> list[Path]:
-    """Hidden folders, the new before the old of the same step."""
+    """Return the hidden folders, the new before the old one of a step."""
     return sorted(path for path in parent.iterdir() if _HIDDEN_FOLDER.fullmatch(path.name) and path.is_dir())
 
 
 def newest_first(parent: Path) -> list[Path]:
-    """Folders by falling step. A hidden one stands in where a kill came between the two renames of a save."""
+    """Return the folders by falling step; after a kill between two renames, a step has only a hidden one."""
     folders = [path for path in parent.iterdir() if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     names = {path.name for path in folders}
     for hidden in _hidden(parent):
@@ -312,15 +304,15 @@ def newest_first(parent: Path) -> list[Path]:
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Return whether a path is meant as one checkpoint, not as a run's folder."""
+    """Return whether a path means one checkpoint, not a run's folder."""
     return (path / MANIFEST).is_file() or _STEP_FOLDER.fullmatch(path.name) is not None
 
 
 def accepted_path(path: Path) -> None:
-    """Check that a path is of a checkpoint, or of a folder that has some.
+    """Check that a path is that of a checkpoint or of a folder of checkpoints.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the path is neither.
     """
     if path.is_dir():
         if is_checkpoint_folder(path) or (path / "checkpoints").is_dir() or newest_first(path):
@@ -333,7 +325,7 @@ def accepted_path(path: Path) -> None:
 
 
 def incompleteness(folder: Path) -> str | None:
-    """Return what makes a folder no complete checkpoint, by names and sizes only; None if it is one."""
+    """Return why a folder is no complete checkpoint, by names and sizes only; `None` if it is complete."""
     if not (folder / MANIFEST).is_file():
         return f"has no {MANIFEST}: its save did not end"
     try:
@@ -354,7 +346,7 @@ def incompleteness(folder: Path) -> str | None:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest after checking its form, so that what uses it may index it."""
+    """Return the manifest after checking its form."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     if int(manifest["format"]) > FORMAT:
         raise ValueError(f"format {manifest['format']} is newer than this hetexp reads")
@@ -372,8 +364,3 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _fsync_file(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())

@@ -1,7 +1,7 @@
-"""Several checkpoints of one model → one: weighted means, low-rank adapters as products, soups.
+"""Merges checkpoints of one model: weighted means, low-rank adapters as products, soups.
 
-Means of weights are models only where training began from the same weights (Wortsman et al. 2022). Products
-of means are not means of products, so pairs of low-rank adapters are merged by what they add to their base.
+The mean of weights is a model only if training began from the same weights (Wortsman et al. 2022). Products
+of means are not means of products: low-rank adapters are merged by the product that each adds to its base.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _UNMERGED = re.compile(r"\.lora_(embedding_[AB]|magnitude_vector)")
 
 @dataclass(frozen=True)
 class Parent:
-    """One checkpoint that takes part in a merge."""
+    """A checkpoint that takes part in a merge."""
 
     folder: Path
     tensors: dict[str, Tensor]
-    """Of the model, tied ones once."""
+    """The model's tensors, tied ones once."""
     tied: dict[str, str]
-    """Names that are left out, and the one that stands for each."""
+    """Names that are left out, each with the name that stands for it."""
     state: dict[str, Any]
     """`state.json`."""
     optimizer: dict[str, Tensor]
 
     @property
     def part(self) -> dict[str, Any]:
-        """What this rank had of the data, where devices trained apart; else empty."""
+        """This rank's part of the data, if devices trained apart; else empty."""
         return dict(self.state["extra"].get("part") or {})
 
     @property
     def samples(self) -> int:
-        """That it was trained on."""
+        """Samples that it was trained on."""
         return int(self.part.get("samples", self.state["extra"]["progress"]["samples"]))
 
     @property
@@ -55,7 +55,7 @@ class Parent:
 
     @property
     def start(self) -> tuple[Any, ...]:
-        """What decides the weights that its training began with: the seed, or a checkpoint."""
+        """Origin of the weights that its training began with: the seed, or a checkpoint."""
         config = self.state["extra"]["config"]
         if config.get("resume") is not None:
             return ("resume", config["resume"])
@@ -66,7 +66,7 @@ def read_parent(folder: Path) -> Parent:
     """Read and verify a checkpoint.
 
     Raises:
-        CheckpointError: it is not complete, damaged, or none of hetexp.
+        CheckpointError: the checkpoint is incomplete, damaged, or not of hetexp.
     """
     tensors, tied, state, optimizer = read_packed(folder)
     return Parent(folder, tensors, tied, state, optimizer)
@@ -76,7 +76,7 @@ def check_parents(parents: Sequence[Parent]) -> None:
     """Check that checkpoints are of one architecture.
 
     Raises:
-        CheckpointError: names of tensors, shapes or types differ; tells the first few.
+        CheckpointError: names, shapes or types of tensors differ; the message names the first few.
     """
     first = parents[0]
     for other in parents[1:]:
@@ -96,22 +96,25 @@ def check_parents(parents: Sequence[Parent]) -> None:
 
 
 def strangers(parents: Sequence[Parent]) -> str | None:
-    """Say which parents began from other weights than the first, `None` where all began from the same."""
+    """Return a sentence on a parent that began from other weights than the first, `None` if there is none."""
     others = [parent for parent in parents if parent.start != parents[0].start]
     if not others:
         return None
     first = parents[0]
     return (
-        f"{others[0].folder} began from other weights ({_told(others[0].start)}) than {first.folder} "
-        f"({_told(first.start)}): the mean of networks that never were one is no network of either."
+        f"{others[0].folder} began from other weights ({_described(others[0].start)}) than {first.folder} "
+        f"({_described(first.start)}): the mean of networks that never were one is no network of either."
     )
 
 
 def weights_of(parents: Sequence[Parent], wanted: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Return each parent's part of the mean: by the samples that it was trained on, or as wanted.
+    """Return each parent's weight in the mean.
+
+    Args:
+        wanted: the user's weights; `None`: the samples that each parent was trained on.
 
     Raises:
-        CheckpointError: another number of weights than of parents, or none above zero.
+        CheckpointError: the number of weights is not that of the parents, or no weight is above zero.
     """
     if wanted is not None and len(wanted) != len(parents):
         raise CheckpointError(
@@ -131,20 +134,21 @@ def merge_tensors(
 ) -> dict[str, Tensor]:
     """Return the weighted mean of models, by name.
 
-    Floating-point tensors are averaged in float64; where all agree, a value stays as it is to the bit.
-    Integer and boolean ones are those of the model with the largest weight (the first of several). Low-rank
-    adapters (`….lora_A…`, `….lora_B…`, as peft names them) are merged as products, exactly: where their base
-    weight is among the tensors, it takes up the sum of wᵢ · scaling · Bᵢ Aᵢ, and the adapter restarts with
-    B = 0; where it is not, ranks are stacked, A = [A₁; A₂; …] and B = [w₁ B₁, w₂ B₂, …], so that the
-    adapter's rank is the sum of the ranks, and `lora_alpha` must grow with it.
+    Floating-point tensors are averaged in float64; a value on which all models agree stays equal to the bit.
+    Integer and boolean tensors are those of the model with the largest weight (the first of several).
+
+    Low-rank adapters (`….lora_A…`, `….lora_B…`, as peft names them) are merged as products, exactly. If their
+    base weight is among the tensors, the sum of wᵢ · scaling · Bᵢ Aᵢ is added to it, and the adapter restarts
+    with B = 0. Otherwise ranks are stacked, A = [A₁; A₂; …] and B = [w₁ B₁, w₂ B₂, …]: the adapter's rank is
+    the sum of the ranks, and `lora_alpha` must grow with it.
 
     Args:
-        models: of one architecture.
-        weights: one a model; they sum to 1.
+        models: tensors of models of one architecture.
+        weights: weight of each model; they sum to 1.
         scalings: factor of each adapter's product, by the name of its A (`lora_scalings`).
 
     Raises:
-        CheckpointError: an adapter's scaling is not known, or it is of a kind that has no product.
+        CheckpointError: an adapter's scaling is not known, or its kind has no product.
     """
     heaviest = max(range(len(models)), key=lambda i: (weights[i], -i))
     merged: dict[str, Tensor] = {}
@@ -175,11 +179,11 @@ def merge_tensors(
 
 
 def lora_scalings(model: nn.Module) -> dict[str, float]:
-    """Return what each adapter of a model multiplies its product by, by the name of its A.
+    """Return the factor of each adapter's product in a model, by the name of its A.
 
-    Read off the layers' own `scaling`: a number, or one for each adapter by name, as peft's layers have it.
+    It is the layer's attribute `scaling`: a number, or as in peft's layers a number for each adapter by name.
     """
-    found = {}
+    scalings = {}
     for path, module in model.named_modules():
         scaling = getattr(module, "scaling", None)
         if scaling is None or not hasattr(module, "lora_A"):
@@ -189,8 +193,8 @@ def lora_scalings(model: nn.Module) -> dict[str, float]:
             if matched is not None and matched["layer"] == "layer":
                 adapter = (matched["adapter"] or "").strip(".").partition(".")[0]
                 value = scaling[adapter] if isinstance(scaling, Mapping) else scaling
-                found[f"{path}.{name}" if path else name] = float(value)
-    return found
+                scalings[f"{path}.{name}" if path else name] = float(value)
+    return scalings
 
 
 def adapter_names(tensors: Tensors) -> list[str]:
@@ -199,13 +203,13 @@ def adapter_names(tensors: Tensors) -> list[str]:
 
 
 def greedy_soup(losses: Sequence[float], loss_of: Callable[[Sequence[int]], float]) -> list[int]:
-    """Return the models whose mean is best, found greedily (Wortsman et al. 2022, recipe 1).
+    """Return the models whose mean is best, chosen greedily (Wortsman et al. 2022, recipe 1).
 
-    From the best model to the worst each is taken in if the loss of the mean does not rise.
+    From the best model to the worst, each is added if the loss of the mean does not rise.
 
     Args:
-        losses: of each model alone, on the evaluation data.
-        loss_of: the loss of some models' mean, by their numbers.
+        losses: loss of each model alone, on the evaluation data.
+        loss_of: returns the loss of the mean of some models, given their numbers.
     """
     order = sorted(range(len(losses)), key=lambda i: (losses[i], i))
     chosen, best = order[:1], losses[order[0]]
@@ -217,8 +221,8 @@ def greedy_soup(losses: Sequence[float], loss_of: Callable[[Sequence[int]], floa
 
 
 def _adapters(tensors: Tensors) -> list[tuple[str, str, str | None]]:
-    """Return the names of each adapter's A and B and of its base weight, `None` where that is elsewhere."""
-    found = []
+    """Return the names of each adapter's A, B and base weight, `None` if that is not in `tensors`."""
+    adapters = []
     for name in tensors:
         matched = _LORA_A.fullmatch(name)
         if matched is None:
@@ -227,8 +231,8 @@ def _adapters(tensors: Tensors) -> list[tuple[str, str, str | None]]:
         if other not in tensors:
             raise CheckpointError(f"'{name}' must have its pair to be merged, but '{other}' is missing.")
         bases = [f"{matched['layer']}.base_layer.weight", f"{matched['layer']}.weight"]
-        found.append((name, other, next((base for base in bases if base in tensors), None)))
-    return found
+        adapters.append((name, other, next((base for base in bases if base in tensors), None)))
+    return adapters
 
 
 def _add_product(base: Tensor, product: Tensor, name: str) -> Tensor:
@@ -257,5 +261,5 @@ def _kind(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _told(start: tuple[Any, ...]) -> str:
+def _described(start: tuple[Any, ...]) -> str:
     return f"resumed from {start[1]}" if start[0] == "resume" else f"trainer.seed={start[1]}"

@@ -1,4 +1,4 @@
-"""A model's state as named tensors: wrappers left out of the names, tied tensors once."""
+"""Packs a model's state as named tensors: names without wrappers, tied tensors once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from hetexp.core.errors import CheckpointError
 
 _PRECISIONS = (torch.float32, torch.float64)
-"""What `trainer.precision` can ask for."""
+"""Types of weights that `trainer.precision` can ask for."""
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Return, for each name of `state_dict()` and of the parameters, the name without wrappers.
 
     `DistributedDataParallel` and `DataParallel` put `module.` in front, `torch.compile` puts `_orig_mod.`
-    wherever a compiled module stands; a checkpoint must not tell how it was trained.
+    at each compiled module. A checkpoint does not depend on them.
     """
     wrappers = {
         path
@@ -31,7 +31,7 @@ def plain_names(model: nn.Module) -> dict[str, str]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by plain name; a tied one comes under each of its names, in the model's order."""
+    """Return the parameters by plain name, in the model's order; a tied one comes under each of its names."""
     names = plain_names(model)
     return {names[name]: p for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -47,8 +47,8 @@ def first_names(model: nn.Module) -> dict[nn.Parameter, str]:
 def pack_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors by plain name, tied ones once, and the left-out names with the name kept for each.
 
-    The second value is what `safetensors.torch.save_model` keeps as metadata, so that library's
-    `load_model` reads our files.
+    `safetensors.torch.save_model` keeps the second value as metadata, too, so that `load_model` of that
+    library reads the files.
 
     Raises:
         CheckpointError: the model keeps state that is no tensor.
@@ -78,16 +78,16 @@ def match_model(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Te
         CheckpointError: names, shapes or dtypes differ; the first few are named.
     """
     state = _tensors(model)
-    full: dict[str, Tensor] = {}
     by_identity: dict[tuple[Any, ...], Tensor] = {}
     extra = [name for name in tensors if name not in state]
     for name, tensor in tensors.items():
         if name in state and by_identity.setdefault(_identity(state[name], name), tensor) is not tensor:
             extra.append(f"{name} apart from the tensor that the model ties it to")
-    for name, target in state.items():
-        found = tensors.get(name, by_identity.get(_identity(target, name)))
-        if found is not None:
-            full[name] = found
+    full = {
+        name: saved
+        for name, target in state.items()
+        if (saved := tensors.get(name, by_identity.get(_identity(target, name)))) is not None
+    }
     if missing := [name for name in state if name not in full]:
         raise CheckpointError(_mismatch("all tensors of the model", "lacks", missing))
     if extra:
@@ -100,7 +100,7 @@ def match_model(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Te
         raise CheckpointError(_mismatch("tensors of the model's shapes", "holds", shapes))
     _check_dtypes(full, state)
     names = plain_names(model)
-    return {own: full[names[own]] for own in model.state_dict()}
+    return {name: full[names[name]] for name in model.state_dict()}
 
 
 def _check_dtypes(full: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -130,7 +130,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _identity(tensor: Tensor, name: str) -> tuple[Any, ...]:
-    """Equal for two names of the same memory seen the same way; tensors without memory are never the same."""
+    """Return a key that is equal for two views of the same memory; tensors without memory are never equal."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return (name,)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())

@@ -1,7 +1,7 @@
-"""An optimizer's state as named tensors and plain JSON, and back, to the bit.
+"""Packs an optimizer's state as named tensors and plain JSON, and restores it to the bit.
 
-`Optimizer.load_state_dict` casts moments to the parameter's dtype and knows parameters by number; here
-every tensor keeps its dtype and is known by its parameter's name.
+`Optimizer.load_state_dict` casts moments to the parameter's dtype and numbers the parameters. Here every
+tensor keeps its dtype and has the name of its parameter.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from hetexp.core.errors import CheckpointError
 
 MACHINE_KEYS = ("foreach", "fused", "capturable", "differentiable")
-"""How a step is computed, not what: these stay as the optimizer at hand has them, on its own device."""
+"""Options of how a step is computed; they keep the values of the optimizer that is restored."""
 
 
 def pack_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors, keyed `<parameter name>/<state key>`, and all the rest as plain JSON types.
+    """Return the tensors, keyed `<parameter name>/<state key>`, and everything else as plain JSON types.
 
     Args:
         optimizer: any optimizer that keeps its state by parameter.
         names: name of each parameter of the model.
 
     Raises:
-        CheckpointError: a parameter is not the model's, or a value is neither a tensor nor plain.
+        CheckpointError: a parameter is not the model's, or a value is neither a tensor nor a JSON type.
     """
     tensors: dict[str, Tensor] = {}
     groups = []
@@ -53,8 +53,8 @@ def check_optimizer(
 
     Args:
         packed: the second value of `pack_optimizer`.
-        optimizer: the one to be restored.
-        parameters: the model's parameters by name, every name of a tied one.
+        optimizer: the optimizer to be restored.
+        parameters: the model's parameters by name; a tied one comes under each of its names.
 
     Raises:
         CheckpointError: another class of optimizer, or other parameter groups.
@@ -100,25 +100,21 @@ def restore_optimizer(
                 device = current.device if isinstance(current, Tensor) else torch.device("cpu")
                 group[key] = _decode(value, tensors, device)
         on_device = bool(group.get("fused") or group.get("capturable"))
-        for name in entry["params"]:
+        for name in [name for name in entry["params"] if name in packed["state"]]:
             parameter = parameters[name]
-            if name in packed["state"]:
-                optimizer.state[parameter] = {
-                    key: _decode(
-                        value,
-                        tensors,
-                        parameter.device if key != "step" or on_device else torch.device("cpu"),
-                    )
-                    for key, value in packed["state"][name].items()
-                }
+            devices = {} if on_device else {"step": torch.device("cpu")}
+            optimizer.state[parameter] = {
+                key: _decode(value, tensors, devices.get(key, parameter.device))
+                for key, value in packed["state"][name].items()
+            }
 
 
 def part_of_optimizer(packed: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return what a packed state says of some parameters; every group is there, if with fewer of them.
+    """Return the packed state of some parameters, with all groups, some of which may be empty.
 
     Args:
         packed: the second value of `pack_optimizer`.
-        names: of these parameters, as the state has them.
+        names: names of the parameters in the state.
     """
     groups = [
         {**group, "params": [name for name in group["params"] if name in names]}
@@ -129,14 +125,14 @@ def part_of_optimizer(packed: Mapping[str, Any], names: Container[str]) -> dict[
 
 
 def join_optimizers(parts: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
-    """Return the packed state of one optimizer over the parameters of several, which step alike.
+    """Return the packed state of one optimizer over the parameters of several.
 
     Args:
         parts: second values of `pack_optimizer`, of different parameters of one model.
         order: names of all parameters, as the model has them.
 
     Raises:
-        CheckpointError: they are of different classes, or have not the same groups.
+        CheckpointError: the optimizers have different classes or numbers of groups.
     """
     classes = sorted({part["class"] for part in parts})
     counts = sorted({len(part["param_groups"]) for part in parts})
@@ -167,7 +163,7 @@ def tensor_names(packed: object) -> set[str]:
 
 
 def _encode(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON types; tensors go into `tensors` under `path`, a reference stays."""
+    """Return `value` as JSON types; tensors go into `tensors` under `path`, and a reference replaces them."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):

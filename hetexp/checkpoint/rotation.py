@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the newest, the best, and none that somebody reads."""
+"""Deletes the checkpoints of a run that need not stay; the newest, the best and those being read stay."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from hetexp.checkpoint.manifest import complete_checkpoints, delete_folder, eval
 
 HIGHER_IS_BETTER = ("accuracy",)
 KEPT_TIMED = 2
-"""Newest checkpoints among which those by the clock stay, where all others do."""
+"""Default of `Rotation.keep_timed`."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How many checkpoints of a run stay."""
+    """The numbers of checkpoints of a run that stay."""
 
     keep_last: int | None
-    """Newest ones; `None`: all, but those by the clock."""
+    """Newest checkpoints; `None`: all but old ones that were saved by the clock (`keep_timed`)."""
     keep_best: int
-    """Best ones beside them, of those that were evaluated at their step."""
+    """Best checkpoints beside them, of those that were evaluated at their step."""
     metric: str
-    """Of the evaluation, by which they are compared."""
+    """Metric of the evaluation that compares checkpoints."""
     keep_timed: int = KEPT_TIMED
-    """Where all stay: one by the clock does if it is among so many newest ones."""
+    """Without `keep_last`: checkpoints saved by the clock stay if they are among so many newest ones."""
 
 
 def score(evaluation: Mapping[str, float], metric: str) -> float | None:
-    """Return a number that is smaller for a better checkpoint; `None` where there is none to compare."""
+    """Return a number that is smaller for a better checkpoint; `None` if the metric is absent or NaN."""
     value = evaluation.get(metric)
     if value is None or math.isnan(value):
         return None
@@ -38,7 +38,7 @@ def score(evaluation: Mapping[str, float], metric: str) -> float | None:
 
 
 def best_of(folders: Sequence[Path], metric: str) -> list[Path]:
-    """Return those that were evaluated, the best first; of equal ones the older first.
+    """Return the checkpoints that were evaluated, the best first; of equal ones the older first.
 
     Args:
         folders: complete checkpoints, by step.
@@ -48,17 +48,17 @@ def best_of(folders: Sequence[Path], metric: str) -> list[Path]:
 
 
 def rotate(parent: Path, rotation: Rotation) -> list[Path]:
-    """Delete the complete checkpoints of a folder that are not to stay, and return them.
+    """Delete the complete checkpoints of a folder that need not stay, and return them.
 
-    What is not complete is no checkpoint, and is let alone. One that is being read or cannot be deleted stays
-    until the next time.
+    A folder that is not complete stays. A checkpoint that is being read, or cannot be deleted, stays until
+    the next call.
     """
-    there = [folder for folder in complete_checkpoints(parent) if not folder.name.startswith(".")]
+    complete = [folder for folder in complete_checkpoints(parent) if not folder.name.startswith(".")]
     if rotation.keep_last is None:
-        older = [folder for folder in there[: -rotation.keep_timed] if is_timed(folder)]
+        older = [folder for folder in complete[: -rotation.keep_timed] if is_timed(folder)]
     else:
-        older = there[: -rotation.keep_last]
-    best = best_of(there, rotation.metric)[: rotation.keep_best] if older else []
+        older = complete[: -rotation.keep_last]
+    best = best_of(complete, rotation.metric)[: rotation.keep_best] if older else []
     deleted = []
     for folder in older:
         if folder not in best:

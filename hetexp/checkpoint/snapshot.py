@@ -1,4 +1,4 @@
-"""What a checkpoint will hold, as it is at one moment, in memory of the host that later ones use again."""
+"""Copies tensors to memory of the host at one moment; later copies use the same memory again."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from hetexp.checkpoint.tensor_file import check_storable
 
 LockPages = Callable[[int, int], Callable[[], None] | None]
-"""Page-locks memory of an address and a size; returns what undoes it, `None` where it did not work
+"""Page-locks memory of an address and a size, and returns the function that unlocks it, `None` if it failed
 (`hetexp.hardware.backend.Backend.lock_pages`)."""
 _ALIGNED = 64
-"""Bytes between the beginnings of copies: a multiple of it."""
+"""Each copy begins at a multiple of so many bytes."""
 
 
 class HostCopies:
-    """Keeps one copy of named tensors; the memory stays for the next time.
+    """Keeps one copy of named tensors, and its memory for the next copy.
 
     Args:
-        lock_pages: for tensors of a device, which then copies into it while this process goes on.
+        lock_pages: locks the memory for tensors of a device, which then copies while this process goes on.
     """
 
     def __init__(self, lock_pages: LockPages | None = None) -> None:
@@ -30,15 +30,16 @@ class HostCopies:
         self._copies: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """Copy tensors of any device, as they are now; what the copies held before is lost.
+        """Copy tensors of any device, as they are now, over the copies of the call before.
 
-        Work that is queued on a device after this call may change them.
+        Work that is queued on a device after this call may change the tensors.
 
         Returns:
-            The copies, contiguous, and what returns once all of them have arrived; any thread may call it.
+            The copies, contiguous, and a function that waits until all copies have arrived; any thread may
+            call it.
 
         Raises:
-            CheckpointError: one of them cannot be stored.
+            CheckpointError: a tensor cannot be stored.
         """
         check_storable(tensors)
         layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
@@ -54,13 +55,13 @@ class HostCopies:
                 arrivals = [_queued(device) for device in devices]
 
         def arrived() -> None:
-            for one in arrivals:
-                one.synchronize()
+            for arrival in arrivals:
+                arrival.synchronize()
 
         return dict(self._copies), arrived
 
     def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate one piece of memory, since to page-lock many takes longer, and cut it up."""
+        """Allocate the memory of all copies as one block: to page-lock many blocks takes longer."""
         if self._unlock is not None:
             self._unlock()
         self._unlock, self._copies = None, {}
@@ -77,7 +78,7 @@ class HostCopies:
 
 
 def _queued(device: torch.device) -> torch.Event:
-    """Return an event that happens once the device has done all that is queued on its present stream."""
+    """Return an event after all work that is queued on the device's current stream."""
     event = torch.Event(device)
     event.record()
     return event

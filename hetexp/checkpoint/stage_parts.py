@@ -1,8 +1,8 @@
-"""What a checkpoint of a model in stages tells of its parts: whose they are, and of which step.
+"""The record of the stages' parts in the checkpoint of a pipeline: their ranks and steps.
 
-Rank 0 puts the parts of all stages together, wherever they come from: hosts need no file system that they
-share. A checkpoint counts where the part of every stage is in it, and all are of its step. One that a lost
-stage kept from being written leaves a note in its place.
+Rank 0 puts the parts of all stages together; hosts need no shared file system. A checkpoint is complete if it
+has the part of every stage, all of its step. If a lost stage keeps a checkpoint from being written, a note
+takes its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetexp.core.files import write_json
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one stage has given."""
+    """One stage's part of a checkpoint."""
 
     pipeline: int
     stage: int
@@ -27,9 +27,9 @@ class StagePart:
     rank: int
     device: str
     step: int
-    """Steps that it had done."""
+    """Optimizer steps that the stage had done."""
     num_tensors: int
-    """Of the model and the optimizer, that this rank gave: what several hold, the lowest of them gives."""
+    """Tensors of model and optimizer that this rank gave; the lowest of several holders gives a tensor."""
     host: str = ""
 
     def __str__(self) -> str:
@@ -40,50 +40,53 @@ class StagePart:
 
 
 def to_record(parts: Sequence[StagePart], num_layers: int) -> dict[str, Any]:
-    """Return what the manifest keeps of them.
+    """Return the manifest's record of the parts.
 
     Args:
-        num_layers: of the whole model.
+        num_layers: layers of the whole model.
     """
     return {"layers": num_layers, "parts": [asdict(part) for part in parts]}
 
 
 def lacking(record: dict[str, Any], step: int) -> str | None:
-    """Return which stage's part a checkpoint of this step lacks; `None`: none, by what `to_record` has made.
+    """Return which stage's part a checkpoint of this step lacks, `None` if it lacks none.
+
+    Args:
+        record: result of `to_record`.
 
     Raises:
-        KeyError, TypeError, ValueError: it has not made it.
+        KeyError, TypeError, ValueError: the record has another form.
     """
-    parts = [StagePart(**{**one, "layers": tuple(one["layers"])}) for one in record["parts"]]
-    pipelines: dict[int, list[StagePart]] = {number: [] for number in {0, *(one.pipeline for one in parts)}}
+    parts = [StagePart(**{**part, "layers": tuple(part["layers"])}) for part in record["parts"]]
+    pipelines: dict[int, list[StagePart]] = {number: [] for number in {0, *(part.pipeline for part in parts)}}
     for part in parts:
         if part.step != step:
             return f"has the part of {part} of step {part.step}"
         pipelines[part.pipeline].append(part)
-    for number, own in sorted(pipelines.items()):
+    for number, stages in sorted(pipelines.items()):
         end = 0
-        for place, part in enumerate(sorted(own, key=lambda one: one.stage)):
+        for place, part in enumerate(sorted(stages, key=lambda part: part.stage)):
             if part.stage != place or part.layers[0] != end:
                 return f"lacks the part of stage {place} of pipeline {number} (from layer {end} on)"
             end = part.layers[1]
         if end != record["layers"]:
-            return f"lacks the part of stage {len(own)} of pipeline {number} (from layer {end} on)"
+            return f"lacks the part of stage {len(stages)} of pipeline {number} (from layer {end} on)"
     return None
 
 
 def note_path(parent: Path, step: int) -> Path:
-    """Return where a save that a stage kept from ending is noted."""
+    """Return the file of the note about a save that did not end."""
     return parent / f".step_{step:08d}.unfinished.json"
 
 
 def note_unfinished(parent: Path, step: int, stages: Sequence[StagePart]) -> None:
-    """Write down that a save did not end, since a rank was lost before its part had come."""
+    """Note that a save did not end because a rank was lost before its part had come."""
     parent.mkdir(parents=True, exist_ok=True)
     write_json(note_path(parent, step), {"stages": [str(stage) for stage in stages]}, durable=False)
 
 
 def unfinished(parent: Path, step: int) -> str:
-    """Return a sentence on what kept a step's checkpoint from being written; empty where nothing is known."""
+    """Return a sentence on why a step's save did not end; empty if there is no note."""
     try:
         stages = json.loads(note_path(parent, step).read_text(encoding="utf-8"))["stages"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Tensors written as a safetensors file: straight from their memory, hashed meanwhile.
+"""Writes tensors as a safetensors file: straight from their memory, hashed at the same time.
 
 The library copies every tensor once more before it writes, and a checksum would then read the file again.
 Reading is left to the library. The format: https://huggingface.co/docs/safetensors (8 bytes of length, little
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetexp.checkpoint.background import Beside
+from hetexp.checkpoint.background import beside
 from hetexp.core.errors import CheckpointError
 
 PIECE_BYTES = 1 << 22
-"""Written or hashed at a time; both let other threads run meanwhile."""
+"""Bytes that are written or hashed at a time, while other threads run."""
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -45,17 +45,17 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Written:
-    """What a manifest says of a file."""
+    """Size and checksum of a file, as a manifest keeps them."""
 
     num_bytes: int
     sha256: str
 
 
 def check_storable(tensors: Mapping[str, Tensor]) -> None:
-    """Check that all of these can be written.
+    """Check that all tensors can be written.
 
     Raises:
-        CheckpointError: names one that is not dense, has no data, or is of a type that safetensors lacks.
+        CheckpointError: a tensor is not dense, has no data, or is of a type that safetensors lacks.
     """
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.layout is not torch.strided:
@@ -67,14 +67,14 @@ def check_storable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
-    """Write a safetensors file and return its size and checksum; it is on the disk then.
+    """Write a safetensors file to the disk, and return its size and checksum.
 
     Args:
-        tensors: contiguous, on the CPU; nothing may change them meanwhile.
+        tensors: contiguous, on the CPU; nothing may change them during the call.
         metadata: of the file.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     # Wide types first, so that every tensor begins at a multiple of its type's size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -84,7 +84,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         for piece in _pieces(tensors, order, metadata):
             digest.update(piece)
 
-    with Beside(hash_all) as hashing, path.open("wb", buffering=0) as file:
+    with beside(hash_all) as hashing, path.open("wb", buffering=0) as file:
         for piece in _pieces(tensors, order, metadata):
             total += len(piece)
             while piece:

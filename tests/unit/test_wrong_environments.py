@@ -302,7 +302,7 @@ def test_disk_that_fills_up(train: Train, mount: Mount) -> None:
     failed = checkpoints / f"step_{int(newest.name[5:]) + 1:08d}"
     told = str(caught.value)
     assert f"The checkpoint '{failed}' could not be written: " in told
-    assert "No space left on device" in told and "The ones before it are as they were." in told
+    assert "No space left on device" in told and "The earlier checkpoints are unchanged." in told
     assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")]
     assert "room for " in (folder / "run" / "logs" / "rank_0.log").read_text()
     shutil.rmtree(folder / "run")

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from hetexp.checkpoint.background import Beside
+from hetexp.checkpoint.background import beside
 
 
 def test_a_function_runs_while_the_body_does() -> None:
     met = threading.Barrier(2, timeout=10)
-    with Beside(lambda: met.wait() + 10) as function:
+    with beside(lambda: met.wait() + 10) as function:
         met.wait()
     assert function.result() in (10, 11)
 
@@ -20,7 +20,7 @@ def test_its_error_is_raised_by_the_result_alone() -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")
 
-    with Beside(fail) as function:
+    with beside(fail) as function:
         pass
     with pytest.raises(OSError, match="No space left"):
         function.result()
@@ -34,7 +34,7 @@ def test_it_has_ended_when_the_body_fails() -> None:
         ended.append(True)
 
     def fail() -> None:
-        with Beside(slow):
+        with beside(slow):
             go_on.set()
             raise ValueError("body")
 

@@ -82,7 +82,7 @@ def test_what_is_not_there_is_told(run: Path, tmp_path: Path) -> None:
         choose(run, "step:9")
     with pytest.raises(ConfigError, match="best chooses among those of a run"):
         choose(checkpoint(run, 2), "best")
-    with pytest.raises(CheckpointError, match="none in .* tells the perplexity"):
+    with pytest.raises(CheckpointError, match="none in .* has the perplexity"):
         choose(run, "best", "perplexity")
     flip_a_byte(checkpoint(run, 2) / "part")
     with pytest.raises(CheckpointError, match=r"step:2 of a folder where that is whole.*is damaged"):

@@ -125,7 +125,7 @@ def test_a_full_disk_is_warned_of_and_the_next_save_tries_again(
         job.save()
         job.saver.wait("warn")
     assert "step_00000002' could not be written: [Errno 28] No space left on device" in caplog.text
-    assert "The ones before it are as they were. The training goes on" in caplog.text
+    assert "The earlier checkpoints are unchanged. The training goes on" in caplog.text
     assert job.found() == (1, 1.0)
     assert [one.name for one in job.folder.iterdir()] == ["step_00000001"]
     filling(False)
