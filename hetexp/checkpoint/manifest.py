@@ -231,7 +231,7 @@ def verify(folder: Path, contents: bool = True) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Return which file of a complete checkpoint has a wrong checksum, `None` if none has; reads all files."""
+    """Return which file of a complete checkpoint has a wrong checksum, `None` if none; reads all files."""
     for name, entry in _read_manifest(folder)["files"].items():
         if _sha256(folder / name) != entry["sha256"]:
             return (

@@ -83,11 +83,16 @@ class XpuBackend(AcceleratorBackend):
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         driven = any(card.driver in DRIVERS for card in on_bus)
         # Windows has no list of the bus that could be read.
-        known = sysman.cards(machine) if driven or machine.platform == "win32" else {}
-        held = sysfs.drm_processes(machine) if driven else None
+        reported = sysman.cards(machine) if driven or machine.platform == "win32" else {}
+        holders = sysfs.drm_processes(machine) if driven else None
         by_address = {card.address: card for card in on_bus}
-        facts = [_Facts(a, by_address.get(a), known.get(a), machine) for a in sorted({*by_address, *known})]
-        cards = [_detected(card, held.get(card.address, ()) if held is not None else None) for card in facts]
+        cards = [
+            _detected(
+                _Facts(address, by_address.get(address), reported.get(address), machine),
+                holders.get(address, ()) if holders is not None else None,
+            )
+            for address in sorted({*by_address, *reported})
+        ]
         return _with_masks(_with_memory(cards, machine))
 
     @classmethod
@@ -127,9 +132,11 @@ class XpuBackend(AcceleratorBackend):
     @classmethod
     @contextmanager
     def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
-        watches = sysman.watches(machine)
+        reported = sysman.cards(machine)
         yield [
-            _Gauge(card.spec, watches.get(card.spec.pci), machine) if card.spec.pci is not None else None
+            _Gauge(card.spec, _Facts(pci, None, reported.get(pci), machine))
+            if (pci := card.spec.pci) is not None
+            else None
             for card in cards
         ]
 
@@ -219,6 +226,14 @@ class _Facts:
         return sysfs.device_folder(self.machine, self.address)
 
     @property
+    def node(self) -> Path | None:
+        return sysfs.drm_node(self.machine, self.address, "card")
+
+    def local_memory(self, kind: str) -> int | None:
+        """Return the bytes of the card's own memory, `total` or `avail`, as the kernel counts them."""
+        return self.machine.number(self.node / f"lmem_{kind}_bytes") if self.node is not None else None
+
+    @property
     def chip(self) -> Chip:
         return chip("intel", self.bus.device_id if self.bus is not None else None)
 
@@ -243,7 +258,7 @@ def _detected(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCa
     lost = sysfs.off_the_bus(card.machine, card.address)
     undriven = _undriven(card, architecture)
     usable = lost is None and undriven is None
-    total, free = _memory(card, ask=usable)
+    total = _memory(card, ask=usable)
     spec = DeviceSpec(
         id="xpu:0",
         backend="xpu",
@@ -261,6 +276,7 @@ def _detected(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCa
     )
     if lost is not None:
         return DetectedCard(spec, lost=lost)
+    free = _free(card, card.integrated, total)
     return DetectedCard(spec, _reading(card, free, processes), undriven=undriven)
 
 
@@ -281,29 +297,36 @@ def plain_name(name: str) -> str:
     return " ".join(name.replace("(R)", " ").replace("(TM)", " ").split())
 
 
-def _memory(card: _Facts, ask: bool) -> tuple[int | None, int | None]:
-    """Return a card's total and free bytes.
+def _memory(card: _Facts, ask: bool) -> int | None:
+    """Return the bytes of a card's memory.
 
-    Graphics in a processor have the host's memory. Of that Linux lends them half (ttm_device.c), which is
-    what this returns: a cautious figure, flagged as unified.
+    Graphics in a processor use the host's memory. Linux lends them half of it (ttm_device.c): a cautious
+    figure, flagged as unified.
+
+    Args:
+        ask: whether to run xpu-smi if no other source knows.
     """
     if card.integrated:
-        host, available = sysfs.host_memory(card.machine)
-        total = host // 2 if host is not None else None
-        return total, min(total, available) if total is not None and available is not None else None
-    node = sysfs.drm_node(card.machine, card.address, "card")
-    total = free = None
-    if node is not None:
-        total = sysfs.positive(card.machine.number(node / "lmem_total_bytes"))
-        free = card.machine.number(node / "lmem_avail_bytes") if total is not None else None
-    if card.reported is not None and total is None:
-        total = card.reported.memory_bytes
-    if card.reported is not None and free is None:
-        free = card.reported.memory_free_bytes
+        host, _ = sysfs.host_memory(card.machine)
+        return host // 2 if host is not None else None
+    total = sysfs.positive(card.local_memory("total"))
+    if total is None and card.reported is not None:
+        total, _ = card.reported.memory()
     if total is None and ask:
         with suppress(TypeError, ValueError):
             total = sysfs.positive(int(card.details.get("memory_physical_size_byte", 0)))
-    return total, min(free, total) if free is not None and total is not None else None
+    return total
+
+
+def _free(card: _Facts, integrated: bool, total: int | None) -> int | None:
+    """Return the free bytes of a card's memory, at most `total`."""
+    if integrated:
+        _, free = sysfs.host_memory(card.machine)
+    else:
+        free = card.local_memory("avail") if sysfs.positive(card.local_memory("total")) else None
+        if free is None and card.reported is not None:
+            _, free = card.reported.memory()
+    return min(free, total) if free is not None and total is not None else None
 
 
 def _counted(cards: Sequence[DetectedCard]) -> list[DeviceSpec]:
@@ -374,7 +397,7 @@ def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | No
         for name in ("power1_max", "power2_max"):  # the card's, the package's
             limit = limit or sysfs.scaled(card.machine, sensors / name, 1e6)
     if heat is None and card.reported is not None:
-        heat = card.reported.temperature_celsius
+        heat = card.reported.temperature()
     return Reading(
         memory_free_bytes=free,
         temperature_celsius=heat,
@@ -388,45 +411,33 @@ def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | No
 
 
 class _Gauge:
-    """One card; its power and use are reported as sums, so they are known from the second reading on."""
+    """Reads one card; power and use are reported as sums, so they are known from the second reading on."""
 
-    def __init__(self, spec: DeviceSpec, watch: sysman.Watch | None, machine: Machine) -> None:
-        assert spec.pci is not None
-        self._spec, self._pci, self._watch, self._machine = spec, spec.pci, watch, machine
-        self._card = _Facts(spec.pci, None, None, machine)
+    def __init__(self, spec: DeviceSpec, card: _Facts) -> None:
+        self._spec, self._card = spec, card
         self._before = self._sums()
 
     def __call__(self) -> Reading:
-        lost = sysfs.off_the_bus(self._machine, self._pci)
-        if lost is None and self._machine.platform == "linux" and not self._card.folder.exists():
+        card = self._card
+        lost = sysfs.off_the_bus(card.machine, card.address)
+        if lost is None and card.machine.platform == "linux" and not card.folder.exists():
             lost = "it is no longer on the PCI bus"
         if lost is not None:
             raise CardLostError(lost)
-        reading = _reading(self._card, self._free(), None)
+        free = _free(card, self._spec.integrated, self._spec.memory_bytes)
         before, self._before = self._before, self._sums()
-        heat = reading.temperature_celsius
-        if heat is None and self._watch is not None:
-            heat = self._watch.temperature()
         return replace(
-            reading,
-            temperature_celsius=heat,
+            _reading(card, free, None),
             utilisation=_ratio(before[0], self._before[0], most=1.0),
             power_watts=_ratio(before[1], self._before[1]),
         )
 
-    def _free(self) -> int | None:
-        if self._spec.integrated:
-            free, total = sysfs.host_memory(self._machine)[1], self._spec.memory_bytes
-            return min(free, total) if free is not None and total is not None else None
-        node = sysfs.drm_node(self._machine, self._pci, "card")
-        free = self._machine.number(node / "lmem_avail_bytes") if node is not None else None
-        return self._watch.memory()[1] if free is None and self._watch is not None else free
-
     def _sums(self) -> tuple[_Sum, _Sum]:
-        """Return time at work beside all time, and joules beside seconds."""
-        joules = sysfs.energy_joules(self._machine, self._pci)
+        """Return busy time beside all time, and joules beside seconds."""
+        card = self._card
+        joules = sysfs.energy_joules(card.machine, card.address)
         drawn = (joules, time.monotonic()) if joules is not None else None
-        return self._watch.active() if self._watch is not None else None, drawn
+        return card.reported.active() if card.reported is not None else None, drawn
 
 
 _Sum = tuple[float, float] | None
@@ -442,18 +453,16 @@ def _ratio(before: _Sum, now: _Sum, most: float = math.inf) -> float | None:
 
 def _clock(card: _Facts) -> float | None:
     """Return the clock of a card's first group of cores, as xe or i915 tells it."""
-    node = sysfs.drm_node(card.machine, card.address, "card")
     files = [card.folder / "tile0" / "gt0" / "freq0" / "act_freq"]
-    if node is not None:
-        files.append(node / "gt" / "gt0" / "rps_act_freq_mhz")
+    if card.node is not None:
+        files.append(card.node / "gt" / "gt0" / "rps_act_freq_mhz")
     return next((clock for file in files if (clock := sysfs.scaled(card.machine, file, 1)) is not None), None)
 
 
 def _throttled(card: _Facts) -> tuple[str, ...] | None:
-    node = sysfs.drm_node(card.machine, card.address, "card")
     files = [*card.folder.glob("tile*/gt*/freq0/throttle/reason_*")]
-    if node is not None:
-        files += node.glob("gt/gt*/throttle_reason_*")
+    if card.node is not None:
+        files += card.node.glob("gt/gt*/throttle_reason_*")
     if not files:
         return None
     named = {path.name.rpartition("reason_")[2] for path in files if card.machine.number(path) == 1}
