@@ -1,7 +1,7 @@
-"""Finds backends by name: those of hetexp, and those of others that `hardware.backends` names.
+"""Finds backends by name: hetexp's own, and the user's that `hardware.backends` names.
 
 A backend of your own is a subclass of `Backend` with a `name` and its vendor's `cards`. Its dotted path is
-the `backend` of its devices: the plan carries it, so that each rank imports the class by itself.
+the `backend` of its devices: the plan carries it, so that each rank can import the class.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def backend_class(name: str) -> type[FaultyBackend]:
 
 
 def accelerators() -> tuple[str, ...]:
-    """Return the backends that detection asks for cards: hetexp's, then the added ones by dotted path."""
+    """Return the backends that detection asks for cards: hetexp's, then the user's by dotted path."""
     return (*ACCELERATORS, *_added)
 
 
 def add_backends(paths: Sequence[str], key: str = _KEY) -> list[str]:
-    """Let detection in this process ask backends of others for cards, too, and return what is wrong.
+    """Add the user's backends to detection in this process, and return the problems.
 
     Args:
         paths: dotted paths of their classes.
@@ -114,7 +114,7 @@ def _located(path: str, key: str) -> type[Backend]:
 
 
 def environment_together(specs: Sequence[DeviceSpec]) -> dict[str, str]:
-    """Return the variables that make a process see all of these devices of one backend, each once."""
+    """Return the variables that make a process see all of these devices, which have one backend."""
     together: dict[str, list[str]] = {}
     for spec in specs:
         for key, value in backend_class(spec.backend).environment(spec).items():
@@ -125,7 +125,7 @@ def environment_together(specs: Sequence[DeviceSpec]) -> dict[str, str]:
 
 
 def visible_places(specs: Sequence[DeviceSpec]) -> list[int]:
-    """Return the number by which a process that sees all of these devices calls each of them."""
+    """Return the number of each device in a process that sees all of them."""
     masks = [backend_class(spec.backend).environment(spec) for spec in specs]
     distinct = [mask for place, mask in enumerate(masks) if mask not in masks[:place]]
     return [distinct.index(mask) for mask in masks]

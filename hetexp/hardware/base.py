@@ -1,4 +1,4 @@
-"""The interface between hetexp and a vendor's runtime: each backend implements it in a file of its own."""
+"""The interface between hetexp and a vendor's runtime; each backend implements it in a file of its own."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ VISIBILITY = (
     "ZE_AFFINITY_MASK",
     "ONEAPI_DEVICE_SELECTOR",
 )
-"""Variables by which a user or a scheduler hides cards. A rank gets those of its own backend only."""
+"""Variables by which the user or a scheduler hides cards. A rank gets only the variables of its backend."""
 MOST_OF_LIMIT = 1.5
-"""Mean power ÷ power limit above which an energy counter is not believed."""
+"""Mean power ÷ power limit above which an energy counter counts as wrong."""
 
 Counter = Callable[[], float | None]
-"""Returns the joules that a device has drawn since some fixed moment; `None` if the driver does not say."""
+"""Returns the joules that a device has drawn since a fixed moment; `None` if that is not known."""
 Gauge = Callable[[], Reading]
-"""Returns what the driver says of a card now, without the processes that hold it.
+"""Returns the driver's reading of a card now, without the processes that hold it.
 
 Raises:
     CardLostError: the driver can no longer reach the card.
@@ -43,16 +43,16 @@ Raises:
 
 
 class CardLostError(Exception):
-    """A card no longer answers; the text is what its driver said."""
+    """A card no longer answers; the text is its driver's."""
 
 
 @dataclass(frozen=True)
 class StagePasses:
-    """A part of a model that a device computes; other devices compute the other parts."""
+    """A part of a model that this device computes; other devices compute the other parts."""
 
     module: nn.Module
     inputs: Any
-    """A small batch of its inputs, on the device. They require a gradient if another part makes them."""
+    """A small batch of its inputs, on the device; they require a gradient if another part computes them."""
     takes_bytes: int
     """Bytes of one sample that come from another device; 0 for the first part."""
     gives_bytes: int
@@ -62,9 +62,9 @@ class StagePasses:
 class Backend(ABC):
     """Drives one device in one rank's process.
 
-    The launcher calls the class methods. It never touches an accelerator, and these methods may not import
-    torch. The rank calls the instance methods. Slower devices, memory limits and ordered faults wrap a
-    backend from outside (`hetexp.hardware.emulation`): a backend does not know of them.
+    The launcher calls the class methods, which must neither import torch nor touch an accelerator. The rank
+    calls the instance methods. Slow-downs, memory limits and ordered faults wrap a backend from outside
+    (`hetexp.hardware.emulation`).
     """
 
     name: ClassVar[str]
@@ -80,9 +80,9 @@ class Backend(ABC):
     energy_source: ClassVar[str] = "measured"
     """Kind of its energy counter: `measured` or `modelled`."""
     computes_on_cpu: ClassVar[bool] = False
-    """Whether the CPU does the work of its devices. Any number of runs and ranks may then use them."""
+    """Whether the CPU does the work of its devices, so that any number of runs and ranks may use them."""
     copies_page_locked: ClassVar[bool] = False
-    """Whether copies from page-locked memory of the host (`torch.Tensor.pin_memory`) run beside its work."""
+    """Whether copies from page-locked memory of the host (`torch.Tensor.pin_memory`) overlap its work."""
 
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
@@ -91,14 +91,14 @@ class Backend(ABC):
         self.num_visible = 1
         """Number of cards that this process sees: several if the strategy drives several (`dp`)."""
         self.waits: list[tuple[Any, Any]] = []
-        """Marks around each wait for other ranks within a pass, until a meter takes them."""
+        """Marks around each wait for other ranks within a pass, until a timer takes them."""
 
     @classmethod
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
         """Return every card of the vendor in the machine, usable or not, with the driver's readings.
 
         Numbers and ids follow later (`hetexp.hardware.detection.inventory`). If a driver, a library or a
-        query fails, the card lacks that field and is still listed.
+        query fails, the card is listed without that field.
 
         Args:
             on_bus: the cards of this vendor that the kernel sees.
@@ -111,7 +111,7 @@ class Backend(ABC):
         """Open the gauges of these cards, for repeated readings.
 
         Yields:
-            A gauge for each card; `None` if nothing can be read of it.
+            A gauge for each card; `None` if the driver reports nothing of it.
         """
         yield [None for _ in cards]
 
@@ -123,8 +123,8 @@ class Backend(ABC):
             cards: this backend's cards, numbered.
 
         Returns:
-            The same cards in the same order, and the variables' mistakes. A user who wants one of these cards
-            sees these mistakes instead of getting another card.
+            The same cards in the same order, and the variables' mistakes. The user who asks for one of these
+            cards gets these messages, never another card.
         """
         return list(cards), []
 
@@ -136,7 +136,7 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def environment(cls, spec: DeviceSpec) -> dict[str, str]:
-        """Return the variables that make a process see only this device; set before torch is imported.
+        """Return the variables that make a process see only this device, set before torch is imported.
 
         All others of `VISIBILITY` are removed from the rank's environment.
         """
@@ -166,9 +166,9 @@ class Backend(ABC):
         self.synchronize()
 
     def read_later(self, value: torch.Tensor) -> Callable[[], float]:
-        """Return a function that reads a number of the device as it is now, after more work was queued.
+        """Return a function that later returns the value that a scalar of the device has now.
 
-        The function waits until the device has reached this call, not for later work.
+        The function waits until the device has reached this call, but not for later work.
         """
         return lambda: float(value)
 
@@ -176,15 +176,12 @@ class Backend(ABC):
         """Page-lock memory of the host, so that the device copies into it while the host goes on.
 
         Returns:
-            A function that unlocks the memory before it is freed; `None` if it is not locked.
+            A function that unlocks the memory before it is freed; `None` if the memory is not locked.
         """
         return None
 
     def random_states(self) -> list[torch.Tensor]:
-        """Return the state of the random numbers of each card that this process sees.
-
-        The CPU's random states belong to the process and do not count here.
-        """
+        """Return the random state of each card that this process sees; the CPU's states are not included."""
         return []
 
     def set_random_states(self, states: Sequence[torch.Tensor]) -> None:  # noqa: B027 - optional
@@ -192,27 +189,27 @@ class Backend(ABC):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surround a wait for other ranks within a pass: it does not count as this device's work."""
+        """Surround a wait for other ranks within a pass, which does not count as this device's work."""
         start = self.mark()
         yield
         self.waits.append((start, self.mark()))
 
     @contextmanager
     def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
-        """Open the counter of the energy that the device draws; `None` if it has none."""
+        """Open the counter of the device's energy; `None` if it has none."""
         yield None
 
     def energy_is_plausible(self, joules: float, seconds: float) -> bool:
         """Return whether the device can have drawn so much within its power limit.
 
-        Counters move only a few times a second, so less than one second counts as one.
+        Counters are updated only a few times a second, so a shorter time counts as one second.
         """
         limit = self.spec.power_limit_watts
         return limit is None or joules <= MOST_OF_LIMIT * limit * max(seconds, 1.0)
 
     @abstractmethod
     def peak_memory_bytes(self) -> int | None:
-        """Return the most memory this process has held on the device, `None` if it is not counted."""
+        """Return the most memory that this process has held on the device, `None` if it is not counted."""
 
     def attach(  # noqa: B027 - optional
         self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any
@@ -241,54 +238,56 @@ class Backend(ABC):
         return torch.autocast(self.torch_type, dtype=getattr(torch, precision))
 
     def computes_in(self, precision: str) -> bool | None:
-        """Return whether this very device has a precision natively, `None` if it cannot be asked."""
+        """Return whether the device computes in a precision natively, `None` if that cannot be found out."""
         return None
 
     def limit_memory(self, num_bytes: int) -> bool:
-        """Let torch give this process no more of the device's memory; return whether it can."""
+        """Limit this process's memory on the device, and return whether torch can limit it."""
         return False
 
     def free_memory_bytes(self) -> int | None:
-        """Return how much memory the device could still give to tensors, `None` if that is not known."""
+        """Return the bytes that the device could still give to tensors, `None` if they are not known."""
         return None
 
     def release_memory(self) -> None:  # noqa: B027 - optional
-        """Give memory that is kept for later tensors back to the device."""
+        """Return memory that torch keeps for later tensors to the device."""
 
     def begin_step(self, step: int) -> None:  # noqa: B027 - optional
-        """Begin a step; `step` is the number of steps already done, and negative in a rehearsal.
+        """Begin a step.
+
+        Args:
+            step: number of steps already done; negative in a rehearsal.
 
         Raises:
-            torch.OutOfMemoryError: an out-of-memory is ordered for this step.
-            torch.AcceleratorError: an error of the device is ordered for it.
+            torch.OutOfMemoryError, torch.AcceleratorError: a fault is ordered for this step.
         """
 
     def begin_update(self) -> None:  # noqa: B027 - optional
         """Begin the optimizer's update: the gradients have been exchanged."""
 
     def pause(self) -> None:  # noqa: B027 - optional
-        """End what the device is busy with: something else than training begins."""
+        """End the phase that is running, as an evaluation or a checkpoint begins."""
 
     def resume(self) -> None:  # noqa: B027 - optional
-        """Go on training after something else (an evaluation, a checkpoint)."""
+        """Continue training after an evaluation or a checkpoint."""
 
     def backward_done(self) -> float:
-        """Return the completed fraction of the running backward pass, as far as a paced device knows."""
+        """Return the completed fraction of the running backward pass; 1 unless the device is paced."""
         return 1.0
 
     def rehearsal_scale(self) -> float | None:
-        """Return the smallest `time_scale` that the rehearsed passes allow; only emulated devices do."""
+        """Return the smallest `time_scale` that the rehearsed passes allow, `None` of a real device."""
         return None
 
     def modelled_work(self, microbatches: Sequence[int], bytes_per_sample: int) -> Work | None:
-        """Return the catalogue's prediction for a step of these microbatches; only emulated devices know."""
+        """Return the catalogue's prediction for a step of these microbatches, `None` of a real device."""
         return None
 
     def start_pacing(self, time_scale: float) -> None:  # noqa: B027 - optional
-        """Begin to pace passes at the scale that all ranks agreed on; only emulated devices do."""
+        """Begin to pace passes at the scale that all ranks agreed on; real devices ignore it."""
 
     def paced(self) -> list[tuple[str, float, float]]:
-        """Return name, real and modelled seconds of each phase that was paced."""
+        """Return name, real seconds and modelled seconds of each paced phase."""
         return []
 
     def invalid_reason(self) -> str | None:

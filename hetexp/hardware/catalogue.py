@@ -1,7 +1,7 @@
-"""What is known of cards that are not in this machine. Unknown cards are refused, never guessed.
+"""The figures of cards that need not be in this machine. Unknown cards are refused, never guessed.
 
 The figures are data: `catalogue.yaml` beside this file, and the user's own file of the same form that
-`hardware.catalogue` names. Two figures are assumptions of ours and are stated here, once.
+`hardware.catalogue` names. Two figures are assumptions of hetexp and are defined here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hetexp.core.section import Section
 CATALOGUE = Path(__file__).with_name("catalogue.yaml")
 
 EFFICIENCY = 0.45
-"""Assumed fraction of the peak rate that training reaches, for every card that does not say otherwise."""
+"""Assumed fraction of the peak rate that training reaches, for every card without a figure of its own."""
 OVERHEAD_SECONDS = 1.0e-5
-"""Assumed fixed cost of one forward or one backward pass, likewise."""
+"""Assumed fixed cost of one forward or one backward pass, for the same cards."""
 
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 CHECK_TOLERANCE = 0.01
-"""How far a stated float32 rate may be from lanes × operations × clock."""
+"""Largest relative difference between a stated float32 rate and lanes × operations × clock."""
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Entry = TypeVar("Entry", bound=Section)
@@ -57,7 +57,7 @@ class Link(Section):
 
 
 class Check(Section):
-    """What a card's float32 rate is made of."""
+    """The factors of a card's float32 rate."""
 
     lanes: PositiveInt
     clock_mhz: PositiveFloat
@@ -71,13 +71,13 @@ class Check(Section):
 
 
 class CardEntry(Section):
-    """One card as a catalogue file writes it."""
+    """A card's entry in a catalogue file."""
 
     name: str
     vendor: Vendor
     memory_gib: PositiveFloat
     tflops: dict[str, PositiveFloat]
-    """Peak rate a native precision, dense, in 10^12 floating-point operations a second."""
+    """Native precision → dense peak rate, in 10^12 floating-point operations a second."""
     bandwidth_gb_per_second: PositiveFloat
     power_limit_watts: PositiveFloat | None = None
     """`None` if the maker states none."""
@@ -90,7 +90,7 @@ class CardEntry(Section):
     overhead_seconds: PositiveFloat = OVERHEAD_SECONDS
     """Assumed fixed cost of one forward or one backward pass."""
     match: str | None = None
-    """Words by which the name of a real card shows that it is of this kind (see `named`)."""
+    """Words by which a real card of this kind is recognised (see `named`)."""
     aliases: list[str] = []
     """Other names for the same card."""
     check: Check | None = None
@@ -99,7 +99,7 @@ class CardEntry(Section):
 
 
 class Card(CardEntry):
-    """One card of the catalogue with everything resolved, as the plan carries it to the ranks."""
+    """A card of the catalogue with its link, as the plan carries it to the ranks."""
 
     key: str
     """Its name in the catalogue."""
@@ -115,7 +115,7 @@ class Card(CardEntry):
         return self.sources.get(figure) or self.sources.get(figure.partition(".")[0])
 
     def figures(self) -> list[str]:
-        """Return the names of all figures of this card that are facts, not assumptions."""
+        """Return the names of this card's figures that are facts, not assumptions."""
         given = [name for name in _FIGURES if getattr(self, name) is not None and name != "tflops"]
         return [*given, *(f"tflops.{precision}" for precision in self.tflops)]
 
@@ -132,7 +132,7 @@ class Catalogue:
 
         Args:
             name: as the user writes it.
-            subject: what the message says must be a known card.
+            subject: subject of the message's sentence "… must be one of …".
 
         Raises:
             ConfigError: no such card; the message lists the known ones.
@@ -149,7 +149,7 @@ class Catalogue:
         )
 
     def real(self, device: DeviceSpec) -> Card | None:
-        """Return the card that a real device is, by vendor and name; `None` if it is none of these."""
+        """Return the catalogue's card of a real device, by vendor and name; `None` if it has none."""
         for card in self.cards.values():
             if card.vendor == device.vendor and named(card.match or card.name, device.name):
                 return card
@@ -158,7 +158,7 @@ class Catalogue:
 
 @cache
 def shipped() -> Catalogue:
-    """Return the cards and links that hetexp comes with."""
+    """Return the cards and links that ship with hetexp."""
     return _resolve(_shipped_raw())
 
 
@@ -172,13 +172,13 @@ def card(name: str) -> Card:
 
 
 def load_catalogue(path: str | None) -> Catalogue:
-    """Return the shipped cards and links with those of the user's own file over them.
+    """Return the shipped cards and links, replaced and extended by those of the user's file.
 
     Args:
-        path: `hardware.catalogue`, relative to the working directory; `None`: only what is shipped.
+        path: `hardware.catalogue`, relative to the working directory; `None`: only the shipped ones.
 
     Raises:
-        ConfigError: everything that is wrong with the file, by key.
+        ConfigError: all mistakes in the file, by key.
     """
     if path is None:
         return shipped()
@@ -189,7 +189,7 @@ def load_catalogue(path: str | None) -> Catalogue:
 
 
 def card_of(spec: DeviceSpec) -> Card:
-    """Return the card that an emulated device is paced to, from the facts that travel with it."""
+    """Return the card that an emulated device is paced to, from the facts in its spec."""
     if spec.card_facts is not None:
         return Card.model_validate(spec.card_facts)
     assert spec.card is not None
@@ -197,15 +197,15 @@ def card_of(spec: DeviceSpec) -> Card:
 
 
 def named(match: str, name: str) -> bool:
-    """Whether a real card's name means the card that `match` names.
+    """Return whether a real card's name means the card that `match` names.
 
-    The words of `match` must stand in the name one after the other, and no word that makes another card
-    of it (Ti, SUPER, XT, …) may follow: `RTX 3080` is not the RTX 3080 Ti, `L4` is not the L40.
+    The name must contain the words of `match` in sequence, and no word of another model (Ti, SUPER, XT, …)
+    may follow: `RTX 3080` is not the RTX 3080 Ti, `L4` is not the L40.
     """
-    wanted, words = (re.findall(r"[a-z0-9]+", text.lower()) for text in (match, name))
-    for start in range(len(words) - len(wanted) + 1):
-        end = start + len(wanted)
-        if wanted and words[start:end] == wanted:
+    sought, words = (re.findall(r"[a-z0-9]+", text.lower()) for text in (match, name))
+    for start in range(len(words) - len(sought) + 1):
+        end = start + len(sought)
+        if sought and words[start:end] == sought:
             return not (words[end:] and words[end] in _VARIANTS)
     return False
 
@@ -222,7 +222,11 @@ def _shipped_raw() -> dict[str, Any]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Read the user's file; report every problem that keeps it from being cards and links."""
+    """Return the content of the user's file.
+
+    Raises:
+        ConfigError: all reasons why it does not consist of cards and links.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -255,7 +259,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], added: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Lay the user's entries over the shipped ones, key by key; what they state is theirs to answer for."""
+    """Merge the user's entries into the shipped ones, key by key; the file is the source of its figures."""
     merged = {kind: dict(base[kind]) for kind in ("cards", "links")}
     for name, entry in added.get("links", {}).items():
         source = {"source": path} if "gb_per_second" in entry else {}
@@ -268,7 +272,7 @@ def _merged(base: Mapping[str, Any], added: Mapping[str, Any], path: str) -> dic
             new["tflops"] = {**old.get("tflops", {}), **entry["tflops"]}
             stated |= {f"tflops.{precision}": path for precision in entry["tflops"]}
             if "check" not in entry and "float32" in entry["tflops"]:
-                new.pop("check", None)  # it explains a figure that is no longer there
+                new.pop("check", None)  # it explains a figure that was replaced
         if isinstance(entry.get("sources", {}), dict):
             written = entry.get("sources", {})
             for figure in [figure for figure in stated if figure.partition(".")[0] in written]:
@@ -279,10 +283,10 @@ def _merged(base: Mapping[str, Any], added: Mapping[str, Any], path: str) -> dic
 
 
 def _resolve(raw: Mapping[str, Any]) -> Catalogue:
-    """Check every entry and join cards and links.
+    """Check every entry, and give each card its link.
 
     Raises:
-        ConfigError: everything that is wrong, by its key in the file.
+        ConfigError: all mistakes, by key in the file.
     """
     problems: list[str] = []
     known_links = _entries(raw["links"], "links", Link, problems)
@@ -300,7 +304,7 @@ def _resolve(raw: Mapping[str, Any]) -> Catalogue:
 
 
 def _entries(raw: Mapping[str, Any], kind: str, schema: type[Entry], problems: list[str]) -> dict[str, Entry]:
-    """Return the entries that fit their schema; what is wrong with the others goes to `problems`."""
+    """Return the entries that fit their schema, and append the problems of the others to `problems`."""
     entries = {}
     for name, value in raw.items():
         entry, wrong = validated(schema, value, f"{kind}.{name}")
@@ -311,7 +315,7 @@ def _entries(raw: Mapping[str, Any], kind: str, schema: type[Entry], problems: l
 
 
 def _wrong_with(key: str, entry: CardEntry, known_links: Iterable[str]) -> list[str]:
-    """Values of one card that are of the right type and still cannot be used."""
+    """Return the problems of a card's values that have the right type."""
     problems = []
     if "float32" not in entry.tflops:
         problems.append(f"`{key}.tflops.float32` must be given, but is missing.")
@@ -332,7 +336,7 @@ def _wrong_with(key: str, entry: CardEntry, known_links: Iterable[str]) -> list[
 
 
 def _wrong_names(entries: Mapping[str, CardEntry]) -> list[str]:
-    """Names that cannot be typed as a device, and names of two cards."""
+    """Return the problems of names that cannot name a device, or that two cards have."""
     problems = []
     owners = {name: name for name in entries}
     for name, entry in entries.items():
@@ -351,8 +355,8 @@ def _wrong_names(entries: Mapping[str, CardEntry]) -> list[str]:
 
 
 def _in_file(path: str, problem: str) -> str:
-    """Say which key of which file: "`hardware.catalogue: cards.mine.link` (my.yaml) must be …"."""
+    """Name the file in a problem: "`hardware.catalogue: cards.mine.link` (my.yaml) must be …"."""
     if problem.startswith(f"`{_KEY}`"):
         return problem
-    key, _, rest = problem.removeprefix("`").partition("`")
-    return f"`{_KEY}: {key}` ({path}){rest}"
+    key, _, sentence = problem.removeprefix("`").partition("`")
+    return f"`{_KEY}: {key}` ({path}){sentence}"

@@ -1,4 +1,4 @@
-"""Measures the energy that devices draw while they train, by counters read before and after each stretch."""
+"""Measures the energy of devices while they train, by counters read before and after each stretch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetexp.hardware.detection.machine import Machine
 
 LONGEST_SECONDS = 60.0
 """Longest time between two readings, if `keep_up` is called. Intel's drivers notice an overflow of their 32
-bits only if they are asked in time (minutes at full power: i915_hwmon.c, `hwm_energy`)."""
+bits only if they are read in time (minutes at full power: i915_hwmon.c, `hwm_energy`)."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Account:
         self.before = self._read()
 
     def go_on(self) -> None:
-        """Add the energy since the last reading; a counter that fails or falls is asked no more."""
+        """Add the energy since the last reading; a counter that fails or falls is not read again."""
         now = self._read()
         if now is None or self.before is None or now < self.before:
             self.counter = None
@@ -38,9 +38,9 @@ class _Account:
         self.before = now
 
     def total(self, seconds: float) -> float | None:
-        """Return the joules of these seconds, `None` if they cannot be believed."""
-        believed = self.counter is not None and self.joules > 0
-        return self.joules if believed and self.device.energy_is_plausible(self.joules, seconds) else None
+        """Return the joules of these seconds, `None` if they are not plausible."""
+        counted = self.counter is not None and self.joules > 0
+        return self.joules if counted and self.device.energy_is_plausible(self.joules, seconds) else None
 
     def _read(self) -> float | None:
         return self.counter() if self.counter is not None else None
@@ -50,9 +50,9 @@ class EnergyMeter:
     """Adds up the energy that devices draw from each `start` to the next `stop`.
 
     Args:
-        devices: their backends, in this rank's process.
+        devices: backends of the devices, in this rank's process.
         beside: all devices of the run. The counter of a card that several of them share is not used.
-        machine: that they are in.
+        machine: machine of the devices.
         clock: returns seconds.
     """
 
@@ -72,18 +72,20 @@ class EnergyMeter:
         self._seconds = self._read_at = 0.0
 
     def start(self) -> None:
-        """Count from now on; the first time, counters are opened."""
+        """Start counting; the first call opens the counters."""
         if self._runs:
             return
         if self._accounts is None:
-            pairs = zip(self._devices, self._shared, strict=True)
-            self._accounts = [_Account(device, self._counter(device, shared)) for device, shared in pairs]
+            self._accounts = []
+            for device, shared in zip(self._devices, self._shared, strict=True):
+                counter = device.energy_counter(self._machine)
+                self._accounts.append(_Account(device, None if shared else self._open.enter_context(counter)))
         self._runs, self._read_at = True, self._clock()
         for account in self._accounts:
             account.begin()
 
     def stop(self) -> None:
-        """Count no longer; safe to call twice."""
+        """Stop counting; a second call does nothing."""
         if self._runs:
             self._read()
             self._runs = False
@@ -96,17 +98,14 @@ class EnergyMeter:
     def joules(self) -> list[float | None]:
         """Stop, close the counters, and return each device's energy.
 
-        `None` if a device has no counter that can be believed: the counter failed, fell, stood still, or
-        showed more than the card may draw.
+        `None` if a device has no valid counter: it failed, fell, stood still, or showed more than the card
+        may draw.
         """
         self.stop()
         self._open.close()
         if not self._accounts:
             return [None] * len(self._devices)
         return [account.total(self._seconds) for account in self._accounts]
-
-    def _counter(self, device: Backend, shared: bool) -> Counter | None:
-        return None if shared else self._open.enter_context(device.energy_counter(self._machine))
 
     def _read(self) -> None:
         now = self._clock()

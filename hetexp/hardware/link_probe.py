@@ -1,4 +1,4 @@
-"""How fast the network between two hosts is: one sends messages over a connection, the other answers each."""
+"""Measures the network between two hosts: one sends messages, the other answers each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hetexp.hardware.catalogue import Link
 
 ENOUGH_SECONDS = 0.25
-"""A message that takes so long tells the rate: a shaper may let shorter ones through at once."""
+"""Shortest time of the message that gives the rate: a shaper may let shorter messages through at once."""
 FIRST_BYTES, MOST_BYTES = 2**16, 2**28
 ROUND_TRIPS = 5
 LIMIT_SECONDS = 20.0
@@ -18,10 +18,10 @@ _LENGTH = 8
 
 
 def answer(connection: socket.socket) -> None:
-    """Take in what the other end sends and answer each message with a byte, until that end closes.
+    """Receive messages and answer each with a byte, until the other end closes the connection.
 
     Raises:
-        OSError: it was silent for too long.
+        OSError: the other end was silent for too long.
     """
     connection.settimeout(LIMIT_SECONDS)
     while length := int.from_bytes(received(connection, _LENGTH), "big"):
@@ -30,10 +30,10 @@ def answer(connection: socket.socket) -> None:
 
 
 def measured(connection: socket.socket) -> Link:
-    """Return latency and rate of the network to the answering end, and let that end go.
+    """Return latency and rate of the network to the answering end, and end its `answer`.
 
     Raises:
-        OSError: it does not answer.
+        OSError: the other end does not answer.
     """
     connection.settimeout(LIMIT_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -49,7 +49,7 @@ def measured(connection: socket.socket) -> Link:
 
 
 def slowest(links: Sequence[Link]) -> Link | None:
-    """Return the least rate with the longest latency; `None` if there is no link."""
+    """Return a link with the least rate and the longest latency; `None` without links."""
     if not links:
         return None
     latency = max(link.latency_seconds for link in links)
@@ -57,7 +57,7 @@ def slowest(links: Sequence[Link]) -> Link | None:
 
 
 def in_words(link: Link) -> str:
-    """Return what was measured, as a plan's reason."""
+    """Return the measured network as a reason of a plan."""
     rate, latency = link.gb_per_second * 8e3, link.latency_seconds * 1e3
     return f"The network between the hosts has {rate:,.0f} Mbit/s after {latency:.2g} ms, as measured."
 
@@ -66,24 +66,24 @@ def received(connection: socket.socket, length: int, deadline: float | None = No
     """Return so many bytes.
 
     Args:
-        deadline: when all of them must have come, by the monotonic clock; `None`: the socket's own timeout.
+        deadline: latest moment, by the monotonic clock; `None`: the socket's own timeout.
 
     Raises:
         OSError: the other end is gone, or too slow.
     """
-    pieces, left = [], length
+    chunks, left = [], length
     while left:
         if deadline is not None:
             seconds = deadline - time.monotonic()
             if seconds <= 0:
                 raise TimeoutError("it did not answer in time")
             connection.settimeout(seconds)
-        piece = connection.recv(min(left, FIRST_BYTES))
-        if not piece:
+        chunk = connection.recv(min(left, FIRST_BYTES))
+        if not chunk:
             raise ConnectionResetError("it closed the connection")
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)
+        chunks.append(chunk)
+        left -= len(chunk)
+    return b"".join(chunks)
 
 
 def _take(connection: socket.socket, length: int) -> None:
@@ -97,10 +97,10 @@ def _take(connection: socket.socket, length: int) -> None:
 
 def _send(connection: socket.socket, length: int) -> float:
     """Return the seconds from the first byte of a message to its answer."""
-    piece = bytes(min(length, FIRST_BYTES))
+    chunk = bytes(min(length, FIRST_BYTES))
     started = time.perf_counter()
     connection.sendall(length.to_bytes(_LENGTH, "big"))
-    for _ in range(length // len(piece)):
-        connection.sendall(piece)
+    for _ in range(length // len(chunk)):
+        connection.sendall(chunk)
     received(connection, 1)
     return time.perf_counter() - started

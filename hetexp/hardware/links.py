@@ -1,4 +1,4 @@
-"""From emulated cards to the channels between them."""
+"""Builds the modelled channels between ranks of which some are emulated."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hetexp.hardware.catalogue import Link, card_of
 SHARED_EXCHANGE = Channel(latency_seconds=1e-4, bytes_per_second=9e9, shared=True)
 """The exchange through a host's shared memory between two ranks: 11 GB/s at 16–64 MiB with tensors on the
 host, measured with torch 2.11 on a machine with 16 cores and nothing else to do; ranks that compute leave it
-less. The latency is assumed. The same for every mix, whatever this machine reaches."""
+less. The latency is assumed. Every mix has these figures, on any machine."""
 HOST_EXCHANGE = Channel(latency_seconds=1e-4, bytes_per_second=1.7e9)
 """gloo between processes of one host: 1.6–1.8 GB/s at 16–256 MiB between two ranks, measured with torch 2.11
-on a machine with 16 cores; the latency is assumed. The same for every mix, whatever this machine reaches."""
+on a machine with 16 cores; the latency is assumed. Every mix has these figures, on any machine."""
 UNPACED = Channel()
-"""A real device's own link is as it is."""
+"""A real device's own link, which is not paced."""
 
 
 def build_links(
@@ -37,9 +37,9 @@ def build_links(
     if the ranks of a host share memory, else in one ring of all.
 
     Args:
-        network: figures of the link between hosts; needed if there are several.
-        measured: the all-reduce between real devices; without it that is taken for free.
-        shared_memory: whether ranks of a host sum in memory that they share; otherwise gloo does it.
+        network: figures of the link between hosts; needed for several hosts.
+        measured: the all-reduce between real devices; without it, that counts as free.
+        shared_memory: whether ranks of a host sum in shared memory; otherwise gloo sums.
         wire: bytes that travel ÷ bytes of the gradients.
     """
     if measured is not None:
@@ -70,7 +70,7 @@ def links_of(
     """Return the channels that a plan's ranks exchange through.
 
     Args:
-        devices: some of them, or what stands for them; `None`: all as they are.
+        devices: some of the plan's devices, or others in their place; `None`: all devices.
         measured: the all-reduce between real devices.
     """
     comm = plan.config.get("comm", {})
@@ -79,11 +79,11 @@ def links_of(
 
 
 def wire_of(plan: Plan, wire: str) -> float:
-    """Return the bytes that travel ÷ those of the numbers that a plan's ranks compute."""
+    """Return the bytes that travel ÷ the bytes of the numbers that a plan's ranks compute."""
     computed = 8.0 if "float64" in plan.precisions else 4.0
     return WIRE_BYTES.get(wire, computed) / computed
 
 
 def channel(link: Link) -> Channel:
-    """Return what a catalogue's link carries in one direction."""
+    """Return the channel of one direction of a catalogue's link."""
     return Channel(link.latency_seconds, link.gb_per_second * 1e9 * link.efficiency)

@@ -1,4 +1,4 @@
-"""The part that the vendors' backends share: torch's modules for devices (`torch.cuda` …) agree."""
+"""The part that the vendors' backends share, as torch's device modules (`torch.cuda`, …) are alike."""
 
 from __future__ import annotations
 
@@ -47,24 +47,25 @@ class AcceleratorBackend(Backend):
         return torch.device(self.torch_type, 0)
 
     def _check_card(self, module: Any) -> None:
-        """Check that the card is the chosen one: training on another would be worse than no training."""
-        seen, wanted = self._seen_uuid(module), self.spec.uuid
+        """Check that the card is the chosen one: training on another card would be worse than no training."""
+        seen, chosen = self._seen_uuid(module), self.spec.uuid
         if module.device_count() != self.num_visible:
-            wanted_count = "the only card" if self.num_visible == 1 else f"one of {self.num_visible} cards"
+            expected = "the only card" if self.num_visible == 1 else f"one of {self.num_visible} cards"
             masks = ", ".join(f"{k}={v}" for k, v in self.environment(self.spec).items())
             raise SetupError(
-                f"{self.spec} must be {wanted_count} that its rank sees, but torch sees "
+                f"{self.spec} must be {expected} that its rank sees, but torch sees "
                 f"{module.device_count()} ({masks})."
             )
-        if seen is not None and wanted is not None and bare_uuid(wanted) != bare_uuid(seen):
+        if seen is not None and chosen is not None and bare_uuid(chosen) != bare_uuid(seen):
             raise SetupError(
-                f"{self.spec} was chosen ({wanted}), but torch sees another card ({seen}). Remove visibility "
+                f"{self.spec} was chosen ({chosen}), but torch sees another card ({seen}). Remove visibility "
                 "variables that a start-up file of the interpreter sets."
             )
 
     def _seen_uuid(self, module: Any) -> str | None:
-        """Return the UUID of the card that torch sees, `None` if it does not tell one to compare."""
-        return seen_uuid(module)
+        """Return the UUID of the only card that torch sees, `None` if torch has none to compare."""
+        uuid = getattr(module.get_device_properties(0), "uuid", None)
+        return str(uuid) if uuid is not None else None
 
     def _build(self) -> str:
         import torch
@@ -101,7 +102,7 @@ class AcceleratorBackend(Backend):
         held, kept = int(module.memory_allocated()), int(module.memory_reserved())
         try:
             free = int(module.mem_get_info()[0]) + kept - held
-        except RuntimeError:  # Level Zero does not tell it of every card
+        except RuntimeError:  # Level Zero does not know it of every card
             return None
         if self.spec.limited and self.spec.memory_bytes is not None:
             free = min(free, self.spec.memory_bytes - held)
@@ -151,7 +152,7 @@ class CudaNamespaceBackend(AcceleratorBackend):
                 "device an interpreter whose torch can (`python:` in `hardware.devices`, hetexp env create "
                 f"{self.wheel})."
             )
-        # float32 means float32: TF32, cuDNN's default (an MI300 has it, too), keeps 10 bits of the mantissa.
+        # float32 means float32: TF32, cuDNN's default (also on an MI300), keeps 10 bits of the mantissa.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         return super().torch_device()
@@ -181,12 +182,6 @@ class CudaNamespaceBackend(AcceleratorBackend):
         return read
 
 
-def seen_uuid(module: Any) -> str | None:
-    """Return the UUID of the only device that torch sees, `None` if this torch does not tell it."""
-    uuid = getattr(module.get_device_properties(0), "uuid", None)
-    return str(uuid) if uuid is not None else None
-
-
 def bare_uuid(uuid: str) -> str:
-    """Return a UUID without the vendor's prefix and without dashes: NVML and torch write them differently."""
+    """Return a UUID without vendor's prefix and dashes, which NVML and torch write differently."""
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-").replace("-", "")

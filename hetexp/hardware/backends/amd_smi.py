@@ -1,7 +1,7 @@
-"""AMD SMI, asked so that one query that fails costs one field.
+"""Reads AMD SMI; a query that fails costs only its field.
 
 Names and units are those of https://rocm.docs.amd.com/projects/amdsmi. The library comes with ROCm; without a
-driver it raises KeyError when it is imported.
+driver its import raises KeyError.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetexp.hardware.detection.pci import normalised
 _SENSORS = ("EDGE", "HOTSPOT", "JUNCTION")
 """Sensors of a card's temperature, the preferred first; MI300 has none at its edge."""
 _POWERS = ("current_socket_power", "average_socket_power", "socket_power")
-"""What a card draws: newer ones tell the first, older ones the second."""
+"""Fields of the power in watts: newer cards have the first, older ones the second."""
 
 _HELD_BACK = ((0xFF, "power cap"), (0xFF << 16, "current limit"), (0xFFEF << 32, "too hot"))
 """Bits of `indep_throttle_status`, as `SMU_THROTTLER_…_BIT` in Linux's amdgpu_smu.h counts them. That of the
@@ -37,7 +37,7 @@ def opened(machine: Machine) -> Iterator[dict[str, Smi]]:
 
 
 class Smi:
-    """One card as AMD SMI knows it."""
+    """A card of AMD SMI."""
 
     def __init__(self, library: Any, handle: Any) -> None:
         self._library = library
@@ -54,7 +54,7 @@ class Smi:
         return percent / 100 if isinstance(percent, (int, float)) and 0 <= percent <= 100 else None
 
     def temperature(self) -> float | None:
-        """Return degrees Celsius of the first sensor that there is."""
+        """Return degrees Celsius of the first sensor of the card."""
         kinds = getattr(self._library, "AmdSmiTemperatureType", None)
         current = getattr(getattr(self._library, "AmdSmiTemperatureMetric", None), "CURRENT", None)
         for sensor in _SENSORS:
@@ -65,7 +65,7 @@ class Smi:
         return None
 
     def power(self) -> float | None:
-        """Return what the card draws in watts."""
+        """Return the power of the card in watts."""
         for name in _POWERS:
             watts = self._field("amdsmi_get_power_info", name)
             if isinstance(watts, (int, float)) and watts > 0:
@@ -73,14 +73,14 @@ class Smi:
         return None
 
     def energy_joules(self) -> float | None:
-        """Return what the card has drawn since the driver was loaded: a count of so many microjoules each."""
+        """Return the energy since the driver was loaded; the library counts units of some microjoules."""
         answer = self._ask("amdsmi_get_energy_count")
         if not isinstance(answer, Mapping):
             return None
         count = answer.get("energy_accumulator", answer.get("power"))  # the second before ROCm 6.4
         size = answer.get("counter_resolution")
-        known = isinstance(count, (int, float)) and isinstance(size, (int, float)) and count * size > 0
-        return count * size / 1e6 if known else None
+        valid = isinstance(count, (int, float)) and isinstance(size, (int, float)) and count * size > 0
+        return count * size / 1e6 if valid else None
 
     def throttled(self) -> tuple[str, ...] | None:
         """Return why the card's clocks are held back, in words."""
@@ -94,7 +94,7 @@ class Smi:
         return answer.get(name) if isinstance(answer, Mapping) else None
 
     def _ask(self, function: str, *args: Any) -> Any:
-        with suppress(Exception):  # whatever the library makes of what a card does not tell
+        with suppress(Exception):  # the library raises anything for a value that a card lacks
             return getattr(self._library, function)(self._handle, *args)
         return None
 

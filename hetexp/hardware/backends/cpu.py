@@ -1,4 +1,4 @@
-"""The CPU as a device of its own."""
+"""The CPU as a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HALF_FLAGS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
-"""Names in the kernel's list of a core's abilities, x86 and ARM, of which one suffices."""
+"""Precision → flags of a core in the kernel's list, x86 and ARM; a core with any of them computes in it."""
 
 
 class CpuBackend(Backend):
@@ -90,7 +90,7 @@ def _cpu_name() -> str:
 
 
 def _native_precisions(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Return what the cores really compute in; torch imitates bfloat16 and float16 on all others."""
+    """Return the precisions of the cores themselves; torch imitates bfloat16 and float16 on other cores."""
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     flags = {
         word

@@ -85,18 +85,18 @@ class CudaBackend(CudaNamespaceBackend):
         with ExitStack() as stack:
             try:
                 library = stack.enter_context(nvml.opened(machine))
-                known = [part for card in nvml.cards(library) for part in (*card.instances, card)]
+                parts = [part for card in nvml.cards(library) for part in (*card.instances, card)]
             except nvml.NotAnsweringError:
-                known = []
-            matching = [next((part for part in known if _is(part, card.spec)), None) for card in cards]
+                parts = []
+            matching = [next((part for part in parts if _is(part, card.spec)), None) for card in cards]
             yield [partial(_gauged, match, machine) if match is not None else None for match in matching]
 
     def _seen_uuid(self, module: Any) -> str | None:
-        # CUDA runtimes differ in whether they tell an instance's own UUID or its card's.
+        # CUDA runtimes differ in whether they report an instance's own UUID or its card's.
         return None if (self.spec.uuid or "").startswith("MIG-") else super()._seen_uuid(module)
 
     def computes_in(self, precision: str) -> bool | None:
-        # By capability: torch computes in all of them on all cards, emulated or very slowly.
+        # By capability: torch computes in every precision on every card, maybe emulated or very slowly.
         major, minor = self._module().get_device_capability(0)
         native = native_precisions(f"sm_{major}{minor}")
         return precision in native if native is not None else super().computes_in(precision)
@@ -109,11 +109,11 @@ _NOT_LISTED = (
 
 
 def _listed(library: Any, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
-    known = nvml.cards(library)
+    reported = nvml.cards(library)
     driver = nvml.driver_version(library)
-    _place(known, on_bus)
+    _place(reported, on_bus)
     cards: list[DetectedCard] = []
-    for card in known:
+    for card in reported:
         parts = [_detected(part, driver, machine, on_bus) for part in card.instances or [card]]
         lost = next((part.lost for part in parts if part.lost is not None), card.lost)
         cards += [replace(part, lost=lost) for part in parts]
@@ -127,11 +127,11 @@ def _place(cards: Sequence[nvml.Card], on_bus: Sequence[PciCard]) -> None:
 
     NVML counts along the bus, so the cards without an address come in the same order.
     """
-    known = {card.pci for card in cards}
-    nowhere = [card for card in cards if card.pci is None]
-    left = [card.address for card in on_bus if card.driver == "nvidia" and card.address not in known]
-    if len(nowhere) == len(left):
-        for card, address in zip(nowhere, left, strict=True):
+    used = {card.pci for card in cards}
+    without = [card for card in cards if card.pci is None]
+    left = [card.address for card in on_bus if card.driver == "nvidia" and card.address not in used]
+    if len(without) == len(left):
+        for card, address in zip(without, left, strict=True):
             for part in (card, *card.instances):
                 part.pci = address
 
@@ -142,13 +142,13 @@ def _detected(
     total, free = nvml.memory(card, machine)
     generation, lanes = nvml.pcie_link(card)
     reading = nvml.reading(card, free)
-    known = chip("nvidia", next((bus.device_id for bus in on_bus if bus.address == card.pci), None))
-    architecture = card.architecture or known.architecture
+    model = chip("nvidia", next((bus.device_id for bus in on_bus if bus.address == card.pci), None))
+    architecture = card.architecture or model.architecture
     spec = DeviceSpec(
         id=f"cuda:{card.index}",
         backend="cuda",
         index=card.index,
-        name=card.name or known.name,
+        name=card.name or model.name,
         vendor="nvidia",
         memory_bytes=total,
         uuid=card.uuid,
@@ -170,12 +170,12 @@ def _detected(
             f"(sudo nvidia-smi -i {card.index} -mig 0)"
         )
     elif spec.mask is None:
-        undriven = "NVML does not tell the instance's UUID, by which alone a process can be given it"
+        undriven = "NVML does not report the instance's UUID, the only way to give it to a process"
     return DetectedCard(spec, reading, lost=card.lost, undriven=undriven)
 
 
 def _is(card: nvml.Card, spec: DeviceSpec) -> bool:
-    """Return whether a card or an instance is the listed one; one that is lost may tell no UUID."""
+    """Return whether a card or an instance is the device `spec`; a lost card may have no UUID."""
     if spec.uuid is not None:
         return card.uuid == spec.uuid
     return card.parent is None and spec.pci is not None and card.pci == spec.pci
@@ -191,13 +191,13 @@ def _gauged(card: nvml.Card, machine: Machine) -> Reading:
 
 
 def _without_number(card: DetectedCard) -> DetectedCard:
-    """Refuse a card that only its number could select: beside a lost card CUDA may count otherwise."""
+    """Refuse a card that has only a number, if a card is lost: CUDA may then count otherwise."""
     if card.spec.mask is None or not card.spec.mask.isdigit() or card.lost or card.undriven:
         return card
     return replace(
         card,
-        undriven="NVML does not tell its UUID, and beside a lost card its number is not certain; restart the "
-        "machine",
+        undriven="NVML does not report its UUID, and beside a lost card its number is not certain; restart "
+        "the machine",
     )
 
 
@@ -209,24 +209,24 @@ def _missing(
     Args:
         bound_but_missing: why they are missing if NVIDIA's driver is bound to them.
     """
-    known = {card.spec.pci for card in cards}
+    listed = {card.spec.pci for card in cards}
     return [
         _undriven(card, len(cards) + place, machine, bound_but_missing)
-        for place, card in enumerate(card for card in on_bus if card.address not in known)
+        for place, card in enumerate(card for card in on_bus if card.address not in listed)
     ]
 
 
 def _undriven(card: PciCard, index: int, machine: Machine, bound_but_missing: str) -> DetectedCard:
-    known = chip("nvidia", card.device_id)
+    model = chip("nvidia", card.device_id)
     spec = DeviceSpec(
         id=f"cuda:{index}",
         backend="cuda",
         index=index,
-        name=known.name,
+        name=model.name,
         vendor="nvidia",
         pci=card.address,
-        architecture=known.architecture,
-        precisions=native_precisions(known.architecture),
+        architecture=model.architecture,
+        precisions=native_precisions(model.architecture),
     )
     if card.driver == "nvidia":
         return DetectedCard(spec, undriven=bound_but_missing)
@@ -273,7 +273,7 @@ def _seen(card: Seen, beside: Sequence[Seen]) -> DetectedCard:
             mask = str(along_bus.index(card.pci))
         else:
             undriven = (
-                "neither its UUID nor its address is known, by which a process could be given it alone; "
+                "neither its UUID nor its address is known, and without them no process can get it alone; "
                 "install nvidia-ml-py and the driver's libraries, or a newer torch"
             )
     spec = DeviceSpec(
@@ -294,7 +294,7 @@ def _seen(card: Seen, beside: Sequence[Seen]) -> DetectedCard:
 
 
 def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
-    """Return the precisions that a card computes in natively and at a useful rate, `None`: not known.
+    """Return the native precisions of a card that have a useful rate, `None` if the card is not known.
 
     CUDA C++ Programming Guide, Throughput of Native Arithmetic Instructions: float16 from 5.3 on, but for 6.1
     only 2 a clock, against 128 of float32; bfloat16 and TF32 from 8.0 on, before which they are emulated.
@@ -323,7 +323,7 @@ def _without_code_for(architecture: str | None, build: TorchBuild) -> str | None
 
     Sources: for all builds, CUDA 13.0 release notes, Deprecated Architectures. For PyTorch's own wheels, by
     their version, the CUDA Support Matrix in its RELEASE.md (2.9 to 2.14) and the release notes of 2.8.
-    Other builds have what their builders chose.
+    Other builds hold the code that their builders chose.
     """
     capability = _capability(architecture)
     cuda = _numbers(build.cuda)

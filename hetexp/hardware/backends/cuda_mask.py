@@ -1,9 +1,9 @@
-"""Reads `CUDA_VISIBLE_DEVICES` as a user or a scheduler left it: the cards that it names, and its mistakes.
+"""Reads `CUDA_VISIBLE_DEVICES`, as the user or a scheduler set it: its cards and its mistakes.
 
 The rules are those of the CUDA C++ Programming Guide (CUDA Environment Variables) and of the MIG User Guide.
-A message says so if CUDA would silently leave cards out. CUDA is asked if a number could mean several cards.
-What the guides leave open is as driver 580 does it: a list ends where numbers and UUIDs mix, the digits of a
-UUID may be in either case, and a card that is named twice hides all.
+A message reports the cards that CUDA would silently leave out. If a number could mean several cards, a torch
+built for CUDA is asked. Where the guides say nothing, driver 580 is the model: a list ends where numbers and
+UUIDs mix, the digits of a UUID may be in either case, and a card that is named twice hides all cards.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hetexp.hardware.detection.probe import torch_sees
 MASK = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 _END = re.compile(r"-[1-9][0-9]*|NoDevFiles")
-"""What ends the list; alone it hides all cards (`NoDevFiles` is Slurm's word for that)."""
+"""An entry that ends the list; alone it hides all cards (`NoDevFiles` is Slurm's word)."""
 _NUMBER = re.compile(r"[0-9]+")
 _LONGEST_NUMBER = 9
 _UUID = re.compile(r"(GPU|MIG)-.+")
 _OLD_INSTANCE = re.compile(r"MIG-(GPU-[^/]+)/([0-9]+)/([0-9]+)")
-"""How drivers before 470 wrote an instance, and all still accept it: card, GPU instance, compute instance."""
+"""An instance as drivers before 470 wrote it and all accept it: card, GPU instance, compute instance."""
 
 
 class _UnclearError(Exception):
@@ -36,10 +36,10 @@ class _UnclearError(Exception):
 
 
 class Mask:
-    """One value of the variable on one machine.
+    """A value of the variable on a machine.
 
     Args:
-        found: the NVIDIA cards along the bus.
+        cards: the NVIDIA cards along the bus.
     """
 
     def __init__(self, value: str, cards: Sequence[DetectedCard], machine: Machine) -> None:
@@ -51,7 +51,7 @@ class Mask:
             self.entries.pop()
 
     def visible(self) -> tuple[set[int], list[str]]:
-        """Return the places in `found` of the cards that are named, and what is wrong with the value.
+        """Return the places in `cards` of the named cards, and the value's problems.
 
         As with CUDA, the list ends at the first entry that names no card, and a card named twice hides all.
         """
@@ -95,13 +95,13 @@ class Mask:
         return (self.cards[place].spec.uuid or "").startswith("MIG-")
 
     def _names_all_by_number(self) -> bool:
-        """Whether each number occurs once: then the order does not matter."""
+        """Return whether each number occurs once: then the order does not matter."""
         numbers = [str(number) for number in range(len(self._units))]
         one_each = not self._uncounted() and all(len(unit) == 1 for unit in self._units)
         return one_each and sorted(self.entries) == sorted(numbers)
 
     def _uncounted(self) -> bool:
-        """Whether NVML counts a card that CUDA may not: closed to this user, or without MIG instances."""
+        """Return whether NVML counts a card that CUDA may skip: closed to this user, or in MIG mode."""
         return any(card.undriven is not None and card.spec.driver is not None for card in self.cards)
 
     @cached_property
@@ -138,15 +138,15 @@ class Mask:
         number = int(entry) if len(entry) <= _LONGEST_NUMBER else -1
         if number not in self._numbered:
             last = max(self._numbered)
-            known = f"numbers from 0 to {last}" if last else "0, the only card's number"
-            raise _UnclearError(f"hold {known}, or UUIDs, but names {entry}{self._whole(entry)}.")
+            accepted = f"numbers from 0 to {last}" if last else "0, the only card's number"
+            raise _UnclearError(f"hold {accepted}, or UUIDs, but names {entry}{self._whole(entry)}.")
         if not self._numbered[number]:
             raise self._names_nothing(entry)
         return self._numbered[number]
 
     @cached_property
     def _numbered(self) -> dict[int, list[int]] | None:
-        """CUDA's numbers → the places of that card, or of its instances; `None`: the order is not known."""
+        """CUDA's number → the places of that card, or of its instances; `None`: the order is not known."""
         if self._why_unclear() is None:
             return dict(enumerate(self._units))
         return {seen.index: self._seen_as(seen) for seen in torch_sees("cuda", self.machine)} or None
@@ -184,12 +184,12 @@ class Mask:
 
     def _by_uuid(self, entry: str) -> list[int]:
         uuids = [card.spec.uuid or "" for card in self.cards]
-        wanted = _written_as_nvml(entry)
-        if wanted in uuids:
-            return [uuids.index(wanted)]
-        places = [place for place, uuid in enumerate(uuids) if uuid.startswith(wanted)]
-        if not places:
-            places = [uuids.index(uuid) for uuid in self._instances_named(wanted) if uuid in uuids]
+        # NVML writes hexadecimal digits in lower case; the words `GPU-` and `MIG-` have no such letters.
+        written = re.sub("[A-F]", lambda digit: digit[0].lower(), entry)
+        if written in uuids:
+            return [uuids.index(written)]
+        places = [place for place, uuid in enumerate(uuids) if uuid.startswith(written)]
+        places = places or [uuids.index(uuid) for uuid in self._instances_named(written) if uuid in uuids]
         if not places:
             raise self._names_nothing(entry)
         return places
@@ -227,14 +227,14 @@ class Mask:
         )
 
     def _names_several(self, entry: str, places: Sequence[int]) -> _UnclearError:
-        known = " and ".join(str(self.cards[place].spec.uuid) for place in places)
+        uuids = " and ".join(str(self.cards[place].spec.uuid) for place in places)
         if all(self._is_instance(place) for place in places) and not entry.startswith("MIG-"):
             return _UnclearError(
                 f"name one instance of a card in MIG mode, but names the whole card by {entry!r}"
-                f"{self._whole(entry)}. Its instances are {known}."
+                f"{self._whole(entry)}. Its instances are {uuids}."
             )
         return _UnclearError(
-            f"name one card an entry, but {entry!r}{self._whole(entry)} begins {known}. "
+            f"name one card an entry, but {entry!r}{self._whole(entry)} begins {uuids}. "
             "Write more of the UUID."
         )
 
@@ -243,13 +243,8 @@ class Mask:
         return f" ({self.value!r})" if entry != self.value.strip() else ""
 
 
-def _written_as_nvml(uuid: str) -> str:
-    """Return a UUID with its hexadecimal digits in lower case; `GPU-` and `MIG-` have no such letters."""
-    return re.sub("[A-F]", lambda digit: digit[0].lower(), uuid)
-
-
 def _alike(cards: Sequence[DeviceSpec]) -> bool:
-    """Whether CUDA has no reason to count one of these before another, so that it counts along the bus."""
+    """Return whether CUDA has no reason to reorder these cards, so that it counts along the bus."""
     # An RTX 3060 has 8 or 12 GB under one name; ECC takes 1/16 from one of two equal cards.
     sizes = [card.memory_bytes for card in cards if card.memory_bytes is not None]
     return len({card.name for card in cards}) == 1 and (not sizes or max(sizes) < 1.1 * min(sizes))

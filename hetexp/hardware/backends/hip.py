@@ -1,7 +1,7 @@
 """AMD cards: found by the kernel and AMD SMI without torch, driven by a ROCm build of torch as `cuda`.
 
 A card is identified by its address on the bus. ROCm counts in its own order, GPUs in processors included
-(`hetexp.hardware.backends.kfd`), so that a rank gets its card by UUID if the card has one.
+(`hetexp.hardware.backends.kfd`). So a rank gets its card by UUID if the card has one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import SetupError
 from hetexp.hardware.backends import amd_smi, hip_mask, kfd, sysfs
-from hetexp.hardware.backends.accelerator import CudaNamespaceBackend, bare_uuid, seen_uuid
+from hetexp.hardware.backends.accelerator import CudaNamespaceBackend, bare_uuid
 from hetexp.hardware.backends.pci_names import WORDS, Chip, chip
 from hetexp.hardware.base import CardLostError, Counter, Gauge
 from hetexp.hardware.detection.detected import DetectedCard, Process, Reading
@@ -70,7 +70,7 @@ class HipBackend(CudaNamespaceBackend):
 
     @classmethod
     def environment(cls, spec: DeviceSpec) -> dict[str, str]:
-        # Only the variable that is applied first: a second variable would count the cards that it leaves.
+        # Only the variable that ROCm applies first: a second one would count the remaining cards.
         return {hip_mask.ROCR: spec.mask or spec.uuid or str(spec.index)}
 
     def torch_device(self) -> torch.device:
@@ -100,8 +100,8 @@ class HipBackend(CudaNamespaceBackend):
             yield card.energy_joules if card is not None else None
 
     def _seen_uuid(self, module: Any) -> str | None:
-        """Return ROCm's UUID as KFD writes it: HIP's is 16 bytes that are themselves hexadecimal digits."""
-        seen = seen_uuid(module)
+        """Return ROCm's UUID as KFD writes it: HIP's is 16 bytes, each the code of a hexadecimal digit."""
+        seen = super()._seen_uuid(module)
         with suppress(ValueError):
             digits = bytes.fromhex(bare_uuid(seen or "")).decode("ascii")
             if len(digits) == 16 and int(digits, 16):
@@ -116,7 +116,7 @@ class HipBackend(CudaNamespaceBackend):
 
 @dataclass(frozen=True)
 class _Facts:
-    """One card as the kernel's lists and AMD SMI describe it."""
+    """A card's entries in the kernel's lists and in AMD SMI."""
 
     address: str
     bus: PciCard | None
@@ -125,8 +125,8 @@ class _Facts:
 
     @property
     def chip(self) -> Chip:
-        known = self.bus or self.node
-        return chip("amd", known.device_id if known is not None else None)
+        entry = self.bus or self.node
+        return chip("amd", entry.device_id if entry is not None else None)
 
     @property
     def architecture(self) -> str | None:
@@ -134,7 +134,7 @@ class _Facts:
 
 
 def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
-    """Return what a chip computes in natively, `None` for one that is not known.
+    """Return the native precisions of a chip, `None` if the chip is not known.
 
     Args:
         architecture: `gfx1100`.
@@ -184,7 +184,7 @@ def _name(card: _Facts, machine: Machine) -> str:
 
 def _part_of_processor(card: _Facts, machine: Machine) -> tuple[bool, bool]:
     """Return whether a card is part of a processor, and whether its memory is the host's."""
-    if "MI300A" in card.chip.name:  # what its machine was bought for
+    if "MI300A" in card.chip.name:  # the accelerator that its machine was bought for
         return False, True
     if card.architecture is not None:
         integrated = card.architecture in IN_PROCESSORS
@@ -195,7 +195,7 @@ def _part_of_processor(card: _Facts, machine: Machine) -> tuple[bool, bool]:
 
 
 def _pools(address: str, machine: Machine) -> tuple[int | None, int | None]:
-    """Return the bytes that a card has of its own and those of the host's that it may use."""
+    """Return the bytes of a card's own memory, and the bytes of the host's that it may use."""
     folder = sysfs.device_folder(machine, address)
     dedicated, shared = (machine.number(folder / f"mem_info_{pool}_total") for pool in ("vram", "gtt"))
     return sysfs.positive(dedicated), sysfs.positive(shared)
@@ -204,9 +204,9 @@ def _pools(address: str, machine: Machine) -> tuple[int | None, int | None]:
 def _memory(address: str, unified: bool, machine: Machine) -> tuple[int | None, int | None]:
     """Return a card's total and free bytes.
 
-    If the memory is the host's, ROCm takes all of it from one of two pools, the larger one: what the
-    firmware set aside, or what the driver may borrow (`apu_prefer_gtt` in Linux's amdgpu). Their sum would
-    promise memory that no program gets, and no more can be borrowed than the host has.
+    If the memory is the host's, ROCm takes all of it from the larger of two pools: the memory that the
+    firmware set aside, or the memory that the driver may borrow (`apu_prefer_gtt` in Linux's amdgpu). No
+    program gets the sum of both, and the driver cannot borrow more than the host has.
     """
     dedicated, shared = _pools(address, machine)
     host, available = sysfs.host_memory(machine)
@@ -281,12 +281,12 @@ def _undriven(card: _Facts, machine: Machine) -> str | None:
     if node is not None:
         wrong = sysfs.closed(machine, f"/dev/dri/{node.name}", _CONTAINER)
     if wrong is None and card.node is None:
-        return "ROCm's part of the kernel driver does not list it: its chip is none that ROCm supports"
+        return "ROCm's part of the kernel driver does not list it: ROCm does not support its chip"
     return wrong
 
 
 def _foreign_chip(architecture: str | None) -> str:
-    """Return a hint about chips for which ROCm's wheels hold no code."""
+    """Return a hint for chips that ROCm's wheels hold no code for."""
     if architecture is None:
         return ""
     return (

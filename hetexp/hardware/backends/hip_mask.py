@@ -1,9 +1,9 @@
-"""The variables that hide AMD's cards, as ROCm reads them: ROCr's first, then HIP's on what that one left.
+"""Reads the variables that hide AMD's cards as ROCm does: ROCr's first, then HIP's on the remaining cards.
 
 ROCr: BuildUsrDeviceList in ROCR-Runtime's amd_filter_device.cpp. HIP: Device::init in clr's rocdevice.cpp and
-https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html. Two things are read otherwise, so that no
-card is used that the user wanted hidden: an empty list hides all cards from HIP, too; and beside NVIDIA's
-cards CUDA_VISIBLE_DEVICES, which is meant for those, hides AMD's without complaint.
+https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html. Two things differ, so that no card is used
+that the user wanted hidden: an empty list hides all cards from HIP, too; and beside NVIDIA's cards
+CUDA_VISIBLE_DEVICES, which is meant for those, hides AMD's without complaint.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ ROCR = "ROCR_VISIBLE_DEVICES"
 HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """The first that is set counts."""
 _END = re.compile(r"-[0-9]+")
-"""What ends a list without a mistake; alone it hides all cards."""
+"""An entry that ends a list without a mistake; alone it hides all cards."""
 
 
 def hidden(
     nodes: Sequence[Node], environ: Mapping[str, str], nvidia_too: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """Return which cards the variables hide.
+    """Return the cards that the variables hide.
 
     Args:
         nodes: ROCm's list in ROCr's order.
-        environ: of the launcher.
+        environ: environment of the launcher.
         nvidia_too: whether the machine has NVIDIA's cards as well.
 
     Returns:
-        Address of each hidden card → the variable that hides it, `HIP_VISIBLE_DEVICES=1`; and what is wrong
-        with the variables.
+        Address of each hidden card → the variable that hides it, `HIP_VISIBLE_DEVICES=1`; and the mistakes
+        in the variables.
     """
     by: dict[str, str] = {}
     problems: list[str] = []
@@ -46,18 +46,17 @@ def hidden(
         by |= {node.address: f"{variable}={value}" for node in left if node not in visible}
         if wrong is not None and not (nvidia_too and variable == "CUDA_VISIBLE_DEVICES"):
             whole = f" ({value!r})" if "," in value else ""
-            problems.append(
-                f"`{variable}` must {_accepted(len(left), earlier)}, but {wrong}{whole}.{_fix(earlier)}"
-            )
+            fix = " Set one of the two variables only." if earlier is not None else ""
+            problems.append(f"`{variable}` must {_accepted(len(left), earlier)}, but {wrong}{whole}.{fix}")
         left = visible
         earlier = f"{variable}={value}"
     return by, problems
 
 
 def _named(nodes: Sequence[Node], value: str) -> tuple[list[Node], str | None]:
-    """Return the cards that a list names, in its order, and what is wrong with it.
+    """Return the cards that a list names, in its order, and its mistake.
 
-    Like the runtimes, it ends at the first entry that names no card or one for the second time.
+    As in the runtimes, the list ends at the first entry that names no card, or a card for the second time.
     """
     visible: list[Node] = []
     entries = [part.strip() for part in value.split(",")]
@@ -90,13 +89,13 @@ def _with_uuid(nodes: Sequence[Node], entry: str) -> list[Node]:
 
 
 def _accepted(count: int, earlier: str | None) -> str:
-    """Return what the variable must do, `earlier` being the one that was applied before it."""
+    """Return what the variable must name.
+
+    Args:
+        earlier: the variable that was applied before it, with its value.
+    """
     whose = f"the cards that {earlier} leaves" if earlier is not None else "AMD cards of this machine"
     if count == 0:
         return f"name {whose}, which are none"
     numbers = "0, the only one's number," if count == 1 else f"number (0 to {count - 1})"
     return f"name {whose} by {numbers} or UUID, each once"
-
-
-def _fix(earlier: str | None) -> str:
-    return " Set one of the two variables only." if earlier is not None else ""

@@ -1,4 +1,4 @@
-"""AMD's cards as KFD, the compute part of their kernel driver, lists them: order, chips, and who computes.
+"""Reads KFD, the compute part of AMD's kernel driver: the cards, their order, and who computes on them.
 
 Layout: drivers/gpu/drm/amd/amdkfd/kfd_topology.c and kfd_process.c of Linux. The order of nodes is that in
 which ROCr counts, GPUs in processors included (BuildDeviceUuidList in ROCR-Runtime's amd_filter_device.cpp).
@@ -22,9 +22,9 @@ class Node:
     """One GPU of ROCm's list."""
 
     index: int
-    """ROCr's number of it, which ROCR_VISIBLE_DEVICES takes."""
+    """ROCr's number of it, as in ROCR_VISIBLE_DEVICES."""
     gpu_id: int
-    """KFD's own number, by which processes' files are named."""
+    """KFD's own number, part of the names of processes' files."""
     address: str
     """On the PCI bus, as the kernel writes it."""
     architecture: str | None
@@ -38,8 +38,8 @@ class Node:
 def nodes(machine: Machine) -> list[Node]:
     """Return the GPUs of ROCm's list in ROCr's order.
 
-    A node that this process may not read (another container's), or whose device file is not here, does not
-    count for ROCr, and so not here.
+    Like ROCr, it leaves out nodes that this process may not read (another container's), and nodes without a
+    device file.
     """
     listed: list[Node] = []
     for folder in _numbered(machine.path(NODES)):
@@ -65,10 +65,10 @@ def nodes(machine: Machine) -> list[Node]:
 
 
 def computing(machine: Machine, gpu_ids: Sequence[int]) -> dict[int, tuple[Process, ...]]:
-    """Return who computes on each GPU; a GPU about which the kernel says nothing is left out.
+    """Return the processes that compute on each GPU; empty if the kernel lists no processes.
 
-    Every process that ROCm runs in is listed under every GPU: one computes on a GPU if it holds memory there
-    or has a queue.
+    The kernel lists every process of ROCm under every GPU. A process computes on a GPU if it holds memory
+    there or has a queue.
     """
     folders = _numbered(machine.path(PROCESSES)) if machine.path(PROCESSES).is_dir() else None
     if folders is None:
@@ -94,7 +94,7 @@ def _facts(text: str | None) -> dict[str, int]:
 
 
 def _address(domain: int, location: int) -> str:
-    """Return an address from KFD's numbers; the upper half of a location tells parts of one card apart."""
+    """Return an address from KFD's numbers; the upper half of a location numbers the parts of one card."""
     return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
 
 

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     import torch
 
 FACTS = ("machdep.cpu.brand_string", "hw.memsize", "kern.osproductversion", "hw.optional.arm64")
-"""What `sysctl` is asked: chip, memory in bytes, version of macOS, and whether the chip is Apple's."""
+"""Names that `sysctl` is asked for: chip, memory in bytes, version of macOS, whether the chip is Apple's."""
 STATISTICS = ("ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator")
 """Prints `"PerformanceStatistics" = {"Device Utilization %"=12,…}` of the GPU."""
 _LENT = 0.65
-"""Part of the memory that Metal lends the GPU at least: `recommendedMaxWorkingSetSize` is 65 % to 75 % of it
-(sgl-project/sglang#21443). In the rank, torch.mps.recommended_max_memory tells the figure."""
+"""Least part of the memory that Metal lends the GPU: `recommendedMaxWorkingSetSize` is 65 % to 75 % of it
+(sgl-project/sglang#21443). The rank reads the figure from torch.mps.recommended_max_memory."""
 _OLDEST_MACOS = (14, 0)
-"""MPS of torch 2.8 and newer needs it (pytorch/pytorch#173149), bfloat16 as well (pytorch/pytorch#119641)."""
+"""Needed by MPS of torch 2.8 and newer (pytorch/pytorch#173149) and by bfloat16 (pytorch/pytorch#119641)."""
 _BFLOAT16_FROM = 3
 """The first generation of M chips that computes in bfloat16; on M1 and M2 Metal imitates it
 (huggingface/transformers#40458)."""
 
 
 class MpsBackend(AcceleratorBackend):
-    """Drives the GPU of a Mac; torch's module for it lacks much of what the others' have."""
+    """Drives the GPU of a Mac; torch's module for it lacks many functions of the other modules."""
 
     name: ClassVar[str] = "mps"
     platform: ClassVar[str] = "Apple's GPUs"
@@ -43,7 +43,7 @@ class MpsBackend(AcceleratorBackend):
     vendor: ClassVar[str] = "apple"
 
     _held: int | None = None
-    """Most bytes that Metal had given this process whenever it was looked at."""
+    """Most bytes that Metal had given this process in any reading."""
 
     @classmethod
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:
@@ -68,9 +68,9 @@ class MpsBackend(AcceleratorBackend):
         )
         undriven = None
         if system is not None and system < _OLDEST_MACOS:
-            this = facts["kern.osproductversion"]
             undriven = (
-                f"torch needs macOS {_OLDEST_MACOS[0]} or newer for it, and this is {this}; update macOS"
+                f"torch needs macOS {_OLDEST_MACOS[0]} or newer for it, and this is "
+                f"{facts['kern.osproductversion']}; update macOS"
             )
         return [DetectedCard(spec, Reading(memory_free_bytes=_free(machine, total)), undriven=undriven)]
 
@@ -123,10 +123,10 @@ class MpsBackend(AcceleratorBackend):
         self._module().set_rng_state(states[0])
 
     def peak_memory_bytes(self) -> int | None:
-        """Return the most memory that Metal has given this process, as far as it was seen.
+        """Return the most memory that Metal has given this process in any reading.
 
-        torch.mps counts no peak. Its allocator keeps what it once got, so that looking between the phases of
-        a step tells nearly as much.
+        torch.mps counts no peak. Its allocator keeps the memory that it got, so that readings between the
+        phases of a step come close to the peak.
         """
         self._look_at_memory()
         return self._held
@@ -136,7 +136,7 @@ class MpsBackend(AcceleratorBackend):
 
 
 def _facts(machine: Machine) -> dict[str, str]:
-    """Return what `sysctl` tells of `FACTS`; those that it does not know are left out."""
+    """Return the `FACTS` that `sysctl` knows."""
     facts = {}
     for line in (machine.run(["sysctl", *FACTS]) or "").splitlines():
         name, colon, value = line.partition(": ")
@@ -162,7 +162,7 @@ def _free(machine: Machine, total: int | None) -> int | None:
 
 
 def _gauged(spec: DeviceSpec, machine: Machine) -> Reading:
-    """Return what macOS tells every user; only root learns temperature, power and clocks (powermetrics)."""
+    """Return the values that every user may read; temperature, power and clocks need root (powermetrics)."""
     usage = re.search(r'"Device Utilization %" *= *([0-9]+)', machine.run(STATISTICS) or "")
     return Reading(
         memory_free_bytes=_free(machine, spec.memory_bytes),
@@ -176,7 +176,7 @@ def _version(text: str | None) -> tuple[int, int] | None:
 
 
 def _precisions(chip: str) -> tuple[str, ...]:
-    """Return what a chip computes in natively; none has float64."""
+    """Return the native precisions of a chip; none has float64."""
     match = re.search(r"\bM([0-9]+)\b", chip)
     modern = match is not None and int(match[1]) >= _BFLOAT16_FROM
     return ("float32", "bfloat16", "float16") if modern else ("float32", "float16")

@@ -1,4 +1,4 @@
-"""NVML, asked so that a query that fails costs one field: drivers and cards differ in what they tell.
+"""Reads NVML; a query that fails costs only its field, as drivers and cards report different values.
 
 Names and codes are those of https://docs.nvidia.com/deploy/nvml-api; the library is nvidia-ml-py (`pynvml`),
 old or new.
@@ -31,7 +31,7 @@ _HELD_BACK = ((0x04, "power cap"), (0x20, "too hot"), (0x40, "far too hot"), (0x
 """Bits of `nvmlClocksEventReason…`: software power cap, software and hardware thermal slowdown, and a signal
 of the power supply. An idle card's low clocks, or clocks that the user has set, are no such reason."""
 _SLOWDOWN = (0x08, "hardware slowdown")
-"""Comes with each of the hardware's reasons; old cards tell no other."""
+"""Accompanies each reason of the hardware; old cards report no other."""
 
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 """`NVML_CLOCK_SM` and `NVML_CLOCK_MEM`."""
@@ -61,7 +61,7 @@ class Card:
     library: Any
     handle: Any
     lost: str | None = None
-    """What the driver said when it could no longer reach the card; nothing more is asked then."""
+    """The driver's words when it could no longer reach the card; no query follows."""
     index: int = 0
     """NVML's number of the card, along the PCI bus; of an instance: within its card."""
     name: str | None = None
@@ -69,7 +69,7 @@ class Card:
     pci: str | None = None
     architecture: str | None = None
     refused: str | None = None
-    """Why its handle cannot be had, though the card is there."""
+    """Why NVML gives no handle of the card, though the card is not lost."""
     in_mig_mode: bool = False
     instances: list[Card] = field(default_factory=list)
     parent: Card | None = None
@@ -102,10 +102,10 @@ class Card:
 
 @contextmanager
 def opened(machine: Machine) -> Iterator[Any]:
-    """Open NVML, and close it whatever happens.
+    """Open NVML for the time of the context.
 
     Raises:
-        NotAnsweringError: there is no library, or no driver that answers it.
+        NotAnsweringError: the library is missing, or no driver answers it.
     """
     library = machine.library("pynvml")
     if library is None:
@@ -144,7 +144,7 @@ def cards(library: Any) -> list[Card]:
     """Return all cards that NVML counts, also those that it cannot reach.
 
     Raises:
-        NotAnsweringError: it cannot even count them.
+        NotAnsweringError: NVML cannot count them.
     """
     try:
         count = int(library.nvmlDeviceGetCount())
@@ -234,7 +234,7 @@ def find(library: Any, uuid: str | None, pci: str | None) -> Card | None:
 
 
 def energy_joules(card: Card) -> float | None:
-    """Return what a whole card has drawn since the driver was loaded; Volta and newer tell it."""
+    """Return the energy of a whole card since the driver was loaded, of Volta and newer cards."""
     drawn = positive(card.ask("nvmlDeviceGetTotalEnergyConsumption"))
     return drawn / 1000 if drawn is not None else None
 
@@ -242,7 +242,7 @@ def energy_joules(card: Card) -> float | None:
 def pcie_link(card: Card) -> tuple[int | None, int | None]:
     """Return generation and lanes of a card's link to the host, each `None` if it is not known.
 
-    NVML counts what card and slot can do together; the speed of the moment falls where the card is idle.
+    NVML reports the best that card and slot can do together; the current speed falls when the card is idle.
     """
     whole = card.parent or card
     if card.integrated or any(chip in (whole.name or "") for chip in _COHERENT):
@@ -252,13 +252,13 @@ def pcie_link(card: Card) -> tuple[int | None, int | None]:
 
 
 def reading(card: Card, memory_free_bytes: int | None, processes: bool = True) -> Reading:
-    """Return what the driver says of a card now.
+    """Return the driver's reading of a card now.
 
-    Temperature, clocks and fan of an instance are those of its card. The card's power is not the instance's,
-    which the driver does not report.
+    Temperature, clocks and fan of an instance are those of its card. The driver does not report the power of
+    an instance.
 
     Args:
-        processes: whether to ask who holds the card, which takes longer than all the rest.
+        processes: whether to ask who holds the card, which takes longer than all other queries.
     """
     whole = card.parent or card
     busy = getattr(card.ask("nvmlDeviceGetUtilizationRates"), "gpu", None)
@@ -292,7 +292,7 @@ def _throttled(card: Card) -> tuple[str, ...] | None:
 
 
 def _processes(card: Card) -> tuple[Process, ...] | None:
-    """Return who holds the card, each once; `None` if the driver does not say who computes on it."""
+    """Return the processes that hold the card; `None` if the driver does not report who computes on it."""
     kinds = {}
     for kind in ("Graphics", "Compute"):
         name = f"nvmlDeviceGet{kind}RunningProcesses"
@@ -307,7 +307,7 @@ def _processes(card: Card) -> tuple[Process, ...] | None:
 
 
 def _known(size: int | None) -> int | None:
-    """Return a size, `None` for what NVML writes where it does not know it: 2⁶⁴ − 1, or nothing."""
+    """Return a size, `None` if NVML does not know it and writes 2⁶⁴ − 1, or nothing."""
     return None if size is None or size >= 2**64 - 1 else positive(size)
 
 

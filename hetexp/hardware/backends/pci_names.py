@@ -1,7 +1,7 @@
-"""What a PCI id says of a card: its name, its architecture, whether it is part of a processor.
+"""Maps a PCI id to a card's name and architecture, and to whether it is part of a processor.
 
-For cards that no driver names, above all those without a driver. The table is `pci_names.txt`, from pci.ids
-(https://pci-ids.ucw.cz). An id often stands for several cards; the name then lists them.
+It serves cards that no driver names, above all cards without a driver. The table is `pci_names.txt`, from
+pci.ids (https://pci-ids.ucw.cz). An id often stands for several cards; the name then lists them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORDS = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel"}
 
 @dataclass(frozen=True)
 class Chip:
-    """What is known of all cards with one PCI id."""
+    """The facts that all cards with one PCI id share."""
 
     name: str
     """`AMD Radeon RX 6600/6600 XT`; `AMD GPU 0x744c` if the table does not list the id."""
@@ -30,7 +30,7 @@ class Chip:
 
 
 def chip(vendor: str, device_id: int | None) -> Chip:
-    """Return what the table says of an id.
+    """Return the table's entry of an id.
 
     Args:
         vendor: `nvidia`, `amd` or `intel`.
@@ -52,6 +52,6 @@ def _chips() -> dict[tuple[str, int | None], Chip]:
             integrated = rest == ["integrated"]
             continue
         name, _, ids = line.strip().rpartition(": ")
-        known = Chip(f"{WORDS[vendor]} {name}", architecture, integrated, listed=True)
-        chips.update({(vendor, int(number, 16)): known for number in ids.split()})
+        entry = Chip(f"{WORDS[vendor]} {name}", architecture, integrated, listed=True)
+        chips.update({(vendor, int(number, 16)): entry for number in ids.split()})
     return chips

@@ -1,4 +1,4 @@
-"""What the kernel tells of any vendor's card: its DRM nodes, its sensors, who holds it.
+"""Reads the kernel's files about a card of any vendor: its DRM nodes, its sensors, who holds it.
 
 Files and units: https://docs.kernel.org/gpu/amdgpu/driver-misc.html (AMD), sysfs-driver-intel-i915-hwmon and
 -xe-hwmon of Linux's Documentation/ABI/testing (Intel), https://docs.kernel.org/gpu/drm-usage-stats.html
@@ -17,20 +17,20 @@ from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import PciCard
 
 COMPUTES_FROM_BYTES = 2**30
-"""A process that holds this much of a card is taken for one that computes, whichever engine it uses: what
-only draws holds less."""
+"""A process that holds this much of a card counts as computing, whichever engine it uses: a process that only
+draws holds less."""
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _COMPUTE_ENGINES = ("drm-engine-compute", "drm-cycles-ccs")
 """Time or cycles on the engines that only compute: as i915 and amdgpu call them, as xe does."""
 _MEMORY = (("drm-resident-vram", "drm-resident-local"), ("drm-memory-vram",))
-"""A client's memory on the card, in the words of xe and i915, else in amdgpu's older ones, which newer
-drivers tell as well. `vram0`, `vram1` are tiles."""
+"""Keys of a client's memory on the card: those of xe and i915, else the older ones of amdgpu, which newer
+drivers write as well. `vram0`, `vram1` are tiles."""
 _NO_ANSWER = b"\xff\xff"
-"""What a bus reads where nothing answers; no vendor has this number."""
+"""Bytes that a bus reads if no device answers; no vendor has this number."""
 
 
 def device_folder(machine: Machine, address: str) -> Path:
-    """Return the folder of a PCI device, whether it is there or not."""
+    """Return the folder of a PCI device, which may not exist."""
     return machine.path(f"/sys/bus/pci/devices/{address}")
 
 
@@ -70,7 +70,7 @@ def fan(machine: Machine, folder: Path | None) -> float | None:
 
 
 def energy_joules(machine: Machine, address: str) -> float | None:
-    """Return what a card of Intel's has drawn since its driver was loaded; else what its package has.
+    """Return the energy of an Intel card, or else of its package, since its driver was loaded.
 
     The kernel's files count microjoules.
     """
@@ -82,7 +82,7 @@ def energy_joules(machine: Machine, address: str) -> float | None:
 
 
 def positive(number: int | None) -> int | None:
-    """Return a number, `None` for 0, which drivers write if they do not know it."""
+    """Return a number, `None` for 0: drivers write 0 if they do not know the number."""
     return number if number is not None and number > 0 else None
 
 
@@ -95,8 +95,8 @@ def host_memory(machine: Machine) -> tuple[int | None, int | None]:
     """Return the host's total and available bytes as Linux counts them."""
     sizes = {}
     for line in (machine.text("/proc/meminfo") or "").splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
+        name, _, value = line.partition(":")
+        words = value.split()
         if words and words[0].isascii() and words[0].isdigit():
             sizes[name] = int(words[0]) * 1024
     return positive(sizes.get("MemTotal")), sizes.get("MemAvailable")
@@ -114,9 +114,9 @@ def driver_version(machine: Machine, module: str | None) -> str | None:
 
 
 def off_the_bus(machine: Machine, address: str) -> str | None:
-    """Return in words that a card no longer answers on the PCI bus, `None` if it does.
+    """Return a sentence that a card no longer answers on the PCI bus, `None` if it answers.
 
-    A sleeping card is not woken: nothing is known to be wrong with it.
+    A sleeping card is not woken, and counts as answering.
     """
     folder = device_folder(machine, address)
     if machine.text(folder / "power" / "runtime_status") == "suspended":
@@ -131,13 +131,13 @@ def off_the_bus(machine: Machine, address: str) -> str | None:
     return "it no longer answers on the PCI bus; see sudo dmesg, then restart the machine"
 
 
-def wrong_driver(card: PciCard, wanted: tuple[str, ...]) -> str | None:
-    """Return why a card's kernel driver is not one of those that can compute, with the fix."""
-    names = " or ".join(wanted)
-    if card.driver in wanted:
+def wrong_driver(card: PciCard, accepted: tuple[str, ...]) -> str | None:
+    """Return why a card's kernel driver cannot compute, with the fix; `None` if it is an accepted one."""
+    names = " or ".join(accepted)
+    if card.driver in accepted:
         return None
     if card.driver is None:
-        return f"no kernel driver is bound to it; load {names} (sudo modprobe {wanted[0]})"
+        return f"no kernel driver is bound to it; load {names} (sudo modprobe {accepted[0]})"
     if card.driver in ("vfio-pci", "pci-stub"):
         return f"it is reserved for a virtual machine ({card.driver}); give it back to {names}"
     return f"the kernel driver {card.driver} is bound to it, which cannot compute; {names} can"
@@ -174,19 +174,19 @@ def _group(path: Path) -> str:
 
 @dataclass
 class _Client:
-    """A process on one card, summed over its DRM clients."""
+    """A process on a card, summed over its DRM clients."""
 
     memory: int | None = None
     computed: bool = False
     seen: set[str] = field(default_factory=set)
-    """Ids of clients that were counted: copies of a file descriptor tell the same again."""
+    """Ids of clients that were counted: each copy of a file descriptor shows the same client."""
 
 
 def drm_processes(machine: Machine) -> dict[str, tuple[Process, ...]]:
-    """Return who holds which card, by PCI address, as far as this user may see other processes' files.
+    """Return the processes that hold each card, by PCI address, as far as this user may see their files.
 
-    A process computes if it used an engine that only computes, or holds much memory. On cards whose chip
-    has no such engine, only the memory tells computing from drawing.
+    A process computes if it used an engine that only computes, or holds much memory. If a chip has no such
+    engine, only the memory distinguishes computing from drawing.
     """
     clients: dict[tuple[str, int], _Client] = {}
     for folder in _sorted(machine.path("/proc")):
@@ -200,7 +200,7 @@ def drm_processes(machine: Machine) -> dict[str, tuple[Process, ...]]:
 
 
 def _read_clients(folder: Path, pid: int, clients: dict[tuple[str, int], _Client]) -> None:
-    """Add a process's clients; one that has ended, or is another user's, has none."""
+    """Add a process's clients; a process that has ended or belongs to another user adds none."""
     with suppress(OSError):
         handle = os.open(folder / "fd", os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -235,9 +235,8 @@ def _add_client(text: str, pid: int, clients: dict[tuple[str, int], _Client]) ->
     client.seen.add(number)
     for names in _MEMORY:
         sizes = [_bytes(value) for key, value in facts.items() if key.startswith(names)]
-        known = [size for size in sizes if size is not None]
-        if known:
-            client.memory = (client.memory or 0) + sum(known)
+        if any(size is not None for size in sizes):
+            client.memory = (client.memory or 0) + sum(size or 0 for size in sizes)
             break
     for key, value in facts.items():
         used = value.partition(" ")[0]

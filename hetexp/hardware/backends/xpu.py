@@ -51,7 +51,7 @@ _PRECISIONS = {
 """float64: `ftrSupportsFP64` in compute-runtime's hw_info_*.cpp (that of Arc A cards can be imitated only);
 bfloat16: chips with matrix engines (XMX)."""
 _TOO_OLD = ("gen9", "gen11")
-"""Graphics before Xe, which no XPU build of torch has code for and newer drivers do not list."""
+"""Graphics before Xe: no XPU build of torch has code for them, and newer drivers do not list them."""
 _HELD_BACK = (
     ("pl1", "power cap"),
     ("pl2", "power cap"),
@@ -62,7 +62,7 @@ _HELD_BACK = (
     ("vr_thermalert", "too hot"),
     ("vr_tdc", "current limit"),
 )
-"""Reasons for a low clock as i915 and xe name their files."""
+"""File names of reasons for a low clock, of i915 and xe, with their meaning."""
 _CONTAINER = "--device /dev/dri"
 
 _LOG = logging.getLogger(__name__)
@@ -120,12 +120,12 @@ class XpuBackend(AcceleratorBackend):
 
     def _check_card(self, module: Any) -> None:
         super()._check_card(module)
-        seen = getattr(module.get_device_properties(0), "device_id", None)
-        known = chip("intel", seen if isinstance(seen, int) else None)
-        # A card whose id is known has its name from the same table.
-        if known.listed and self.spec.architecture is not None and known.name != self.spec.name:
+        device_id = getattr(module.get_device_properties(0), "device_id", None)
+        seen = chip("intel", device_id if isinstance(device_id, int) else None)
+        # If the table lists the chosen card, its name is from there, too.
+        if seen.listed and self.spec.architecture is not None and seen.name != self.spec.name:
             raise SetupError(
-                f"{self.spec} was chosen, but torch sees another card ({known.name}). Remove variables that "
+                f"{self.spec} was chosen, but torch sees another card ({seen.name}). Remove variables that "
                 f"a start-up file of the interpreter sets ({xpu_mask.MASK}, {xpu_mask.BUS_ORDER})."
             )
 
@@ -146,7 +146,7 @@ class XpuBackend(AcceleratorBackend):
         yield partial(sysfs.energy_joules, machine, pci) if pci is not None else None
 
     def _seen_uuid(self, module: Any) -> str | None:
-        return None  # Level Zero and Sysman do not agree on what it is; nothing to compare
+        return None  # Level Zero and Sysman report different UUIDs of one card
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
         super().attach(model, optimizer, inputs)
@@ -166,12 +166,12 @@ class XpuBackend(AcceleratorBackend):
             model.train(training)
 
     def limit_memory(self, num_bytes: int) -> bool:
-        known = hasattr(self._module(), "set_per_process_memory_fraction")  # an older torch lacks it
-        return known and super().limit_memory(num_bytes)
+        can_limit = hasattr(self._module(), "set_per_process_memory_fraction")  # an older torch cannot
+        return can_limit and super().limit_memory(num_bytes)
 
     @cached_property
     def _events_tell_time(self) -> bool:
-        """Whether events of this build measure: those before oneAPI 2025 raise (pytorch/pytorch#131840)."""
+        """Whether events measure time; before oneAPI 2025 they raise (pytorch/pytorch#131840)."""
         try:
             start, end = super().mark(), super().mark()
             self.synchronize()
@@ -183,7 +183,7 @@ class XpuBackend(AcceleratorBackend):
     def mark(self) -> Any:
         if self._events_tell_time:
             return super().mark()
-        self.synchronize()  # without events only a device that has finished tells the time
+        self.synchronize()  # without events, time is read when the device has finished
         return time.perf_counter()
 
     def seconds_between(self, start: Any, end: Any) -> float:
@@ -195,7 +195,7 @@ class XpuBackend(AcceleratorBackend):
 def usable_extension() -> Any | None:
     """Return intel-extension-for-pytorch if an XPU build for this torch is installed and loads.
 
-    The version is looked at first: imported beside another torch, or as a CPU build, it ends the process.
+    The version is checked first: a CPU build, or a build for another torch, ends the process at its import.
     """
     import torch
 
@@ -214,7 +214,7 @@ def usable_extension() -> Any | None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """One card as the kernel and Sysman describe it."""
+    """A card's sources: the kernel's list and files, and Sysman."""
 
     address: str
     bus: PciCard | None
@@ -239,12 +239,12 @@ class _Facts:
 
     @property
     def integrated(self) -> bool:
-        # Graphics in Intel's processors have always had this address.
+        # Graphics in Intel's processors have this address.
         return self.chip.integrated if self.chip.listed else self.address == "0000:00:02.0"
 
     @cached_property
     def details(self) -> dict[str, Any]:
-        """What the command xpu-smi reports; run only if no other source knows."""
+        """Facts from the command xpu-smi, which runs only if no other source knows."""
         answer = self.machine.run(["xpu-smi", "discovery", "-d", self.address, "-j"])
         with suppress(ValueError):
             details = json.loads(answer or "")
@@ -281,7 +281,7 @@ def _detected(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCa
 
 
 def _name(card: _Facts, ask: bool) -> str:
-    """Return the card's name with its vendor: that of its PCI id, which no version of a driver changes."""
+    """Return the card's name with its vendor, first by its PCI id: drivers change their names of cards."""
     if card.chip.listed:
         return card.chip.name
     name = card.reported.name if card.reported is not None else None
@@ -351,12 +351,12 @@ def _with_memory(cards: list[DetectedCard], machine: Machine) -> list[DetectedCa
 
 
 def _model(name: str) -> str:
-    """Return a name without the words in which torch and pci.ids differ."""
+    """Return a name without the words that differ between torch and pci.ids."""
     return plain_name(name).removesuffix(" Graphics").casefold()
 
 
 def _with_masks(cards: list[DetectedCard]) -> list[DetectedCard]:
-    """Give each card its number among those that Level Zero can open, as `environment` has it count."""
+    """Give each card the number by which Level Zero counts it under the variables of `environment`."""
     order = [spec.pci for spec in xpu_mask.in_level_zero_order(_counted(cards))]
     return [
         replace(card, spec=replace(card.spec, mask=str(order.index(card.spec.pci))))
@@ -367,7 +367,7 @@ def _with_masks(cards: list[DetectedCard]) -> list[DetectedCard]:
 
 
 def _unclear_count(cards: Sequence[DetectedCard], machine: Machine) -> tuple[str, str] | None:
-    """Return a mask whose numbers depend on the driver, and the problem with it.
+    """Return a mask whose numbers depend on the driver's version, and the problem with it.
 
     Along the bus, graphics before Xe in the processor come first, and only some versions count them.
     """
@@ -382,12 +382,12 @@ def _unclear_count(cards: Sequence[DetectedCard], machine: Machine) -> tuple[str
 
 
 def _tiles(spec: DeviceSpec) -> int:
-    """Return how many devices Level Zero makes of a card unless it is set to show whole cards."""
+    """Return the number of devices that Level Zero shows for a card, unless it is set to show whole cards."""
     return 2 if spec.architecture == "xe-hpc" and "Max 1100" not in spec.name else 1
 
 
 def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | None) -> Reading:
-    """Return a card's state now; power and use are reported as sums, which one reading cannot divide."""
+    """Return a card's state now, without power and use: these need two readings of a sum."""
     sensors = sysfs.sensors(card.machine, card.address)
     heat = limit = turns = None
     if sensors is not None:
@@ -441,18 +441,18 @@ class _Gauge:
 
 
 _Sum = tuple[float, float] | None
-"""Two counters that are read together."""
+"""Two counters that are read at the same time."""
 
 
 def _ratio(before: _Sum, now: _Sum, most: float = math.inf) -> float | None:
-    """Return how much the first counter grew a unit of the second; `None` if one fell or stood still."""
+    """Return the growth of the first counter ÷ that of the second; `None` if one fell or stood still."""
     if before is None or now is None or now[1] <= before[1] or now[0] < before[0]:
         return None
     return min(most, (now[0] - before[0]) / (now[1] - before[1]))
 
 
 def _clock(card: _Facts) -> float | None:
-    """Return the clock of a card's first group of cores, as xe or i915 tells it."""
+    """Return the clock of a card's first group of cores, from the file of xe or i915."""
     files = [card.folder / "tile0" / "gt0" / "freq0" / "act_freq"]
     if card.node is not None:
         files.append(card.node / "gt" / "gt0" / "rps_act_freq_mhz")

@@ -1,10 +1,10 @@
-"""The variables that hide Intel's cards: Level Zero's affinity mask, then SYCL's selector on what it left.
+"""Reads the variables that hide Intel's cards: Level Zero's affinity mask, then SYCL's selector on the rest.
 
 Level Zero counts discrete cards first, each kind along the bus, or all along the bus with
 ZE_ENABLE_PCI_ID_DEVICE_ORDER=1 (`comparePciIdBusNumber` in compute-runtime). Meaning of the mask:
 https://oneapi-src.github.io/level-zero-spec/level-zero/latest/core/PROG.html#affinity-mask; of the selector:
 https://github.com/intel/llvm/blob/sycl/sycl/doc/EnvironmentVariables.md#oneapi_device_selector. A mask that
-is not understood hides all cards and is reported: no card is used by a guess.
+is not understood hides all cards and is reported: hetexp uses no card by a guess.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HIERARCHY, BUS_ORDER = "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDE
 _ENTRY = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 _BACKENDS = ("*", "level_zero", "opencl", "cuda", "hip", "native_cpu", "offload")
 _OTHER_DEVICES = ("cpu", "fpga")
-"""Devices that no Intel graphics card is."""
+"""Kinds of devices that are no graphics cards."""
 
 
 class _UnclearError(Exception):
@@ -39,16 +39,16 @@ def in_level_zero_order(cards: Sequence[DeviceSpec], along_the_bus: bool = False
 def hidden(
     cards: Sequence[DeviceSpec], environ: Mapping[str, str], tiles: Mapping[str, int]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return which cards the variables hide.
+    """Return the cards that the variables hide.
 
     Args:
         cards: those that Level Zero can open.
-        environ: of the launcher.
+        environ: environment of the launcher.
         tiles: id of a card → parts that it shows as devices of their own unless ZE_FLAT_DEVICE_HIERARCHY is
             COMPOSITE; cards without an entry have one.
 
     Returns:
-        Id of each hidden card → the variable that hides it, `ZE_AFFINITY_MASK=1`; and what is wrong with the
+        Id of each hidden card → the variable that hides it, `ZE_AFFINITY_MASK=1`; and the mistakes in the
         variables.
     """
     by: dict[str, str] = {}
@@ -74,17 +74,17 @@ def _masked(
     composite = environ.get(HIERARCHY, "").strip() == "COMPOSITE"
     # One place a device that Level Zero shows: a card, or a tile of one.
     places = [card for card in cards for _ in range(1 if composite else tiles.get(card.id, 1))]
-    known = f"0 to {len(places) - 1}" if len(places) > 1 else "0, the only one's number"
+    numbers = f"0 to {len(places) - 1}" if len(places) > 1 else "0, the only one's number"
     if not value.strip():
         raise _UnclearError(
-            f"name Intel cards by number ({known}), but is empty, which Level Zero takes for all. Unset it."
+            f"name Intel cards by number ({numbers}), but is empty, which Level Zero takes for all. Unset it."
         )
     named: list[tuple[int, int | None]] = []
     for entry in (part.strip() for part in value.split(",")):
         match = _ENTRY.fullmatch(entry)
         if match is None or int(match[1]) >= len(places):
             raise _UnclearError(
-                f"name Intel cards by number ({known}), but names {entry!r}{_whole(value, entry)}."
+                f"name Intel cards by number ({numbers}), but names {entry!r}{_whole(value, entry)}."
             )
         named.append((int(match[1]), int(match[2]) if match[2] is not None else None))
     if len(set(named)) != len(named):
