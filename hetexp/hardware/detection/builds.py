@@ -1,7 +1,7 @@
-"""Which accelerators the torch of an interpreter is built for, read from its files: nothing is imported.
+"""Reads from files, without an import, which accelerators the torch of an interpreter is built for.
 
-torch wheels carry one accelerator each, so that a machine with cards of two vendors needs two interpreters.
-`hetexp env` records those that it makes in `environments.json`, which is read here.
+A torch wheel supports one accelerator, so that a machine with cards of two vendors needs two interpreters.
+`hetexp env` records its interpreters in `environments.json`, which this module reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ANSWER_SECONDS = 5.0
-"""Longest wait for an interpreter to say where its torch is; it takes 20 ms on an idle machine."""
+"""Longest wait for an interpreter to report its torch's folder, which takes 20 ms on an idle machine."""
 HOME_VARIABLE = "HETEXP_HOME"
 _WHERE = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
 
@@ -34,12 +34,12 @@ class TorchBuild:
     version: str | None = None
     """`2.13.0+cpu`; `None` if there is no torch."""
     cuda: str | None = None
-    """CUDA version that it is built for, `None` if it is not."""
+    """CUDA version that it is built for, `None` if it is not built for CUDA."""
     hip: str | None = None
     xpu: str | None = None
     mps: bool = False
     problem: str | None = None
-    """Why nothing could be learned of it."""
+    """Why nothing is known of it."""
 
     @property
     def kind(self) -> str:
@@ -54,7 +54,7 @@ class TorchBuild:
 
 
 def home() -> Path:
-    """Return the folder that hetexp keeps its own files in: `$HETEXP_HOME`, else the system's usual place."""
+    """Return the folder of hetexp's own files: `$HETEXP_HOME`, else the system's usual place."""
     named = os.environ.get(HOME_VARIABLE)
     if named:
         return Path(named)
@@ -66,7 +66,7 @@ def home() -> Path:
 
 
 def recorded_interpreters() -> dict[str, str]:
-    """Return the environments that `hetexp env` recorded and that are still there, name → interpreter."""
+    """Return the environments of `hetexp env` that still exist, name → interpreter."""
     try:
         raw = json.loads((home() / "environments.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -81,10 +81,15 @@ def own_build() -> TorchBuild:
 
 
 def read_builds(pythons: Iterable[str]) -> list[TorchBuild]:
-    """Ask interpreters side by side; one that fails says so in its `problem`."""
+    """Read the builds of several interpreters at the same time; a failure is the build's `problem`."""
     pythons = list(dict.fromkeys(pythons))
     questions = [(python, Question([python, "-I", "-c", _WHERE], ANSWER_SECONDS)) for python in pythons]
-    return [_answer(python, question) for python, question in questions]
+    builds = []
+    for python, question in questions:
+        origin = question.answer()
+        failed = TorchBuild(python, problem=question.problem)
+        builds.append(failed if origin is None else _read(python, origin.strip() or None))
+    return builds
 
 
 def known_builds() -> list[TorchBuild]:
@@ -121,7 +126,7 @@ class Question:
             self.problem = f"it cannot be started: {error.strerror or error}"
 
     def answer(self) -> str | None:
-        """Wait for the answer, and return it; `None` if there is none (`problem`)."""
+        """Wait for the answer and return it; `None` if there is none (see `problem`)."""
         if self._process is None:
             return None
         try:
@@ -139,15 +144,8 @@ class Question:
         return out
 
 
-def _answer(python: str, question: Question) -> TorchBuild:
-    origin = question.answer()
-    if origin is None:
-        return TorchBuild(python, problem=question.problem)
-    return _read(python, origin.strip() or None)
-
-
 def _read(python: str | None, origin: str | None) -> TorchBuild:
-    """Read `torch/version.py`, which a build writes and which imports next to nothing."""
+    """Read `torch/version.py` of a build, which imports hardly anything."""
     if origin is None:
         return TorchBuild(python, problem="it has no torch")
     path = Path(origin).with_name("version.py")

@@ -1,4 +1,4 @@
-"""Says who else uses a card: a process that computes on it, or another run of hetexp that holds its lease."""
+"""Finds the users of a card: processes that compute on it, or another run of hetexp that holds its lease."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hetexp.hardware.detection.machine import Machine
 
 DEFAULT_THRESHOLD_MIB = 256.0
 UNSEEN_FRACTION = 0.25
-"""Part of a card's memory that, held by processes that this one cannot see (another container's), counts."""
+"""Part of a card's memory above which processes that this one cannot see (another container's) count."""
 
 
 def who_is_busy(
     machine: Machine, threshold_mib: float = DEFAULT_THRESHOLD_MIB, leases: bool = True
 ) -> Callable[[DetectedCard], str | None]:
-    """Return a function that says who uses a card, `None` if it is free.
+    """Return a function that names the users of a card, and returns `None` if it is free.
 
     Args:
-        threshold_mib: what a process that computes must hold of the card to count.
-        leases: whether another run's lease counts; if not, a card is judged as if that run had ended.
+        threshold_mib: memory on the card from which on a process that computes counts.
+        leases: whether another run's lease counts; if not, a leased card counts as free.
     """
     least = threshold_mib * 2**20
 
     def busy(card: DetectedCard) -> str | None:
-        held = holder(card.spec)
-        if held is not None:
-            return held if leases else None
+        run = holder(card.spec)
+        if run is not None:
+            return run if leases else None
         # Memory of this process itself, of a notebook say, does not count.
         others = [p for p in card.reading.processes or () if p.pid != os.getpid()]
         computing = [p for p in others if p.computes]

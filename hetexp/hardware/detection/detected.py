@@ -40,7 +40,7 @@ class Sensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Sensors):
-    """What a driver says of a card at one moment."""
+    """A driver's reading of a card at one moment."""
 
     memory_free_bytes: int | None = None
     processes: tuple[Process, ...] | None = None
@@ -69,7 +69,7 @@ class DetectedCard:
     spec: DeviceSpec
     reading: Reading = Reading()
     lost: str | None = None
-    """What the driver said when it could no longer reach the card."""
+    """The driver's words when it could no longer reach the card."""
     undriven: str | None = None
     """Why no program can use it, whatever its torch, with the fix: `the amdgpu driver is not loaded …`."""
     hidden_by: str | None = None

@@ -1,6 +1,6 @@
-"""Lists all cards of the machine: numbered the same way for all vendors, with what keeps each from use.
+"""Lists all cards of the machine, numbered alike for all vendors, with the reasons that keep each from use.
 
-The order is that of the PCI bus, not that of a vendor's tool: NVML counts along the bus, CUDA from the
+The order is that of the PCI bus, not of a vendor's tool: NVML counts along the bus, CUDA from the
 fastest card, HIP along the driver's own list, Level Zero discrete cards first. Cards without a bus come last.
 A visibility variable hides cards and changes no number.
 """
@@ -22,13 +22,13 @@ from hetexp.hardware.detection.pci import pci_cards
 
 @dataclass
 class Inventory:
-    """The cards of a machine and what was noticed while listing them."""
+    """The cards of a machine, and the problems of listing them."""
 
     cards: list[DetectedCard] = field(default_factory=list)
     mask_problems: dict[str, list[str]] = field(default_factory=dict)
-    """Backend → what is wrong with the visibility variables for its cards."""
+    """Backend → mistakes in the visibility variables for its cards."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong with `hardware.backends`: their cards may be missing."""
+    """Problems of `hardware.backends`, whose cards may be missing."""
     builds: list[TorchBuild] = field(default_factory=list)
     """The torch builds that were asked, this process's own first."""
 
@@ -43,7 +43,7 @@ def detect(
     Args:
         machine: this machine by default.
         builds: torch builds that may drive the cards; this process's own and the recorded ones by default.
-        busy: says who uses a card, `None` if it is free; by default the users are not looked up.
+        busy: names the users of a card, `None` if it is free; by default the users are not looked up.
     """
     machine = machine or Machine()
     builds = known_builds() if builds is None else builds
@@ -71,7 +71,7 @@ def gauges(cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gau
     """Open the gauges of cards of any vendors; each vendor's library is opened once.
 
     Yields:
-        The gauge of each card in the order given; `None` if nothing can be read of it.
+        The gauge of each card in the order given; `None` if the driver reports nothing of it.
     """
     opened: dict[str, Gauge | None] = {}
     with ExitStack() as stack:
@@ -97,7 +97,7 @@ def numbered(cards: Sequence[DetectedCard]) -> list[DetectedCard]:
 
 
 def _usable(card: DetectedCard, builds: Sequence[TorchBuild]) -> DetectedCard:
-    """Find the interpreter that drives the card, or say why none does."""
+    """Return the card with the interpreter that drives it, or with the reason why none does."""
     if card.undriven is not None or card.lost is not None:
         return card
     backend = backend_class(card.spec.backend)

@@ -1,7 +1,7 @@
-"""Which run holds which card. A lease is a locked file: it ends with its owner, however that one ends.
+"""Leases of cards for runs. A lease is a locked file, so that it ends with its owner in any case.
 
-All users of a machine share one folder of leases, in which each of them may make files and links. So no link
-in it is followed, and nothing is written into a file that is there already.
+All users of a machine share one folder of leases, in which each may make files and links. So hetexp follows
+no link in it, and writes into no file that exists already.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ except ImportError:  # on Windows
 log = logging.getLogger(__name__)
 
 ACQUIRE_SECONDS = 0.2
-"""Longest wait for a lease: another process that only asks who holds it has it for a moment."""
+"""Longest wait for a lease: a process that checks who holds it locks it for a moment."""
 _CHOOSING = "choosing.lock"
 _FOLDER = "hetexp-leases"
 _EVERYBODYS, _OWN = 0o1777, 0o700
@@ -43,18 +43,18 @@ _EVERYBODYS, _OWN = 0o1777, 0o700
 _POLL_SECONDS = 0.05
 _LONGEST_NOTE = 65_536
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Flags that open no link, and do not wait for the other end of a pipe."""
+"""Flags that open no link and do not wait for the other end of a pipe."""
 _OR_SHARE = "choose another card, or share them (hardware.share_devices=true)"
 _reserved: set[Path] = set()
-"""Files of the leases that this process holds for whatever it starts."""
+"""Files of the leases that this process holds for the processes that it starts."""
 _warned: set[Path] = set()
-"""Shared folders that this process has said it does not use."""
+"""Shared folders whose problem this process has logged."""
 
 
 class _Lock:
     """A lock of a file that any user may have made, with the methods of `FileLock` that leases need.
 
-    `FileLock` itself refuses another user's file in a folder that all may write to.
+    `FileLock` itself refuses another user's file in a folder that all users may write to.
     """
 
     _held: weakref.WeakSet[_Lock] = weakref.WeakSet()
@@ -64,10 +64,10 @@ class _Lock:
         self._descriptor: int | None = None
 
     def acquire(self, timeout: float = -1) -> None:
-        """Take it within so many seconds; a negative number: wait for as long as it takes.
+        """Lock the file within `timeout` seconds; a negative number means any time.
 
         Raises:
-            Timeout: another process has it.
+            Timeout: another process holds the lock.
             OSError: the file cannot be opened, or is a link.
         """
         until = time.monotonic() + timeout
@@ -77,7 +77,7 @@ class _Lock:
             time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """Give it back; the file stays, as others may wait for it."""
+        """Unlock the file, which stays, as others may wait for it."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             self._held.discard(self)
@@ -104,7 +104,7 @@ class _Lock:
     def _open(self) -> int:
         flags = os.O_RDWR | _NO_LINK
         try:
-            # Two steps: Linux may refuse O_CREAT for a file that is there and another user's.
+            # Two steps: Linux may refuse O_CREAT for an existing file of another user.
             descriptor = os.open(self.lock_file, flags | os.O_CREAT | os.O_EXCL, 0o666)
             os.fchmod(descriptor, 0o666)  # whatever the umask is
         except FileExistsError:
@@ -116,7 +116,7 @@ class _Lock:
 
     @classmethod
     def _after_fork(cls) -> None:
-        """In a new child, close what it has inherited: else it would hold its parent's leases."""
+        """Close the inherited files in a new child process: else it would hold its parent's leases."""
         for lock in list(cls._held):
             lock.release()
 
@@ -129,10 +129,10 @@ class Leases:
     """The leases of one run.
 
     Args:
-        devices: of the run; those that share a card take one lease.
+        devices: devices of the run; those that share a card take one lease.
         owner: the holder's name in messages: the run's folder.
         cpu: file of one more lease, for devices whose work this machine's CPU does.
-        reserve: hold them for all that this process starts: its leases of the same cards need no other.
+        reserve: whether later leases of the same cards in this process need no lock of their own.
     """
 
     def __init__(
@@ -194,19 +194,19 @@ class Leases:
         self._locks += more._locks
 
     def release(self, device: DeviceSpec) -> None:
-        """Give the lease of a device back before the others."""
+        """Return the lease of a device before the others."""
         name = _name(device)
-        for lock in [held for held in self._locks if Path(held.lock_file).name == name]:
+        for lock in [lock for lock in self._locks if Path(lock.lock_file).name == name]:
             self._locks.remove(lock)
             _let_go(lock)
 
     def holders(self) -> list[str]:
-        """Return in words who holds each device that another process holds."""
+        """Return a description of each device that another process holds, with its holder."""
         return [f"{name}, held by {who}" for path, name in self._devices.items() if (who := _holder(path))]
 
 
 def holder(device: DeviceSpec) -> str | None:
-    """Return who holds a card, in words; `None` if no other run does."""
+    """Return a description of the run that holds a card; `None` if no other run does."""
     if _on_cpu(device):
         return None
     with contextlib.suppress(SetupError):  # reported when a lease is taken
@@ -235,10 +235,10 @@ def owners() -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def choosing() -> Iterator[None]:
-    """Hold the lock under which cards are chosen and taken if several runs do so at the same time.
+    """Hold the lock under which runs choose and take cards, one after another.
 
     Raises:
-        SetupError: its file cannot be opened.
+        SetupError: the file of the lock cannot be opened.
     """
     path = folder() / _CHOOSING
     lock = _lock(path)
@@ -261,17 +261,17 @@ def _holder(path: Path) -> str | None:
         lock.acquire(timeout=0)
     except Timeout:
         return _run_of(path)
-    except OSError:  # another user's file that we may not open, or a link
+    except OSError:  # a file that this user may not open, or a link
         return None
     lock.release()
     return None
 
 
 def folder() -> Path:
-    """Return the folder of leases: that of all users, or this user's own if the other is not safe to use.
+    """Return the folder of leases: that of all users, or this user's own if the first is not safe.
 
     Raises:
-        SetupError: neither is.
+        SetupError: neither folder is safe.
     """
     shared = Path(tempfile.gettempdir()) / _FOLDER
     if fcntl is None:  # on Windows each user has a folder of temporary files
@@ -299,9 +299,9 @@ def folder() -> Path:
 
 
 def _unsafe(path: Path, mode: int) -> str | None:
-    """Make a folder of this mode if there is none, and return why it is not safe to use; `None`: it is.
+    """Make a folder of this mode if it is missing, and return why it is not safe to use, `None` if it is.
 
-    Any user may have made the shared one: all may write to it, and none may remove another's files.
+    Any user may own the shared folder: all may write to it, and none may remove another's files.
     """
     try:
         with contextlib.suppress(FileExistsError):
@@ -364,7 +364,7 @@ def _let_go(lock: _Lock | FileLock) -> None:
 
 
 def _write_note(path: Path, note: dict[str, Any]) -> None:
-    """Write who has a lease beside it; what lies there already is removed, never written into."""
+    """Write the holder of a lease beside it; an existing file is removed, never written into."""
     file_name = path.with_suffix(".json")
     with contextlib.suppress(OSError):  # only messages need it
         file_name.unlink(missing_ok=True)
@@ -377,7 +377,7 @@ def _read_note(path: Path) -> Any:
     """Return a note's content.
 
     Raises:
-        OSError, ValueError: it is a link or no regular file, may not be read, or is no JSON.
+        OSError, ValueError: the file is a link or no regular file, may not be read, or is no JSON.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | _NO_LINK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -1,7 +1,6 @@
-"""The sources that detection reads: the kernel's files, the vendors' libraries, commands, the environment.
+"""The sources of detection: the kernel's files, the vendors' libraries and commands, the environment.
 
-Detection learns everything of a machine through one object. So a test can give it the recorded answers of
-another machine.
+Detection reads a machine through one object only. So a test can give it recorded answers of another machine.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from hetexp.hardware.detection.detected import Seen
 
 COMMAND_SECONDS = 0.6
-"""Longest wait for a vendor's command: a hanging driver must not keep the other cards from being listed."""
+"""Longest wait for a vendor's command: a hanging driver must not delay the list of the other cards."""
 
 
 def _run(command: Sequence[str]) -> str | None:
@@ -35,31 +34,27 @@ def _run(command: Sequence[str]) -> str | None:
     return answer.stdout if answer.returncode == 0 else None
 
 
-def _may_open(path: Path) -> bool:
-    return os.access(path, os.R_OK | os.W_OK)
-
-
 @dataclass(frozen=True)
 class Machine:
     """This machine, or a recorded one."""
 
     root: Path = Path("/")
-    """What stands for `/` in the kernel's files."""
+    """Folder that replaces `/` in the paths of the kernel's files."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     platform: str = sys.platform
     """`linux`, `darwin`, `win32`."""
     load: Callable[[str], Any] = importlib.import_module
-    """Imports a vendor's library; whatever it raises means that the library is not there."""
+    """Imports a vendor's library; any error means that the library is missing."""
     run: Callable[[Sequence[str]], str | None] = _run
-    """Runs a vendor's command and returns what it printed, `None` if it is absent, fails or hangs."""
+    """Runs a vendor's command and returns its output, `None` if the command is absent, fails or hangs."""
     torch_sees: Callable[[str], list[Seen]] | None = None
     """Returns the devices that the torch builds of a kind (`cuda`, `hip`, `xpu`) see; `None`: their
     interpreters are asked (`hetexp.hardware.detection.probe.torch_sees`)."""
-    may_open: Callable[[Path], bool] = _may_open
-    """Says whether this process may read and write a device file (`/dev/kfd`)."""
+    may_open: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
+    """Returns whether this process may read and write a device file (`/dev/kfd`)."""
 
     def path(self, name: str) -> Path:
-        """Return where a file of this machine is (`/sys/class/drm`)."""
+        """Return the path of a file of this machine (`/sys/class/drm`)."""
         return self.root / name.lstrip("/")
 
     def text(self, name: str | Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Cards as the kernel sees them on the PCI bus: all of them, whatever drivers and libraries are there."""
+"""Lists the cards on the PCI bus as the kernel sees them, whatever drivers and libraries are installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """VGA controller, 3D controller, other display controller, processing accelerator."""
 VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel"}
 
-
 LANE_GB_PER_SECOND = {1: 0.25, 2: 0.5, 3: 8 / 8.125, 4: 16 / 8.125, 5: 32 / 8.125, 6: 8 * 242 / 256}
 """PCI Express generation → 10^9 bytes a second of one lane and direction, after line coding: 8b/10b, from
 the third on 128b/130b, flits of 256 bytes with 242 for data in the sixth (PCI Express Base Specification)."""
@@ -21,7 +20,7 @@ class PciCard:
     """A display controller or accelerator of a vendor that has a backend."""
 
     address: str
-    """`0000:03:00.0`, lower case, as every tool can be brought to write it."""
+    """`0000:03:00.0`, in lower case."""
     vendor: str
     """`nvidia`, `amd` or `intel`."""
     device_id: int
@@ -49,8 +48,6 @@ def pci_cards(machine: Machine) -> list[PciCard]:
 
 def normalised(address: str) -> str:
     """Return an address as the kernel writes it: NVML's `00000000:03:00.0`, torch's `03:00`."""
-    domain, _, rest = address.strip().lower().rpartition(":")[0].rpartition(":")
-    bus_device = f"{rest}:{address.strip().lower().rpartition(':')[2]}"
-    number = int(domain, 16) if domain else 0
-    function = bus_device if "." in bus_device else f"{bus_device}.0"
-    return f"{number:04x}:{function}"
+    *domain, bus, device = address.strip().lower().split(":")
+    function = device if "." in device else f"{device}.0"
+    return f"{int(domain[0], 16) if domain else 0:04x}:{bus}:{function}"

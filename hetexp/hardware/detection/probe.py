@@ -1,8 +1,8 @@
-"""Which devices torch itself sees: asked of the interpreters that can drive them, and remembered.
+"""Asks the interpreters that can drive cards which devices their torch sees, and caches the answers.
 
-For cards whose driver no library can be asked (ROCm under WSL, an Arc without Level Zero's tools). Importing
-torch takes seconds and may hang in a driver. So processes of their own do it, within a time limit, and
-the answer is kept in `$HETEXP_HOME/cache` until the interpreter's torch, a driver or the cards change.
+This serves cards whose driver has no library to ask (ROCm under WSL, an Arc without Level Zero's tools). The
+import of torch takes seconds and may hang in a driver. So processes of their own do it, within a time limit,
+and the answer is kept in `$HETEXP_HOME/cache` until the interpreter's torch, a driver or the cards change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetexp.hardware.detection.pci import pci_cards
 PROBE_SECONDS = 20.0
 """Longest wait for an interpreter to import torch and to look at its devices."""
 FAILURE_SECONDS = 60.0
-"""How long a failure, or an answer without a device, is believed: both go away without leaving a trace."""
+"""How long a failure, or an answer without a device, is kept: nothing shows when its cause is gone."""
 
 _DRIVERS = (
     "/proc/driver/nvidia/version",
@@ -39,7 +39,7 @@ _DRIVERS = (
     "/proc/sys/kernel/random/boot_id",
 )
 _NODES = ("/dev/nvidia[0-9]*", "/dev/dri/renderD*", "/dev/kfd", "/dev/dxg")
-"""What a container may have or lack, and a user may read or not."""
+"""Device files, which a container may lack and a user may be unable to read."""
 
 _SCRIPT = """
 import json, os, sys
@@ -75,7 +75,7 @@ _PROPERTIES = "name,total_memory,uuid,major,minor,is_integrated,pci_domain_id,pc
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one interpreter said."""
+    """The answer of one interpreter."""
 
     devices: tuple[Seen, ...] = ()
     problem: str | None = None
@@ -85,7 +85,7 @@ class _Answer:
 def torch_sees(kind: str, machine: Machine) -> list[Seen]:
     """Return the devices that the torch builds of a kind see on this or a recorded machine.
 
-    It starts interpreters. So only backends whose driver cannot be asked call it.
+    It starts interpreters, so that only backends without another source call it.
     """
     return torch_devices(kind, machine=machine) if machine.torch_sees is None else machine.torch_sees(kind)
 
@@ -98,17 +98,17 @@ def torch_devices(
     limit_seconds: float = PROBE_SECONDS,
     machine: Machine | None = None,
 ) -> list[Seen]:
-    """Return the devices that the torch builds of a kind see, those included that visibility variables hide.
+    """Return the devices that the torch builds of a kind see, also those that visibility variables hide.
 
-    If several interpreters have such a build, the list of the one that sees most is returned.
+    Of several interpreters with such a build, the longest list is returned.
 
     Args:
         kind: `cuda`, `hip`, `xpu` or `mps` (`TorchBuild.kind`).
         builds: torch builds that may be asked; this process's own and the recorded ones by default.
-        wait: whether to wait for interpreters that have not answered before. Else they are asked by a process
-            that goes on by itself, and what is known at once is returned.
+        wait: whether to wait for interpreters without a cached answer. Else a process asks them on its own,
+            and the cached devices are returned.
         limit_seconds: longest wait for all of them together.
-        machine: this one by default.
+        machine: this machine by default.
     """
     machine = machine or Machine()
     asked = _of_kind(kind, builds)
@@ -126,7 +126,7 @@ def torch_devices(
 def probe_problem(
     kind: str, *, builds: Sequence[TorchBuild] | None = None, machine: Machine | None = None
 ) -> str | None:
-    """Return why an interpreter of a kind showed no device when last asked, `None` if none failed."""
+    """Return why an interpreter of a kind last showed no device, `None` if none failed."""
     asked = _of_kind(kind, builds)
     key = _fingerprint(machine or Machine()) if asked else []
     for build in asked:
@@ -137,8 +137,8 @@ def probe_problem(
 
 
 def _of_kind(kind: str, builds: Sequence[TorchBuild] | None) -> list[TorchBuild]:
-    known = known_builds() if builds is None else builds
-    return [build for build in known if build.kind == kind and build.problem is None]
+    builds = known_builds() if builds is None else builds
+    return [build for build in builds if build.kind == kind and build.problem is None]
 
 
 def _python(build: TorchBuild) -> str:
@@ -146,7 +146,7 @@ def _python(build: TorchBuild) -> str:
 
 
 def _fingerprint(machine: Machine) -> list[Any]:
-    """Return what an answer depends on beside the interpreter: drivers, cards, and who may open them."""
+    """Return the facts that an answer depends on beside the interpreter: drivers, cards, permissions."""
     drivers = [machine.text(path) for path in _DRIVERS]
     cards = [[card.address, card.device_id, card.driver] for card in pci_cards(machine)]
     nodes = [
@@ -158,7 +158,7 @@ def _fingerprint(machine: Machine) -> list[Any]:
     return [platform.release(), drivers, cards, nodes, order]
 
 
-# ---------------------------------------------------------------- what is remembered
+# ---------------------------------------------------------------- cache
 
 
 def _path(build: TorchBuild, suffix: str = "json") -> Path:
@@ -167,13 +167,13 @@ def _path(build: TorchBuild, suffix: str = "json") -> Path:
 
 
 def _remembered(build: TorchBuild, key: Sequence[Any]) -> _Answer | None:
-    """Return an interpreter's last answer, `None` if there is none or it no longer holds."""
+    """Return an interpreter's cached answer, `None` if it is missing or outdated."""
     try:
         raw = json.loads(_path(build).read_text(encoding="utf-8"))
         if raw["key"] != [_python(build), build.version, *key]:
             return None
         answer = _Answer(tuple(Seen(**seen) for seen in raw["devices"]), raw["problem"], float(raw["time"]))
-    except (OSError, ValueError, TypeError, KeyError):  # absent, or broken: then it is asked again
+    except (OSError, ValueError, TypeError, KeyError):  # absent or broken
         return None
     age = time.time() - answer.time
     return answer if answer.devices or 0 <= age < FAILURE_SECONDS else None
@@ -181,7 +181,7 @@ def _remembered(build: TorchBuild, key: Sequence[Any]) -> _Answer | None:
 
 def _remember(build: TorchBuild, key: Sequence[Any], answer: _Answer) -> None:
     raw = asdict(answer) | {"key": [_python(build), build.version, *key]}
-    with contextlib.suppress(OSError):  # a folder that cannot be written costs seconds the next time, no more
+    with contextlib.suppress(OSError):  # without the cache, the next call takes seconds, no more
         _path(build).parent.mkdir(parents=True, exist_ok=True)
         write_json(_path(build), raw)
 
@@ -192,11 +192,11 @@ def _remember(build: TorchBuild, key: Sequence[Any], answer: _Answer) -> None:
 def _ask(
     kind: str, builds: Sequence[TorchBuild], key: Sequence[Any], machine: Machine, limit_seconds: float
 ) -> dict[TorchBuild, _Answer]:
-    """Ask interpreters side by side and remember what they say."""
+    """Ask interpreters at the same time, and cache their answers."""
     environ = {name: value for name, value in machine.environ.items() if name not in VISIBILITY}
     questions = {}
     for build in builds:
-        # Another interpreter's torch must not come from this one's PYTHONPATH; own packages may well do.
+        # Another interpreter's torch must not come from this one's PYTHONPATH.
         isolated = ["-I"] if build.python is not None else []
         command = [_python(build), *isolated, "-c", _SCRIPT, kind, _PROPERTIES]
         questions[build] = Question(command, limit_seconds, environ)
@@ -218,16 +218,16 @@ def _answer(kind: str, question: Question) -> _Answer:
 
 
 def _ask_detached(kind: str, builds: Sequence[TorchBuild], machine: Machine, limit_seconds: float) -> None:
-    """Let a process of its own ask and remember; while one is at it, no second one is started."""
-    wanted = [build for build in builds if _claimed(build, limit_seconds)]
-    if not wanted:
+    """Let another process ask and cache the answers, unless a process is already asking."""
+    claimed = [build for build in builds if _claimed(build, limit_seconds)]
+    if not claimed:
         return
     program = (
         f"import sys; sys.path.append({str(Path(__file__).resolve().parents[3])!r}); "
         "from hetexp.hardware.detection.probe import _detached; "
         f"_detached({kind!r}, {limit_seconds!r}, sys.argv[1])"
     )
-    plain = json.dumps([asdict(build) for build in wanted])
+    plain = json.dumps([asdict(build) for build in claimed])
     with contextlib.suppress(OSError):
         process = subprocess.Popen(
             [sys.executable, "-c", program, plain],
@@ -237,15 +237,15 @@ def _ask_detached(kind: str, builds: Sequence[TorchBuild], machine: Machine, lim
             env=dict(machine.environ),
             start_new_session=True,
         )
-        _AT_IT.append(process)
+        _ASKING.append(process)
 
 
-_AT_IT: list[subprocess.Popen[bytes]] = []
-"""Kept, so that Python does not complain of a process that is not waited for."""
+_ASKING: list[subprocess.Popen[bytes]] = []
+"""Kept, so that Python does not warn of a process that is not waited for."""
 
 
 def _detached(kind: str, limit_seconds: float, plain: str) -> None:
-    """Ask what `_ask_detached` was to ask; runs in its process."""
+    """Ask the interpreters in the process of `_ask_detached`."""
     builds = [TorchBuild(**raw) for raw in json.loads(plain)]
     machine = Machine()
     try:
@@ -256,7 +256,7 @@ def _detached(kind: str, limit_seconds: float, plain: str) -> None:
 
 
 def _claimed(build: TorchBuild, limit_seconds: float) -> bool:
-    """Tell whether this process is the one to ask an interpreter; a claim of one that died ends by itself."""
+    """Return whether this process may ask an interpreter; the claim of a process that died expires."""
     path = _path(build, "asked")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @cache
 def altered(backend: type[Backend]) -> type[FaultyBackend]:
     """Return a backend's class with ordered faults, slow-down and memory limit around it."""
-    if issubclass(backend, FaultyBackend):  # an emulated device has all of them in its model
+    if issubclass(backend, FaultyBackend):  # an emulated device models all of them
         return backend
     facts = {"__doc__": backend.__doc__, "__module__": backend.__module__}
     return cast("type[FaultyBackend]", type(backend.__name__, (_AlteredBackend, backend), facts))
@@ -67,11 +67,11 @@ class _AlteredBackend(FaultyBackend):
             return None
         return Slowdown(module, lambda: self.slower, self)
 
-    def _limit(self, model: nn.Module, optimizer: torch.optim.Optimizer, pieces: Sequence[nn.Module]) -> None:
+    def _limit(self, model: nn.Module, optimizer: torch.optim.Optimizer, stages: Sequence[nn.Module]) -> None:
         """Limit the device to `spec.memory_bytes`, by torch's allocator or else by a model of it."""
         size = self.spec.memory_bytes
         if not self.spec.limited:
             return
         assert size is not None
         if not self.limit_memory(size):
-            self._allocator = ModelledAllocator(model, optimizer, size, str(self.spec), pieces)
+            self._allocator = ModelledAllocator(model, optimizer, size, str(self.spec), stages)

@@ -1,8 +1,8 @@
-"""A card that is not there: real arithmetic on the CPU, at its modelled speed and in its modelled memory.
+"""An emulated card: real arithmetic on the CPU, at the card's modelled speed and in its modelled memory.
 
-Modelled, each × `time_scale`: a forward pass `link(inputs) + overhead + FLOPs / (peak rate × efficiency)`; a
-backward pass likewise without inputs; an update `overhead + bytes moved / memory bandwidth`. Not modelled:
-kernels bound by memory bandwidth, and what a driver does.
+Modelled times, each × `time_scale`: a forward pass `link(inputs) + overhead + FLOPs / (peak rate ×
+efficiency)`; a backward pass, the same without inputs; an update `overhead + bytes moved / memory bandwidth`.
+Kernels bound by memory bandwidth and the driver's work are not modelled.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 OUTRUN_TOLERANCE = 0.02
 """Share of its modelled time that a device may run late before its timings are called invalid."""
 SCALE_MARGIN = 1.5
-"""How much slower than the rehearsed real work emulation runs, so that a busy moment does not outrun it."""
+"""Emulated time ÷ rehearsed real time, so that a busy moment does not take longer than emulated."""
 SHORTEST_PASS = 8e-3
-"""Seconds that every pass lasts at least, beside which the lateness of a sleep is small."""
+"""Shortest time of a pass in seconds; the lateness of a sleep is small beside it."""
 UPDATE_PASSES = 7
 """Times that an update moves each weight: AdamW reads weight, gradient and two moments, and writes three."""
 
@@ -42,14 +42,14 @@ class CardTimes:
     """The modelled times of one model's passes on one card.
 
     Args:
-        card: figures.
+        card: figures of the card.
         precision: as the catalogue names it (`float32`).
         forward_flops: operations of one sample forward.
         backward_flops: operations of one sample backward.
-        update_bytes: what an update moves through the card's memory.
-        deviation: how this very card differs from its figures.
-        takes_bytes: what comes from another device for one sample, so that its gradient goes back there.
-        gives_bytes: what goes to another device of one sample, so that its gradient comes back from there.
+        update_bytes: bytes that an update moves through the card's memory.
+        deviation: how this card differs from its figures.
+        takes_bytes: bytes of one sample that come from another device, to which their gradient returns.
+        gives_bytes: bytes of one sample that go to another device, from which their gradient returns.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CardTimes:
         self._deviation = deviation or Deviation(None, 0)
         self._takes_bytes, self._gives_bytes = takes_bytes, gives_bytes
         self.slower = 1.0
-        """Factor of the moment: heat, an ordered slow-down."""
+        """Current factor of the times: heat, an ordered slow-down."""
 
     def forward(self, num_samples: int, num_bytes: int) -> float:
         travel = self.card.host_link.seconds(num_bytes)
@@ -83,7 +83,7 @@ class CardTimes:
         return travel + self._compute(self._backward_flops, num_samples)
 
     def _travel(self, bytes_per_sample: int, num_samples: int) -> float:
-        """Return what it takes tensors between two pieces of a model to pass the card's link, one way."""
+        """Return the time of tensors between two stages on the card's link, in one direction."""
         return self.card.host_link.seconds(bytes_per_sample * num_samples) if bytes_per_sample else 0.0
 
     def update(self) -> float:
@@ -103,20 +103,20 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
     energy_source: ClassVar[str] = "modelled"
 
     def __init__(self, spec: DeviceSpec) -> None:
-        from hetexp.hardware.catalogue import card_of  # it imports pydantic, which detection does without
+        from hetexp.hardware.catalogue import card_of  # it imports pydantic, which detection does not need
 
         super().__init__(spec)
         self.card = card_of(spec)
         self.times: list[CardTimes] = []
-        """Of each module that it paces."""
+        """Times of each paced module."""
         self._planned: CardTimes | None = None
-        """Times of the first module as planner and policies see the card: without deviation."""
+        """Times of the first module without deviation, as planner and policies see the card."""
         self.pacer: Pacer | None = None
         self._allocator: ModelledAllocator | None = None
 
     @classmethod
     def describe_card(cls, index: int, card: Card) -> DeviceSpec:
-        """Return emulated device number `index` with all that a rank needs to know of its card."""
+        """Return emulated device number `index`, with all facts of its card that a rank needs."""
         return DeviceSpec(
             id=f"emulated:{index}",
             backend="emulated",
@@ -139,7 +139,7 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
 
     @contextmanager
     def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
-        """Give what the card draws at its power limit while it works, as `hetexp plan` predicts it."""
+        """Yield a counter of the energy at the power limit during work, as `hetexp plan` predicts it."""
         yield self._joules if self.spec.power_limit_watts is not None else None
 
     def energy_is_plausible(self, joules: float, seconds: float) -> bool:
@@ -150,7 +150,7 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
         return self.spec.power_limit_watts * (self.pacer.modelled_seconds if self.pacer is not None else 0.0)
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
-        """Count the model's work on `inputs` and hook its passes; delays begin with `start_pacing`."""
+        """Count the model's work on `inputs`, and hook its passes; delays begin with `start_pacing`."""
         self._attach([StagePasses(model, inputs, 0, 0)], model, optimizer)
 
     def attach_stages(
@@ -165,10 +165,10 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
         optimizer: torch.optim.Optimizer,
         modules: Sequence[nn.Module] = (),
     ) -> None:
-        """Pace some modules, and limit the memory of the model that they are a part of."""
+        """Pace some modules, and limit the memory of the model that they belong to."""
         weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         deviation = Deviation(self.deviation_seed, self.spec.index)
-        # Under autocast the weights stay in float32 and most of the work does not.
+        # Under autocast, the weights stay in float32, but most of the work is in `precision`.
         precision = self.precision or str(next(model.parameters()).dtype).removeprefix("torch.")
         for stage in stages:
             forward, backward, fractions = count_work(stage.module, stage.inputs)

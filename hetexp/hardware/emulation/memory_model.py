@@ -1,4 +1,4 @@
-"""The memory of a card that is not there: what a step would hold on it, and the error when it is too much."""
+"""Models the memory of an emulated card: the bytes of a step on it, and the error if they do not fit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 CONTEXT_BYTES = 300 * 2**20
-"""Assumed memory that a process takes on a card before it holds a tensor."""
+"""Assumed memory of a process on a card before its first tensor."""
 
 
 class ModelledAllocator:
-    """Counts weights, gradients, optimizer state and what autograd keeps for backward.
+    """Counts weights, gradients, optimizer state and activations.
 
-    Activations are counted from the tensors that autograd really saves on the CPU, each storage once, weights
-    not again. Temporary buffers inside a kernel and fragmentation are not modelled.
+    Activations are the tensors that autograd saves on the CPU, each storage once, without weights. Temporary
+    buffers inside a kernel and fragmentation are not modelled.
 
     Args:
-        model: its forward passes are counted.
-        optimizer: its state is part of the sum.
+        model: model whose forward passes are counted.
+        optimizer: optimizer whose state is part of the sum.
         capacity_bytes: memory of the card.
-        name: of the device, for the error.
-        pieces: of the model that are called instead of it, as a pipeline's stages are: what a pass keeps
-            counts until its own backward pass ends, beside those of other microbatches.
+        name: name of the device in the error.
+        stages: parts of the model that are called instead of it, as in a pipeline: the activations of a pass
+            then count until its backward pass ends, beside those of other microbatches.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ModelledAllocator:
         optimizer: torch.optim.Optimizer,
         capacity_bytes: int,
         name: str,
-        pieces: Sequence[nn.Module] = (),
+        stages: Sequence[nn.Module] = (),
     ) -> None:
         self._optimizer, self._capacity, self._name = optimizer, capacity_bytes, name
         self._parameters = list(model.parameters())
@@ -48,17 +48,17 @@ class ModelledAllocator:
         self._hooks: AbstractContextManager[Any] | None = None
         self.peak_bytes = self.static_bytes()
         self.free_bytes: int | None = None
-        """Before the last tensor that did not fit; `None` while all did."""
+        """Free bytes before the last tensor that did not fit; `None` if all tensors fitted."""
         self._of_others = 0
-        """Kept by passes before this one whose backward pass has not come."""
-        for module in pieces or [model]:
+        """Activations of earlier passes whose backward pass has not ended."""
+        for module in stages or [model]:
             module.register_forward_pre_hook(self._begin, with_kwargs=True)
             module.register_forward_hook(lambda *_: self._end(), always_call=True)
-            if pieces:
+            if stages:
                 module.register_forward_hook(self._free_after_backward)
 
     def static_bytes(self) -> int:
-        """Return what is held between two steps, gradients included."""
+        """Return the bytes that are held between two steps, gradients included."""
         weights = sum(_size(p) for p in (*self._parameters, *self._buffers))
         gradients = sum(_size(p) for p in self._parameters if p.requires_grad)
         state = sum(_size(t) for entry in self._optimizer.state.values() for t in tensors(entry))

@@ -22,7 +22,7 @@ ORDERED = "as `fault.events` orders"
 
 
 class FaultyBackend(Backend):
-    """A backend to whose device the faults of `fault.events` happen."""
+    """A backend whose device suffers the faults of `fault.events`."""
 
     def __init__(self, spec: DeviceSpec) -> None:
         super().__init__(spec)
@@ -32,7 +32,7 @@ class FaultyBackend(Backend):
         self.deviation_seed: int | None = None
         """Makes an emulated card differ from its figures (`hardware.deviation_seed`)."""
         self.slower = spec.slow
-        """How many times slower than by itself the device is made to be at the moment."""
+        """Current factor by which the device is slowed down."""
         self._first_step_at: float | None = None
 
     def begin_step(self, step: int) -> None:
@@ -48,15 +48,15 @@ class FaultyBackend(Backend):
 
 
 def suffer(due: Due, device: str, spared_port: int | None = None) -> None:
-    """Let a sudden fault happen to this process, which drives the device.
+    """Cause a sudden fault in this process, which drives the device.
 
     Args:
-        device: its name in errors.
+        device: name of the device in errors.
         spared_port: connections to it survive a `comms` fault.
 
     Raises:
-        torch.OutOfMemoryError: the fault is an out-of-memory.
-        torch.AcceleratorError: it is an error of the device.
+        torch.OutOfMemoryError: the fault is an out-of-memory error.
+        torch.AcceleratorError: the fault is an error of the device.
     """
     import torch
 
@@ -80,17 +80,17 @@ def suffer(due: Due, device: str, spared_port: int | None = None) -> None:
 
 
 def break_connections(spared_port: int | None = None) -> int:
-    """Shut down every TCP connection of this process, as a network that fails would.
+    """Shut down every TCP connection of this process, as a failing network does.
 
     Args:
         spared_port: connections to this port of another process live on.
 
     Returns:
-        How many connections broke.
+        The number of connections that broke.
     """
     broken = 0
     for entry in list(OPEN_FILES.iterdir()):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+        with contextlib.suppress(OSError):  # already closed, or not connected
             number = int(entry.name)
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue

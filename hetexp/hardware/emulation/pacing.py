@@ -1,8 +1,9 @@
 """Paces a model's passes on the CPU to the modelled time of a card.
 
-A step has phases: forward (inputs travelling to the card included), backward, update. Each begins when the
-work really begins and ends no earlier than its modelled duration × `time_scale`. In backward, each gradient
-waits for the share of the work before it, so that an exchange overlaps with the rest as on the card.
+A step has three phases: forward (with the transfer of inputs to the card), backward, update. A phase begins
+with its real work and lasts at least its modelled duration × `time_scale`. In backward, each gradient is
+delayed by the share of the work before it, so that an exchange overlaps with the remaining work as on the
+card.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 GRAIN_SECONDS = 1e-3
-"""A sleep ends a little late by itself; only what is later than this counts as outrun."""
+"""A sleep ends a little late by itself; only a later end counts as late."""
 
 
 class PassTimes(Protocol):
-    """What a pacer asks of the card: modelled seconds, `time_scale` not applied."""
+    """A card's modelled seconds, before `time_scale`."""
 
     def forward(self, num_samples: int, num_bytes: int) -> float:
         """Return the time of a forward pass whose inputs have so many bytes."""
@@ -44,10 +45,9 @@ class Pacer:
     """Delays the passes of one model.
 
     Args:
-        model: hooked as it is; wrappers such as DDP go around it afterwards, so that a gradient is delayed
-            before the wrapper may send it.
+        model: unwrapped model; DDP wraps it afterwards, so that a gradient is delayed before DDP may send it.
         times: the card's modelled times.
-        fractions: for each trainable parameter its share of the backward pass (`count_work`).
+        fractions: share of each trainable parameter in the backward pass (`count_work`).
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Pacer:
         """Fraction of the running backward pass whose modelled time is over."""
         self._updating = False
         self.paced: list[tuple[str, float, float]] = []
-        """Of each paced phase its name, real time and modelled time × scale, to check the emulation by."""
+        """Name, real time and modelled time × scale of each paced phase, to check the emulation."""
         self.follow(model, times, fractions)
 
     def follow(
         self, model: nn.Module, times: PassTimes, fractions: list[tuple[torch.nn.Parameter, float]]
     ) -> None:
-        """Delay the passes of another module of the same device, which does one pass at a time."""
+        """Delay also the passes of another module; the device computes one pass at a time."""
         model.register_forward_pre_hook(partial(self._begin_forward, times), with_kwargs=True)
         model.register_forward_hook(partial(self._end_forward, times))
         for parameter, fraction in fractions:
@@ -88,14 +88,15 @@ class Pacer:
         return self._modelled / self.time_scale if self.time_scale else 0.0
 
     def slowest_ratio(self) -> float:
-        """Return the largest real ÷ modelled time of a phase while nothing was delayed yet.
+        """Return the largest real ÷ modelled time of a phase before pacing started.
 
-        Of each kind of phase the median counts: the first warms caches up, and one may meet a busy moment.
+        It takes the median of each kind of phase: the first pass warms up caches, and another may meet a busy
+        moment.
         """
         return max((statistics.median(ratios) for ratios in self._ratios.values()), default=0.0)
 
     def shortest_pass(self) -> float:
-        """Return the shortest modelled forward or backward pass so far, in modelled seconds."""
+        """Return the seconds of the shortest modelled forward or backward pass so far."""
         return self._shortest
 
     def start(self, time_scale: float) -> None:
@@ -104,23 +105,23 @@ class Pacer:
         self._updating = False
 
     def begin_update(self) -> None:
-        """The gradients are there: the optimizer's phase begins."""
+        """Begin the optimizer's phase: all gradients have arrived."""
         self._begin("update", self._update_seconds())
         self._updating = True
 
     def end_update(self) -> None:
-        """Wait for the end of the optimizer's phase, if one is under way."""
+        """Wait for the end of the optimizer's phase, if it is running."""
         if self._updating:
             self._updating = False
             self._wait_until(1.0)
             self._end()
 
     def put_off(self, seconds: float) -> None:
-        """Let the running phase end so much later: that long it waited for other ranks."""
+        """Delay the end of the running phase by a wait for other ranks."""
         self._started += seconds
 
     def forget(self) -> None:
-        """Begin no phase where the last one ended: something else than training came between."""
+        """Drop the optimizer's phase, as an evaluation or a checkpoint came after it."""
         self._updating = False
 
     def _begin_forward(
@@ -136,7 +137,7 @@ class Pacer:
         samples = self._samples  # of this pass, whose backward may come after other forward passes
         for tensor in tensors(output):
             if tensor.requires_grad:
-                # The gradient of the output is the first thing that the backward pass hands to the model.
+                # The model's backward pass begins with the gradient of its output.
                 tensor.register_hook(lambda _: self._begin_backward(times, samples))
                 break
 
@@ -145,7 +146,7 @@ class Pacer:
 
         self._begin("backward", times.backward(samples))
         self.backward_done = 0.0
-        # Runs when all gradients are there and before DDP waits for its exchange, which queues later.
+        # Runs after all gradients and before DDP waits for its exchange, which DDP queues later.
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _gradient_ready(self, fraction: float) -> None:
@@ -153,7 +154,7 @@ class Pacer:
         self._wait_until(self.backward_done)
 
     def _end_backward(self) -> None:
-        self._wait_until(1.0)  # parameters that took no part left their fraction unused
+        self._wait_until(1.0)  # parameters without a gradient left their fraction unused
         self.backward_done = 1.0
         self._end()
 
@@ -180,7 +181,7 @@ class Pacer:
 
 
 class Marks(Protocol):
-    """What a backend tells of its device's time."""
+    """The methods of a backend that measure its device's time."""
 
     def mark(self) -> Any: ...
     def wait(self, mark: Any) -> None: ...
@@ -188,20 +189,20 @@ class Marks(Protocol):
 
 
 STRETCHES = 8
-"""Of a backward pass, after each of which a slowed device idles."""
+"""Number of stretches of a backward pass; a slowed device idles after each."""
 
 
 class Slowdown:
-    """Slows a real device: after each stretch of work it idles for a multiple of the time that this took.
+    """Slows a real device: after each stretch of work it idles for a multiple of the stretch's time.
 
-    Each stretch waits for the device, and the device for the next launch: few of them, so that the slowed
-    device is so many times slower and has no costs of its own. Only the stream that computes is waited for;
-    an exchange beside it may be waiting for other ranks.
+    At each stretch's end, the host waits for the device and the device for the next launch. So stretches are
+    few, to add little time beyond the factor. The host waits for the computing stream only: an exchange
+    beside it may be waiting for other ranks.
 
     Args:
-        model: hooked as it is.
-        factor: returns how many times slower than real; asked at each stretch.
-        device: gives the marks that the work is measured by.
+        model: unwrapped model.
+        factor: returns the factor of the slow-down; called at each stretch.
+        device: measures the work.
     """
 
     def __init__(self, model: nn.Module, factor: Callable[[], float], device: Marks) -> None:
@@ -232,15 +233,15 @@ class Slowdown:
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self.catch_up()  # of what no hook has followed
+        self.catch_up()  # for the work after the last hook
         self._stop()
 
     def _stop(self) -> None:
-        """What follows until the next pass is no work: not even the gradients of an empty share."""
+        """Count nothing as work until the next pass, not even the gradients of an empty share."""
         self._started = None
 
     def catch_up(self) -> None:
-        """Idle for what the work since the last call would have taken longer."""
+        """Idle for the time by which the slow-down prolongs the work since the last call."""
         factor = self._factor()
         if factor <= 1.0 or self._started is None:
             return
@@ -250,16 +251,15 @@ class Slowdown:
         self._started = self._device.mark()
 
     def go_on(self) -> None:
-        """Count work from now on: what was since `catch_up` was none."""
+        """Count work from now on; the time since `catch_up` was no work."""
         if self._started is not None:
             self._begin()
 
 
 def spread_out(parameters: Sequence[nn.Parameter], count: int) -> list[nn.Parameter]:
-    """Return so many of the parameters, about evenly spread over the work, in the order of backward.
+    """Return up to `count` parameters, spread about evenly over the elements, in the order of backward.
 
-    If there are no more than `count`, all of them; else each ends about as large a part of the elements,
-    and the last one is among them.
+    The last parameter is among them.
     """
     backwards = list(reversed(parameters))
     if len(backwards) <= count:
@@ -278,7 +278,7 @@ def count_work(model: nn.Module, inputs: Any) -> tuple[float, float, list[tuple[
     """Count the floating-point operations of one sample.
 
     Args:
-        inputs: those that require a gradient get one in backward, as of a piece that is not the first.
+        inputs: those that require a gradient get it in backward, as in a stage after the first.
 
     Returns:
         Operations forward, operations backward, and for each trainable parameter the fraction of the
@@ -306,7 +306,7 @@ def count_work(model: nn.Module, inputs: Any) -> tuple[float, float, list[tuple[
 
 
 def _no_leaves(inputs: Any) -> Any:
-    """Return inputs that require a gradient as results: the counter's hooks refuse leaves of a graph."""
+    """Return inputs that require a gradient as non-leaves: the counter's hooks refuse leaves of a graph."""
     if type(inputs) is tuple:
         return tuple(_no_leaves(item) for item in inputs)
     required = getattr(inputs, "requires_grad", False)
@@ -314,7 +314,7 @@ def _no_leaves(inputs: Any) -> Any:
 
 
 def _fractions(model: nn.Module, counts: dict[str, int]) -> Iterator[tuple[torch.nn.Parameter, float]]:
-    """Share each module's operations among its own trainable parameters; all shares sum to 1."""
+    """Divide each module's operations among its trainable parameters; all fractions sum to 1."""
     root = type(model).__name__
     weights: dict[torch.nn.Parameter, float] = {}
     for name, module in model.named_modules():

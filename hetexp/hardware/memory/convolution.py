@@ -1,16 +1,15 @@
-"""What cuDNN takes for a float32 convolution beside its operands and results, if there is enough.
+"""The workspaces of cuDNN's float32 convolutions on a device with enough memory.
 
-For each pass cuDNN's heuristics list algorithms, the fastest first, and torch takes the first that memory
-suffices for (`Conv_v8.cpp`, `try_configs`). So this memory is used if there is plenty and is not needed:
-of 485 passes that took more than 32 MiB, 444 ran with 16 MiB to spare as well.
+For each pass, cuDNN's heuristics list algorithms, the fastest first, and torch takes the first that fits into
+memory (`Conv_v8.cpp`, `try_configs`). So this memory is used if it is free, but not needed: of 485 passes
+that took more than 32 MiB, 444 ran with 16 MiB to spare as well.
 
-How much an algorithm takes is arithmetic: right for all 102 FFTs, and for 198 of 233 by Winograd. Which one
-is chosen is known to cuDNN only, and may change with its version and the card. The conditions here are the
+The size of a workspace is arithmetic: right for all 102 FFTs, and for 198 of 233 by Winograd. Only cuDNN
+knows its choice of algorithm, which may change with its version and the card. The conditions here are the
 simplest that agree with most of 365 convolutions on an H100 by cuDNN 9.19
-(`benchmarks/bench_convolutions.py`).
-So the peak of a convnet in float32 can be said badly: of nine others it was right to 2 % for six, and 0.70,
-0.80 and 1.48 of what was measured for three. Other kernels and strides, and dimensions other than two, are
-left out.
+(`benchmarks/bench_convolutions.py`). So the estimated peak of a convnet in float32 may be wrong: of nine
+others it was right to 2 % for six, and 0.70, 0.80 and 1.48 of what was measured for three. Other kernels and
+strides, and dimensions other than two, are left out.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ class Convolution:
 
     @property
     def channels(self) -> int:
-        """The smaller number of channels: each transformed value is used so often."""
+        """The smaller number of channels: how often each transformed value is used."""
         return min(self.inputs, self.outputs)
 
     def forward_bytes(self) -> int:
         """Return the workspace of the output: an FFT of whole images.
 
-        Inputs and weights are transformed and then reordered, and so is the result; the two buffers take
-        turns. Chosen from 128 channels and 32 images on, up to 64 pixels: right for 89 % of the convolutions,
-        and for 24 of the 42 that use an FFT.
+        Inputs and weights are transformed and then reordered, and so is the result; the two buffers
+        alternate. Chosen from 128 channels and 32 images on, up to 64 pixels: right for 89 % of the
+        convolutions, and for 24 of the 42 that use an FFT.
         """
         if self.channels < 128 or self.batch < 32 or not 7 <= max(self.height, self.width) <= 64:
             return 0

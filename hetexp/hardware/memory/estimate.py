@@ -1,11 +1,11 @@
-"""How much memory one optimizer step takes on a device, said before the device is touched.
+"""Estimates the memory of one optimizer step on a device before the device is used.
 
-The step really runs, with its forward pass, loss, backward pass and update, but on torch's meta device:
-tensors with shapes and without memory. What is alive at each moment is added up as the device's allocator
-would (`memory_trace.py`), and functions do what they do on a card (`memory_functions.py`).
+The step runs with its forward pass, loss, backward pass and update, but on torch's meta device, whose tensors
+have shapes and no memory. Live tensors are added up as by the device's allocator (`trace.py`), and functions
+take the memory that they take on a card (`functions.py`).
 
-Not modelled: recurrent layers, which on a card are one kernel and here one operation a time step (too much),
-and which of cuDNN's algorithms is chosen, beyond the rules of `memory_convolution.py`.
+Not modelled are recurrent layers, one kernel on a card and one operation a time step here (too much), and
+cuDNN's choice of algorithms, beyond the rules of `convolution.py`.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class Workload:
     """One optimizer step of one rank."""
 
     model: nn.Module
-    """On any device, in the type that it is trained in; it stays as it is."""
+    """Model on any device, in the type that it is trained in; the estimate leaves it unchanged."""
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     loss: Callable[[Any, Any], torch.Tensor]
     """Maps the model's output and the targets to a scalar."""
     sample: tuple[Any, Any]
     """Inputs and targets of a batch of any size, on any device; dimension 0 counts the samples."""
     precision: str = "float32"
-    """`float32`, `float64`, or what the model computes in by autocast: `bfloat16`, `float16`."""
+    """`float32`, `float64`, or the precision of autocast: `bfloat16`, `float16`."""
     accumulates: bool = False
     """Whether gradients of several microbatches are added up."""
     keeps_gradients: bool = False
-    """Whether their memory stays taken from step to step (`hetexp.plan.strategy.Strategy`)."""
+    """Whether gradients keep their memory from step to step (`hetexp.plan.strategy.Strategy`)."""
     bucket_bytes: Callable[[int, bool], int] = field(default=lambda gradients, accumulates: 0)
-    """What the strategy's exchange takes beside the gradients."""
+    """Returns the bytes that the strategy's exchange takes beside the gradients."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a device must hold for one optimizer step; all fields in bytes, `None` if it is not known."""
+    """The memory of a device for one optimizer step, in bytes; `None` if a part is not known."""
 
     microbatch_size: int
     """Samples of one forward pass."""
@@ -61,44 +61,44 @@ class MemoryEstimate:
     gradients: int
     optimizer_state: int | None
     buckets: int
-    """Of the strategy's exchange, beside the gradients."""
+    """Memory of the strategy's exchange beside the gradients."""
     activations: int | None
-    """What forward and backward hold at their peak beyond weights, all gradients and optimizer state: what
-    autograd keeps, inputs, temporaries. As gradients come while activations go, it is less than their sum."""
+    """Peak of forward and backward beyond weights, all gradients and optimizer state: saved tensors, inputs,
+    temporaries. It is less than their sum, as gradients appear while activations are freed."""
     update: int | None
-    """What the optimizer holds beyond the same at its peak."""
+    """Peak of the update beyond the same parts."""
     workspace: int
-    """Of the library that multiplies matrices, in both threads."""
+    """Workspace of the library that multiplies matrices, of both threads."""
     context_bytes: int
-    """Of the driver; torch does not count it."""
+    """Memory of the driver, which torch does not count."""
     fragmentation: float = 1.0
     spared: int = 0
-    """How much more is allocated at the peak if there is plenty; if there is less, slower algorithms of
-    convolution do without."""
+    """Additional bytes at the peak on a device with plenty of memory; with less, slower algorithms of
+    convolution do without them."""
     reason: str | None = None
-    """Why activations, or the optimizer's part, are not known."""
+    """Why activations or the optimizer's part are not known."""
     phases: dict[str, int] = field(default_factory=dict, compare=False)
-    """For calibration: bytes after the forward pass and the peaks of each phase, optimizer state left out."""
+    """Bytes after the forward pass and peaks of each phase, without optimizer state; for calibration."""
 
     @property
     def measured(self) -> bool:
-        """Whether every part is known; otherwise the sums are of the known ones, the least that is needed."""
+        """Whether every part is known; otherwise the sums are lower bounds."""
         return self.activations is not None and self.optimizer_state is not None
 
     @property
     def allocated_bytes(self) -> int:
-        """What `torch.cuda.max_memory_allocated()` would say of a device with plenty of memory."""
+        """`torch.cuda.max_memory_allocated()` of a device with plenty of memory."""
         return self.least_bytes + self.spared
 
     @property
     def least_bytes(self) -> int:
-        """What it would say of a device with just enough."""
+        """`torch.cuda.max_memory_allocated()` of a device with just enough memory."""
         static = self.weights + self.gradients + (self.optimizer_state or 0) + self.buckets
         return static + max(self.activations or 0, self.update or 0) + self.workspace
 
     @property
     def total_bytes(self) -> int:
-        """What the device must have free."""
+        """Memory that must be free on the device."""
         return math.ceil(self.least_bytes * self.fragmentation) + self.context_bytes
 
     def parts(self) -> dict[str, int]:
@@ -117,7 +117,7 @@ class MemoryEstimate:
         return {name: size for name, size in named.items() if size}
 
     def explain(self) -> str:
-        """Return one line for people."""
+        """Return a line for the user."""
         state = ", ".join(f"{name} {readable(size)}" for name, size in self.parts().items())
         least = "" if self.measured else "at least "
         samples = "sample" if self.microbatch_size == 1 else "samples at once"
@@ -126,17 +126,17 @@ class MemoryEstimate:
 
 
 def readable(num_bytes: int) -> str:
-    """Return bytes in the unit that people read them in."""
+    """Return bytes as text, in the largest unit that fits."""
     if num_bytes >= GIB / 10:
         return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / MIB:.1f} MiB" if num_bytes >= MIB / 10 else f"{num_bytes / 1024:.1f} KiB"
 
 
 def estimate_memory(workload: Workload, microbatch_size: int, rules: MemoryRules) -> MemoryEstimate:
-    """Return what a step takes whose largest microbatch has so many samples; 0 means an empty share.
+    """Return the memory of a step whose largest microbatch has so many samples; 0 means an empty share.
 
     A model that cannot run without values (`.item()`, numpy, shapes that depend on data) gets an estimate
-    without activations and with the reason; nothing is raised for it.
+    with a reason instead of activations, not an error.
     """
     import torch
 
@@ -159,8 +159,8 @@ def _measure(workload: Workload, model: nn.Module, size: int, rules: MemoryRules
     phases: dict[str, int] = {}
     if workload.keeps_gradients or not size:
         _fill_gradients(trainable)
-    kept = [p.grad for p in trainable if p.grad is not None]
-    live = trace.LiveBytes(block, held + kept, rules.accelerator, rules.cudnn)
+    filled = [p.grad for p in trainable if p.grad is not None]
+    live = trace.LiveBytes(block, held + filled, rules.accelerator, rules.cudnn)
     with live:
         try:
             if size:
@@ -169,9 +169,9 @@ def _measure(workload: Workload, model: nn.Module, size: int, rules: MemoryRules
             reason, output = _reason(error), None
             _fill_gradients(trainable)
     gradients = trace.tensor_bytes([p.grad for p in trainable if p.grad is not None], block)
-    came = gradients - trace.tensor_bytes(kept, block)
+    new_gradients = gradients - trace.tensor_bytes(filled, block)
     if reason is None:
-        activations = max(0, max(phases.values(), default=0) - came)
+        activations = max(0, max(phases.values(), default=0) - new_gradients)
     state, update, failed = _update(workload, model, block, rules, output)
     above = max(activations or 0, update or 0)
     return MemoryEstimate(
@@ -185,7 +185,7 @@ def _measure(workload: Workload, model: nn.Module, size: int, rules: MemoryRules
         workspace=threads * rules.workspace_bytes,
         context_bytes=rules.context_bytes,
         fragmentation=rules.fragmentation,
-        spared=max(0, live.with_plenty - came - above) if reason is None else 0,
+        spared=max(0, live.with_plenty - new_gradients - above) if reason is None else 0,
         reason=reason or failed,
         phases=phases,
     )
@@ -199,18 +199,18 @@ def _passes(
     live: LiveBytes,
     phases: dict[str, int],
 ) -> tuple[Any, int]:
-    """Run the passes in the order of `hetexp.training.step.joint_step`, with the variables that it keeps.
+    """Run the passes in the order of a training step, with the variables that it keeps.
 
     Returns:
-        The last output, which is still held while the optimizer steps, and in how many of the two threads
-        matrices were multiplied.
+        The last output, which is held until the optimizer has stepped, and the number of threads (of
+        forward, of backward) that multiplied matrices.
     """
     from hetexp.hardware.memory.functions import CardFunctions
 
     functions = CardFunctions(workload.precision, rules.fused_attention)
     inputs, targets = workload.sample
     output = total = None
-    # The second microbatch has both: the gradients and the output of the one before.
+    # The second microbatch meets the gradients and the output of the first one.
     for _ in range(2 if workload.accumulates else 1):
         live.restart()
         # In backward, too: checkpointing runs parts of the forward pass again.
@@ -229,13 +229,16 @@ def _passes(
 def _update(
     workload: Workload, model: nn.Module, block: Callable[[int], int], rules: MemoryRules, output: Any
 ) -> tuple[int | None, int | None, str | None]:
-    """Return optimizer state, what the update holds beyond it at its peak, and why they are not known."""
+    """Return the optimizer's state, the peak of the update beyond it, and why they are not known."""
     import torch
     from torch.utils._pytree import tree_leaves
 
     from hetexp.hardware.memory import trace
 
-    kept = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor) and value.is_meta]
+    def on_device(value: Any) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+
+    kept = on_device(output)
     around = [*model.parameters(), *model.buffers(), *kept]
     around += [p.grad for p in model.parameters() if p.grad is not None]
     live = trace.LiveBytes(block, around, rules.accelerator)
@@ -244,8 +247,8 @@ def _update(
             optimizer = workload.build_optimizer(model)
             fused = _as_on_card(optimizer, rules)
             optimizer.step()
-        held = [t for state in optimizer.state.values() for t in tree_leaves(state) if _is_meta(t)]
-    except Exception as error:  # an optimizer that reads values, or wants a closure
+        held = [tensor for state in optimizer.state.values() for tensor in on_device(state)]
+    except Exception as error:  # an optimizer that reads values or needs a closure
         return None, None, f"the optimizer cannot step without values ({_reason(error)})"
     state = trace.tensor_bytes(held, block)
     temporaries = 0 if fused else max(0, live.peak - state)
@@ -253,7 +256,7 @@ def _update(
 
 
 def _as_on_card(optimizer: torch.optim.Optimizer, rules: MemoryRules) -> bool:
-    """Let torch's optimizers choose what they would choose for parameters on the device.
+    """Set the way of updating that torch's optimizers choose for parameters on the device.
 
     Returns:
         Whether the step is one kernel, which has no temporaries; torch refuses to start it on meta tensors.
@@ -269,7 +272,7 @@ def _as_on_card(optimizer: torch.optim.Optimizer, rules: MemoryRules) -> bool:
 
 @contextlib.contextmanager
 def on_meta(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model without memory, in training mode, without gradients; leave the given one as it was."""
+    """Yield the model on the meta device, in training mode, without gradients; the given one stays."""
     import torch
     from torch import nn
 
@@ -295,7 +298,7 @@ def on_meta(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _static(workload: Workload, size: int, rules: MemoryRules, reason: str) -> MemoryEstimate:
-    """Return what can be said of a module that cannot even be copied."""
+    """Return the estimate of a module that cannot be copied."""
     from hetexp.hardware.memory import trace
 
     block = trace.cuda_block if rules.accelerator else trace.cpu_block
@@ -338,12 +341,6 @@ def _sized(value: Any, size: int, precision: str) -> Any:
     return tree_map_only(torch.Tensor, resized, value)
 
 
-def _is_meta(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
@@ -357,12 +354,12 @@ def largest_microbatch(
 ) -> int | None:
     """Return the largest microbatch whose step fits, up to `most` samples; `None` if not even one does.
 
-    Between a size that fits and one that does not, each part is taken to grow in a line; what follows is
-    measured, until neighbours are found of which only the smaller fits. If the line leads only a little
-    way, the gap is halved. Every answer was measured to fit.
+    Between a size that fits and a size that does not, each part is interpolated linearly. The predicted size
+    is measured, until only the smaller of two neighbours fits. If a prediction narrows the gap only a little,
+    the gap is halved. The returned size was measured to fit.
 
     Args:
-        measure: `estimate_memory`, or what remembers its answers.
+        measure: `estimate_memory`, or a cached version of it.
 
     Raises:
         ValueError: the model's activations are not known.
@@ -389,7 +386,7 @@ def largest_microbatch(
             return None
     halve = False
     while high - low > 1:
-        middle = (low + high) // 2 if halve else _foretold(seen[low], seen[high], capacity_bytes)
+        middle = (low + high) // 2 if halve else _interpolated(seen[low], seen[high], capacity_bytes)
         if fits(middle):
             halve, low = middle - low < (high - low) // 4, middle
         else:
@@ -397,8 +394,8 @@ def largest_microbatch(
     return low
 
 
-def _foretold(low: MemoryEstimate, high: MemoryEstimate, capacity_bytes: int) -> int:
-    """Return the size to try next, strictly between one that fits and one that does not."""
+def _interpolated(low: MemoryEstimate, high: MemoryEstimate, capacity_bytes: int) -> int:
+    """Return the size to try next, strictly between a size that fits and a size that does not."""
     first, last = low.microbatch_size, high.microbatch_size
 
     def total(size: int) -> int:
@@ -411,8 +408,8 @@ def _foretold(low: MemoryEstimate, high: MemoryEstimate, capacity_bytes: int) ->
         return replace(low, activations=activations, update=between(low.update, high.update)).total_bytes
 
     fitting, other = first, last
-    while other - fitting > 1:  # bisection on the lines costs nothing
+    while other - fitting > 1:  # bisection on the interpolation costs nothing
         middle = (fitting + other) // 2
         fitting, other = (middle, other) if total(middle) <= capacity_bytes else (fitting, middle)
-    # If the lines say that the neighbour is the end already, or the end is one before: look there.
+    # At an end of the range, the neighbour of that end is tried.
     return min(max(fitting, first + 1), last - 1)

@@ -1,8 +1,8 @@
-"""Lets a model on the meta device call what it would call on a card: autocast, attention, dropout.
+"""Gives a model on the meta device the functions of a card: autocast, attention, dropout.
 
-torch's autocast never acts on meta tensors, and fake `cuda` tensors are no way out: if torch has CUDA,
-they open a context on the card, which the launcher must not touch, and if it has none, they fail. So the
-casts are made here, above autograd as torch makes them (`aten/src/ATen/autocast_mode.h`), by its own lists
+torch's autocast never acts on meta tensors. Fake `cuda` tensors do not help: if torch has CUDA, they open a
+context on the card, which the launcher must not touch; without CUDA, they fail. So this module makes the
+casts, above autograd as torch makes them (`aten/src/ATen/autocast_mode.h`), by its own lists
 for CUDA (documented under torch.amp, "CUDA Ops that can autocast"). The CPU's own lists differ a little.
 """
 
@@ -47,22 +47,22 @@ WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler inde
 """Functions that need one type for all arguments and get the widest."""
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-"""What torch's own Python functions ask first: whether someone else is to do their work."""
+"""Functions by which torch's own Python functions first check for overrides."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
 class CardFunctions(TorchFunctionMode):
-    """Replaces functions on meta tensors by what a card's build of torch does in their place.
+    """Replaces functions on meta tensors by those of a card's build of torch.
 
     Args:
-        precision: `bfloat16` or `float16` cast as autocast does; every other name casts nothing.
+        precision: `bfloat16` or `float16` are cast as by autocast; other precisions cast nothing.
         fused_attention: whether the card has kernels for attention that keep no scores.
     """
 
     def __init__(self, precision: str, fused_attention: bool) -> None:
         super().__init__()
-        wanted = getattr(torch, precision)
-        self._lower: torch.dtype | None = wanted if wanted in _HALF else None
+        dtype = getattr(torch, precision)
+        self._lower: torch.dtype | None = dtype if dtype in _HALF else None
         self._fused_attention = fused_attention
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._inside: Any = None
@@ -75,11 +75,11 @@ class CardFunctions(TorchFunctionMode):
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        # A method of `torch.Tensor` that calls its base's is named again by that call: then it is the base's.
+        # If a method of `torch.Tensor` calls its base's method, that call is the base's.
         if func is not self._inside and _asks(func):
             before, self._inside = self._inside, func
             try:
-                with self:  # what it is made of is judged, not its name
+                with self:  # the functions that it consists of are replaced, not itself
                     return _body(func)(*args, **kwargs)
             finally:
                 self._inside = before
@@ -120,7 +120,7 @@ class CardFunctions(TorchFunctionMode):
         return cast
 
     def _to(self, tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
-        """Cast as autocast does: never float64, and a weight once, however often it is used."""
+        """Cast as autocast does: never float64, and each weight once."""
         if not tensor.is_floating_point() or tensor.dtype in (target, torch.float64):
             return tensor
         weight = tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32
@@ -139,7 +139,7 @@ def _asks(function: Any) -> bool:
 
 @functools.cache
 def _body(function: types.FunctionType) -> Callable[..., Any]:
-    """Return the function without its first question, to which a mode could only answer yes again."""
+    """Return the function without its check for overrides, which would find this mode again."""
     namespace = function.__globals__ | dict.fromkeys(_QUESTIONS, lambda *_: False)
     clone = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
@@ -149,7 +149,7 @@ def _body(function: types.FunctionType) -> Callable[..., Any]:
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
-    """Drop values as cards do: the mask that is kept has one byte a value, not the value's own type."""
+    """Drop values as cards do: the saved mask has one byte a value, not the value's type."""
     if not train or p == 0.0:
         return input
     return torch.native_dropout(input, p, True)[0]
@@ -167,8 +167,8 @@ def attention(
 ) -> torch.Tensor:
     """Call the kernel that torch chooses on a card (`sdp_utils.cpp`); cuDNN's keeps what the flash one keeps.
 
-    Flash attention is for half precision without a mask, the memory-efficient kernel for float32 and masks;
-    what neither takes (float64, odd head sizes, three or five dimensions) is computed with all its scores.
+    Flash attention takes half precision without a mask, the memory-efficient kernel float32 and masks. Other
+    inputs (float64, odd head sizes, three or five dimensions) are computed with all scores.
     """
     aten = torch.ops.aten
     size = query.shape[-1]
@@ -197,7 +197,7 @@ def attention(
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask as the memory-efficient kernel wants it: what is added to the scores, for every head."""
+    """Return a mask as the memory-efficient kernel takes it: a bias of the scores for every head."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""How torch says that a device's memory ran out: its errors for it have no class in common."""
+"""Recognises torch's errors for memory that ran out, which have no class in common."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SIGNS = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out, so that a smaller pass may succeed.
 
-    Errors of a collective do not count, also those that name memory: its other ranks cannot be helped by a
-    smaller pass here.
+    Errors of a collective do not count, even those that name memory: a smaller pass here does not help its
+    other ranks.
     """
     import torch
 
@@ -28,5 +28,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what the device said, without torch's advice and stack."""
+    """Return the device's message, without torch's advice and stack."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""How each kind of device takes memory: the numbers of the memory estimate that are not counted.
+"""The constants of the memory estimate for each kind of device.
 
 They come from the sources of torch; `benchmarks/bench_memory.py` compares them with a CUDA card.
 """
@@ -12,27 +12,27 @@ from hetexp.hardware.emulation.memory_model import CONTEXT_BYTES as MODELLED_CON
 
 MIB = 2**20
 FRAGMENTATION = 1.15
-"""What a caching allocator must have ÷ what is allocated: holes between tensors that nothing fits into. On an
-H100 1.00 to 1.15 for 67 of 71 models, sizes and precisions (`benchmarks/bench_memory.py --limits`)."""
+"""Memory of a caching allocator ÷ allocated bytes: some holes between tensors stay empty. On an H100
+1.00 to 1.15 for 67 of 71 models, sizes and precisions (`benchmarks/bench_memory.py --limits`)."""
 HEADROOM = 1.09
-"""Extra factor for sizes that are advised, which must run for sure: 70 of the 71 needed less."""
+"""Extra factor for advised sizes, which must run: 70 of the 71 needed less."""
 CONTEXT_BYTES = {"cuda": 800 * MIB, "hip": 800 * MIB, "xpu": 256 * MIB, "mps": 256 * MIB}
-"""Of driver and kernels. On an H100 527 MiB before the first tensor, and 775 with the kernels of cuBLAS and
-cuDNN; those of the others are assumed."""
+"""Memory of driver and kernels. On an H100 527 MiB before the first tensor, 775 with the kernels of cuBLAS
+and cuDNN; the other figures are assumed."""
 
 
 @dataclass(frozen=True)
 class MemoryRules:
-    """How a device's build of torch takes memory."""
+    """The way in which a device's build of torch takes memory."""
 
     context_bytes: int
-    """Of driver and kernels; torch does not count it."""
+    """Memory of driver and kernels, which torch does not count."""
     workspace_bytes: int
-    """Of the library that multiplies matrices. The caching allocator gives it to each thread that multiplies,
-    the forward and the backward pass's, and never takes it back (`CublasHandlePool.cpp`)."""
+    """Workspace of the library that multiplies matrices. Each thread that multiplies, of the forward and
+    of the backward pass, keeps one (`CublasHandlePool.cpp`)."""
     fragmentation: float
     accelerator: bool
-    """Whether there is a caching allocator, and kernels that take memory beside their results."""
+    """Whether the device has a caching allocator, and kernels that take memory beside their results."""
     foreach: bool
     """Whether torch's optimizers update all parameters at once by default, with temporaries of their size."""
     fused_attention: bool
@@ -41,12 +41,12 @@ class MemoryRules:
     """Whether convolutions are cuDNN's, whose fastest algorithms in float32 take memory of their own."""
 
     def with_headroom(self) -> MemoryRules:
-        """Return the rules for advice, by which somewhat less fits."""
+        """Return the rules for advised sizes, by which somewhat less fits."""
         return replace(self, fragmentation=self.fragmentation * HEADROOM) if self.accelerator else self
 
 
 def rules_for(device: DeviceSpec) -> MemoryRules:
-    """Return how a device takes memory; an emulated one as `hetexp.hardware.emulation.memory_model` says."""
+    """Return the rules of a device; those of an emulated one fit `hetexp.hardware.emulation.memory_model`."""
     if device.backend == "emulated":
         return MemoryRules(MODELLED_CONTEXT, 0, 1.0, False, False, True)
     if device.limited:  # what `memory_gib` limits is torch's allocator

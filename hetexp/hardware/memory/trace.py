@@ -1,4 +1,4 @@
-"""What one step holds, counted while it runs on the meta device: tensors with shapes and without memory."""
+"""Counts the bytes that a step holds while it runs on the meta device, whose tensors have no memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 MULTIPLICATIONS = frozenset(
     {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot}
 )
-"""What cuBLAS computes, and needs its workspace for."""
+"""Operations of cuBLAS, which needs its workspace for them."""
 HALF = frozenset({torch.bfloat16, torch.float16})
 """Types that cuDNN computes channels last in: it changes the layout of operands and results, each once."""
 UNSORTED_INDICES = 3072
@@ -30,9 +30,9 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         block: maps a storage's bytes to what the device's allocator takes for them.
-        held: tensors that are there already and are not counted.
-        kernels: whether to count what a card's kernels need beside their results.
-        cudnn: whether to count what convolutions take if there is plenty (`memory_convolution.py`).
+        held: existing tensors, which are not counted.
+        kernels: whether to count the memory of a card's kernels beside their results.
+        cudnn: whether to count the workspaces of convolutions on a device with plenty (`convolution.py`).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         """Most bytes held at once since `restart`."""
         self.with_plenty = 0
-        """Most bytes held at once, with what cuDNN takes if there is plenty; never restarted."""
+        """Most bytes held at once, with the workspaces of cuDNN on a device with plenty; never restarted."""
         self.multiplies = False
         """Whether matrices were multiplied since `restart`."""
 
@@ -94,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
 def cuda_block(num_bytes: int) -> int:
     """Return what CUDA's caching allocator takes for a tensor (`CUDACachingAllocator.cpp`).
 
-    Blocks are multiples of 512 bytes. From 10 MiB on, segments are multiples of 2 MiB, of which a rest of up
+    Blocks are multiples of 512 bytes. From 10 MiB on, segments are multiples of 2 MiB, and a remainder of up
     to 1 MiB is not split off.
     """
     size = 512 * math.ceil(num_bytes / 512)
@@ -117,18 +117,14 @@ def _size(*values: Any) -> int:
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 
-def _convolution(args: tuple[Any, ...], result: Any) -> float:
-    return float(_size(*args[:2], *tree_leaves(result))) if args[0].dtype in HALF else 0.0
-
-
-def _convolution_backward(args: tuple[Any, ...], result: Any) -> float:
-    return float(_size(*args[:3])) if args[0].dtype in HALF else 0.0
+def _channels_last(*tensors: Any) -> int:
+    return _size(*tensors) if tensors[0].dtype in HALF else 0
 
 
 def _modelled(
     inputs: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool
 ) -> Convolution | None:
-    """Return the convolution if what cuDNN takes for it is known (groups show in the weight's shape)."""
+    """Return the convolution if its workspaces are known (groups show in the weight's shape)."""
     if inputs.dtype != torch.float32 or transposed or inputs.dim() != 4:
         return None
     plain = tuple(map(tuple, (stride, padding, dilation))) == ((1, 1), (1, 1), (1, 1))
@@ -140,19 +136,19 @@ def _modelled(
 
 def _forward_with_plenty(args: tuple[Any, ...]) -> int:
     inputs, weight, _, *how = args[:7]
-    known = _modelled(inputs, weight, *how)
-    return known.forward_bytes() if known is not None else 0
+    convolution = _modelled(inputs, weight, *how)
+    return convolution.forward_bytes() if convolution is not None else 0
 
 
 def _backward_with_plenty(args: tuple[Any, ...]) -> int:
-    """The gradients are computed one after the other."""
+    """Return the larger workspace, as the gradients are computed one after the other."""
     _, inputs, weight, _, *how = args[:8]
-    known = _modelled(inputs, weight, *how)
-    if known is None:
+    convolution = _modelled(inputs, weight, *how)
+    if convolution is None:
         return 0
-    wanted = args[10]
-    of_input = known.input_gradient_bytes() if wanted[0] else 0
-    return max(of_input, known.weight_gradient_bytes() if wanted[1] else 0)
+    of_input, of_weight, _ = args[10]
+    input_bytes = convolution.input_gradient_bytes() if of_input else 0
+    return max(input_bytes, convolution.weight_gradient_bytes() if of_weight else 0)
 
 
 _CONVOLUTIONS = {
@@ -182,20 +178,16 @@ def _efficient_backward(args: tuple[Any, ...], result: Any) -> float:
     return float(4 * (query.numel() if query.dtype == torch.float32 else query.numel() + 2 * key.numel()))
 
 
-def _elementwise_loss(args: tuple[Any, ...], result: Any) -> float:
-    """The loss of each element, before it is summed."""
-    return _size(args[0])
-
-
 _TEMPORARIES: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
-    aten.convolution: _convolution,
-    aten.convolution_backward: _convolution_backward,
+    aten.convolution: lambda args, result: _channels_last(*args[:2], *tree_leaves(result)),
+    aten.convolution_backward: lambda args, result: _channels_last(*args[:3]),
     aten.embedding_dense_backward: _embedding_backward,
     aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
-    aten.mse_loss: _elementwise_loss,
-    aten.smooth_l1_loss: _elementwise_loss,
-    aten.huber_loss: _elementwise_loss,
-    aten.binary_cross_entropy: _elementwise_loss,
+    # The loss of each element, before the sum.
+    **dict.fromkeys(
+        (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy),
+        lambda args, result: _size(args[0]),
+    ),
 }
 """Bytes that an operation's kernels take beside the results, from its arguments and results."""

@@ -1,4 +1,4 @@
-"""From `hardware.devices` to the devices of a run: what was asked for, what is there, what stands in."""
+"""Resolves `hardware.devices` to the devices of a run: the machine's, or emulated ones in their place."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.hardware.selection.pool import CardPool, Selection, add_cpus, check_power
 
 CARD_THREADS = 4
-"""Most CPU threads of a card's rank by default. It prepares batches on them. Ranks whose threads outnumber
-the cores wait for each other: ResNet-50 on two ranks was 8 times slower so (docs/benchmarks.md)."""
+"""Most CPU threads of a card's rank by default, which prepares batches on them. Ranks with more threads than
+cores wait for each other: ResNet-50 on two ranks was 8 times slower so (docs/benchmarks.md)."""
 
 _NAME = re.compile(r"(?P<backend>[a-z]+)(?::(?P<which>\w+))?")
 
@@ -37,36 +37,36 @@ def select_devices(
         need_bytes: number of devices → memory that the run needs on each of them, if that is known.
 
     Returns:
-        Devices, reasons and problems; with problems the devices are not to be used.
+        Devices, reasons and problems; the devices must not be used if there are problems.
     """
     selection = Selection(problems=list(inventory.problems))
     if selection.problems:
         return selection
     try:
-        known = load_catalogue(config.catalogue)
-    except ConfigError as error:  # what the entries mean is not known without it
+        catalogue = load_catalogue(config.catalogue)
+    except ConfigError as error:  # the entries mean nothing without it
         selection.problems += error.problems
         return selection
-    pool = CardPool(config, inventory, known, need_bytes)
+    pool = CardPool(config, inventory, catalogue, need_bytes)
     wish = config.gpu_ids if config.gpu_ids is not None else config.cuda_ids
     if wish is not None:
         key = "hardware.gpu_ids" if config.gpu_ids is not None else "hardware.cuda_ids"
         pool.take_wish(selection, wish, key)
     else:
-        _take_entries(config, selection, pool, known)
-    _tell_apart(selection, config.share_devices)
+        _take_entries(config, selection, pool, catalogue)
+    _name_shared(selection, config.share_devices)
     versions = {build.python: build.version for build in inventory.builds}
     selection.devices = [replace(d, torch=versions.get(d.python)) for d in selection.devices]
-    _tell_throttled(selection, inventory)
-    _check_hosts(config, selection, known)
+    _report_throttled(selection, inventory)
+    _check_hosts(config, selection, catalogue)
     check_power(config, selection)
     if not selection.devices and not selection.problems:
         selection.problems.append("`hardware.devices` must select at least one device, but none is left.")
     return selection
 
 
-def _take_entries(config: HardwareConfig, selection: Selection, pool: CardPool, known: Catalogue) -> None:
-    entries = _entries(config, known, selection)
+def _take_entries(config: HardwareConfig, selection: Selection, pool: CardPool, catalogue: Catalogue) -> None:
+    entries = _entries(config, catalogue, selection)
     real = _real_cards(entries, pool)
     missing = [position for position, cards in real.items() if not cards]
     if config.missing == "emulate_all":
@@ -79,23 +79,23 @@ def _take_entries(config: HardwareConfig, selection: Selection, pool: CardPool, 
             selection.problems.append(must_be(f"{key}.python", "the path of an interpreter", entry.python))
         start = len(selection.devices)
         if entry.device is not None:
-            _add_named(selection, key, entry, pool, known)
+            _add_named(selection, key, entry, pool, catalogue)
         elif entry.vendor is None:
-            continue  # neither: the configuration's own check reports it
+            continue  # the configuration's own check reports it
         elif position not in missing:
             _add_vendor(selection, key, entry, real[position], pool)
-            _tell_left_out(selection, entry, real[position], pool)
+            _report_left_out(selection, entry, real[position], pool)
         elif stand_in:
-            _add_stand_in(selection, key, entry, known, real[position])
+            _add_stand_in(selection, key, entry, catalogue, real[position])
         elif config.missing == "drop":
-            selection.reasons.append(f"No {_wanted(entry)} was found: left out (hardware.missing=drop).")
+            selection.reasons.append(f"No {_kind(entry)} was found: left out (hardware.missing=drop).")
         else:
             selection.problems.append(_absent(key, entry, pool, entries if config.cards else ()))
-        selection.devices[start:] = [_as_ordered(d, key, entry, selection) for d in selection.devices[start:]]
+        selection.devices[start:] = [_altered(d, key, entry, selection) for d in selection.devices[start:]]
 
 
-def _as_ordered(device: DeviceSpec, key: str, entry: DeviceEntry, selection: Selection) -> DeviceSpec:
-    """Apply what an entry says of its devices beside which they are, and label what is not as it is."""
+def _altered(device: DeviceSpec, key: str, entry: DeviceEntry, selection: Selection) -> DeviceSpec:
+    """Apply an entry's slow-down, memory limit, host and interpreter, and label the altered device."""
     name, memory = device.name, device.memory_bytes
     limited = False
     if entry.slow is not None:
@@ -130,8 +130,8 @@ def threads_for(
 
     Args:
         devices: all devices of the host, one a rank.
-        wanted: `hardware.threads_per_rank`; it holds for each rank.
-        cores: of the host; by default those that this process may use.
+        wanted: `hardware.threads_per_rank`, the threads of each rank; `None`: as above.
+        cores: cores of the host; by default those that this process may use.
     """
     if wanted is not None:
         return (wanted,) * len(devices)
@@ -142,37 +142,40 @@ def threads_for(
     return tuple(max(1, left // on_cpu.count(True)) if computes else card for computes in on_cpu)
 
 
-def _entries(config: HardwareConfig, known: Catalogue, selection: Selection) -> list[tuple[str, DeviceEntry]]:
-    """The entries with their keys; each of `hardware.cards` becomes one that asks for one such card."""
+def _entries(
+    config: HardwareConfig, catalogue: Catalogue, selection: Selection
+) -> list[tuple[str, DeviceEntry]]:
+    """Return the entries with their keys; each of `hardware.cards` becomes an entry of one card."""
     if config.devices or config.cards is None:
         return [
-            (f"hardware.devices[{i}]", _as_usual(entry, config)) for i, entry in enumerate(config.devices)
+            (f"hardware.devices[{i}]", _with_defaults(entry, config))
+            for i, entry in enumerate(config.devices)
         ]
     entries = []
     for i, name in enumerate(config.cards):
         try:
-            card = known.card(name, f"`hardware.cards[{i}]`")
+            card = catalogue.card(name, f"`hardware.cards[{i}]`")
         except ConfigError as error:
             selection.problems += error.problems
             continue
         match = card.match or card.name
         entry = DeviceEntry(vendor=card.vendor, match=match, emulate_as=card.key, count=1)
-        entries.append((f"hardware.cards[{i}]", _as_usual(entry, config)))
+        entries.append((f"hardware.cards[{i}]", _with_defaults(entry, config)))
     return entries
 
 
-def _as_usual(entry: DeviceEntry, config: HardwareConfig) -> DeviceEntry:
-    """Return an entry with what is said of all emulated cards, if it says nothing else itself."""
+def _with_defaults(entry: DeviceEntry, config: HardwareConfig) -> DeviceEntry:
+    """Return an entry with the configuration's figures for emulated cards, if it has none of its own."""
     figures = ("efficiency", "overhead_seconds")
-    usual = {name: getattr(config, name) for name in figures if getattr(entry, name) is None}
-    return entry.model_copy(update=usual)
+    defaults = {name: getattr(config, name) for name in figures if getattr(entry, name) is None}
+    return entry.model_copy(update=defaults)
 
 
 def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> dict[int, list[DetectedCard]]:
-    """For each entry that names a vendor, by position: the cards of this machine that it may take.
+    """Return, by position of each entry with a vendor, the cards of this machine that it may take.
 
-    An entry with a count leaves out what other entries name or take before it, so that two entries can
-    share the cards of one vendor. A card that is there but cannot be used counts: reported, not replaced.
+    An entry with a count leaves out cards that others name, or take before it, so that two entries can share
+    the cards of one vendor. A present card that cannot be used counts: it is reported, not replaced.
     """
     taken = {entry.device for _, entry in entries}
     real: dict[int, list[DetectedCard]] = {}
@@ -184,9 +187,11 @@ def _real_cards(entries: Sequence[tuple[str, DeviceEntry]], pool: CardPool) -> d
             matches = entry.match is None or named(entry.match, cpu.name)
             real[position] = [DetectedCard(cpu)] if matches else []
             continue
-        there = pool.of_vendor(entry.vendor, entry.match)
-        free = [card for card in there if pool.why_not(card, entry.python) is None]
-        real[position] = [card for card in free or there if entry.count is None or card.spec.id not in taken]
+        present = pool.of_vendor(entry.vendor, entry.match)
+        usable = [card for card in present if pool.why_not(card, entry.python) is None]
+        real[position] = [
+            card for card in usable or present if entry.count is None or card.spec.id not in taken
+        ]
         taken |= {card.spec.id for card in real[position][: entry.count]}
     return real
 
@@ -204,7 +209,7 @@ def _all_unless_complete(
     return []
 
 
-def _wanted(entry: DeviceEntry) -> str:
+def _kind(entry: DeviceEntry) -> str:
     return f"{entry.vendor} card" if entry.match is None else entry.match
 
 
@@ -214,7 +219,7 @@ def _add_named(
     assert entry.device is not None
     parsed = _NAME.fullmatch(entry.device)
     backend, which = (parsed["backend"], parsed["which"]) if parsed else ("", None)
-    known = {card.spec.id: card for card in pool.cards}
+    cards = {card.spec.id: card for card in pool.cards}
     if entry.device == "auto":
         pool.take_auto(selection, entry.python)
     elif backend == "cpu" and (which is None or which.isdigit()):
@@ -223,10 +228,10 @@ def _add_named(
     elif backend == "emulated" and which is not None:
         _add_emulated(selection, f"`{key}` (emulated:<card>)", which, entry, catalogue)
         return
-    elif entry.device in known:
-        _add_real(selection, key, [known[entry.device]], entry, pool)
+    elif entry.device in cards:
+        _add_real(selection, key, [cards[entry.device]], entry, pool)
     else:
-        accepted = ["auto", "cpu", *known, *(f"emulated:{name}" for name in sorted(catalogue.cards))]
+        accepted = ["auto", "cpu", *cards, *(f"emulated:{name}" for name in sorted(catalogue.cards))]
         selection.problems.append(must_be(f"{key}.device", "one of " + ", ".join(accepted), entry.device))
     if entry.count is not None:
         selection.problems.append(must_be(f"{key}.count", "absent for a single named device", entry.count))
@@ -239,17 +244,16 @@ def _add_vendor(
         add_cpus(selection, None, entry.count or 1)
         return
     if entry.count is not None and entry.count > len(cards):
-        what = _wanted(entry).removesuffix(" card")
-        selection.problems.append(
-            must_be(f"{key}.count", f"at most {len(cards)}, the {what} cards found here", entry.count)
-        )
+        kind = _kind(entry).removesuffix(" card")
+        accepted = f"at most {len(cards)}, the {kind} cards found here"
+        selection.problems.append(must_be(f"{key}.count", accepted, entry.count))
     _add_real(selection, key, cards[: entry.count], entry, pool)
 
 
-def _tell_left_out(
+def _report_left_out(
     selection: Selection, entry: DeviceEntry, cards: Sequence[DetectedCard], pool: CardPool
 ) -> None:
-    """Say which cards of the vendor do not take part because they cannot."""
+    """Report the cards of the vendor that cannot take part."""
     for card in pool.of_vendor(entry.vendor or "", entry.match):
         why = pool.why_not(card, entry.python)
         if why is not None and card not in cards:
@@ -267,27 +271,27 @@ def _add_real(
 
 
 def _add_stand_in(
-    selection: Selection, key: str, entry: DeviceEntry, catalogue: Catalogue, there: Sequence[DetectedCard]
+    selection: Selection, key: str, entry: DeviceEntry, catalogue: Catalogue, present: Sequence[DetectedCard]
 ) -> None:
     """Emulate an entry's card.
 
     Args:
-        there: the entry's cards that are in this machine; the run does not take them.
+        present: the entry's cards in this machine, which the run does not take.
     """
-    wanted = _wanted(entry)
     if entry.emulate_as is None:
         selection.problems.append(
-            f"`{key}.emulate_as` must name the card that stands in for the missing {wanted}, but is missing."
+            f"`{key}.emulate_as` must name the card that stands in for the missing {_kind(entry)}, "
+            "but is missing."
         )
         return
     _add_emulated(selection, f"`{key}.emulate_as`", entry.emulate_as, entry, catalogue)
-    if there:
+    if present:
         selection.reasons.append(
             f"This machine cannot drive the whole mix: {entry.emulate_as} is emulated instead of "
-            f"{there[0].spec} (hardware.missing=emulate_all)."
+            f"{present[0].spec} (hardware.missing=emulate_all)."
         )
     else:
-        selection.reasons.append(f"No {wanted} was found: {entry.emulate_as} is emulated instead.")
+        selection.reasons.append(f"No {_kind(entry)} was found: {entry.emulate_as} is emulated instead.")
 
 
 def _add_emulated(
@@ -299,24 +303,26 @@ def _add_emulated(
         selection.problems += error.problems
         return
     for figure, words in (("efficiency", "at efficiency {:g}"), ("overhead_seconds", "with {:g} s a pass")):
-        wanted, known = getattr(entry, figure), getattr(card, figure)
-        if wanted is not None:
+        value, usual = getattr(entry, figure), getattr(card, figure)
+        if value is not None:
             selection.reasons.append(
-                f"{card.name} is emulated {words.format(wanted)} instead of the catalogue's {known:g}."
+                f"{card.name} is emulated {words.format(value)} instead of the catalogue's {usual:g}."
             )
-            card = card.model_copy(update={figure: wanted})
+            card = card.model_copy(update={figure: value})
     first = sum(d.backend == "emulated" for d in selection.devices)
     numbers = range(first, first + (entry.count or 1))
     selection.devices += [EmulatedBackend.describe_card(number, card) for number in numbers]
 
 
 def _absent(key: str, entry: DeviceEntry, pool: CardPool, mix: Sequence[tuple[str, DeviceEntry]]) -> str:
-    """Say that a card of the request is not there.
+    """Return the problem that this machine lacks an entry's card.
 
     Args:
         mix: all entries, if they come from `hardware.cards`.
     """
-    there = ", ".join(_with_reason(card, pool) for card in pool.cards) or "no accelerator"
+    reasons = ((card, pool.why_not(card)) for card in pool.cards)
+    listed = ", ".join(str(card.spec) if why is None else f"{card.spec}, {why}" for card, why in reasons)
+    present = f"(found: {listed or 'no accelerator'})"
     fix = (
         "Use hardware.missing=emulate to emulate the missing card beside the real ones, or "
         "hardware.missing=drop to go without it. hardware.missing=emulate_all emulates the whole mix."
@@ -325,38 +331,30 @@ def _absent(key: str, entry: DeviceEntry, pool: CardPool, mix: Sequence[tuple[st
         names = ",".join(f"emulated:{other.emulate_as}" for _, other in mix)
         return (
             f"`{key}` must be a card that hetexp can drive in this machine and that no other entry takes, "
-            f"but is '{entry.emulate_as}' instead (found: {there}). {fix} To emulate all of them: "
+            f"but is '{entry.emulate_as}' instead {present}. {fix} To emulate all of them: "
             f"hardware=auto 'hardware.devices=[{names}]'."
         )
     if entry.match is not None:
         return (
             f"`{key}.match` must be in the name of a free {entry.vendor} card that hetexp can drive in this "
-            f"machine, but is '{entry.match}' instead (found: {there}). {fix}"
+            f"machine, but is '{entry.match}' instead {present}. {fix}"
         )
     return (
         f"`{key}.vendor` must be a vendor whose card hetexp can drive in this machine, but is "
-        f"'{entry.vendor}' instead (found: {there}). {fix}"
+        f"'{entry.vendor}' instead {present}. {fix}"
     )
 
 
-def _with_reason(card: DetectedCard, pool: CardPool) -> str:
-    why = pool.why_not(card)
-    return str(card.spec) if why is None else f"{card.spec}, {why}"
-
-
-def _tell_apart(selection: Selection, shared: bool) -> None:
-    """Give ranks that share a card names of their own (`cuda:0`, `cuda:0.1`), or refuse the second one."""
+def _name_shared(selection: Selection, shared: bool) -> None:
+    """Give ranks that share a card different ids (`cuda:0`, `cuda:0.1`), or refuse the second rank."""
     counts: dict[str, int] = {}
     devices = []
     for device in selection.devices:
         count = counts.get(device.id, 0)
         counts[device.id] = count + 1
         if count and (not shared or backend_class(device.backend).computes_on_cpu):
-            fix = (
-                " hardware.share_devices=true lets several ranks share a card."
-                if device.number is not None
-                else ""
-            )
+            share = " hardware.share_devices=true lets several ranks share a card."
+            fix = share if device.number is not None else ""
             selection.problems.append(
                 f"`hardware.devices` must name each device once, but names {device.id} twice.{fix}"
             )
@@ -364,8 +362,8 @@ def _tell_apart(selection: Selection, shared: bool) -> None:
     selection.devices = devices
 
 
-def _tell_throttled(selection: Selection, inventory: Inventory) -> None:
-    """Say which of the chosen cards are held back at the moment: their speed is not what it could be."""
+def _report_throttled(selection: Selection, inventory: Inventory) -> None:
+    """Report the chosen cards whose clocks are held back at the moment."""
     chosen = {device.id for device in selection.devices}
     for card in inventory.cards:
         if card.spec.id in chosen and card.reading.throttled:
@@ -374,17 +372,17 @@ def _tell_throttled(selection: Selection, inventory: Inventory) -> None:
 
 
 def network_between(config: HardwareConfig, selection: Selection) -> None:
-    """Look up the network between the emulated devices of several machines that one machine plays."""
+    """Look up the network between emulated devices in several hosts."""
     if any(device.backend == "emulated" for device in selection.devices):
         with suppress(ConfigError):  # a catalogue that cannot be read was reported already
             _check_hosts(config, selection, load_catalogue(config.catalogue))
 
 
-def _check_hosts(config: HardwareConfig, selection: Selection, known: Catalogue) -> None:
-    """Look up the network between hosts, if emulated devices are in several."""
+def _check_hosts(config: HardwareConfig, selection: Selection, catalogue: Catalogue) -> None:
+    """Look up the network between hosts, if emulated devices are in several hosts."""
     if len({device.host for device in selection.devices}) < 2:
         return
-    selection.network = known.links.get(config.network)
+    selection.network = catalogue.links.get(config.network)
     if selection.network is None:
-        accepted = f"one of {', '.join(sorted(known.links))}"
+        accepted = f"one of {', '.join(sorted(catalogue.links))}"
         selection.problems.append(must_be("hardware.network", accepted, config.network))

@@ -1,4 +1,4 @@
-"""The cards of the machine as one configuration may use them: which of them, and why not the others."""
+"""Decides which cards of the machine a configuration may use, and why not the others."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _SHARING = "hardware.share_devices=true uses it all the same"
 
 @dataclass
 class Selection:
-    """The devices of a run in rank order, why they were chosen, and what is wrong with the request."""
+    """The devices of a run in rank order, the reasons for them, and the problems of the request."""
 
     devices: list[DeviceSpec] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     network: Link | None = None
-    """Link between the hosts of emulated devices, if they are in several."""
+    """Link between the hosts of emulated devices, if there are several hosts."""
     threads: tuple[int, ...] = ()
-    """CPU threads of each device's rank, if several machines have reported theirs."""
+    """CPU threads of each device's rank, if several machines have reported them."""
     fallback: dict[str, str] | None = None
     """Why `strategy.fallback` left one device of several (`hetexp.plan.fallback`)."""
 
 
 class CardPool:
-    """Answers which cards a configuration may take.
+    """The cards that a configuration may take.
 
     Args:
         config: the typed section.
         inventory: all cards of the machine.
-        catalogue: gives the speed of known cards.
+        catalogue: source of the cards' speed.
         need_bytes: number of devices → memory that the run needs on each, `None` if it is not known.
     """
 
@@ -60,8 +60,8 @@ class CardPool:
         """Return why a card cannot be taken, `None` if it can.
 
         Args:
-            python: the interpreter that the user named for it.
-            busy_too: whether it may be one that others use.
+            python: the interpreter that the user named for the card.
+            busy_too: whether the card may be busy.
         """
         if card.lost is not None:
             return f"lost ({card.lost})"
@@ -76,7 +76,7 @@ class CardPool:
         return self._too_hot(card) or self._too_hungry(card) or self._in_use(card, busy_too)
 
     def spec(self, card: DetectedCard, python: str | None = None) -> DeviceSpec:
-        """Return what the plan carries of a card."""
+        """Return a card's facts for the plan."""
         return replace(
             card.spec,
             python=python or card.python,
@@ -86,11 +86,11 @@ class CardPool:
         )
 
     def take_auto(self, selection: Selection, python: str | None = None) -> None:
-        """Add what `auto` means: the cards of `hardware.default_gpu_selection`, or the CPU without any."""
+        """Add the devices of `auto`: the cards of `hardware.default_gpu_selection`, or else the CPU."""
         mode = self._config.default_gpu_selection
         if mode == "manual" and self.cards:
             selection.problems.append(
-                "`hardware.gpu_ids` must name the devices where `hardware.default_gpu_selection` is manual "
+                "`hardware.gpu_ids` must name the devices if `hardware.default_gpu_selection` is manual "
                 f"(this machine's: {described(self.cards)})."
             )
             return
@@ -99,9 +99,9 @@ class CardPool:
             return
         if chosen:
             selection.devices += [self.spec(card, python) for card in chosen]
-            every = "Every accelerator of this machine takes part"
             if len(chosen) == len(self.cards):
-                selection.reasons.insert(0, f"{every} ({len(chosen)} found).")
+                every = f"Every accelerator of this machine takes part ({len(chosen)} found)."
+                selection.reasons.insert(0, every)
             return
         busy = [
             card for card in self.cards if card.busy is not None and self.why_not(card, python, True) is None
@@ -140,8 +140,8 @@ class CardPool:
     def of_vendor(self, vendor: str, match: str | None) -> list[DetectedCard]:
         """Return a vendor's cards as a mix counts them, usable or not.
 
-        Left out are those that a visibility variable hides, which are as good as not there, and integrated
-        ones unless `match` has their name.
+        Cards that a visibility variable hides are left out, and integrated ones unless `match` has their
+        name.
         """
         return [
             card
@@ -153,8 +153,8 @@ class CardPool:
 
     def rates(self, card: DetectedCard) -> dict[str, float] | None:
         """Return the catalogue's rates of a card by precision, `None` if it does not know the card."""
-        known = self._catalogue.real(card.spec)
-        return dict(known.tflops) if known is not None else None
+        entry = self._catalogue.real(card.spec)
+        return dict(entry.tflops) if entry is not None else None
 
     def tflops(self, card: DetectedCard) -> float | None:
         """Return the catalogue's float32 rate of a card, `None` if the catalogue does not know it."""
@@ -169,14 +169,8 @@ class CardPool:
         ranked = rank_cards(eligible, speed, need)
         if len(ranked) < count:
             reasons = "; ".join(selection.reasons)
-            selection.problems.append(
-                must_be(
-                    key,
-                    f"at most recommend:{len(ranked)}, the free cards here",
-                    f"recommend:{count}",
-                    reasons,
-                )
-            )
+            accepted = f"at most recommend:{len(ranked)}, the free cards here"
+            selection.problems.append(must_be(key, accepted, f"recommend:{count}", reasons))
             return
         best = sorted(ranked[:count], key=lambda card: card.spec.number or 0)
         selection.devices += [self.spec(card) for card in best]
@@ -191,8 +185,8 @@ class CardPool:
                 continue
             card = find_card(name, self.cards)
             if isinstance(card, str):
-                known = f"This machine has {described(self.cards)}."
-                selection.problems.append(must_be(key, card, name, known))
+                present = f"This machine has {described(self.cards)}."
+                selection.problems.append(must_be(key, card, name, present))
                 continue
             why = self.why_not(card)
             if why is not None:
@@ -203,7 +197,7 @@ class CardPool:
             selection.devices.append(self.spec(card))
         if not self._config.multi_gpu_enabled and len(selection.devices) > 1:
             selection.problems.append(
-                must_be(key, "one device where `hardware.multi_gpu_enabled` is false", list(names))
+                must_be(key, "one device if `hardware.multi_gpu_enabled` is false", list(names))
             )
 
     def _eligible(
@@ -213,7 +207,7 @@ class CardPool:
         python: str | None = None,
         only_one: bool = True,
     ) -> list[DetectedCard]:
-        """The cards that may be chosen by default, within the power budget; tells why not the others."""
+        """Return the default choice of cards within the power budget, and report why not the others."""
         for problems in self._inventory.mask_problems.values():
             selection.problems += problems
         chosen = []
@@ -232,7 +226,7 @@ class CardPool:
         return self._within_budget(selection, chosen)
 
     def _within_budget(self, selection: Selection, chosen: list[DetectedCard]) -> list[DetectedCard]:
-        """Leave out the cards with the least work a watt until the rest keeps within the budget."""
+        """Leave out the cards with the least work a watt until the others keep within the budget."""
         budget = self._config.power_budget_watts
         limits = {card.spec.id: card.reading.power_limit_watts for card in chosen}
         if budget is None or None in limits.values():
@@ -247,7 +241,7 @@ class CardPool:
         return [card for card in chosen if card in kept]
 
     def _problem_under(self, card: DetectedCard, python: str) -> str | None:
-        """Why the named interpreter cannot drive a card; its own errors come when it is started."""
+        """Return why the named interpreter cannot drive a card; its own errors appear when it is started."""
         path = Path(python).absolute()
         builds = [b for b in self._inventory.builds if b.python and Path(b.python).absolute() == path]
         if not builds or builds[0].problem is not None:
@@ -276,7 +270,7 @@ class CardPool:
 
 
 def add_cpus(selection: Selection, first: int | None, count: int) -> None:
-    """Add the CPU as so many devices, numbered from `first` on or by the lowest free numbers."""
+    """Add the CPU as `count` devices, numbered from `first` on or by the lowest free numbers."""
     taken = {device.index for device in selection.devices if device.backend == "cpu"}
     free = (i for i in itertools.count() if i not in taken)
     numbers = itertools.count(first) if first is not None else free
@@ -284,31 +278,22 @@ def add_cpus(selection: Selection, first: int | None, count: int) -> None:
 
 
 def check_power(config: HardwareConfig, selection: Selection) -> None:
-    """Check the chosen devices against `hardware.power_budget_watts`, and say what they may draw."""
+    """Check the chosen devices against `hardware.power_budget_watts`, and report what they may draw."""
     budget = config.power_budget_watts
     drawing = [device for device in selection.devices if device.backend != "cpu"]
     if budget is None or not drawing:
         return
+    key = "hardware.power_budget_watts"
     unknown = [str(device) for device in drawing if device.power_limit_watts is None]
     if unknown:
-        selection.problems.append(
-            must_be(
-                "hardware.power_budget_watts",
-                f"null: the power limit of {', '.join(unknown)} is not known",
-                budget,
-            )
-        )
+        accepted = f"null: the power limit of {', '.join(unknown)} is not known"
+        selection.problems.append(must_be(key, accepted, budget))
         return
     cards = {device.uuid or device.id: device for device in drawing}.values()
     total = sum(device.power_limit_watts or 0.0 for device in cards)
     limits = " + ".join(f"{device.power_limit_watts:g} W" for device in cards)
     if total > budget:
-        selection.problems.append(
-            must_be(
-                "hardware.power_budget_watts",
-                f"at least {total:g}, the limits of the chosen devices together ({limits})",
-                budget,
-            )
-        )
+        accepted = f"at least {total:g}, the limits of the chosen devices together ({limits})"
+        selection.problems.append(must_be(key, accepted, budget))
     else:
         selection.reasons.append(f"The devices may draw {limits} of the {budget:g} W allowed.")

@@ -1,4 +1,4 @@
-"""What `hardware.gpu_ids` may say, and the cards that it means: all that it says or an error, never a part.
+"""Parses `hardware.gpu_ids` and finds its cards: all of them, or an error.
 
 0, [0, 2]            numbers, as `hetexp gpus` shows them
 [cuda:0, xpu:0]      by backend and position within it; cpu and cpu:1 are accepted, too
@@ -25,7 +25,7 @@ _BACKEND = re.compile(r"(?P<backend>[a-z]+):(?P<index>\d+)")
 _PCI = re.compile(r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
 _CPU = re.compile(r"cpu(?::(?P<index>\d+))?")
 _SHORTEST_UUID = 4
-"""Characters that a short form of a UUID has at least after its prefix: less would be a slip of the hand."""
+"""Least number of characters of a shortened UUID after its prefix; fewer are taken for a typing error."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class CardRequest:
     word: str | None = None
     """`all`, `available` or `recommend`."""
     count: int | None = None
-    """How many the word `recommend` asks for."""
+    """Number of cards that `recommend` asks for."""
     names: tuple[str, ...] = ()
-    """What a list names, in its order."""
+    """Entries of a list, in its order."""
 
 
 def parse_card_request(value: int | str | Sequence[int | str], key: str) -> tuple[CardRequest, list[str]]:
-    """Return what a value of `gpu_ids` asks for, and what is wrong with it.
+    """Return the parsed value of `gpu_ids` and its problems.
 
     Args:
-        key: as the user wrote it, for messages.
+        key: the key as the user wrote it, for messages.
     """
     entries = [value] if isinstance(value, (int, str)) else list(value)
     if isinstance(value, str) and "," in value:
@@ -66,7 +66,7 @@ def parse_card_request(value: int | str | Sequence[int | str], key: str) -> tupl
 
 
 def find_card(name: str, cards: Sequence[DetectedCard]) -> DetectedCard | str:
-    """Return the card that one entry of a list names, or the words that say why there is none.
+    """Return the card that an entry of a list names, or what the entry must be instead.
 
     Args:
         name: a number, `cuda:0`, a UUID or its start, a PCI address.
@@ -101,12 +101,12 @@ def rank_cards(
 ) -> list[DetectedCard]:
     """Return cards from the most to the least recommended.
 
-    Those with enough free memory come first, then the faster, then those with more free memory. A card whose
-    speed is not known comes after those whose is; ties keep the order of the list.
+    Cards with enough free memory come first, then the faster ones, then those with more free memory. A card
+    of unknown speed comes after those of known speed; ties keep the order of the list.
 
     Args:
         speed: device id → TFLOP/s of the catalogue, if the card is in it.
-        need_bytes: what the run needs on a card, `None` if that is not known.
+        need_bytes: memory that the run needs on a card, `None` if it is not known.
     """
 
     def key(card: DetectedCard) -> tuple[bool, float, int]:
@@ -123,9 +123,9 @@ def described(cards: Sequence[DetectedCard]) -> str:
 
 def _by_uuid(name: str, cards: Sequence[DetectedCard]) -> list[DetectedCard]:
     """Return the cards whose UUID begins with `name`; a card whose whole UUID is `name` comes alone."""
-    wanted = name.lower()
-    exact = [card for card in cards if card.spec.uuid is not None and card.spec.uuid.lower() == wanted]
-    significant = wanted.removeprefix("gpu-").removeprefix("mig-").removeprefix("gpu-")
+    start = name.lower()
+    exact = [card for card in cards if card.spec.uuid is not None and card.spec.uuid.lower() == start]
+    significant = start.removeprefix("gpu-").removeprefix("mig-").removeprefix("gpu-")
     if exact or len(significant) < _SHORTEST_UUID:
         return exact
-    return [card for card in cards if (card.spec.uuid or "").lower().startswith(wanted)]
+    return [card for card in cards if (card.spec.uuid or "").lower().startswith(start)]

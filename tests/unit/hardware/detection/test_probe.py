@@ -231,7 +231,7 @@ def test_without_waiting(
     wait_for(lambda: list(own_home.glob("cache/probe-*.json")), "an answer")
     wait_for(lambda: not list(own_home.glob("cache/*.asked")), "the end of the process")
     assert len(torch_devices("hip", builds=[build], machine=here, wait=False)) == 2
-    for process in probe._AT_IT:
+    for process in probe._ASKING:
         process.wait()
 
 

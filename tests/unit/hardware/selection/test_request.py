@@ -228,7 +228,7 @@ def test_manual_needs_a_list() -> None:
 def test_one_card_only() -> None:
     assert ids(select(None, multi_gpu_enabled=False)) == ["cuda:1"]  # the fastest of the catalogue
     (problem,) = select([0, 1], multi_gpu_enabled=False).problems
-    assert "one device where `hardware.multi_gpu_enabled` is false" in problem
+    assert "one device if `hardware.multi_gpu_enabled` is false" in problem
 
 
 # ---------------------------------------------------------------- recommendation and power
