@@ -1,4 +1,4 @@
-"""Activations of a model as vectors to be reconstructed: files of one's own or of `hetexp harvest`."""
+"""Activations of a model as vectors to be reconstructed, from files of the user or of `hetexp harvest`."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 EVALUATION = "evaluation"
 """Names of files that begin so are evaluation data."""
 SOURCE = "source.json"
-"""Says which layer of which checkpoint the vectors are of."""
+"""File that names the checkpoint and the layer of the vectors."""
 MEASURED_VECTORS = 65_536
-"""Of the training data, at most, that the mean length is measured on."""
+"""Most vectors of the training data that the mean length is measured on."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of vectors, and how many evaluation samples of the source model judge them."""
+    """Origin of vectors, and the number of evaluation samples that judge their reconstruction."""
 
     path: Path
-    """Of `source.json`."""
+    """Path of `source.json`."""
     samples: int
     trusted: tuple[str, ...] = ()
-    """Packages whose classes the source model may be of, beside hetexp's own."""
+    """Packages, beside hetexp, whose classes the source model may use."""
 
 
 class Vectors:
-    """A range of vectors, each its own target, times a factor.
+    """A range of vectors, each its own target, multiplied by a factor.
 
     Args:
-        first: place of the first one.
-        end: place after the last one.
+        first: place of the first vector.
+        end: place after the last vector.
     """
 
     prefetchable = True
@@ -118,12 +118,12 @@ class Activations(DataSource):
 
     @staticmethod
     def check(folder: str | None = None, loss_recovered: int = 0, **_: Any) -> list[str]:
-        """Return what is wrong with the folder, one sentence a problem; reads headers only."""
+        """Return the problems of the folder, one sentence each; only headers are read."""
         return _find(folder, loss_recovered)[2] if folder is not None else []
 
 
 def _find(folder: str, loss_recovered: int) -> tuple[list[Shard], list[Shard], list[str]]:
-    """Return shards to train on, shards to evaluate on, and what keeps them from being used."""
+    """Return shards to train on, shards to evaluate on, and their problems."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         fix = "`hetexp harvest` makes one."
@@ -138,7 +138,7 @@ def _find(folder: str, loss_recovered: int) -> tuple[list[Shard], list[Shard], l
         accepted = f"a folder with at least one {' or '.join(SUFFIXES)} file to train on"
         return [], [], [must_be("data.folder", accepted, folder)]
     if loss_recovered and not (path / SOURCE).is_file():
-        accepted = f"0 where `data.folder` has no {SOURCE} (`hetexp harvest` writes one)"
+        accepted = f"0 if `data.folder` has no {SOURCE} (`hetexp harvest` writes one)"
         return [], [], [must_be("data.loss_recovered", accepted, loss_recovered)]
     if not evaluation and sum(shard.shape[0] for shard in training) < 2:
         return [], [], [_too_few(folder, 1)]
@@ -151,7 +151,7 @@ def _too_few(folder: str, count: int) -> str:
 
 
 def _measure(rows: Rows, end: int) -> tuple[float, torch.Tensor]:
-    """Return the mean length and the mean [width], of vectors spread evenly over the training data."""
+    """Return mean length and mean [width] of vectors spread evenly over the training data."""
     import numpy as np
     import torch
 

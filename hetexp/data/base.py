@@ -1,4 +1,4 @@
-"""The interface of a data source, and how the configuration becomes a data source."""
+"""The interface of a data source, and the function that builds a data source from the configuration."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class DataSource(Protocol):
     """Training and evaluation data of a run, the same on every rank."""
 
     train: Dataset[Any]
-    """Map-style: `len` and `__getitem__`, which gives `(input, target)` as tensors of one sample.
+    """Map-style: `len` and `__getitem__`, which returns `(input, target)` as tensors of one sample.
 
-    `__getitems__`, if there is one, gives a list of samples at once. A class whose samples draw no random
-    numbers of torch, NumPy or Python, and may be read by two threads at a time, says so by
-    `prefetchable = True`: then a thread loads them while the step computes (`hetexp.data.loader`).
-    One whose samples depend in shape on those that they are asked for with has a method `same_shape`, which
-    gives the same samples in the shape of the largest of training and evaluation (`hetexp.data.padded`).
+    An optional method `__getitems__` returns a list of samples. A class may set `prefetchable = True` if its
+    samples draw no random numbers of torch, NumPy or Python and two threads may read them at a time: then a
+    thread loads them while the step computes (`hetexp.data.loader`). If the shape of samples depends on the
+    other samples of a call, a method `same_shape` returns the same samples in the shape of the largest one of
+    training and evaluation (`hetexp.data.padded`).
     """
     evaluation: Dataset[Any] | None
-    """Like `train`; `None` if there is nothing to evaluate on."""
+    """Data like `train`; `None`: no evaluation."""
     facts: Mapping[str, Any]
-    """Model arguments that the data decides, such as `{"input_shape": [1, 8, 8], "num_classes": 10}`."""
+    """Model arguments that the data determines, such as `{"input_shape": [1, 8, 8], "num_classes": 10}`."""
 
 
 @dataclass
 class _Parts:
-    """A data source made of the parts that a user's own class offers."""
+    """A data source made of the attributes of a user's class."""
 
     train: Dataset[Any]
     evaluation: Dataset[Any] | None = None
@@ -51,7 +51,7 @@ def build_data(node: Mapping[str, Any]) -> DataSource:
         node: the section, with `_target_`.
 
     Raises:
-        ConfigError: what was built is neither a data source nor a map-style dataset.
+        ConfigError: `_target_` builds neither a data source nor a map-style dataset.
     """
     built = instantiate(node)
     facts = getattr(built, "facts", {})
@@ -68,18 +68,18 @@ def build_data(node: Mapping[str, Any]) -> DataSource:
 
 
 def same_shape(dataset: Dataset[Any]) -> Dataset[Any]:
-    """Return data whose samples all have one shape, if those of this may differ; else this.
+    """Return the data with samples of one shape; `dataset` itself unless it has a method `same_shape`.
 
-    Stages send each other tensors of fixed size; a memory estimate is of the largest sample, and emulated
-    devices count one for all.
+    Stages send each other tensors of fixed size, a memory estimate needs the largest sample, and emulated
+    devices count the work of one sample for all.
     """
-    tell = getattr(dataset, "same_shape", None)
-    uniform: Dataset[Any] = tell() if callable(tell) else dataset
+    method = getattr(dataset, "same_shape", None)
+    uniform: Dataset[Any] = method() if callable(method) else dataset
     return uniform
 
 
 def _is_map_style(value: Any) -> bool:
-    # Asked of the class, which is where Python looks `len()` and `[]` up.
+    # Attributes of the class, as for Python's `len()` and `[]`.
     sized = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
     return sized and not isinstance(value, (str, bytes, Mapping))
 

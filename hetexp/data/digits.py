@@ -1,4 +1,4 @@
-"""Handwritten digits that scikit-learn ships: real images, no download."""
+"""Handwritten digits that ship with scikit-learn: real images without a download."""
 
 from __future__ import annotations
 
@@ -86,6 +86,6 @@ class DigitVectors(Digits):
 
         pixels = [images.tensors[0].flatten(1) for images in (train, evaluation)]
         scale = math.sqrt(pixels[0].shape[1]) / float(pixels[0].double().norm(dim=1).mean())
-        known, held_out = (vectors * scale for vectors in pixels)
-        self.train, self.evaluation = InMemory(known, known), InMemory(held_out, held_out)
-        self.facts = {"input_size": known.shape[1], "mean": known.mean(0).tolist(), "scale": scale}
+        vectors, held_out = (part * scale for part in pixels)
+        self.train, self.evaluation = InMemory(vectors, vectors), InMemory(held_out, held_out)
+        self.facts = {"input_size": vectors.shape[1], "mean": vectors.mean(0).tolist(), "scale": scale}

@@ -1,4 +1,4 @@
-"""Samples that lie in memory as rows of tensors: a whole microbatch is one copy of rows, not one a sample."""
+"""Samples in memory as rows of tensors: a microbatch is one copy of rows, not a copy for each sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetexp.data.sampler import Indices
 
 
 class InMemory(TensorDataset):
-    """Sample i is row i of each tensor, as in torch's `TensorDataset`; many are given at once, too."""
+    """torch's `TensorDataset`, which also returns several samples at once."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
         places = torch.as_tensor(indices)
@@ -22,7 +22,7 @@ class InMemory(TensorDataset):
 
 
 class Rows:
-    """Takes microbatches out of tensors, as `default_collate` would make them of the samples one by one.
+    """Takes microbatches out of tensors, equal to those that `default_collate` makes of single samples.
 
     Args:
         places: row of each sample; `None`: sample i is row i.
@@ -30,32 +30,32 @@ class Rows:
 
     def __init__(self, tensors: Sequence[torch.Tensor], places: Indices | None = None) -> None:
         self._places = places
-        # NumPy copies rows in this thread alone; torch would start a team of threads beside the step's own.
+        # NumPy copies rows in this thread; torch would start threads beside the step's own.
         self._columns = [(tensor, tensor.numpy() if _in_numpy(tensor) else None) for tensor in tensors]
 
     def take(self, indices: Indices, memory: PageLocked) -> list[torch.Tensor]:
         """Return the rows of these samples, [len(indices), …] of each tensor.
 
         Args:
-            memory: what they are copied into.
+            memory: source of the memory that the rows are copied into.
         """
         rows = indices if self._places is None else self._places[indices]
         taken = []
         for tensor, column in self._columns:
-            there = memory.empty((len(rows), *tensor.shape[1:]), tensor.dtype)
+            copy = memory.empty((len(rows), *tensor.shape[1:]), tensor.dtype)
             if column is not None:
-                column.take(rows, 0, there.numpy(), "clip")  # other modes fill a buffer of their own first
+                column.take(rows, 0, copy.numpy(), "clip")  # other modes fill a buffer of their own first
             else:
-                torch.index_select(tensor, 0, torch.from_numpy(rows), out=there)
-            taken.append(there)
+                torch.index_select(tensor, 0, torch.from_numpy(rows), out=copy)
+            taken.append(copy)
         return taken
 
 
 def rows_of(dataset: Dataset[Any]) -> Rows | None:
-    """Return how to take microbatches out of a data set whose samples are rows in memory, else `None`.
+    """Return the rows of a data set whose samples are rows in memory, else `None`.
 
-    Those are `InMemory`, `TensorDataset` and subsets of them, but no class derived from one, which may give
-    other samples.
+    Such data sets are `InMemory`, `TensorDataset` and subsets of them, but not derived classes, which may
+    return other samples.
     """
     if type(dataset) is Subset:
         within = _tensors(dataset.dataset)
@@ -63,7 +63,7 @@ def rows_of(dataset: Dataset[Any]) -> Rows | None:
             return None
         places = np.asarray(dataset.indices, dtype=np.int64)
         if len(places) and not 0 <= places.min() <= places.max() < len(within[0]):
-            return None  # it counts from the end, or is wrong: its own words tell
+            return None  # places from the end, or wrong ones: the subset itself handles them
         return Rows(within, places)
     tensors = _tensors(dataset)
     return Rows(tensors) if tensors is not None else None
@@ -86,6 +86,6 @@ def _in_numpy(tensor: torch.Tensor) -> bool:
         return False
     try:
         tensor.numpy()
-    except TypeError:  # it knows no bfloat16
+    except TypeError:  # NumPy has no bfloat16
         return False
     return True

@@ -1,4 +1,4 @@
-"""Token rows of unequal length, padded at their end as far as the rows they come with need it."""
+"""Token rows of unequal length, padded at their end to the longest row of a call."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.utils.data import Dataset
 from hetexp.data.in_memory import InMemory
 
 IGNORED = -100
-"""Target that does not count: torch's own default, and the framework's (`hetexp.training.loss`)."""
+"""Target that does not count, by default in torch and in `hetexp.training.loss`."""
 Row = tuple["np.ndarray[tuple[int], np.dtype[np.int64]]", "np.ndarray[tuple[int], np.dtype[np.int64]]"]
-"""Tokens, and for each the one to predict or `IGNORED`."""
+"""Tokens, and for each the token to predict or `IGNORED`."""
 
 
 class PaddedRows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Sample i is (tokens [seq], targets [seq]), int64; seq is that of the longest asked for at once.
+    """Sample i is (tokens [seq], targets [seq]), int64; seq is the length of the longest row of the call.
 
-    Rows asked for one by one are all as long as the longest.
+    A single row has the length of the longest row of all.
 
     Args:
-        longest: length of the longest row there is, maybe elsewhere.
-        padding: token that stands behind a row's end; its target is ignored.
+        longest: length of the longest row, also of other data.
+        padding: token after a row's end; its target is ignored.
     """
 
     prefetchable = True
@@ -42,17 +42,17 @@ class PaddedRows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return [self._padded(index, length) for index in indices]
 
     def same_shape(self) -> InMemory:
-        """Return the same samples, all as long as the longest."""
+        """Return the same samples, all of the length of the longest."""
         samples = [self[index] for index in range(len(self))]
         return InMemory(*(torch.stack(column) for column in zip(*samples, strict=True)))
 
     def num_counted(self, index: int) -> int:
-        """Return how many targets of a row count."""
+        """Return the number of targets of a row that count."""
         return int(np.count_nonzero(self._rows[index][1] != IGNORED))
 
     def _padded(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, targets = self._rows[index]
         inputs = torch.full((length,), self._padding, dtype=torch.int64)
-        wanted = torch.full((length,), IGNORED, dtype=torch.int64)
-        inputs[: len(tokens)], wanted[: len(tokens)] = torch.from_numpy(tokens), torch.from_numpy(targets)
-        return inputs, wanted
+        outputs = torch.full((length,), IGNORED, dtype=torch.int64)
+        inputs[: len(tokens)], outputs[: len(tokens)] = torch.from_numpy(tokens), torch.from_numpy(targets)
+        return inputs, outputs

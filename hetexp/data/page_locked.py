@@ -1,4 +1,4 @@
-"""Host memory that the system keeps in its place, from which a card copies while the host goes on."""
+"""Page-locked host memory, from which a card copies while the host goes on."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ log = logging.getLogger(__name__)
 
 
 class PageLocked:
-    """Gives microbatches page-locked memory, or ordinary memory if that is not wanted.
+    """Allocates memory for microbatches: page-locked if enabled, else ordinary.
 
-    torch keeps what is given back and gives it again, not before the copies from it have ended: only the
-    first steps pay for locking. If the system has no more of it, a warning says so once, and memory is
-    ordinary from then on.
+    torch reuses freed page-locked memory after the copies from it have ended: only the first steps pay for
+    locking. If the system has no more of it, a warning appears once, and memory is ordinary from then on.
 
     Args:
-        wanted: whether the device copies from it (`Backend.copies_page_locked`).
+        enabled: whether the device copies from such memory (`Backend.copies_page_locked`).
     """
 
-    def __init__(self, wanted: bool) -> None:
-        self.wanted = wanted
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor to be filled."""
-        if self.wanted:
+        """Return an uninitialised tensor."""
+        if self.enabled:
             try:
                 return torch.empty(shape, dtype=dtype, pin_memory=True)
             except RuntimeError as error:
@@ -35,11 +34,12 @@ class PageLocked:
         return torch.empty(shape, dtype=dtype)
 
     def hold(self, value: Any) -> Any:
-        """Return what a collate function made with its tensors copied here, if memory is page-locked.
+        """Return a collated microbatch with its tensors in page-locked memory, if enabled.
 
-        Dicts, lists and tuples stay what they are; what has a method `pin_memory` of its own is asked by it.
+        Dicts, lists and tuples keep their types; an object with a method `pin_memory` is replaced by its
+        result.
         """
-        if not self.wanted:
+        if not self.enabled:
             return value
         try:
             return _pinned(value)
@@ -48,9 +48,9 @@ class PageLocked:
             return value
 
     def _give_up(self, error: RuntimeError) -> None:
-        self.wanted = False
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        log.warning("no page-locked memory for samples, whose copies to the device now wait: %s", said)
+        self.enabled = False
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        log.warning("no page-locked memory for samples, whose copies to the device now wait: %s", reason)
 
 
 def _pinned(value: Any) -> Any:

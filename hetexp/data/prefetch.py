@@ -1,4 +1,4 @@
-"""Takes the next items of an iterator in a thread while the step computes."""
+"""Takes the next items of an iterator in a thread, while the step computes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from hetexp.data.in_memory import rows_of
 T = TypeVar("T")
 
 STOP_SECONDS = 2.0
-"""Longest wait for the thread at the end; an item that takes longer is finished and thrown away."""
+"""Longest wait for the thread at the end; it finishes a slower item and drops it."""
 
 
 def is_prefetchable(dataset: Dataset[Any]) -> bool:
     """Return whether a thread may load a data set's samples while the step computes.
 
-    Its class says so by `prefetchable = True` (`hetexp.data.base.DataSource.train`); a subset is like what it
-    is a subset of, and samples that are rows of tensors always may.
+    Its class says so by `prefetchable = True` (`hetexp.data.base.DataSource.train`). A subset is like its
+    data set, and rows of tensors are always prefetchable.
     """
     if type(dataset) is Subset:
         return is_prefetchable(dataset.dataset)
-    # Asked of the class: one that wraps a data set, and passes its attributes on, may add noise to it.
+    # The class's attribute: a wrapper that passes the data set's attributes on may add noise to it.
     return bool(getattr(type(dataset), "prefetchable", False)) or rows_of(dataset) is not None
 
 
 def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """Yield what an iterator gives, in its order; a thread asks it for up to `depth` items more.
+    """Yield the items of an iterator in their order; a thread takes up to `depth` items ahead.
 
-    The thread begins with the first item that is asked for and ends with this generator, closed or exhausted.
-    What the iterator raises is raised here, in its place among the items.
+    The thread begins with the first item and ends with this generator, closed or exhausted. An error of the
+    iterator is raised here, in its place among the items.
     """
     ahead = _Ahead(items, depth)
     try:
@@ -49,7 +49,7 @@ _END: Any = object()
 class _Ahead(Generic[T]):
     """The thread and the items that it took.
 
-    The consumer or the thread takes the next item, whichever comes first. On busy cores the thread may be
+    The consumer takes the next item itself if the thread has not begun it. On busy cores the thread may be
     late, and waiting for it would take longer than loading a small microbatch.
     """
 
@@ -59,7 +59,7 @@ class _Ahead(Generic[T]):
         self._taking = threading.Lock()
         self._taken, self._limit = 0, depth
         self._ended = False
-        # Not a semaphore or an event, whose Python code would cost a small step more than its samples do.
+        # Not a semaphore or an event, whose Python code takes longer than the samples of a small step.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._wake.put(None)
         # A daemon: a generator that is never closed must not keep the process from ending.
@@ -67,7 +67,7 @@ class _Ahead(Generic[T]):
         self._thread.start()
 
     def next(self) -> T:
-        """Return the next item, and let the thread go on by one."""
+        """Return the next item, and let the thread take one more."""
         if self._items_taken.empty() and self._taking.acquire(blocking=False):
             try:
                 if self._items_taken.empty():
@@ -82,7 +82,7 @@ class _Ahead(Generic[T]):
         return item
 
     def stop(self) -> None:
-        """End the thread; what it takes at the moment is thrown away."""
+        """End the thread; the item that it is taking is dropped."""
         self._ended = True
         self._wake.put(None)
         self._thread.join(STOP_SECONDS)

@@ -1,7 +1,7 @@
-"""Which samples a step uses: a function of the seed and of the samples used so far, of nothing else.
+"""Chooses the samples of each step by the seed and the number of samples used so far, and by nothing else.
 
-Step k of a run uses the same samples in the same order whatever the devices, their shares or their number.
-Ranks cut their own part out of the global batch that every one of them computes.
+Step k of a run uses the same samples in the same order, whatever the devices, their shares or their number.
+Every rank computes the global batch and takes its own part.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Position:
-    """Place in the data, counted in samples so that it outlives a change of the batch size or of the ranks.
+    """Position in the data, counted in samples so that it stays valid for another batch size or other ranks.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: a number is negative.
     """
 
     epoch: int = 0
@@ -42,19 +42,19 @@ class Position:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, int]) -> Position:
-        """Read what `to_dict` returned."""
+        """Return the position that `to_dict` described."""
         return cls(epoch=int(raw["epoch"]), offset=int(raw["offset"]))
 
 
 class GlobalSampler:
-    """Cuts each epoch's own random order of the training samples into global batches.
+    """Cuts each epoch's random order of the training samples into global batches.
 
     Args:
         num_samples: size of the training data.
         global_batch_size: samples of one optimizer step, over all ranks.
-        seed: the order of an epoch follows from this and the number of the epoch.
-        drop_last: leave out what is left of an epoch when it no longer fills a batch.
-        overfit_batches: if above 0, every epoch is the first so many batches of epoch 0, in that order.
+        seed: decides the order of each epoch, with the epoch's number.
+        drop_last: whether to drop the last samples of an epoch if they do not fill a batch.
+        overfit_batches: if above 0, every epoch consists of so many first batches of epoch 0, in their order.
 
     Raises:
         ConfigError: there are no samples, or fewer than one batch with `drop_last`.
@@ -84,29 +84,29 @@ class GlobalSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch that is used from its beginning."""
+        """Number of batches of a whole epoch."""
         full, left = divmod(self._epoch_size, self.global_batch_size)
         return full if self.drop_last or not left else full + 1
 
     def batch(self, position: Position) -> tuple[Indices, Position]:
-        """Return the sample indices [batch] of the step that starts at `position`, and where the next starts.
+        """Return the sample indices [batch] of the step at `position`, and the position of the next step.
 
-        The last batch of an epoch may be short; after it comes offset 0 of the next epoch. A position that
-        was reached with another batch size goes on at its sample, and one at or past the end of its epoch
-        goes on with the next epoch.
+        The last batch of an epoch may be short; offset 0 of the next epoch follows it. A position that was
+        reached with another batch size continues at its sample. A position at or past the end of its epoch
+        continues with the next epoch.
         """
-        here = self._settle(position)
+        here = self._batch_start(position)
         end = min(here.offset + self.global_batch_size, self._epoch_size)
-        # A copy: who changes a batch must not change the cached order.
+        # A copy, so that a change of the batch does not change the cached order.
         indices = self._order(0 if self._same_order else here.epoch)[here.offset : end].copy()
-        return indices, self._settle(Position(here.epoch, end))
+        return indices, self._batch_start(Position(here.epoch, end))
 
     def fingerprint(self) -> str:
         """Return a short hash of epoch 0's order, which ranks compare before they train."""
         return hashlib.sha256(self._order(0).astype("<i8").tobytes()).hexdigest()[:16]
 
-    def _settle(self, position: Position) -> Position:
-        """Move a position with no batch left in its epoch to the start of the next."""
+    def _batch_start(self, position: Position) -> Position:
+        """Move a position without a batch left in its epoch to the start of the next epoch."""
         needed = self.global_batch_size if self.drop_last else 1
         if position.offset + needed > self._epoch_size:
             return Position(position.epoch + 1, 0)

@@ -1,4 +1,4 @@
-"""Instructions and chats from a JSON-lines file, to fine-tune a language model on the answers alone."""
+"""Instructions and chats from a JSON-lines file, to fine-tune a language model on the answers only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).parent / "corpus" / "questions.jsonl"
 FEW = 3
-"""So many lines are named in a message."""
+"""Number of lines that a message names."""
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SftJsonl(DataSource):
     """
 
     report: dict[str, dict[str, int]]
-    """Of `train` and `evaluation`: `lines`, `truncated`, `unanswered`, `tokens` and `counted` ones."""
+    """Counts of `train` and `evaluation`: `lines`, `truncated`, `unanswered`, `tokens`, `counted` tokens."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class SftJsonl(DataSource):
             raise ConfigError(must_be("data.file", "a file with at least one answer to learn from", shown))
         self.report = {name: part.report() for name, part in parts.items()}
         for name, part in parts.items():
-            part.tell(name, max_length)
+            part.warn(name, max_length)
         longest = max(len(tokens) for part in parts.values() for tokens, _ in part.rows)
         made = {name: PaddedRows(part.rows, longest, reader.padding) for name, part in parts.items()}
         self.train, self.evaluation = made["train"], made["evaluation"] if len(made["evaluation"]) else None
@@ -111,9 +111,9 @@ class _Part:
     lines: int = 0
     truncated: int = 0
     unanswered: list[int] = field(default_factory=list)
-    """Numbers of these lines."""
+    """Numbers of the lines without an answer."""
     kept: bool = False
-    """Whether they are among the rows all the same."""
+    """Whether these lines are among the rows."""
 
     def report(self) -> dict[str, int]:
         from hetexp.data.padded import IGNORED
@@ -122,15 +122,16 @@ class _Part:
         tokens = sum(len(tokens) for tokens, _ in self.rows)
         return counts | {"tokens": tokens, "counted": sum(int((t != IGNORED).sum()) for _, t in self.rows)}
 
-    def tell(self, name: str, max_length: int) -> None:
-        """Log what is not as the file has it."""
+    def warn(self, name: str, max_length: int) -> None:
+        """Log how many lines were cut off, and how many have no answer."""
+        which = "training" if name == "train" else name
         if self.truncated:
             log.warning(
                 "data: %d of %d lines of the %s data have more than %d tokens and are cut off there "
                 "(data.max_length)",
                 self.truncated,
                 self.lines,
-                "training" if name == "train" else name,
+                which,
                 max_length,
             )
         if self.unanswered:
@@ -139,7 +140,7 @@ class _Part:
                 "the first at line %d",
                 len(self.unanswered),
                 self.lines,
-                "training" if name == "train" else name,
+                which,
                 "are kept, but teach nothing" if self.kept else "are left out",
                 self.unanswered[0],
             )
@@ -149,7 +150,7 @@ class _Reader:
     """Makes rows of lines.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer of transformers.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class _Reader:
         """Return the rows of these lines.
 
         Raises:
-            ConfigError: names the first few that are none.
+            ConfigError: some lines are no samples; the message names the first few.
         """
         from hetexp.data.padded import IGNORED
         from hetexp.data.sft_rows import RowError, encode

@@ -1,4 +1,4 @@
-"""From a line of a fine-tuning file to tokens of which only the answers count."""
+"""Turns a line of a fine-tuning file into tokens, of which only the answers count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetexp.data.padded import IGNORED, Row
 
 
 class RowError(Exception):
-    """What is wrong with a line, without its place."""
+    """A line is no sample; the message does not name its place."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Tokens:
 
     numbers: list[int]
     answers: list[bool]
-    """Whether each is part of an answer."""
+    """Whether each token is part of an answer."""
 
     def row(self, max_length: int) -> Row:
-        """Return tokens and, for each, the next one if that is part of an answer.
+        """Return tokens and, for each, the next token if that is part of an answer, else `IGNORED`.
 
         Args:
-            max_length: most tokens of the row; those beyond are cut off at the end.
+            max_length: most tokens of the row; later tokens are cut off.
         """
         numbers = np.asarray(self.numbers[: max_length + 1], dtype=np.int64)
         answers = np.asarray(self.answers[: max_length + 1], dtype=bool)
@@ -38,7 +38,7 @@ def encode(line: Any, tokenizer: Any) -> Tokens:
     """Return the tokens of a line: `messages`, or `prompt` and `completion`.
 
     Raises:
-        RowError: it has neither, or the tokenizer's chat template does not take it.
+        RowError: the line has neither, or the tokenizer's chat template refuses it.
     """
     if isinstance(line, Mapping):
         if isinstance(line.get("messages"), list):
@@ -49,7 +49,7 @@ def encode(line: Any, tokenizer: Any) -> Tokens:
 
 
 def _instruction(prompt: str, completion: str, tokenizer: Any) -> Tokens:
-    """Tokens of both as one text, with what the tokenizer puts around any, and an end."""
+    """Return the tokens of both as one text, with the tokenizer's special tokens and an end."""
     tokens = _split(prompt + completion, [(len(prompt), len(prompt + completion))], tokenizer, True)
     end = tokenizer.eos_token_id
     if end is not None and tokens.numbers[-1:] != [end]:
@@ -58,14 +58,14 @@ def _instruction(prompt: str, completion: str, tokenizer: Any) -> Tokens:
 
 
 def _chat(messages: Sequence[Any], tokenizer: Any) -> Tokens:
-    """Tokens of a chat; what the template writes for each of the assistant's messages is an answer."""
+    """Return the tokens of a chat; the template's text of each of the assistant's messages is an answer."""
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise RowError("has a message without `role` and `content`")
     if tokenizer.chat_template is None:
         raise RowError("has messages, but the tokenizer has no chat template")
 
-    def written(count: int, asks: bool) -> str:
+    def templated(count: int, asks: bool) -> str:
         try:
             text: str = tokenizer.apply_chat_template(
                 messages[:count], tokenize=False, add_generation_prompt=asks
@@ -74,10 +74,10 @@ def _chat(messages: Sequence[Any], tokenizer: Any) -> Tokens:
             raise RowError(f"is refused by the chat template: {str(error).partition(chr(10))[0]}") from error
         return text
 
-    whole, spans = written(len(messages), False), []
+    whole, spans = templated(len(messages), False), []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, through = written(index, True), written(index + 1, False)
+            before, through = templated(index, True), templated(index + 1, False)
             if not whole.startswith(through) or not through.startswith(before):
                 raise RowError(
                     "has an answer that the chat template writes in another way once more follows; make "
@@ -88,7 +88,7 @@ def _chat(messages: Sequence[Any], tokenizer: Any) -> Tokens:
 
 
 def _split(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any, around: bool) -> Tokens:
-    """Return a text's tokens; those that begin within one of the spans are part of an answer."""
+    """Return a text's tokens; tokens that begin within one of the spans are part of an answer."""
     encoded = tokenizer(text, add_special_tokens=around, return_offsets_mapping=True)
     places = encoded["offset_mapping"]
     answers = [end > start and any(a <= start < b for a, b in spans) for start, end in places]

@@ -1,4 +1,4 @@
-"""Vectors in files that stay on the disk, `*.npy` and `*.safetensors`: read when a sample is asked for."""
+"""Vectors in files, `*.npy` and `*.safetensors`, which are read on demand."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".npy", ".safetensors")
 _TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""NumPy has no bfloat16: those are read as the bits that they are."""
+"""NumPy has no bfloat16, whose bits are read as integers."""
 _MOST_HEADER = 100_000_000
 """Bytes, as the library itself allows."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file's rows."""
+    """The rows of a file."""
 
     path: Path
     dtype: str
-    """Of NumPy, or `bfloat16`."""
+    """Type of NumPy, or `bfloat16`."""
     shape: tuple[int, ...]
     offset: int
-    """Offset of the numbers, in bytes."""
+    """Offset of the numbers in the file, in bytes."""
     fortran: bool = False
 
     def open(self) -> np.ndarray[Any, Any]:
-        """Map the file into memory; what is not read costs none."""
+        """Map the file into memory; rows that are not read take no memory."""
         kind = "<u2" if self.dtype == "bfloat16" else self.dtype
         order: Any = "F" if self.fortran else "C"
         return np.memmap(self.path, dtype=kind, mode="r", offset=self.offset, shape=self.shape, order=order)
 
 
 def find_shards(folder: Path, prefix: str = "") -> tuple[list[Shard], list[str]]:
-    """Return the shards of a folder in the order of their names, and what is wrong, one sentence each.
+    """Return the shards of a folder in the order of their names, and their problems, one sentence each.
 
     Only headers are read.
 
     Args:
-        prefix: that the files' names begin with.
+        prefix: beginning of the files' names.
     """
     shards: list[Shard] = []
     problems: list[str] = []
@@ -53,7 +53,7 @@ def find_shards(folder: Path, prefix: str = "") -> tuple[list[Shard], list[str]]
     for path in sorted(named, key=lambda path: path.name):
         try:
             shard = _read_npy(path) if path.suffix == ".npy" else _read_safetensors(path)
-            _judge(shard)
+            _check(shard)
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{path.name} {error}")
             continue
@@ -69,7 +69,7 @@ def find_shards(folder: Path, prefix: str = "") -> tuple[list[Shard], list[str]]
     return shards, problems
 
 
-def _judge(shard: Shard) -> None:
+def _check(shard: Shard) -> None:
     if len(shard.shape) != 2 or not all(shard.shape):
         raise ValueError(f"holds an array of shape {list(shard.shape)}, and not [vectors, numbers]")
     size = 2 if shard.dtype == "bfloat16" else np.dtype(shard.dtype).itemsize
@@ -114,10 +114,10 @@ def _read_safetensors(path: Path) -> Shard:
 
 
 class Rows:
-    """Vectors of several shards, one after another, as float32 (float64 if they are).
+    """Vectors of several shards, one after another, as float32, or float64 if they have that type.
 
     Args:
-        shards: of one width and type.
+        shards: shards of one width and type.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -135,24 +135,24 @@ class Rows:
         """Return the vectors at these places, [len(places), width], in their order.
 
         Raises:
-            IndexError: a place is none of the data's.
+            IndexError: a place is outside of the data.
         """
         import torch
 
-        wanted = np.asarray(places, dtype=np.int64)
-        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"place {wanted.max()} of {len(self)} vectors")
+        indices = np.asarray(places, dtype=np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"place {indices.max()} of {len(self)} vectors")
         first = self.shards[0]
         half = first.dtype == "bfloat16"
         kind = np.dtype("<u2" if half else first.dtype)
-        rows = np.empty((len(wanted), first.shape[1]), dtype=kind)
-        within = np.searchsorted(self.ends, wanted, side="right")
+        rows = np.empty((len(indices), first.shape[1]), dtype=kind)
+        within = np.searchsorted(self.ends, indices, side="right")
         for number in np.unique(within).tolist():
             mask = within == number
             if number not in self._open:
                 self._open[number] = self.shards[number].open()
             start = int(self.ends[number]) - self.shards[number].shape[0]
-            rows[mask] = self._open[number][wanted[mask] - start]
+            rows[mask] = self._open[number][indices[mask] - start]
         if half:
             return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16).float()
         return torch.from_numpy(rows.astype(np.float64 if kind.itemsize == 8 else np.float32, copy=False))

@@ -1,4 +1,4 @@
-"""Made-up data that can be learnt: quick, of any size, the same for a seed whatever the torch version."""
+"""Synthetic data that can be learnt: fast, of any size, equal for a seed with every version of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 IGNORED = -100
-"""Target that a loss leaves out, as `torch.nn.CrossEntropyLoss` does by default."""
+"""Target that a loss ignores, as `torch.nn.CrossEntropyLoss` does by default."""
 NOISE = 0.1
 """Chance of a random token, and standard deviation of a regression's noise."""
 
@@ -76,7 +76,7 @@ class Synthetic(DataSource):
 
 
 class _Vectors:
-    """Classes around means, or a linear teacher."""
+    """Draws classes around means, or targets of a linear teacher."""
 
     def __init__(self, rng: np.random.Generator, shape: tuple[int, ...], num_outputs: int, kind: str) -> None:
         self.shape = shape
@@ -89,14 +89,14 @@ class _Vectors:
             classes = rng.integers(len(self.teacher), size=count)
             return (inputs + self.teacher[classes]).astype(np.float32), classes.astype(np.int64)
         weights = self.teacher.reshape(len(self.teacher), -1)
-        # Divided by the root of the fan-in: targets of variance 1 whatever the input's size.
+        # Divided by the root of the fan-in: targets have variance 1 for any input size.
         clean = inputs.reshape(count, -1) @ weights.T / np.sqrt(weights.shape[1])
         targets = clean + NOISE * rng.standard_normal(clean.shape)
         return inputs.astype(np.float32), targets.astype(np.float32)
 
 
 class _Tokens:
-    """Each token is a fixed function of the one before, now and then replaced by a random one."""
+    """Draws tokens that are a fixed function of the one before, with random exceptions."""
 
     def __init__(self, rng: np.random.Generator, vocab_size: int, length: int, mask_fraction: float) -> None:
         self.length = length
@@ -115,7 +115,7 @@ class _Tokens:
         return inputs, targets
 
     def _masked(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.bool_]:
-        """Return which targets [count, length] to leave out, a U-shaped number of them a sample."""
+        """Return which targets [count, length] to ignore; their number is U-shaped over samples."""
         fractions = rng.beta(self.mask_fraction, 1 - self.mask_fraction, size=count)
         numbers = np.minimum(np.rint(fractions * self.length), self.length - 1)
         ranks = rng.random((count, self.length)).argsort(axis=1).argsort(axis=1)

@@ -1,4 +1,4 @@
-"""A tokenizer from the user's folder, or a small one that needs no file: a token a byte."""
+"""Loads a tokenizer from the user's folder, or makes a small one without files: a token for each byte."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ TEMPLATE = (
     "{{ eos_token if message['role'] == 'assistant' else '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-"""Of the small tokenizer: how a chat becomes text."""
+"""Chat template of the small tokenizer."""
 
 
 def load_tokenizer(folder: str | None) -> Any:
     """Return a tokenizer of transformers; nothing is downloaded.
 
     Args:
-        folder: as `save_pretrained` writes it; `None`: the small one.
+        folder: folder, as `save_pretrained` writes it; `None`: the small tokenizer.
 
     Raises:
-        ConfigError: transformers is missing, or the folder holds no tokenizer, or one that does not tell
-            which part of a text each token is.
+        ConfigError: transformers is missing, the folder holds no tokenizer, or the tokenizer does not report
+            the part of a text that each token stands for.
     """
     try:
         from transformers import AutoTokenizer
@@ -38,11 +38,11 @@ def load_tokenizer(folder: str | None) -> Any:
     try:
         path = str(Path(folder).expanduser())
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many classes, whatever is wrong with the files
+    except Exception as error:  # of many classes
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(must_be("data.tokenizer", accepted, folder, reason)) from error
     if not tokenizer.is_fast:
-        fix = f"{type(tokenizer).__name__} does not tell which part of the text a token is."
+        fix = f"{type(tokenizer).__name__} does not report which part of the text a token is."
         raise ConfigError(must_be("data.tokenizer", accepted, folder, fix))
     return tokenizer
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a model that is frozen otherwise, by peft; and as peft keeps them in files."""
+"""Low-rank adapters of peft in a frozen model, and their export to peft's files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hetexp.core.errors import ConfigError, must_be
 from hetexp.model.exported import Exported
 
 NAME = "default"
-"""peft's own name for a model's only adapter; its files leave it out."""
+"""peft's name for a model's only adapter, which its files leave out."""
 
 
 def attach(lm: nn.Module, rank: int, alpha: float, dropout: float, targets: str | list[str]) -> None:
-    """Give linear layers an adapter each, in place; the second factor is zero, so nothing changes yet.
+    """Add an adapter to each linear layer, in place; its second factor is zero, so that outputs stay.
 
     Raises:
-        ConfigError: no layer has one of the names, or an adapter cannot be put there.
+        ConfigError: no layer has one of the names, or a layer cannot have an adapter.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -48,9 +48,9 @@ def attach(lm: nn.Module, rank: int, alpha: float, dropout: float, targets: str 
 
 
 def keep_trained_only(model: nn.Module) -> None:
-    """Let a model's state be what is trained of it: frozen tensors are neither saved nor asked for."""
+    """Restrict a model's state to its trained tensors: frozen ones are neither saved nor loaded."""
     model.register_state_dict_post_hook(_leave_out)
-    model.register_load_state_dict_post_hook(_ask_for_none)
+    model.register_load_state_dict_post_hook(_ignore_frozen)
 
 
 def _leave_out(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -59,7 +59,7 @@ def _leave_out(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> 
         del state[name]
 
 
-def _ask_for_none(model: nn.Module, incompatible: Any) -> None:
+def _ignore_frozen(model: nn.Module, incompatible: Any) -> None:
     trained = _trained(model)
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in trained]
 
@@ -74,7 +74,7 @@ def exported(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Expor
 
     Args:
         section: the `model` section of the run.
-        tensors: by the names of `HFCausalLM`.
+        tensors: tensors by the names of `HFCausalLM`.
     """
     from peft import LoraConfig
 

@@ -1,4 +1,4 @@
-"""How the configuration and the data's facts become a model."""
+"""Builds a model from the configuration and the data's facts."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from hetexp.model.recompute import recompute_layers
 
 
 class WithAuxiliary(NamedTuple):
-    """What a model returns while it trains that has a loss of its own beside the one on its output.
+    """A model's result in training, with an auxiliary loss beside the loss of its output.
 
-    The loss of a sample's elements (`hetexp.training.loss`) grows by the sample's auxiliary loss at each of
-    them: a mean over the batch weighs it as it weighs the sample, and any split of the batch adds up to it.
+    The loss of each element of a sample (`hetexp.training.loss`) grows by the sample's auxiliary loss. So a
+    mean over the batch weighs it like the sample, and any split of the batch gives the same sum.
     """
 
     output: Any
-    """What the model returns otherwise."""
+    """The model's result without an auxiliary loss."""
     auxiliary: Tensor
-    """[batch], a loss of each sample that depends on no other sample."""
+    """[batch], the loss of each sample, which depends on no other sample."""
     tally: Tensor | None = None
-    """[batch, n], what the model counts of each sample (`hetexp.model.hooks`), integers or booleans."""
+    """[batch, n], the model's counts of each sample (`hetexp.model.hooks`), integers or booleans."""
 
 
 def build_model(node: Mapping[str, Any], facts: Mapping[str, Any], recompute: bool = False) -> nn.Module:
     """Build the model that the `model` section describes.
 
-    Arguments of the model's signature that the section leaves out or null are taken from `facts`.
+    Arguments of the model's signature that are absent or null in the section are taken from `facts`.
 
     Args:
         node: the section, with `_target_`.
-        facts: arguments that the data decides (see `hetexp.data.base.DataSource.facts`).
-        recompute: whether its layers compute their activations again in backward (`hetexp.model.recompute`).
+        facts: arguments that the data determines (see `hetexp.data.base.DataSource.facts`).
+        recompute: whether its layers recompute their activations in backward (`hetexp.model.recompute`).
 
     Raises:
-        ConfigError: the model refuses its arguments, is no `torch.nn.Module`, or has no layers to compute
-            again.
+        ConfigError: the model refuses its arguments, is no `torch.nn.Module`, or has no layers to
+            recompute.
     """
-    wanted = parameters(node["_target_"])
-    decided = {name: value for name, value in facts.items() if name in wanted and node.get(name) is None}
-    built = instantiate(node, **decided)
+    accepted = parameters(node["_target_"])
+    given = {name: value for name, value in facts.items() if name in accepted and node.get(name) is None}
+    built = instantiate(node, **given)
     if not isinstance(built, nn.Module):
         kind = type(built)
         raise ConfigError(
@@ -59,5 +59,5 @@ def unknown(**given: object) -> list[str]:
     """Return a sentence for each argument that neither the configuration nor the data gives."""
     missing = [key for key, value in given.items() if value is None]
     return [
-        f"`model.{key}` must be given if the data does not tell it, but is null instead." for key in missing
+        f"`model.{key}` must be given if the data does not give it, but is null instead." for key in missing
     ]

@@ -1,7 +1,7 @@
 """A small residual convolutional network.
 
-By default it normalises by groups, not over the batch: what a sample's output is does not depend on the
-samples beside it, and so not on how the batch is shared among devices.
+By default it normalises by groups, not over the batch: a sample's output depends neither on other samples nor
+on the split of the batch among devices.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class _Residual(nn.Module):
 class _Maximum(nn.Module):
     """Largest value of each channel: [batch, channels, height, width] to [batch, channels].
 
-    On small images it learns faster than the mean; `amax` has a deterministic gradient on every device, which
-    torch's adaptive pooling has not.
+    On small images it learns faster than the mean. The gradient of `amax` is deterministic on every device,
+    unlike that of torch's adaptive pooling.
     """
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Cuts a model into pieces of consecutive layers, and keeps of it what a rank computes.
+"""Cuts a model into pieces of consecutive layers, and removes the layers that a rank does not compute.
 
-What is kept has the names that it has in the whole model; what is not is gone, and its memory with it.
+The remaining modules keep their names of the whole model; the memory of the others is freed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hetexp.model.layered import Pieces, call_layer, pieces_of
 
 @dataclass(frozen=True)
 class Whole:
-    """What is known of the whole model once only a part of it is left."""
+    """The names of a whole model, for a rank that keeps a part of it."""
 
     pieces: Pieces
     parameters: dict[str, str]
-    """Of each name of a parameter the first one that the same tensor has, in the model's order."""
+    """Each name of a parameter → the first name of the same tensor, in the model's order."""
     buffers: tuple[str, ...]
     trained: frozenset[str]
     """First names of the parameters that require a gradient."""
 
     @classmethod
     def of(cls, model: nn.Module, pieces: Pieces) -> Whole:
-        """Take down the names of a model that is whole."""
+        """Return the names of a whole model."""
         first: dict[nn.Parameter, str] = {}
         named = list(model.named_parameters(remove_duplicate=False))
         for name, parameter in named:
@@ -62,11 +62,11 @@ class Whole:
 
 
 def whole_of(model: nn.Module) -> Whole:
-    """Return what is to be known of a model that is about to be cut.
+    """Return the names of a model that is about to be cut.
 
     Raises:
-        ConfigError: it does not tell where, tells names that it does not have, has state outside of its
-            pieces, or normalises over the batch.
+        ConfigError: the model has no pieces, names parts that it lacks, has state outside of its pieces, or
+            normalises over the batch.
     """
     pieces = pieces_of(model)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -77,17 +77,15 @@ def whole_of(model: nn.Module) -> Whole:
         )
     if not pieces.layer_names:
         raise ConfigError(f"`model` must have at least one layer to be cut, but {kind} has none.")
-    named = [*pieces.begin_names, *pieces.layer_names, *pieces.finish_names, *pieces.shared_names]
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    whole = Whole.of(model, pieces)
+    existing = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    existing |= {*whole.parameters, *whole.buffers}
     problems = [
         f"`model` must have what its pieces name, but {kind} has no {name}."
-        for name in named
-        if name not in known
+        for name in pieces.names
+        if name not in existing
     ]
-    whole = Whole.of(model, pieces)
-    outside = [name for name in (*whole.parameters, *whole.buffers) if not _within(name, named)]
+    outside = [name for name in (*whole.parameters, *whole.buffers) if not _within(name, pieces.names)]
     if outside:
         problems.append(
             f"`model` must name all of its state in `pieces`, but {kind} leaves out {', '.join(outside[:3])}."
@@ -106,7 +104,7 @@ def whole_of(model: nn.Module) -> Whole:
 
 
 class Piece(nn.Module):
-    """Some consecutive layers of a model, as a module of their own; the same modules, not copies.
+    """Some consecutive layers of a model as a module, which shares them with the model.
 
     The first piece takes the model's inputs and the last one gives its output.
     """
@@ -126,7 +124,7 @@ class Piece(nn.Module):
         self.end_parameters = nn.ParameterList(parameters[name] for name in ends if name in parameters)
 
     def forward(self, payload: Any = None, **inputs: Any) -> Any:
-        """Return what the next piece takes, or the model's output."""
+        """Return the input of the next piece, or the model's output."""
         payload = inputs if payload is None else payload
         if self._begin is not None:
             payload = call_model(self._begin, payload)
@@ -136,13 +134,11 @@ class Piece(nn.Module):
 
 
 def keep_only(model: nn.Module, whole: Whole, ranges: Sequence[tuple[int, int]]) -> None:
-    """Take everything out of a model that these ranges of layers do not use, in place.
+    """Remove everything from a model that these ranges of layers do not use, in place.
 
-    Modules give way to `nn.Identity`, single parameters and buffers to `None`.
+    `nn.Identity` replaces modules, and `None` single parameters and buffers.
     """
-    pieces = whole.pieces
-    named = {*pieces.begin_names, *pieces.layer_names, *pieces.finish_names, *pieces.shared_names}
-    _drop(model, "", named, set(whole.names_of(ranges)))
+    _drop(model, "", set(whole.pieces.names), set(whole.names_of(ranges)))
 
 
 def _drop(module: nn.Module, prefix: str, named: set[str], kept: set[str]) -> None:
@@ -161,5 +157,5 @@ def _drop(module: nn.Module, prefix: str, named: set[str], kept: set[str]) -> No
 
 
 def _within(name: str, places: Iterable[str]) -> bool:
-    """Tell whether a parameter's or buffer's name is one of these, or inside one of these modules."""
+    """Return whether a parameter's or buffer's name is one of `places`, or inside one of these modules."""
     return any(name == place or name.startswith(f"{place}.") for place in places)

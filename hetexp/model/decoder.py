@@ -1,9 +1,8 @@
-"""Calls the layers of a Hugging Face decoder one by one, with what its own forward pass would give each.
+"""Calls the layers of a Hugging Face decoder one by one, with the arguments of its own forward pass.
 
-What a decoder gives its layers beside the stream (rotary embeddings, causal masks, windows) follows from the
-length of the samples alone. So it is recorded from the decoder's own forward pass, in which something that
-records stands for each layer: that costs next to nothing, needs no weights, and fits every architecture of
-the usual parts.
+The arguments of a layer beside the stream (rotary embeddings, causal masks, windows) depend only on the
+length of the samples. So they are recorded from the decoder's own forward pass, in which a recorder replaces
+each layer. That takes hardly any time, needs no weights, and fits every architecture of the usual parts.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 EMBEDDING, LAYERS, NORM, ROTARY, HEAD = "embed_tokens", "layers", "norm", "rotary_emb", "lm_head"
-"""What most architectures call their parts."""
+"""Names of the parts in most architectures."""
 
 
 def why_not_cut(lm: nn.Module) -> str | None:
-    """Return why a language model cannot be cut between its layers, `None` where it can."""
+    """Return why a language model cannot be cut between its layers, `None` if it can."""
     kind, name = type(lm).__name__, base_name(lm)
     base = getattr(lm, name, None)
     if not isinstance(base, nn.Module):
@@ -30,8 +29,7 @@ def why_not_cut(lm: nn.Module) -> str | None:
     parts = dict(base.named_children())
     if lacking := [part for part in (EMBEDDING, LAYERS, NORM) if part not in parts]:
         return f"{kind}.{name} has no {lacking[0]}"
-    known = {EMBEDDING, LAYERS, NORM, ROTARY}
-    if other := sorted(parts.keys() - known):
+    if other := sorted(parts.keys() - {EMBEDDING, LAYERS, NORM, ROTARY}):
         return f"{kind}.{name} has {other[0]}, beside its embedding, layers and norm"
     if other := sorted(dict(lm.named_children()).keys() - {name, HEAD}):
         return f"{kind} has {other[0]}, beside its decoder and head"
@@ -42,59 +40,60 @@ def why_not_cut(lm: nn.Module) -> str | None:
 
 
 def base_name(lm: nn.Module) -> str:
-    """Return under which name a language model has its decoder."""
+    """Return the name of a language model's decoder."""
     return str(getattr(lm, "base_model_prefix", "model"))
 
 
 class Decoder:
-    """A language model's own forward pass around its layers, and what its layers get in it.
+    """A language model's forward pass around its layers, and the arguments of its layers.
 
     Args:
-        lm: that `why_not_cut` has nothing against; layers, embedding, norm and head may be gone later, as
-            long as what they compute is not needed.
+        lm: language model that `why_not_cut` accepts; layers, embedding, norm and head may be removed later,
+        if
+            nothing needs their results.
     """
 
     def __init__(self, lm: nn.Module) -> None:
         self._lm = lm
         layers: nn.ModuleList = getattr(lm, base_name(lm)).layers
         self._stand_ins = [_StandIn(layer) for layer in layers]
-        self._known: tuple[Any, list[dict[str, Any]]] | None = None
-        """Of which stream the arguments below are, and those of each layer."""
+        self._recorded: tuple[Any, list[dict[str, Any]]] | None = None
+        """Key of a stream, and the arguments of each layer for it."""
         for index, layer in enumerate(layers):
             kind: Any = type(layer)
-            layer.__class__ = _alone(kind)
+            layer.__class__ = _callable_alone(kind)
             vars(layer).update(decoder=self, place=index)
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Return what the first layer takes of tokens [batch, seq]: the stream [batch, seq, hidden]."""
+        """Return the first layer's input, the stream [batch, seq, hidden], for tokens [batch, seq]."""
         self._run(input_ids=tokens)
-        stream: Tensor = self._stand_ins[0].came
+        stream: Tensor = self._stand_ins[0].received
         self._forget()
         return stream
 
     def finish(self, stream: Tensor) -> Tensor:
-        """Return logits [batch, seq, vocab] of what the last layer gives."""
+        """Return logits [batch, seq, vocab] of the last layer's output."""
         logits: Tensor = self._run(stream, inputs_embeds=stream).logits
         self._forget()
         return logits
 
     def arguments(self, place: int, stream: Tensor) -> dict[str, Any]:
-        """Return what the model gives the layer of this place beside the stream."""
+        """Return the arguments of the layer at this place beside the stream."""
         key = stream.shape, stream.dtype, stream.device
-        if self._known is None or self._known[0] != key:
-            # What is kept serves training, too, whoever asks first.
+        if self._recorded is None or self._recorded[0] != key:
+            # The arguments serve training, too, even if an evaluation records them.
             with torch.inference_mode(False), torch.no_grad():
                 like = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
                 self._run(like, inputs_embeds=like)
-            self._known = key, [stand_in.arguments for stand_in in self._stand_ins]
+            self._recorded = key, [stand_in.arguments for stand_in in self._stand_ins]
             self._forget()
-        return self._known[1][place]
+        return self._recorded[1][place]
 
     def _run(self, given: Tensor | None = None, **inputs: Any) -> Any:
         """Run the model's own forward pass without its layers.
 
         Args:
-            given: what the layers give; `None`: what they get.
+            given: output of every layer; `None`: its input.
         """
         for stand_in in self._stand_ins:
             stand_in.given = given
@@ -105,20 +104,19 @@ class Decoder:
 
     def _forget(self) -> None:
         for stand_in in self._stand_ins:
-            stand_in.came, stand_in.given, stand_in.arguments = None, None, {}
+            stand_in.received, stand_in.given, stand_in.arguments = None, None, {}
 
 
 def answers(inputs: Tensor) -> AbstractContextManager[Any]:
     """Let a model run on inputs without data, as an estimate of memory does.
 
-    transformers asks whether a sample is several that were packed into one. None is here; without data there
-    would be no answer.
+    transformers checks whether a sample consists of several packed ones, which needs data.
     """
     return _Yes() if inputs.is_meta else nullcontext()
 
 
 class _Yes(TorchFunctionMode):
-    """Answers yes to what is asked of a tensor without data."""
+    """Makes the truth value of a tensor without data true."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -129,7 +127,7 @@ class _Yes(TorchFunctionMode):
 
 
 class _StandIn(nn.Module):
-    """Records what a layer would get; models read some attributes of their layers, which it has as well."""
+    """Records the arguments of a layer; it has the layer's attributes, which models may read."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -137,18 +135,18 @@ class _StandIn(nn.Module):
         for name, value in attributes.items():
             if not isinstance(value, (nn.Module, Tensor)) and name != "training":
                 setattr(self, name, value)
-        self.came: Any = None
+        self.received: Any = None
         self.given: Tensor | None = None
         self.arguments: dict[str, Any] = {}
 
     def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
-        self.came, self.arguments = hidden, arguments
+        self.received, self.arguments = hidden, arguments
         return hidden if self.given is None else self.given
 
 
 @functools.cache
-def _alone(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of layers that know what they get beside the stream, if they are given nothing."""
+def _callable_alone(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of layers that look up their arguments beside the stream if called without them."""
 
     def forward(self: Any, hidden: Tensor, *others: Any, **arguments: Any) -> Any:
         if others or arguments:  # the whole model's own forward pass
@@ -166,7 +164,7 @@ def _stream_type(layer: nn.Module) -> torch.dtype:
 
 
 def _shallow(module: nn.Module, replaced: dict[str, nn.Module]) -> Any:
-    """Return a module that has the same tensors and parts but for some, and no hooks."""
+    """Return a shallow copy of a module with some parts replaced and without hooks."""
     copy = object.__new__(type(module))
     copy.__dict__ = dict(module.__dict__)
     copy.__dict__["_modules"] = {**module._modules, **replaced}

@@ -1,4 +1,4 @@
-"""A model's weights as another program keeps them, for `hetexp export`."""
+"""A model's weights in the format of another program, for `hetexp export`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Exported:
-    """What a model class makes of a checkpoint, in its static method `exported(tensors, state)`.
+    """Result of a model class's static method `exported(tensors, state)`.
 
-    `tensors` are the checkpoint's by the model's names, tied ones under each of them; `state` is its
-    `state.json`.
+    `tensors` are the checkpoint's by the model's names, tied ones under each name; `state` is `state.json`.
     """
 
     file: str
-    """Of the tensors, a safetensors file."""
+    """Name of the safetensors file of the tensors."""
     tensors: dict[str, Tensor]
     described: dict[str, dict[str, Any]]
-    """JSON files by name."""
+    """Content of JSON files, by name."""
     retype: Callable[[dict[str, dict[str, Any]], torch.dtype], None] = lambda described, dtype: None
-    """Sets another type of the tensors in `described`."""
+    """Writes another type of the tensors into `described`."""
 
     def to(self, dtype: torch.dtype) -> Exported:
         """Return the same with floating-point tensors of this type."""

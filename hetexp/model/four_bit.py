@@ -13,11 +13,11 @@ from hetexp.core.errors import SetupError
 
 Kind = Literal["nf4", "fp4"]
 BLOCK, NESTED_BLOCK, CODES = 64, 256, 16
-"""bitsandbytes': weights that share a scale, scales that share one again, values that 4 bits stand for."""
+"""Of bitsandbytes: weights that share a scale, scales that share a second scale, values of 4 bits."""
 
 
 def keep_in_four_bits(module: nn.Module, kind: Kind, computed_in: torch.dtype) -> None:
-    """Let the linear layers of a module keep their weights in 4 bits, in place; they are frozen then.
+    """Replace the linear layers of a module by frozen ones with weights in 4 bits, in place.
 
     On the meta device, when memory is estimated, they become layers that take the same memory.
 
@@ -25,7 +25,7 @@ def keep_in_four_bits(module: nn.Module, kind: Kind, computed_in: torch.dtype) -
         computed_in: type in which they multiply.
 
     Raises:
-        SetupError: bitsandbytes is missing, or does not work here.
+        SetupError: bitsandbytes is missing or does not load.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -38,9 +38,9 @@ def keep_in_four_bits(module: nn.Module, kind: Kind, computed_in: torch.dtype) -
 def _quantised(linear: nn.Linear, kind: Kind, computed_in: torch.dtype) -> nn.Module:
     try:
         import bitsandbytes as bnb
-    except Exception as error:  # it looks for a card's libraries, and raises anything
+    except Exception as error:  # its import looks for a card's libraries and raises anything
         raise SetupError(
-            f"`model.four_bit` must be null where bitsandbytes does not load, but is '{kind}' instead "
+            f"`model.four_bit` must be null if bitsandbytes does not load, but is '{kind}' instead "
             f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Install it for this device's "
             "environment: pip install bitsandbytes. It has kernels for NVIDIA, AMD and Intel cards and for "
             "processors, none for Apple's."
@@ -57,10 +57,10 @@ def _quantised(linear: nn.Linear, kind: Kind, computed_in: torch.dtype) -> nn.Mo
 
 
 class Modelled(nn.Linear):
-    """Takes the memory of such a layer and computes nothing; for tensors without data.
+    """Takes the memory of a 4-bit layer and computes nothing, on the meta device.
 
     Args:
-        linear: on the meta device.
+        linear: layer on the meta device.
     """
 
     def __init__(self, linear: nn.Linear, computed_in: torch.dtype) -> None:
@@ -86,7 +86,7 @@ class Modelled(nn.Linear):
 
 
 class _Multiply(torch.autograd.Function):
-    """The weight is unpacked for each pass, and kept for none."""
+    """Multiplies by a weight that is unpacked for each pass and not saved."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, packed: Tensor, size: int) -> Tensor:

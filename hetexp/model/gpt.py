@@ -1,7 +1,7 @@
 """A decoder-only transformer: GPT-2's arrangement (Radford et al. 2019), normalisation before each branch.
 
-Its perceptrons may be mixtures of experts (`num_experts`). What goes from block to block is then a pair: the
-stream and the load-balancing loss of each sequence so far.
+Its perceptrons may be mixtures of experts (`num_experts`). Blocks then pass on a pair: the stream and the
+load-balancing loss of each sequence so far.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class _Block(nn.Module):
         hidden = hidden + self.attention(self.attention_norm(hidden))
         if balance is None:
             return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
-        branch, own_balance = self.mlp(self.mlp_norm(hidden))
-        return hidden + branch, balance + own_balance
+        branch, block_balance = self.mlp(self.mlp_norm(hidden))
+        return hidden + branch, balance + block_balance
 
 
 class _Attention(nn.Module):
@@ -212,15 +212,14 @@ class _Perceptron(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Several perceptrons, of which each token uses those that a linear router finds best.
+    """Several perceptrons, of which each token uses those that a linear router ranks highest.
 
-    Each expert computes all tokens, and the router's weights of those that it is not to have are zero: what
-    is computed does not depend on the samples, so that all ranks have the same graph, and an expert that no
-    token uses has a gradient of zero rather than none.
+    Each expert computes all tokens, and the router's weight is zero for tokens of other experts. So all ranks
+    have the same graph for any samples, and an expert without a token has a zero gradient rather than none.
 
     The balance loss is that of single sequences (DeepSeek-V3, arXiv:2412.19437, equations 17-20), so that it
-    does not depend on how a batch is cut: with f the fraction of a sequence's choices that fall on an expert
-    and P the mean of the probabilities that the router gives it, `balance_weight` · num_experts · Σ f · P.
+    does not depend on the split of a batch: with f the fraction of a sequence's choices that fall on an
+    expert and P the mean of the router's probabilities for it, `balance_weight` · num_experts · Σ f · P.
     It is at least `balance_weight`, and exactly that if tokens spread evenly.
     """
 
@@ -233,7 +232,7 @@ class _Experts(nn.Module):
         self.experts = nn.ModuleList(experts)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the experts add to the stream, and the balance loss [batch]."""
+        """Return the experts' branch of the stream, and the balance loss [batch]."""
         probabilities = self.router(hidden).softmax(dim=-1)  # [batch, seq, experts]
         best = probabilities.topk(self.experts_per_token, dim=-1).indices
         chosen = torch.zeros_like(probabilities).scatter(-1, best, 1.0)

@@ -114,7 +114,7 @@ class HFCausalLM(nn.Module):
         """Return where the model may be cut (`hetexp.model.layered`): between its decoder's layers.
 
         Raises:
-            ConfigError: its architecture has other parts than the usual ones.
+            ConfigError: its architecture has unusual parts.
         """
         if self._decoder is None:
             raise ConfigError(
@@ -149,7 +149,7 @@ class HFCausalLM(nn.Module):
         return frozen + [name for name, _ in self.named_buffers()]
 
     def facts(self) -> dict[str, Any]:
-        """Return what tells two bases apart: a hash of some of each tensor's numbers."""
+        """Return a hash of some numbers of each frozen tensor, which differs between bases."""
         digest = hashlib.sha256()
         for name, tensor in self.named_parameters():
             if tensor.is_floating_point() and not tensor.requires_grad and not tensor.is_meta:
@@ -170,7 +170,7 @@ class HFCausalLM(nn.Module):
         attention: str = "sdpa",
         **_: Any,
     ) -> list[str]:
-        """Return what is missing, one sentence a problem."""
+        """Return the problems of the arguments and of missing libraries, one sentence each."""
         problems = []
         missing = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
         if missing:
@@ -201,16 +201,16 @@ def _base(
     """Build the language model, with its weights unless tensors are made without data here."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    # Else transformers may ask on the terminal whether to run code of the folder.
-    about = {"attn_implementation": attention, "trust_remote_code": False}
+    # Otherwise transformers may ask on the terminal whether to run code of the folder.
+    options = {"attn_implementation": attention, "trust_remote_code": False}
     try:
         if folder is not None:
             path = str(Path(folder).expanduser())
             if torch.empty(0).is_meta:
                 config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-                lm = AutoModelForCausalLM.from_config(config, dtype=dtype, **about)
+                lm = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
             else:
-                lm = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype, **about)
+                lm = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype, **options)
             _check_vocabulary(lm, vocab_size)
         else:
             given = dict(SMALL if architecture is None else architecture)
@@ -218,7 +218,7 @@ def _base(
             if given["vocab_size"] is None:
                 raise ConfigError(unknown(vocab_size=None))
             config = AutoConfig.for_model(**given)
-            lm = AutoModelForCausalLM.from_config(config, dtype=dtype, **about)
+            lm = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (OSError, ValueError, KeyError, TypeError) as error:
         key, value = ("folder", folder) if folder is not None else ("architecture", architecture)
         reason = str(error).strip().partition("\n")[0]

@@ -1,15 +1,15 @@
-"""Hooks of a model between steps: hold a constraint, count over all samples, change weights by itself.
+"""Hooks of a model between steps: to keep a constraint, count over all samples, or change weights.
 
-A model that derives from `ModelHooks` defines those methods that it needs. The loop calls them on every rank:
+A model that derives from `ModelHooks` defines the methods that it needs. The loop calls them on every rank:
 
 1. `project_gradients`, with the exchanged gradient of the step, before clipping and the update;
 2. `after_update`, after each update of the weights, and after each merge of ranks' weights (`local_sgd`);
-3. `after_step`, with what all ranks know of all samples since the last call.
+3. `after_step`, with facts about all samples since the last call, equal on all ranks.
 
-What `after_step` decides on is summed or gathered over all ranks before any of them changes its weights, so
-that all decide alike whatever their number and shares, and a step that breaks off has changed nothing. State
-belongs into buffers: these are in checkpoints, and newcomers of a run get them. An integer buffer must change
-in `after_step` only, so that ranks that train apart between two merges hold the same one.
+The inputs of `after_step` are summed or gathered over all ranks before any rank changes its weights. So all
+ranks decide alike for any number and shares of ranks, and an aborted step has changed nothing. State belongs
+into buffers, which are in checkpoints and are sent to ranks that join later. An integer buffer must change in
+`after_step` only, so that ranks that train independently between two merges hold the same one.
 """
 
 from __future__ import annotations
@@ -31,74 +31,74 @@ class Probe:
     scores: Tensor
     """[samples], float64, on the host."""
     take: Callable[[Sequence[int]], Tensor]
-    """From places in `scores` to the inputs of these samples, on the host, in float64."""
+    """Maps places in `scores` to the inputs of these samples, on the host, in float64."""
     random: np.random.Generator
-    """Draws the same on every rank; a function of the run's seed and the step alone."""
+    """Generator with equal draws on every rank; its seed depends on the run's seed and the step only."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What every rank knows of the steps since the last call; the same on all of them."""
+    """Facts about the steps since the last call, equal on all ranks."""
 
     step: int
     """Optimizer steps done, this one included."""
     before: int
-    """Steps done at the last call: one less, or several if ranks meet only now and then."""
+    """Steps done at the last call: one less, or several less if ranks merge only every few steps."""
     samples: int
     """Samples trained on since then, of all ranks."""
     tally: Tensor
-    """[`tally_size`], int64, on the rank's device: what the outputs' `tally` add up to over these samples."""
+    """[`tally_size`], int64, on the rank's device: sum of the outputs' `tally` over these samples."""
     probe: Probe | None = None
     """`None` unless `probe_size` asked for samples."""
 
 
 class ModelHooks:
-    """Base of models that do something between steps; every method does nothing by default."""
+    """Base of models with hooks between steps; every method does nothing by default."""
 
     tally_size: int = 0
     """Length of the `tally` that comes with each sample's output while training (`WithAuxiliary`)."""
     measures: ClassVar[tuple[str, ...]] = ()
-    """Names of what `metrics` returns."""
+    """Names of the values that `metrics` returns."""
 
     def project_gradients(self) -> None:
-        """Change the gradient of the whole batch in place; linearly, since a loss scale may be in it.
+        """Change the gradient of the whole batch in place, linearly, since it may contain a loss scale.
 
-        If ranks take steps of their own, it is each one's own gradient.
+        If ranks take independent steps, it is each rank's own gradient.
         """
 
     def after_update(self) -> None:
-        """Bring the weights to where they must be; a function of the weights alone."""
+        """Project the weights onto the model's constraint; the result must depend on the weights only."""
 
     def probe_size(self, shared: Shared) -> int:
-        """Return how many training samples are to be drawn and scored for `after_step`, 0 for none."""
+        """Return the number of training samples to draw and score for `after_step`; 0: none."""
         return 0
 
     def scores(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return a number for each of some training samples, [batch]; it must not depend on the others."""
+        """Return a score of each training sample, [batch], which must not depend on the other samples."""
         raise NotImplementedError
 
     def after_step(self, shared: Shared, optimizer: torch.optim.Optimizer) -> None:
-        """Take in what all ranks know; the weights are those after the update (and the merge)."""
+        """Use the facts of all ranks; the weights are those after the update (and the merge)."""
 
     def measure(self, inputs: Tensor, targets: Tensor, output: object) -> Tensor | None:
-        """Return sums over a batch of the evaluation, one vector of the same length always, float64.
+        """Return sums over a batch of the evaluation as a float64 vector of fixed length.
 
-        They are added up over all batches of all ranks, whatever these are.
+        They are added up over all batches of all ranks.
         """
         return None
 
     def metrics(self, sums: Tensor) -> dict[str, float]:
-        """Return what to tell of the evaluation beside the loss: of the sums and of shared state."""
+        """Return metrics of the evaluation beside the loss, computed from the sums and shared state."""
         return {}
 
 
 def reset_moments(
     optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, places: Tensor, dim: int = 0
 ) -> None:
-    """Reset what an optimizer keeps of some rows of a parameter, as Adam's moments.
+    """Reset an optimizer's state, such as Adam's moments, of some rows of a parameter.
 
     Args:
-        places: of the rows along `dim`.
+        places: places of the rows along `dim`.
     """
     for value in optimizer.state.get(parameter, {}).values():
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():

@@ -1,4 +1,4 @@
-"""How a model says where a pipeline may cut it: between its layers, and nowhere else."""
+"""The interface by which a model says where a pipeline may cut it: between its layers only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hetexp.model.hooks import ModelHooks
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -19,25 +19,29 @@ def _as_it_is(value: Any) -> Any:
 class Pieces:
     """A model as `finish(layer(… layer(begin(inputs))))`.
 
-    What goes from piece to piece is a tensor whose first dimension counts samples, or a tuple of them.
+    The payload between pieces is a tensor whose first dimension counts samples, or a tuple of such tensors.
     """
 
     layer_names: tuple[str, ...]
     """Dotted names of the layers' modules, in their order."""
     begin_names: tuple[str, ...] = ()
-    """Modules and parameters that `begin` uses, none of them within a layer; a tied weight under the name
-    that it has here."""
+    """Modules and parameters that `begin` uses, none within a layer; a tied weight by its name here."""
     finish_names: tuple[str, ...] = ()
-    """The same of `finish`."""
-    begin: Callable[[Any], Any] = _as_it_is
-    """From the model's inputs to what the first layer takes; a method of the model at hand. Inputs that are a
-    dict become its keyword arguments, as they do for the model."""
-    finish: Callable[[Any], Any] = _as_it_is
-    """From what the last layer gives to the model's output."""
+    """Modules and parameters that `finish` uses, likewise."""
+    begin: Callable[[Any], Any] = _identity
+    """Maps the model's inputs to the first layer's; a method of the model. A dict of inputs becomes keyword
+    arguments, as for the model."""
+    finish: Callable[[Any], Any] = _identity
+    """Maps the last layer's output to the model's."""
     shared_names: tuple[str, ...] = ()
-    """Modules without parameters that every layer needs, such as tables of positions: each piece has them."""
+    """Modules without parameters that every layer needs, such as tables of positions; each piece has them."""
     uniform: bool = False
-    """Whether each layer gives what it takes in shape and type, so that both are known without a run."""
+    """Whether each layer keeps shape and type of its input, so that both are known without a run."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all modules and parameters of the pieces."""
+        return [*self.begin_names, *self.layer_names, *self.finish_names, *self.shared_names]
 
 
 class LayerChain(nn.Module):
@@ -56,15 +60,15 @@ class LayerChain(nn.Module):
 
 
 def pieces_of(model: nn.Module) -> Pieces | None:
-    """Return the pieces that a model's own method `pieces` tells, or those of an `nn.Sequential`.
+    """Return the result of a model's method `pieces`, or the children of an `nn.Sequential`.
 
-    `None` if the model says nothing: then it must not be cut.
+    `None` for other models, which must not be cut.
     """
-    if isinstance(model, ModelHooks):  # what it does between steps it does as a whole
+    if isinstance(model, ModelHooks):  # its hooks between steps need the whole model
         return None
-    tell = getattr(model, "pieces", None)
-    if callable(tell):
-        pieces: Pieces = tell()
+    method = getattr(model, "pieces", None)
+    if callable(method):
+        pieces: Pieces = method()
         return pieces
     children = dict(model.named_children())
     if isinstance(model, nn.Sequential):
@@ -73,5 +77,5 @@ def pieces_of(model: nn.Module) -> Pieces | None:
 
 
 def call_layer(layer: nn.Module, payload: Any) -> Any:
-    """Call a layer with what the piece before it gave; a tuple becomes its arguments."""
+    """Call a layer with the payload of the piece before; a tuple becomes its arguments."""
     return layer(*payload) if isinstance(payload, tuple) else layer(payload)

@@ -1,9 +1,8 @@
 """Computes a layer's activations again in backward instead of keeping them (Chen et al. 2016).
 
-Only what goes from layer to layer is kept. That is `torch.utils.checkpoint` without reentry, around the
-layers that the model tells of, with two differences: the state of the random generators is kept for every
-kind of device, and what must happen once only (a BatchNorm's exchange of statistics, their running mean) is
-remembered instead of done again (`once`).
+Only the inputs of layers are kept. It is `torch.utils.checkpoint` without reentry around each layer, with two
+differences. The state of the random generators is kept for every kind of device. Operations that must happen
+once (a BatchNorm's exchange of statistics, the running mean) are not repeated (`once`).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from hetexp.model.layered import pieces_of
 
 Value = TypeVar("Value")
 _here = threading.local()
-"""`call`: the layer's call that this thread is in; backward may run in another thread than forward."""
+"""`call`: the layer's call in this thread; backward may run in another thread than forward."""
 
 
 def once(compute: Callable[[], Value]) -> Value:
-    """Return what `compute` gives, or what it gave before if a layer is being computed again."""
+    """Return the result of `compute`, or its first result while a layer is recomputed."""
     call: _Call | None = getattr(_here, "call", None)
     if call is None:
         return compute()
@@ -37,8 +36,8 @@ def once(compute: Callable[[], Value]) -> Value:
 def recompute_layers(model: nn.Module) -> list[str]:
     """Let the model's layers keep no activations; names and weights stay as they are.
 
-    Layers are those that `hetexp.model.layered.pieces_of` tells, else the children of the outermost
-    `nn.Sequential` and `nn.ModuleList`.
+    Layers are those of `hetexp.model.layered.pieces_of`, else the children of the outermost `nn.Sequential`
+    and `nn.ModuleList`.
 
     Returns:
         The names of the layers.
@@ -66,7 +65,7 @@ def recomputes(model: nn.Module) -> bool:
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Return the dotted names of a model's layers, as far as they can be found."""
+    """Return the dotted names of a model's layers, as far as they are known."""
     pieces = pieces_of(model)
     if pieces is not None:
         return list(pieces.layer_names)
@@ -79,7 +78,7 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def rebind(model: nn.Module) -> None:
-    """Let the layers of a shallow copy, as `torch.nn.parallel.replicate` makes it, compute by themselves."""
+    """Bind the layers of a shallow copy (`torch.nn.parallel.replicate`) to the copy."""
     for module in model.modules():
         stand_in = module.__dict__.get("forward")
         if isinstance(stand_in, _Recomputed):
@@ -87,15 +86,15 @@ def rebind(model: nn.Module) -> None:
 
 
 class _Recomputed:
-    """Stands in for a layer's `forward`."""
+    """Replaces a layer's `forward`."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
         self._forward = layer.__dict__.get("forward")
-        """A replacement of the method that was there before, if any."""
+        """An earlier replacement of the method, if any."""
 
     def of(self, layer: nn.Module) -> _Recomputed:
-        """Return what stands in for the method of a copy of the layer."""
+        """Return the replacement for a copy of the layer."""
         other = _Recomputed(layer)
         other._forward = self._forward
         return other
@@ -118,10 +117,10 @@ class _Recomputed:
 
 
 class _Call:
-    """One call of a layer: what it remembers until it is computed again.
+    """One call of a layer, with the results that it keeps until it is recomputed.
 
     Args:
-        tensors: of the call's arguments.
+        tensors: tensors among the call's arguments.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -129,7 +128,7 @@ class _Call:
         self._states: list[torch.Tensor] = []
         self._kept: list[Any] = []
         self._next: int | None = None
-        """Place of what is asked for next while the layer is computed again; `None` before."""
+        """Place of the next kept result while the layer is recomputed; `None` before."""
 
     def remember(self, compute: Callable[[], Value]) -> Value:
         if self._next is None:
@@ -150,7 +149,7 @@ class _Call:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Surround the same in backward."""
+        """Surround the recomputation in backward."""
         now = self._generators()
         self._set_generators(self._states)
         self._next = 0

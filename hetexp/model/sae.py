@@ -53,7 +53,7 @@ class SAE(ModelHooks, nn.Module):
         resample_until: last step with restarts; `None`: no limit.
         resample_candidates: training samples that are scored to draw restarts from.
         input_size: length of a vector; `None`: the data's.
-        mean: initial bias of the decoder; `None`: the mean of the data, or 0 if the data does not tell it.
+        mean: initial bias of the decoder; `None`: the mean of the data, or 0 if the data has none.
         scale: factor that the data has applied to the vectors, for the export; `None`: the data's.
 
     Raises:
@@ -133,11 +133,11 @@ class SAE(ModelHooks, nn.Module):
         return WithAuxiliary(self.decode(features), self._sparsity(before, features), features > 0)
 
     def encode(self, inputs: Tensor) -> Tensor:
-        """Return the features [batch, features] of vectors [batch, input_size], none below 0."""
+        """Return the features [batch, features] of vectors [batch, input_size], all at least 0."""
         return self._encode(inputs)[1]
 
     def decode(self, features: Tensor) -> Tensor:
-        """Return what features [batch, features] stand for, [batch, input_size]."""
+        """Return the vectors [batch, input_size] of features [batch, features]."""
         return features @ self.W_dec + self.b_dec
 
     def _encode(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,20 +159,20 @@ class SAE(ModelHooks, nn.Module):
     # ------------------------------------------------------------ between steps
 
     def project_gradients(self) -> None:
-        """Take out of each decoder row's gradient what is parallel to the row."""
+        """Remove the part of each decoder row's gradient that is parallel to the row."""
         gradient = self.W_dec.grad
         if gradient is not None:
             rows = _unit(self.W_dec)
             gradient -= (gradient * rows).sum(dim=1, keepdim=True) * rows
 
     def after_update(self) -> None:
-        """Bring decoder rows to length 1, and thresholds to at least 0."""
+        """Scale decoder rows to length 1, and raise thresholds to at least 0."""
         self.W_dec.copy_(_unit(self.W_dec))
         if self.activation == "jumprelu":
             self.threshold.clamp_(min=0.0)
 
     def probe_size(self, shared: Shared) -> int:
-        """Ask for candidates when it is time to resample and a feature is dead."""
+        """Request candidates if this step resamples and a feature is dead."""
         due = self._resamples(shared) and bool((self._counted(shared) >= self.dead_after).any())
         return self.resample_candidates if due else 0
 
@@ -181,7 +181,7 @@ class SAE(ModelHooks, nn.Module):
         return (self.decode(self.encode(inputs)) - targets).double().square().sum(dim=-1)
 
     def after_step(self, shared: Shared, optimizer: torch.optim.Optimizer) -> None:
-        """Count firings, and let dead features start again when it is time."""
+        """Count firings, and restart dead features if this step resamples."""
         self.since_fired.copy_(self._counted(shared))
         self.firings += shared.tally
         self.seen += shared.samples
@@ -193,7 +193,7 @@ class SAE(ModelHooks, nn.Module):
             self.seen.zero_()
 
     def _counted(self, shared: Shared) -> Tensor:
-        """Return for each feature the samples since it last fired, the step's included.
+        """Return the samples since each feature last fired, this step's included.
 
         If ranks count together only now and then, the samples in between have no order.
         """
@@ -206,9 +206,9 @@ class SAE(ModelHooks, nn.Module):
         return shared.step // every > shared.before // every
 
     def _revive(self, probe: Probe, dead: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Let these features (their places) begin at samples that the model reconstructs badly.
+        """Restart the features at these places at samples that the model reconstructs badly.
 
-        Computed on the host in float64, so that devices of any kind come to the same.
+        The host computes in float64, so that the result does not depend on the kind of device.
         """
         chances = torch.nan_to_num(probe.scores, 0.0, 0.0, 0.0).numpy()
         number = min(len(dead), int(np.count_nonzero(chances)))
@@ -238,13 +238,13 @@ class SAE(ModelHooks, nn.Module):
         """Return samples, firings, squared error, squared length, and the sum of the vectors themselves."""
         assert isinstance(output, WithAuxiliary)
         assert output.tally is not None
-        wanted = targets.double().cpu()
-        error = (output.output.double().cpu() - wanted).square().sum()
-        sums = [wanted.new_tensor(len(wanted)), output.tally.sum().double().cpu(), error]
-        return torch.cat([torch.stack([*sums, wanted.square().sum()]), wanted.sum(dim=0)])
+        vectors = targets.double().cpu()
+        error = (output.output.double().cpu() - vectors).square().sum()
+        sums = [vectors.new_tensor(len(vectors)), output.tally.sum().double().cpu(), error]
+        return torch.cat([torch.stack([*sums, vectors.square().sum()]), vectors.sum(dim=0)])
 
     def metrics(self, sums: Tensor) -> dict[str, float]:
-        """Return active features a sample, explained variance, squared error a sample, the part that is dead.
+        """Return active features a sample, explained variance, squared error a sample, part of dead features.
 
         The explained variance is 1 - Σ‖x - x̂‖² / Σ‖x - mean‖², the sums and the mean going over all samples.
         """
@@ -261,6 +261,6 @@ class SAE(ModelHooks, nn.Module):
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Return rows of length 1; one without a length stays as it is."""
+    """Return the rows scaled to length 1; rows of zeros stay zeros."""
     lengths: Tensor = rows.norm(dim=1, keepdim=True)
     return rows / lengths.where(lengths > 0, torch.ones_like(lengths))

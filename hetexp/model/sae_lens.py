@@ -1,4 +1,4 @@
-"""A sparse autoencoder's weights and `cfg.json` as SAELens reads them (`SAE.load_from_disk`)."""
+"""Exports a sparse autoencoder as SAELens reads it (`SAE.load_from_disk`): weights and `cfg.json`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hetexp.model.exported import Exported
 
 WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
 SOURCE = "source.json"
-"""What `hetexp harvest` writes beside activations."""
+"""File that `hetexp harvest` writes beside activations."""
 FORMAT = "6.0.0"
-"""The version of SAELens whose `cfg.json` this is: by it later ones know how to read it."""
+"""Version of SAELens that defines this `cfg.json`; later versions convert it."""
 ARCHITECTURES = {"relu": "standard", "topk": "topk", "jumprelu": "jumprelu"}
 
 
 def to_sae_lens(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Exported:
-    """Return the files of an autoencoder of vectors as its source model has them.
+    """Return the files of an autoencoder of the source model's unscaled vectors.
 
-    The factor of the training data is folded into the weights, as SAELens does after its own training: so the
-    encoder takes and the decoder gives vectors that are not scaled, and features are what they were.
+    The factor of the training data is folded into the weights, as SAELens does after its own training.
+    Encoder input and decoder output are then unscaled, and features stay the same.
 
     Args:
-        tensors: of the checkpoint, by the model's names.
-        state: its `state.json`.
+        tensors: tensors of the checkpoint, by the model's names.
+        state: `state.json` of the checkpoint.
     """
     config = state["extra"]["config"]
     scale = tensors["scale"].to(tensors["W_enc"].dtype)
@@ -64,12 +64,12 @@ def _name_type(described: dict[str, dict[str, Any]], dtype: torch.dtype) -> None
 
 
 def _metadata(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where the vectors came from, as far as that is known, and what trained the autoencoder."""
+    """Return the origin of the vectors, as far as it is known, and of the autoencoder."""
     extra = state["extra"]
     folder = extra["config"]["data"].get("folder")
     try:
         source = json.loads((Path(folder).expanduser() / SOURCE).read_text()) if folder else {}
-    except (OSError, ValueError):  # moved since, or not of `hetexp harvest`
+    except (OSError, ValueError):  # moved, or not of `hetexp harvest`
         source = {}
     return {
         "sae_lens_version": FORMAT,

@@ -1,6 +1,6 @@
-"""The launcher's side of the monitor: a process beside it, which costs it a start and a few lines.
+"""The launcher's side of the monitor: it starts a process beside the launcher and sends it messages.
 
-It is a process, not a thread: a driver's library can hang or crash, and importing and asking take the
+It is a process, not a thread: a driver's library can hang or crash, and imports and queries take the
 interpreter lock, which the launcher needs when a rank dies.
 """
 
@@ -23,25 +23,25 @@ from hetexp.core.errors import SetupError
 from hetexp.core.plan import Plan
 
 END_SECONDS = 5.0
-"""Longest wait for the process to tell how the run ended."""
+"""Longest wait for the process to record the end of the run."""
 LOG = "monitor.log"
 """Name of the log in the run's folder of logs; written only if something goes wrong."""
 _RUN = "import sys; sys.path = [p for p in sys.path if p]; from hetexp.monitor.main import main; main()"
 
 
 class Follower:
-    """What the launcher tells the process beside it; nothing if there is none."""
+    """Sends the launcher's messages to the process beside it, if there is one."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self._process = process
 
     def ready(self, steps: int) -> None:
-        """Say that all ranks train, and how many steps there are; 0: only the user's script knows."""
-        self._tell({"steps": steps})
+        """Report that all ranks train, and the number of steps; 0: only the user's script knows it."""
+        self._send({"steps": steps})
 
     def end(self, error: BaseException | None) -> None:
-        """Say that the run is over, and let the process write down how it ended."""
-        self._tell({"end": True, "error": str(error) or type(error).__name__ if error is not None else None})
+        """Report the end of the run, and wait until the process has recorded it."""
+        self._send({"end": True, "error": str(error) or type(error).__name__ if error is not None else None})
         if self._process is None or self._process.stdin is None:
             return
         with suppress(OSError):
@@ -52,7 +52,7 @@ class Follower:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError, ValueError):  # it is gone: the run goes on
                 self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -61,7 +61,7 @@ class Follower:
 
 @contextmanager
 def followed(plan: Plan, config: Config) -> Iterator[Follower]:
-    """Let a process beside this one sample the devices and tell of the run, for as long as the context lasts.
+    """Let a process beside this one sample the devices and record the run, for the time of the context.
 
     Raises:
         SetupError: `monitor.url` names a database whose driver is not installed.
@@ -79,10 +79,10 @@ def followed(plan: Plan, config: Config) -> Iterator[Follower]:
 
 
 def can_follow(config: MonitorConfig) -> bool:
-    """Return whether what the monitor needs is installed.
+    """Return whether the monitor's libraries are installed.
 
     Raises:
-        SetupError: it is not, and the user has named a database.
+        SetupError: a library is missing, and the user has named a database.
     """
     missing = "SQLAlchemy" if find_spec("sqlalchemy") is None else None
     extra = "monitor"
@@ -113,7 +113,7 @@ def _start(plan: Plan, config: MonitorConfig) -> subprocess.Popen[bytes] | None:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_paths())},
             start_new_session=True,  # Ctrl-C is the launcher's: the end is reported after it
         )
-    except OSError:  # no process to be had: the run is worth more
+    except OSError:  # the run goes on without the process
         return None
 
 

@@ -1,4 +1,4 @@
-"""Samples over time: means of so many points at most, of each device or of all together."""
+"""Samples over time as a limited number of means, of each device or of all devices together."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from hetexp.monitor.tables import device_metrics, devices
 View = Literal["aggregated", "per_gpu"]
 MOST_POINTS = 1000
 """No screen shows more."""
-SHOWN = (
-    "utilisation",
-    "memory_used_bytes",
-    "memory_total_bytes",
-    "temperature_celsius",
-    "power_watts",
-    "clock_mhz",
-    "fan",
-)
-"""Values of a history."""
+COMBINED: dict[str, Any] = {
+    "utilisation": func.avg,
+    "memory_used_bytes": func.sum,
+    "memory_total_bytes": func.sum,
+    "temperature_celsius": func.max,
+    "power_watts": func.sum,
+    "clock_mhz": func.avg,
+    "fan": func.avg,
+}
+"""Values of a history, with the function that combines those of several devices."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values over time of one device, or of all together."""
+    """Values over time of a device, or of all devices together."""
 
     key: str | None
-    """Of the device; `None`: all together."""
+    """Key of the device; `None`: all together."""
     device: str | None
     times: list[float]
     """Seconds since the epoch at which each point begins."""
     values: dict[str, list[float | None]]
-    """`None` if the value is not known. Of all together: means of use, clock and fan over the devices that
-    tell them, the highest temperature, sums of power and memory."""
+    """Name → value of each point, `None` if it is not known; several devices are combined by `COMBINED`."""
 
 
 def read_history(
@@ -48,7 +47,7 @@ def read_history(
     max_points: int,
     keys: Sequence[str] | None = None,
 ) -> list[Series]:
-    """Return what was sampled from one moment until before another.
+    """Return the samples from one moment until before another.
 
     Args:
         since, until: seconds since the epoch.
@@ -79,7 +78,7 @@ def read_history(
 
 
 def _chosen(connection: Connection, keys: Sequence[str] | None, together: bool) -> list[tuple[int, str, str]]:
-    """Return number, key and name of the devices that are asked for."""
+    """Return number, key and name of the requested devices."""
     order = (devices.c.host, devices.c.number.is_(None), devices.c.number, devices.c.key)
     query = select(devices.c.id, devices.c.key, devices.c.device, devices.c.backend).order_by(*order)
     if keys is not None:
@@ -93,26 +92,23 @@ def _chosen(connection: Connection, keys: Sequence[str] | None, together: bool) 
 def _means() -> list[ColumnElement[Any]]:
     columns = device_metrics.c
     return [
-        (func.max if name == "memory_total_bytes" else func.avg)(columns[name]).label(name) for name in SHOWN
+        (func.max if name == "memory_total_bytes" else func.avg)(columns[name]).label(name)
+        for name in COMBINED
     ]
 
 
 def _together(means: Select[Any]) -> Select[Any]:
-    """Return the query that puts the devices' means together."""
+    """Return the query that combines the devices' means."""
     part = means.subquery()
     columns = part.c
-    known_total = case((columns.memory_used_bytes.is_not(None), columns.memory_total_bytes))
-    combined = {
-        "utilisation": func.avg(columns.utilisation),
-        "memory_used_bytes": func.sum(columns.memory_used_bytes),
-        "memory_total_bytes": func.sum(known_total),
-        "temperature_celsius": func.max(columns.temperature_celsius),
-        "power_watts": func.sum(columns.power_watts),
-        "clock_mhz": func.avg(columns.clock_mhz),
-        "fan": func.avg(columns.fan),
-    }
+    # The total of devices whose use is known.
+    total = case((columns.memory_used_bytes.is_not(None), columns.memory_total_bytes))
+    combined = [
+        combine(total if name == "memory_total_bytes" else columns[name]).label(name)
+        for name, combine in COMBINED.items()
+    ]
     return (
-        select(func.min(columns.device_id), columns.begin, *(combined[name].label(name) for name in SHOWN))
+        select(func.min(columns.device_id), columns.begin, *combined)
         .group_by(columns.begin)
         .order_by(columns.begin)
     )
@@ -126,9 +122,9 @@ def _per_device(rows: Sequence[Any], chosen: Sequence[tuple[int, str, str]]) -> 
 
 
 def _series(key: str | None, device: str | None, rows: Sequence[Any]) -> Series:
-    columns = list(zip(*rows, strict=True)) or [()] * (2 + len(SHOWN))
+    columns = list(zip(*rows, strict=True)) or [()] * (2 + len(COMBINED))
     values = {
         name: [float(value) if value is not None else None for value in column]
-        for name, column in zip(SHOWN, columns[2:], strict=True)
+        for name, column in zip(COMBINED, columns[2:], strict=True)
     }
     return Series(key, device, [begin / 1000 for begin in columns[1]], values)

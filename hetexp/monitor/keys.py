@@ -1,4 +1,4 @@
-"""Keys as they are pressed, without Enter, if the standard input is a terminal."""
+"""Reads single keys from a terminal, without Enter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEQUENCES = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down"
 
 @contextmanager
 def keys() -> Iterator[Keys]:
-    """Let the terminal hand over each key, and set it back whatever happens."""
+    """Switch the terminal to single keys for the time of the context."""
     if sys.platform == "win32":
         yield Keys(None)
         return

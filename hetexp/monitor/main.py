@@ -1,4 +1,4 @@
-"""The process beside a launcher: it ends with it, whatever that one ends of."""
+"""The monitor's process beside a launcher, which ends with the launcher in any case."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hetexp.monitor.training import Training
 
 NICE = 10
-"""How far the ranks come before it, if both want a core."""
+"""Niceness of the process: ranks go first if both need a core."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -45,19 +45,19 @@ def main() -> None:
         Service(MonitorConfig.model_validate(order["monitor"]), training).run(ending)
     except Exception:
         _LOG.exception("The monitor has ended; the run has not.")
-    # All is written and closed. The launcher waits, and taking the interpreter down would take longer.
+    # All files are closed. The launcher waits, and a normal end of the interpreter takes longer.
     logging.shutdown()
     os._exit(0)
 
 
 def _listen(training: Training, ending: threading.Event) -> None:
-    """Take what the launcher says until it says no more."""
+    """Read the launcher's messages until the last one."""
     with suppress(OSError, ValueError):
         for line in sys.stdin:
             message = json.loads(line)
             if "steps" in message:
                 training.ready(message["steps"])
             if "end" in message:
-                training.said_goodbye, training.error = True, message["error"]
+                training.ended_itself, training.error = True, message["error"]
                 break
     ending.set()

@@ -1,4 +1,4 @@
-"""Tells whether a noted process still runs: the system gives its number to other processes later."""
+"""Checks whether a recorded process still runs, as the system reuses process numbers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def started_at(pid: int) -> str | None:
-    """Return what tells a process from a later one of its number; `None`: it is gone, or that is not known.
+    """Return a mark that differs from that of a later process of the same number; `None`: gone or not known.
 
-    On Linux it is when it was started, in clock ticks since the machine was.
+    On Linux it is the process's start, in clock ticks since the start of the machine.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
@@ -23,7 +23,7 @@ def lives(pid: int, mark: str | None = None) -> bool:
     """Return whether a process of this machine runs.
 
     Args:
-        mark: what `started_at` said of it; another process of the same number does not count.
+        mark: earlier result of `started_at`; another process of the same number does not count.
     """
     if Path("/proc/self/stat").exists():
         now = started_at(pid)

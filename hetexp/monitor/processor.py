@@ -13,7 +13,7 @@ from hetexp.monitor.sample import Device, Sample, User
 
 
 class Processor:
-    """This machine's processor, of which only the cores count that this process may use."""
+    """This machine's processor: the cores that this process may use."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -22,7 +22,7 @@ class Processor:
         self._before = self._times()
 
     def sample(self, users: tuple[User, ...]) -> Sample:
-        """Return what it does now; its use is that since the last call."""
+        """Return a sample; its utilisation is that since the last call."""
         before, self._before = self._before, self._times()
         total, free = host_memory(self._machine)
         return Sample(
@@ -34,13 +34,13 @@ class Processor:
         )
 
     def _times(self) -> tuple[int, int] | None:
-        """Return the ticks that the cores were idle and all of them, as Linux counts them."""
+        """Return the idle ticks and all ticks of the cores, as Linux counts them."""
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         idle = total = 0
         for line in (self._machine.text("/proc/stat") or "").splitlines():
             name, *words = line.split()
             if name[:3] == "cpu" and name[3:].isdecimal() and int(name[3:]) in allowed:
-                ticks = [int(word) for word in words[:8]]  # what guests take is in these already
+                ticks = [int(word) for word in words[:8]]  # these include the ticks of guests
                 idle += ticks[3] + ticks[4]
                 total += sum(ticks)
         return (idle, total) if total else None

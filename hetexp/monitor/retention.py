@@ -1,4 +1,4 @@
-"""Old samples become means, and the oldest go: seconds for an hour, 10 seconds for a day, minutes for 30."""
+"""Replaces old samples by means and drops the oldest: seconds for an hour, 10 s for a day, minutes for 30."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hetexp.monitor.tables import MINUTE, RAW, TEN_SECONDS, VALUES, device_metri
 
 HOUR, DAY = 3600.0, 86400.0
 _AT_ONCE = 20_000
-"""Most rows that one transaction reads: others wait for it."""
+"""Most rows that one transaction reads, as other writers wait for it."""
 _WORST_FIRST = ("lost", "unusable", "ok")
 
 
 def roll_up(connection: Connection, retention: RetentionConfig, host: str, now: float) -> int:
-    """Do within one transaction what is due, or a part of it.
+    """Do the work that is due, or a part of it, within one transaction.
 
-    Only one host's devices are touched, so that several hosts of one database never wait for each other's.
+    Only one host's devices change, so that several hosts of a database do not wait for each other.
 
     Args:
-        connection: of a transaction that may write.
+        connection: connection in a transaction that may write.
         now: seconds since the epoch.
 
     Returns:
-        How many rows went.
+        The number of removed rows.
     """
     local = select(devices.c.id).where(devices.c.host == host)
     steps = (
@@ -73,13 +73,13 @@ def _average(
     gone = delete(device_metrics).where(table.level == level, table.time_ms < end, table.device_id.in_(local))
     connection.execute(gone)
     means = [_mean(number, begin, into, parts) for (number, begin), parts in stretches.items()]
-    # A mean that is there already is of more samples than those that came late.
+    # An existing mean is of more samples than the late ones.
     connection.execute(insert_into(connection, device_metrics).on_conflict_do_nothing(), means)
     return len(rows)
 
 
 def _mean(number: int, begin: int, level: int, rows: Sequence[Any]) -> dict[str, Any]:
-    """Return one row for several of a device; the means leave out values that are not known."""
+    """Return one row for several rows of a device; means leave out unknown values."""
     state = next((s for s in _WORST_FIRST if any(row["state"] == s for row in rows)), rows[-1]["state"])
     throttled = [row["throttled"] for row in rows if row["throttled"] is not None]
     users = [user for row in rows for user in row["users"]]

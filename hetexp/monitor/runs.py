@@ -1,4 +1,4 @@
-"""A run as its folder tells it while it goes on: devices, steps, what emulated devices do."""
+"""Follows an active run by the files in its folder: devices, steps, load of emulated devices."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from hetexp.hardware.detection.lease import owners
 from hetexp.monitor.processes import lives
 
 SILENT_SECONDS = 10.0
-"""A run that logs no line for this long, and for three times its usual pause, is not said to compute."""
+"""A run without a new line for this time, and for three times its usual pause, counts as idle."""
 
 
 @dataclass(frozen=True)
 class Modelled:
-    """What an emulated device does by its model."""
+    """The modelled load of an emulated device."""
 
     utilisation: float | None
     """Fraction of the time in which it computes."""
     memory_bytes: int | None
-    """The most that its rank needed so far."""
+    """Peak of its rank so far."""
 
 
 class RunWatch:
     """Follows one run folder.
 
     Args:
-        folder: the run's.
-        clock: seconds; for tests.
+        folder: folder of the run.
+        clock: returns seconds; for tests.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self._clock = folder, clock
         self.plan: Plan | None = None
-        """The one that holds now; `None` as long as there is none."""
+        """The current plan; `None` if there is none yet."""
         self.line: dict[str, Any] = {}
-        """The newest line of its metrics that tells of a training step."""
+        """The newest line of its metrics with a training step."""
         self._plan_path: Path | None = None
         self._metrics = Appended(folder / "metrics.jsonl")
         self._line_at: float | None = None
@@ -51,19 +51,19 @@ class RunWatch:
 
     @property
     def name(self) -> str:
-        """The run's id, or as long as there is no plan its folder's name."""
+        """The run's id; without a plan its folder's name."""
         return self.plan.run_id if self.plan is not None else self.folder.name
 
     @property
     def devices(self) -> list[tuple[DeviceSpec, int]]:
-        """Its devices, each with the rank that drives it."""
+        """The run's devices, each with its rank."""
         plan = self.plan
         if plan is None:
             return []
         return [(spec, plan.rank_of(place)) for place, spec in enumerate(plan.all_devices)]
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read new plans and metrics."""
         self._read_plan()
         for text in reversed(self._metrics.read()):
             with suppress(ValueError):
@@ -75,13 +75,13 @@ class RunWatch:
                     break
 
     def modelled(self, spec: DeviceSpec) -> Modelled:
-        """Return what an emulated device does, as the run's last line tells."""
-        values = {name: self.line.get(f"device/{spec.id}/{name}") for name in _OWN}
+        """Return the load of an emulated device, by the run's last line."""
+        values = {name: self.line.get(f"device/{spec.id}/{name}") for name in _DEVICE_VALUES}
         gib, speed = values["peak_memory_gib"], values["samples_per_second"]
         memory = round(gib * GIB) if gib is not None else None
         if self.plan is None or self._silent() or len(self.plan.replica_batch_sizes) > 1:
             return Modelled(None, memory)
-        # Each stage of a pipeline computes all samples; elsewhere a device has a share of them.
+        # Each stage of a pipeline computes all samples, other devices their share.
         share = 1.0 if self.plan.stages else values["share"]
         if share == 0:
             return Modelled(0.0, memory)
@@ -109,11 +109,11 @@ class RunWatch:
 
 
 def leased() -> list[Path]:
-    """Return the folders of runs that hold cards of this machine, whether or not they tell the monitor."""
+    """Return the folders of runs that hold cards of this machine, also of runs without a monitor."""
     return [Path(folder) for folder, pid in owners() if lives(pid)]
 
 
-_OWN = ("share", "samples_per_second", "peak_memory_gib")
+_DEVICE_VALUES = ("share", "samples_per_second", "peak_memory_gib")
 
 
 def _epoch(path: Path) -> int:

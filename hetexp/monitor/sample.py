@@ -1,4 +1,4 @@
-"""Samples: the state of a device at one moment. An unknown value is null, never 0."""
+"""Samples of devices at one moment. An unknown value is null, never 0."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Device:
     """A device that is sampled."""
 
     key: str
-    """Identity of the device: it never changes, and no other device of any machine has it."""
+    """Identity of the device: constant, and unique among all machines."""
     host: str
     device: str
     """`cuda:0`, as plans and `hetexp gpus` call it; the processor is `cpu`."""
     number: int | None
-    """In `hetexp gpus`; `None`: it is no card."""
+    """Number in `hetexp gpus`; `None`: the device is no card."""
     name: str
     vendor: str
     backend: str
@@ -71,7 +71,7 @@ class User:
 
 @dataclass(frozen=True)
 class Sample(Sensors):
-    """One device at one moment; a modelled device is busy while it computes."""
+    """The state of a device at one moment; a modelled device is busy while it computes."""
 
     device: Device
     state: str = "ok"
@@ -79,7 +79,7 @@ class Sample(Sensors):
     reason: str | None = None
     """Why it is not `ok`."""
     memory_used_bytes: int | None = None
-    """Memory that is not free; of an emulated device the most that its rank needed so far."""
+    """Memory in use; of an emulated device the peak of its rank so far."""
     memory_total_bytes: int | None = None
     users: tuple[User, ...] = ()
 
@@ -88,7 +88,7 @@ def of_reading(device: Device, reading: Reading, total: int | None, users: tuple
     """Return the sample of a card from its driver's reading.
 
     Args:
-        total: bytes of its memory.
+        total: bytes of the card's memory.
     """
     free = reading.memory_free_bytes
     used = max(0, total - free) if total is not None and free is not None else None

@@ -28,20 +28,20 @@ LIST_SECONDS = 60.0
 LOST_SECONDS = 10.0
 """The same while one is lost: a reset may bring it back."""
 PATIENCE_SECONDS = 0.5
-"""Longest wait for a card's answer; who has not answered within `HANGS_SECONDS` is lost."""
+"""Longest wait for a card's answer; a card without an answer for `HANGS_SECONDS` is lost."""
 HANGS_SECONDS = 5.0
 
 
 class Sampler:
-    """Reads what all devices of a machine do.
+    """Samples all devices of a machine.
 
     Args:
-        machine: this one by default.
-        clock: seconds; for tests.
+        machine: this machine by default.
+        clock: returns seconds; for tests.
     """
 
     def __init__(self, machine: Machine | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        # Nobody waits for an interpreter's torch: what it knows is there the next time.
+        # The sampler does not wait for an interpreter's torch: its answer is there the next time.
         self._machine = machine or Machine(torch_sees=partial(torch_devices, wait=False))
         self._clock = clock
         self._open = ExitStack()
@@ -60,7 +60,7 @@ class Sampler:
         """Return one sample of each device, cards by their number.
 
         Args:
-            runs: those that go on, which use cards or have emulated devices.
+            runs: active runs, which use cards or have emulated devices.
         """
         self._list()
         for reader in self._readers:
@@ -76,28 +76,27 @@ class Sampler:
         return samples
 
     def _list(self) -> None:
-        """List the cards when that is due, and open their gauges."""
+        """List the cards if that is due, and open their gauges."""
         lost = any(reader.lost is not None for reader in self._readers)
         if self._clock() - self._listed_at < (LOST_SECONDS if lost else LIST_SECONDS):
             return
         if any(reader.hangs for reader in self._readers):  # listing asks the same driver, and would wait, too
             return
         self._listed_at = self._clock()
-        cards = [self._as_known(card) for card in detect(self._machine, builds=[]).cards]
-        known = {old.spec.id: (old.spec.uuid, old.spec.pci, old.lost) for old in self._cards}
-        if (
-            self._cards
-            and not lost
-            and known == {c.spec.id: (c.spec.uuid, c.spec.pci, c.lost) for c in cards}
-        ):
+        cards = [self._with_facts(card) for card in detect(self._machine, builds=[]).cards]
+        before, now = (
+            {card.spec.id: (card.spec.uuid, card.spec.pci, card.lost) for card in listed}
+            for listed in (self._cards, cards)
+        )
+        if before and not lost and before == now:
             return
         self._close()
         self._cards = cards
         opened = self._open.enter_context(gauges(cards, self._machine))
         self._readers = [_Reader(card, gauge, self._clock) for card, gauge in zip(cards, opened, strict=True)]
 
-    def _as_known(self, card: DetectedCard) -> DetectedCard:
-        """Return a lost card, whose driver tells next to nothing, with the facts that it had."""
+    def _with_facts(self, card: DetectedCard) -> DetectedCard:
+        """Return a lost card, whose driver reports hardly anything, with its earlier facts."""
         before = [old.spec for old in self._cards if old.spec.pci == card.spec.pci]
         if card.lost is None or card.spec.uuid is not None or card.spec.pci is None or len(before) != 1:
             return card
@@ -116,22 +115,18 @@ class Sampler:
         ranks = [(run, device, rank) for run in runs for device, rank in run.devices]
         users = tuple(User(run.name, rank) for run, device, rank in ranks if _same(device, spec))
         reading = reader.answer(patience)
-        if reader.lost is not None:
-            return Sample(
-                reader.device, "lost", reader.lost, memory_total_bytes=spec.memory_bytes, users=users
-            )
-        sample = of_reading(reader.device, reading or Reading(), spec.memory_bytes, users)
-        undriven = reader.card.undriven
-        if undriven is None:
-            return sample
-        return Sample(reader.device, "unusable", undriven, memory_total_bytes=spec.memory_bytes, users=users)
+        reason = reader.card.undriven if reader.lost is None else reader.lost
+        if reason is None:
+            return of_reading(reader.device, reading or Reading(), spec.memory_bytes, users)
+        state = "unusable" if reader.lost is None else "lost"
+        return Sample(reader.device, state, reason, memory_total_bytes=spec.memory_bytes, users=users)
 
 
 class _Reader:
-    """Reads one card, in a thread of its own.
+    """Reads a card in a thread of its own.
 
     Args:
-        gauge: `None`: nothing can be read from the card.
+        gauge: gauge of the card; `None`: its driver reports nothing.
     """
 
     def __init__(self, card: DetectedCard, gauge: Gauge | None, clock: Callable[[], float]) -> None:
@@ -161,7 +156,7 @@ class _Reader:
             self._asked.set()
 
     def answer(self, patience: float) -> Reading | None:
-        """Return what the card answered, `None` if it has not yet."""
+        """Return the card's answer, `None` if it has not answered yet."""
         if self._answered.wait(max(0.0, patience)):
             return self._reading
         silent = self._clock() - self._asked_at
@@ -187,7 +182,7 @@ class _Reader:
                 self._reading, self.lost = self._gauge(), None
             except CardLostError as error:
                 self._reading, self.lost = None, str(error)
-            except Exception:  # whatever a vendor's library makes of a card: nothing is known of it now
+            except Exception:  # a vendor's library raises anything: nothing is known of the card now
                 self._reading = None
             self._answered.set()
 
@@ -202,7 +197,7 @@ def _same(planned: DeviceSpec, card: DeviceSpec) -> bool:
 
 
 def _modelled(run: RunWatch, spec: DeviceSpec, rank: int) -> Sample:
-    """Return what an emulated device does, as its run tells; while it computes it draws its limit."""
+    """Return the sample of an emulated device by its run; its power is the limit while it computes."""
     modelled = run.modelled(spec)
     limit, use = spec.power_limit_watts, modelled.utilisation
     return Sample(

@@ -1,4 +1,4 @@
-"""What `hetexp top` shows, as lines that fit a terminal of any size; 80 columns and 24 lines suffice."""
+"""Renders the screen of `hetexp top` for a terminal of any size; 80 columns and 24 lines suffice."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hetexp.monitor.history import Series, View
 UNKNOWN = "n/a"
 LEVELS = "▁▂▃▄▅▆▇█"
 TROUBLES = 3
-"""Most lines about what is wrong with devices."""
+"""Most lines about problems of devices."""
 WIDE = 116
-"""Columns from which on a device's clocks, fan and reasons fit as well."""
+"""Columns from which on a device's clock, fan and runs fit."""
 STATE_STYLES = {
     "pending": "yellow",
     "running": "bold green",
@@ -30,12 +30,12 @@ STATE_STYLES = {
 }
 KEYS = {"aggregated": "a each device", "per_gpu": "a all together"}
 COMMON_WORDS = re.compile(r"NVIDIA |AMD |Intel |Intel\(R\) |GeForce | Graphics| Processor| \(emulated\)")
-"""Words that all of a vendor's names have."""
+"""Words that are left out of names."""
 
 
 @dataclass
 class Shown:
-    """What the screen shows at one moment."""
+    """The content of the screen at one moment."""
 
     host: str
     now: float
@@ -49,7 +49,7 @@ class Shown:
     chosen: str | None = None
     """Id of the training that a key would stop."""
     message: str | None = None
-    """A question, or what became of a key."""
+    """A question, or the result of a key."""
 
 
 def rendered(shown: Shown, width: int, height: int) -> Group:
@@ -79,7 +79,7 @@ def rendered(shown: Shown, width: int, height: int) -> Group:
 
 
 def table_of(devices: list[dict[str, Any]], width: int) -> RenderableType:
-    """Return one line a device, without what was before.
+    """Return a table with a line for each device, without history.
 
     Args:
         devices: as `Store.latest` returns them.
@@ -100,11 +100,10 @@ def sparkline(values: Sequence[float | None], width: int, most: float | None = N
     """Return the newest values as small columns.
 
     Args:
-        most: what the highest column means; the largest value by default.
+        most: value of the highest column; the largest value by default.
     """
     kept = list(values)[-width:]
-    known = [value for value in kept if value is not None]
-    top = most or max(known, default=0.0) or 1.0
+    top = most or max((value for value in kept if value is not None), default=0.0) or 1.0
     line = "".join(
         LEVELS[min(len(LEVELS) - 1, int(max(0.0, value) / top * len(LEVELS)))] if value is not None else " "
         for value in kept
@@ -163,7 +162,7 @@ def _together(shown: Shown, width: int) -> list[Text]:
 
 
 def _troubles(cards: Sequence[dict[str, Any]], width: int) -> list[Text]:
-    """Say what is wrong with cards, and why clocks are held back; a few lines at most."""
+    """Return a few lines about lost and unusable cards, and about clocks that are held back."""
     troubles = [
         Text(f" {row['device']} is {row['state']}: {row['reason']}"[:width], style="bold red")
         for row in cards
@@ -191,7 +190,7 @@ def _count(cards: Sequence[dict[str, Any]]) -> Text:
 
 
 def _each(shown: Shown, width: int, room: int) -> tuple[int, Table]:
-    """Return how many lines there are, and a line a device."""
+    """Return the number of lines and a table with a line for each device."""
     wide = width >= WIDE
     hosts = len({row["host"] for row in shown.devices}) > 1
     table = Table(box=None, padding=(0, 1), expand=True, show_edge=False, pad_edge=False)
@@ -249,7 +248,7 @@ def _cells(
 
 
 def short_id(run: str) -> str:
-    """Return the end of a run's id, which tells it from others of its folder."""
+    """Return the end of a run's id, which is unique in its folder."""
     return run.rpartition("-")[2][-8:]
 
 
@@ -264,7 +263,7 @@ def _fan(row: dict[str, Any]) -> str:
 
 
 def _trainings(shown: Shown, width: int, room: int) -> list[RenderableType]:
-    """Return the runs that go on and the newest that have ended, as far as there is room."""
+    """Return the active runs and the newest ended ones, as far as they fit."""
     if not shown.trainings:
         return [Text(" No run is known yet.", style="dim"), Text("")]
     table = Table(box=None, padding=(0, 1), expand=True, show_edge=False, pad_edge=False)
@@ -296,7 +295,7 @@ def _trainings(shown: Shown, width: int, room: int) -> list[RenderableType]:
 
 
 def _fill(what: str, fraction: float | None, text: bool = False) -> str:
-    """Return the colour of a meter: a full memory and a hot card are worth a look; busy is what one wants."""
+    """Return the colour of a meter; full memory and heat are highlighted, a high load is not."""
     if what in ("memory", "hottest") and fraction is not None:
         if fraction >= 0.95:
             return "bold red"
@@ -306,14 +305,18 @@ def _fill(what: str, fraction: float | None, text: bool = False) -> str:
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    known = [row[name] for row in rows if row[name] is not None]
-    return sum(known) / len(known) if known else None
+    values = [row[name] for row in rows if row[name] is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _sum(rows: Sequence[dict[str, Any]], name: str, beside: str | None = None) -> float | None:
-    """Add up what is known; `beside` leaves out rows that do not tell that one."""
-    known = [row[name] for row in rows if row[name] is not None and row[beside or name] is not None]
-    return sum(known) if known else None
+    """Return the sum of the known values, `None` if there are none.
+
+    Args:
+        beside: a second value; rows without it are left out.
+    """
+    values = [row[name] for row in rows if row[name] is not None and row[beside or name] is not None]
+    return sum(values) if values else None
 
 
 def _ratio(value: float | None, most: float | None) -> float | None:

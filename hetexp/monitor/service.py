@@ -1,7 +1,7 @@
-"""The process that samples: one beside each launcher, or `hetexp monitor`.
+"""The work of the monitor's processes: one beside each launcher, or `hetexp monitor`.
 
-All of them tell of their own run. One of a machine samples its devices for all, the one that has the lock;
-when it ends, the next one takes over within a moment. Nothing that goes wrong here touches a training.
+Each process records its own run. The process that has a machine's lock samples the devices for all; when it
+ends, the next process takes over at once. No failure here affects a training.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hetexp.monitor.tables import default_path
 from hetexp.monitor.training import Training
 
 AGAIN_SECONDS = 5.0
-"""After a failure of the database, the next try."""
+"""Time from a failure of the database to the next try."""
 BURY_SECONDS = 10.0
 ROLL_UP_SECONDS = 60.0
 _LOG = logging.getLogger(__name__)
 
 
 class Service:
-    """Samples each interval until it is asked to end.
+    """Samples at each interval until `run` is asked to end.
 
     Args:
         config: the typed section.
-        training: the run that this process tells of.
-        seen: gets each moment's samples, for a screen.
+        training: the run that this process records.
+        seen: receives each moment's samples, for a screen.
     """
 
     def __init__(
@@ -60,26 +60,26 @@ class Service:
         self._logged: str | None = None
 
     def run(self, ending: threading.Event) -> None:
-        """Work until `ending` is set, then tell the run's end."""
+        """Work until `ending` is set, then record the run's end."""
         try:
-            self._attempt(self._tell_training)
+            self._attempt(self._record_training)
             interval = self._config.interval_seconds
             while True:
                 now = time.time()
-                moment = (math.floor(now / interval) + 1) * interval  # the same ones for every process
+                moment = (math.floor(now / interval) + 1) * interval  # the same moments in every process
                 if ending.wait(moment - now):
                     break
-                self._attempt(self._tell_training)
+                self._attempt(self._record_training)
                 self._attempt(partial(self._sample, round(moment, 3)))
         finally:
             if self._training is not None:
                 self._training.finish()
                 self._due["store"] = -math.inf
-                self._attempt(self._tell_training)
+                self._attempt(self._record_training)
             self._close()
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Do something with the database; a failure is logged once, and the work tried again later."""
+        """Do work with the database; a failure is logged once, and the work is tried again later."""
         try:
             if self._store is None:
                 if time.monotonic() < self._due["store"]:
@@ -96,10 +96,10 @@ class Service:
             if store is not None:
                 store.close()
 
-    def _tell_training(self) -> None:
+    def _record_training(self) -> None:
         assert self._store is not None
         if self._training is not None:
-            self._training.tell(self._store)
+            self._training.record(self._store)
 
     def _sample(self, moment: float) -> None:
         assert self._store is not None
@@ -126,14 +126,14 @@ class Service:
         return True
 
     def _runs(self, store: Store) -> list[RunWatch]:
-        """Return the runs that go on here, with what is new of them."""
+        """Return the active runs of this machine, with their newest lines."""
         folders = [Path(row["run_dir"]) for row in store.trainings(ACTIVE, host_name())]
-        wanted = dict.fromkeys([*folders, *leased()])
-        for folder in self._watches.keys() - wanted.keys():
+        active = dict.fromkeys([*folders, *leased()])
+        for folder in self._watches.keys() - active.keys():
             self._watches.pop(folder).close()
-        for folder in wanted:
+        for folder in active:
             self._watches.setdefault(folder, RunWatch(folder)).look()
-        return [self._watches[folder] for folder in wanted]
+        return [self._watches[folder] for folder in active]
 
     def _is_due(self, what: str, every: float) -> bool:
         due = time.monotonic() >= self._due[what]
@@ -152,7 +152,7 @@ class Service:
 
 
 def lock_path(url: str | None) -> Path:
-    """Return the file whose lock says who of this machine samples into a database."""
+    """Return the lock file of the process that samples this machine into a database."""
     parts = urlsplit(url or "")
     if url is None or parts.scheme == "sqlite":
         path = default_path() if url is None else Path(parts.path[1:])

@@ -1,7 +1,7 @@
-"""The database of samples and trainings: what is written, and what is asked.
+"""The database of samples and trainings.
 
-Any number of processes may write; each call is one transaction. A sample that another process has written
-for the same device and moment stays.
+Any number of processes may write; each call is one transaction. An existing sample of the same device and
+moment stays.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Store:
         if not samples:
             return
         with self._writing() as connection:
-            self._know(connection, [sample.device for sample in samples])
+            self._write_devices(connection, [sample.device for sample in samples])
             rows = [self._row(sample, round(seconds * 1000)) for sample in samples]
             connection.execute(insert_into(connection, device_metrics).on_conflict_do_nothing(), rows)
 
@@ -102,12 +102,12 @@ class Store:
         max_points: int = 600,
         keys: Sequence[str] | None = None,
     ) -> list[Series]:
-        """Return what was sampled between two moments, as `hetexp.monitor.history.read_history`."""
+        """Return the samples between two moments, as `hetexp.monitor.history.read_history`."""
         with self.engine.connect() as connection:
             return read_history(connection, since, until or time.time(), view, max_points, keys)
 
     def roll_up(self, retention: RetentionConfig, now: float | None = None) -> int:
-        """Replace old samples of this host's devices by means, and drop the oldest; return how many went."""
+        """Replace old samples of this host by means, drop the oldest, and return how many rows went."""
         with self._writing() as connection:
             return roll_up(connection, retention, host_name(), now or time.time())
 
@@ -116,11 +116,11 @@ class Store:
         row = {column.name: training.get(column.name) for column in trainings.columns}
         with self._writing() as connection:
             insert = insert_into(connection, trainings)
-            rest = {name: insert.excluded[name] for name in row if name not in ("id", "created")}
-            connection.execute(insert.on_conflict_do_update(index_elements=["id"], set_=rest), [row])
+            changed = {name: insert.excluded[name] for name in row if name not in ("id", "created")}
+            connection.execute(insert.on_conflict_do_update(index_elements=["id"], set_=changed), [row])
 
     def update(self, training_id: str, **values: Any) -> None:
-        """Change what is known of a training."""
+        """Change columns of a training."""
         with self._writing() as connection:
             connection.execute(update(trainings).where(trainings.c.id == training_id), values)
 
@@ -164,7 +164,7 @@ class Store:
             return []
         ended = {"state": "failed", "error": ABANDONED, "ended": now or time.time()}
         with self._writing() as connection:
-            # It may have reported its end in the meantime.
+            # A training may have reported its end since then.
             still = trainings.c.id.in_(gone) & trainings.c.state.in_(ACTIVE)
             connection.execute(update(trainings).where(still), ended)
         return gone
@@ -172,14 +172,14 @@ class Store:
     def _writing(self) -> AbstractContextManager[Connection]:
         return self.engine.execution_options(**{WRITES: True}).begin()
 
-    def _know(self, connection: Connection, wanted: Sequence[Device]) -> None:
-        """Learn the numbers of devices; new ones, and those of which something changed, are written."""
-        new = [device for device in wanted if self._ids.get(device.key, (0, None))[1] != device]
+    def _write_devices(self, connection: Connection, sampled: Sequence[Device]) -> None:
+        """Write new and changed devices, and keep their numbers in the database."""
+        new = [device for device in sampled if self._ids.get(device.key, (0, None))[1] != device]
         if not new:
             return
         insert = insert_into(connection, devices)
-        rest = {field.name: insert.excluded[field.name] for field in fields(Device) if field.name != "key"}
-        upsert = insert.on_conflict_do_update(index_elements=["key"], set_=rest)
+        changed = {field.name: insert.excluded[field.name] for field in fields(Device) if field.name != "key"}
+        upsert = insert.on_conflict_do_update(index_elements=["key"], set_=changed)
         connection.execute(upsert, [asdict(device) for device in new])
         by_key = {device.key: device for device in new}
         query = select(devices.c.key, devices.c.id).where(devices.c.key.in_(list(by_key)))
@@ -194,5 +194,5 @@ class Store:
             "reason": sample.reason,
             **{name: getattr(sample, name) for name in VALUES},
             "throttled": list(sample.throttled) if sample.throttled is not None else None,
-            "users": [{"run": user.run, "rank": user.rank} for user in sample.users],
+            "users": [asdict(user) for user in sample.users],
         }

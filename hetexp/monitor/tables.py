@@ -1,4 +1,4 @@
-"""The tables of the monitor, and how SQLite and PostgreSQL are opened so that several processes may write."""
+"""The monitor's tables, and the functions that open SQLite and PostgreSQL for several writing processes."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from hetexp.core.errors import SetupError
 from hetexp.hardware.detection.builds import home
+from hetexp.hardware.detection.detected import Sensors
 from hetexp.monitor.sample import Device
 
 SCHEMA = 1
@@ -62,19 +63,9 @@ devices = Table("devices", metadata, Column("id", Integer, primary_key=True), *m
 
 RAW, TEN_SECONDS, MINUTE = 0, 1, 2
 """Levels of samples: as taken, and means."""
-VALUES = (
-    "utilisation",
-    "memory_used_bytes",
-    "memory_total_bytes",
-    "temperature_celsius",
-    "power_watts",
-    "power_limit_watts",
-    "clock_mhz",
-    "memory_clock_mhz",
-    "fan",
-    "fan_rpm",
-)
-"""Columns of a sample that a mean can be taken of."""
+_SENSORS = tuple(field.name for field in fields(Sensors) if field.name != "throttled")
+VALUES = (*_SENSORS, "memory_used_bytes", "memory_total_bytes")
+"""Columns of a sample that have a mean."""
 
 device_metrics = Table(
     "device_metrics",
@@ -123,10 +114,10 @@ def default_path() -> Path:
 
 
 def open_engine(url: str | None) -> Engine:
-    """Open the database and make what tables it lacks.
+    """Open the database and make missing tables.
 
     Args:
-        url: as `monitor.url`.
+        url: `monitor.url`.
 
     Raises:
         SetupError: the driver is not installed, the database cannot be reached or written, or the tables are
@@ -135,9 +126,8 @@ def open_engine(url: str | None) -> Engine:
     engine = _sqlite(url) if url is None or url.startswith("sqlite") else _postgresql(url)
     try:
         with engine.execution_options(**{WRITES: True}).begin() as connection:
-            if (
-                connection.dialect.name == "postgresql"
-            ):  # IF NOT EXISTS may fail if two processes create a table at once
+            if connection.dialect.name == "postgresql":
+                # IF NOT EXISTS may fail if two processes create a table at the same time.
                 connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK})
             _make_tables(connection)
     except BaseException as error:
@@ -154,7 +144,7 @@ def unreachable(error: SQLAlchemyError) -> str:
 
 
 def insert_into(connection: Connection, table: Table) -> Any:
-    """Return the database's own INSERT, which can say what becomes of rows that are there."""
+    """Return the database's own INSERT, which supports `ON CONFLICT`."""
     dialect: Any = postgresql if connection.dialect.name == "postgresql" else sqlite
     return dialect.insert(table)
 
@@ -170,8 +160,8 @@ def _sqlite(url: str | None) -> Engine:
         connection.isolation_level = None  # transactions are begun below
         cursor = connection.cursor()
         cursor.execute("PRAGMA journal_mode=WAL")
-        # What is committed is in the system's hands: nothing is lost when a process is killed, and the file
-        # stays whole when the machine is.
+        # The system has all committed data: a killed process loses nothing, and the file stays whole if the
+        # machine stops.
         cursor.execute("PRAGMA synchronous=NORMAL")
         cursor.execute("PRAGMA foreign_keys=ON")
         cursor.close()

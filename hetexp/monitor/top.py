@@ -1,4 +1,4 @@
-"""`hetexp top` as a program: what is on the screen now, and what each key does to it."""
+"""The state of the program `hetexp top`: the content of its screen, and the effects of its keys."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hetexp.monitor.store import ACTIVE, Store
 from hetexp.monitor.tables import unreachable
 
 SPAN_SECONDS = 300.0
-"""What sparklines show."""
+"""Time span of sparklines."""
 POINTS = 60
 ENDED_SHOWN = 4
-"""Runs that have ended and are still shown."""
+"""Number of ended runs that are shown."""
 
 
 class Top:
     """The state of the screen.
 
     Args:
-        store: what is shown.
-        config: its first view, and how often samples come.
+        store: the monitor's database.
+        config: the typed section.
         send: sends a signal to a process; for tests.
     """
 
@@ -50,7 +50,7 @@ class Top:
         self.done = False
 
     def look(self, now: float | None = None) -> Shown:
-        """Return what is to be shown now; the screen says if the database does not answer."""
+        """Return the screen's content now, with a message if the database does not answer."""
         now = now or time.time()
         shown = Shown(host_name(), now, self.mode, message=self._message(now))
         try:
@@ -70,7 +70,7 @@ class Top:
         return shown
 
     def press(self, key: str) -> None:
-        """Do what a key means."""
+        """Handle a key."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
             if key in ("y", "Y"):

@@ -1,4 +1,4 @@
-"""One run's row among the trainings: from its start to its end, kept by the process beside its launcher."""
+"""Keeps a run's row in the table of trainings, in the process beside its launcher."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Training:
     """Follows one run.
 
     Args:
-        plan: as it was started.
-        pid: of its launcher.
-        created: seconds since the epoch when it was started.
+        plan: plan of the run.
+        pid: process of its launcher.
+        created: start of the run, in seconds since the epoch.
     """
 
     def __init__(self, plan: Plan, pid: int, created: float) -> None:
@@ -35,8 +35,8 @@ class Training:
         self._written: dict[str, Any] = {}
         self._now: dict[str, Any] = {"state": "pending"}
         self.error: str | None = None
-        """What the launcher said that ended it, if it wrote no summary."""
-        self.said_goodbye = False
+        """Error that ended the run by the launcher's message, for a run without a summary."""
+        self.ended_itself = False
         """Whether the launcher ended by itself."""
 
     def ready(self, steps: int) -> None:
@@ -48,8 +48,8 @@ class Training:
         self._steps = steps or None
         self._now |= {"state": "running", "started": time.time(), "steps": self._steps}
 
-    def tell(self, store: Store) -> None:
-        """Write what is new."""
+    def record(self, store: Store) -> None:
+        """Write changed values."""
         if not self._begun:
             store.begin(self._row())
             self._begun = True
@@ -62,14 +62,14 @@ class Training:
             self._written |= new
 
     def finish(self) -> None:
-        """Note how the run ended, as its summary tells."""
+        """Note how the run ended, by its summary."""
         self._look()
         summary = self._summary()
         if summary is not None:
             self._now |= {"state": _STATES.get(summary["status"], "failed"), "error": summary["error"]}
         else:
             self._now |= {"state": "failed", "error": self.error or ABANDONED}
-            if self.said_goodbye and self.error is None:
+            if self.ended_itself and self.error is None:
                 self._now["error"] = "it ended without a summary"
         if self._now["state"] == "completed" and self._steps is not None:
             self._now["progress"] = 1.0
@@ -92,7 +92,7 @@ class Training:
             self._now["gpu_ids"] = [spec.id for spec in self._watch.plan.all_devices]
 
     def _summary(self) -> dict[str, Any] | None:
-        """Return the summary that this run wrote; one of an earlier run in its folder does not count."""
+        """Return the summary of this run; that of an earlier run in its folder does not count."""
         path = Path(self._plan.run_dir) / "summary.json"
         with suppress(OSError, ValueError, KeyError):
             if path.stat().st_mtime >= self._created - 1.0:  # clocks of file systems are coarse

@@ -15,10 +15,10 @@ from hetexp.core.instantiate import instantiate
 
 ScheduleKind = Literal["constant", "linear", "cosine"]
 FUSES = (torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers whose whole update is one kernel unless another way was chosen: torch itself takes the one that
-goes over the parameters several times, with temporaries of their size."""
+"""Optimizers that update by one kernel by default here. torch's default passes over the parameters several
+times, with temporaries of their size."""
 FUSED_ON = ("cuda", "xpu")
-"""torch's words for devices on which that is so (AMD cards are `cuda`, too)."""
+"""torch's types of devices with such kernels (AMD cards are `cuda`, too)."""
 
 
 def build_optimizer(
@@ -26,13 +26,13 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the `optimizer` section describes.
 
-    It gets the parameters that require a gradient, tied ones once. What the section leaves open, the device
-    decides: one kernel for the whole update where it has one.
+    It gets the parameters that require a gradient, tied ones once. If the section leaves it open, the update
+    is one kernel on devices that have one.
 
     Args:
-        node: the section; `_partial_` is taken for granted.
-        model: already on its device.
-        fuses: whether the device has such a kernel; `None`: as the parameters' own.
+        node: the section; `_partial_` is implied.
+        model: model on its device.
+        fuses: whether the device has such a kernel; `None`: by the device of the parameters.
 
     Raises:
         ConfigError: the optimizer refuses its arguments, is no `torch.optim.Optimizer`, or has nothing to
@@ -48,7 +48,7 @@ def build_optimizer(
 
 
 def _may_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has that kernel, and the section leaves open how it updates."""
+    """Return whether an optimizer has a kernel for the whole update and its options allow it."""
     return type(optimizer) in FUSES and all(
         group["fused"] is None
         and group["foreach"] is None
@@ -59,10 +59,10 @@ def _may_fuse(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_optimizer(node: Mapping[str, Any]) -> list[str]:
-    """Return what the optimizer refuses of its arguments, such as a negative `lr`.
+    """Return the problems of the optimizer's arguments, such as a negative `lr`.
 
-    It is called without parameters: torch judges the arguments first and misses the parameters last, before
-    it would import its compiler, which takes the launcher longer than everything else it checks.
+    The optimizer is built without parameters: torch checks the arguments first and the parameters last,
+    before it imports its compiler, which would take the launcher longer than all other checks.
     """
     try:
         _build(node, [])
@@ -94,7 +94,7 @@ def build_schedule(
 
 
 def restart_schedule(schedule: LambdaLR, step: int) -> None:
-    """Put a new schedule where a run stands that has taken `step` optimizer steps."""
+    """Set a new schedule to a run that has taken `step` optimizer steps."""
     schedule.last_epoch = step
     rates = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
     for group, base, factor in rates:
@@ -102,15 +102,14 @@ def restart_schedule(schedule: LambdaLR, step: int) -> None:
 
 
 def schedule_factor(step: int, kind: ScheduleKind, warmup_steps: int, total_steps: int) -> float:
-    """Return what the learning rate is multiplied by at an optimizer step, a number from 0 to 1.
+    """Return the factor of the learning rate at an optimizer step, from 0 to 1.
 
-    It depends on the step alone, so that a resumed run needs nothing but its number.
+    It depends on the step only, so that a resumed run needs no other state.
 
     Args:
-        step: optimizer steps already taken.
-        kind: after the warm-up stay at 1, or fall to 0 at `total_steps` in a line or half a cosine wave.
-        warmup_steps: steps that rise in a line; the first is already above 0, and step `warmup_steps` has 1.
-        total_steps: optimizer steps of the whole run.
+        step: optimizer steps already taken. kind: after the warm-up constant at 1, or falling to 0 at
+        `total_steps` linearly or by half a cosine wave. warmup_steps: steps of a linear rise; the first is
+        above 0, and step `warmup_steps` has 1. total_steps: optimizer steps of the whole run.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -21,7 +21,7 @@ from hetexp.strategy.unexchanged import Unexchanged
 if TYPE_CHECKING:
     from torch import nn
 
-    from hetexp.data.dealt import DealtSampler
+    from hetexp.data.partitioned import PartitionedSampler
     from hetexp.strategy.independent.engine import IndependentSteps
 
 
@@ -61,12 +61,12 @@ class Independent(Unexchanged):
 
         return IndependentSteps(self)
 
-    def sampler(self, plan: Plan, config: Config, num_samples: int) -> DealtSampler:
-        from hetexp.data.dealt import DealtSampler
+    def sampler(self, plan: Plan, config: Config, num_samples: int) -> PartitionedSampler:
+        from hetexp.data.partitioned import PartitionedSampler
 
         trainer = config.trainer
         sizes = num_samples, trainer.global_batch_size, trainer.seed
-        return DealtSampler(*sizes, plan.shares, trainer.drop_last, trainer.overfit_batches)
+        return PartitionedSampler(*sizes, plan.shares, trainer.drop_last, trainer.overfit_batches)
 
     def check_exchange(self, config: Config) -> list[str]:
         return super().check_exchange(config) + require_exchange(config, self.name)

@@ -187,7 +187,7 @@ def test_an_evaluation_before_training_leaves_nothing_that_autograd_refuses() ->
         ({"targets": []}, "`model.targets` must be all-linear or at least one name"),
         ({"attention": "someone/kernels"}, "`model.attention` must be sdpa or eager"),
         ({"targets": ["qproj"], "vocab_size": 9}, "names of linear layers (down_proj, gate_proj, k_proj"),
-        ({}, "`model.vocab_size` must be given if the data does not tell it"),
+        ({}, "`model.vocab_size` must be given if the data does not give it"),
     ],
 )
 def test_what_cannot_be_built_is_told(options: dict[str, Any], told: str) -> None:

@@ -56,18 +56,18 @@ def ended(folder: Path, **values: Any) -> None:
 
 def test_from_its_start_to_its_end(store: Store, folder: Path) -> None:
     training = begun(folder)
-    training.tell(store)
+    training.record(store)
     assert row(store)["state"] == "pending"
     assert row(store)["gpu_ids"] == ["emulated:0", "emulated:1"]
     assert (row(store)["distributed"], row(store)["emulated"], row(store)["pid"]) == (True, True, os.getpid())
     training.ready(8)
-    training.tell(store)
+    training.record(store)
     now = row(store)
     assert (now["state"], now["step"], now["steps"], now["progress"]) == ("running", 4, 8, 0.5)
     assert now["started"] is not None
     ended(folder, status="completed")
     training.finish()
-    training.tell(store)
+    training.record(store)
     now = row(store)
     assert (now["state"], now["progress"], now["error"]) == ("completed", 1.0, None)
     assert now["ended"] >= now["started"] >= now["created"]
@@ -79,22 +79,22 @@ def test_an_end_before_the_last_step(store: Store, folder: Path, status: str, st
     training.ready(8)
     ended(folder, status=status, error="rank 1 failed")
     training.finish()
-    training.tell(store)
+    training.record(store)
     assert (row(store)["state"], row(store)["error"], row(store)["progress"]) == (state, "rank 1 failed", 0.5)
 
 
 def test_a_launcher_that_was_killed(store: Store, folder: Path) -> None:
     training = begun(folder)
     training.finish()
-    training.tell(store)
+    training.record(store)
     assert (row(store)["state"], row(store)["error"]) == ("failed", ABANDONED)
 
 
 def test_a_run_that_never_began_says_why(store: Store, folder: Path) -> None:
     training = begun(folder)
-    training.said_goodbye, training.error = True, "Rank 0 cannot be started: no such file."
+    training.ended_itself, training.error = True, "Rank 0 cannot be started: no such file."
     training.finish()
-    training.tell(store)
+    training.record(store)
     assert (row(store)["state"], row(store)["error"]) == ("failed", training.error)
 
 
@@ -103,7 +103,7 @@ def test_the_summary_of_an_earlier_run_in_the_folder_is_not_its_own(store: Store
     os.utime(folder / "summary.json", (1e9, 1e9))
     training = begun(folder)
     training.finish()
-    training.tell(store)
+    training.record(store)
     assert row(store)["state"] == "failed"
 
 
@@ -113,7 +113,7 @@ def test_a_loss_that_is_no_number_is_null(store: Store, folder: Path, loss: str)
     (folder / "metrics.jsonl").write_text(json.dumps({**text, "train/loss": float(loss)}) + "\n")
     training = begun(folder)
     training.ready(0)
-    training.tell(store)
+    training.record(store)
     assert (row(store)["loss"], row(store)["progress"], row(store)["step"]) == (None, None, 4)
     training.finish()
 

@@ -220,7 +220,7 @@ def test_shared_cards() -> None:
 
 def test_manual_needs_a_list() -> None:
     (problem,) = select(None, default_gpu_selection="manual").problems
-    assert problem.startswith("`hardware.gpu_ids` must name the devices where")
+    assert problem.startswith("`hardware.gpu_ids` must name the devices if")
     assert "1 = cuda:1 (NVIDIA GeForce RTX 4090)" in problem
     assert ids(select(None, [], default_gpu_selection="manual")) == ["cpu:0"]
 

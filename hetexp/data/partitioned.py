@@ -1,4 +1,4 @@
-"""Training samples dealt out to the ranks, for strategies in which each of them trains by itself."""
+"""Training samples partitioned among the ranks, for strategies whose ranks train independently."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hetexp.core.split import apportion
 from hetexp.data.sampler import GlobalSampler, Indices, Position, random_order
 
 
-class DealtSampler(GlobalSampler):
-    """Draws global batches of which a rank's slice always comes from its own part of the samples.
+class PartitionedSampler(GlobalSampler):
+    """Draws global batches of which each rank's slice comes from its own part of the samples.
 
-    The parts are drawn once by the seed. In each epoch every sample comes once, in a new order within its
-    part; batches have the sizes that `GlobalSampler`'s have, and are cut by the same shares.
+    The seed decides the parts. In each epoch every sample occurs once, in a new order within its part.
+    Batches have the sizes of `GlobalSampler`'s and are split by the same shares.
 
     Args:
-        shares: of each rank in a batch (`hetexp.core.split.apportion`).
+        shares: share of each rank in a batch (`hetexp.core.split.apportion`).
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class DealtSampler(GlobalSampler):
         full, left = divmod(num_samples, global_batch_size)
         self._full, self._counts = full, apportion(global_batch_size, shares).counts
         self._left = apportion(left, shares).counts
-        sizes = [full * count + rest for count, rest in zip(self._counts, self._left, strict=True)]
-        dealt = random_order(seed, (0, 1), num_samples)  # no epoch has this key
-        self.parts: tuple[Indices, ...] = tuple(np.split(dealt, np.cumsum(sizes)[:-1]))
+        sizes = [full * count + last for count, last in zip(self._counts, self._left, strict=True)]
+        order = random_order(seed, (0, 1), num_samples)  # no epoch has this key
+        self.parts: tuple[Indices, ...] = tuple(np.split(order, np.cumsum(sizes)[:-1]))
         """The samples of each rank."""
 
-    def _settle(self, position: Position) -> Position:
-        """A position that another batch size led to goes on with the next whole batch: parts end there."""
+    def _batch_start(self, position: Position) -> Position:
+        """Move a position within a batch, left by another batch size, to the next batch: parts end there."""
         batches = -(-position.offset // self.global_batch_size)
         end = min(batches * self.global_batch_size, self._epoch_size)
-        return super()._settle(Position(position.epoch, end))
+        return super()._batch_start(Position(position.epoch, end))
 
     def _order(self, epoch: int) -> Indices:
         cached = self._cached  # the loader's thread may be about to replace it
@@ -50,11 +50,11 @@ class DealtSampler(GlobalSampler):
             place = np.empty(self.num_samples, dtype=np.int64)
             place[random_order(self.seed, (epoch,), self.num_samples)] = np.arange(self.num_samples)
             mixed = [part[np.argsort(place[part], kind="stable")] for part in self.parts]
-            pieces = [
+            slices = [
                 part[batch * count : (batch + 1) * count]
                 for batch in range(self._full)
                 for part, count in zip(mixed, self._counts, strict=True)
             ]
-            pieces += [part[self._full * count :] for part, count in zip(mixed, self._counts, strict=True)]
-            cached = self._cached = (epoch, np.concatenate(pieces))
+            slices += [part[self._full * count :] for part, count in zip(mixed, self._counts, strict=True)]
+            cached = self._cached = (epoch, np.concatenate(slices))
         return cached[1]

@@ -1,4 +1,4 @@
-"""Samples dealt out for good: every one in exactly one part, every rank always in its own."""
+"""Samples partitioned for good: every one in exactly one part, every rank always in its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetexp.core.split import apportion
-from hetexp.data.dealt import DealtSampler
+from hetexp.data.partitioned import PartitionedSampler
 from hetexp.data.sampler import GlobalSampler, Position
 
 SHARES = st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5]), min_size=1, max_size=4).filter(sum)
@@ -24,7 +24,7 @@ SHARES = st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5]), min_size=1, max_size=4)
 def test_each_rank_goes_through_its_own_part_once_an_epoch(
     num_samples: int, batch: int, shares: list[float], seed: int
 ) -> None:
-    sampler = DealtSampler(num_samples, batch, seed, shares)
+    sampler = PartitionedSampler(num_samples, batch, seed, shares)
     plain = GlobalSampler(num_samples, batch, seed)
     everything = np.concatenate(sampler.parts)
     assert sorted(everything.tolist()) == list(range(num_samples))
@@ -46,18 +46,18 @@ def test_each_rank_goes_through_its_own_part_once_an_epoch(
 
 
 def test_parts_hold_still_and_orders_do_not() -> None:
-    one, other = DealtSampler(100, 10, 0, [3, 1]), DealtSampler(100, 10, 1, [3, 1])
+    one, other = PartitionedSampler(100, 10, 0, [3, 1]), PartitionedSampler(100, 10, 1, [3, 1])
     assert [len(part) for part in one.parts] == [80, 20]  # as 8 and 2 of each batch of ten
     assert set(one.parts[0].tolist()) != set(other.parts[0].tolist())
     first, _ = one.batch(Position(0, 0))
     again, _ = one.batch(Position(1, 0))
     assert first.tolist() != again.tolist()
-    assert one.fingerprint() == DealtSampler(100, 10, 0, [3, 1]).fingerprint() != other.fingerprint()
+    assert one.fingerprint() == PartitionedSampler(100, 10, 0, [3, 1]).fingerprint() != other.fingerprint()
 
 
 @pytest.mark.parametrize(("offset", "goes_on"), [(0, 0), (5, 10), (10, 10), (21, 30)])
 def test_a_position_of_another_batch_size_goes_on_with_a_whole_batch(offset: int, goes_on: int) -> None:
-    sampler = DealtSampler(100, 10, 0, [3, 1])
+    sampler = PartitionedSampler(100, 10, 0, [3, 1])
     indices, after = sampler.batch(Position(0, offset))
     assert after == Position(0, goes_on + 10)
     assert set(indices[:8].tolist()) <= set(sampler.parts[0].tolist())
