@@ -73,6 +73,12 @@ def must_be(key: str, accepted: str, value: object, fix: str = "") -> str:
     return f"{sentence} {fix}" if fix else sentence
 
 
+def must_build(key: str, accepted: str, built: object) -> str:
+    """Return "`key` must build …, but builds a … instead.", with the class of the object that was built."""
+    kind = type(built)
+    return f"`{key}` must build {accepted}, but builds a {kind.__module__}.{kind.__qualname__} instead."
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " Did you mean `…`?" for the closest known word in any case, or an empty string."""
     by_folded = {name.casefold(): name for name in known}

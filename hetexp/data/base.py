@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hetexp.core.errors import ConfigError
+from hetexp.core.errors import ConfigError, must_build
 from hetexp.core.instantiate import instantiate
 
 if TYPE_CHECKING:
@@ -59,12 +59,13 @@ def build_data(node: Mapping[str, Any]) -> DataSource:
     if _is_map_style(getattr(built, "train", None)):
         evaluation = getattr(built, "evaluation", None)
         if evaluation is not None and not _is_map_style(evaluation):
-            raise ConfigError(_wrong_kind("map-style evaluation data or none", evaluation))
+            accepted = "map-style evaluation data or none"
+            raise ConfigError(must_build("data._target_", accepted, evaluation))
         return _Parts(built.train, evaluation, facts, getattr(built, "source", None))
     if _is_map_style(built):
         return _Parts(built, None, facts)
     accepted = "a data source or a map-style dataset (`__len__` and `__getitem__`)"
-    raise ConfigError(_wrong_kind(accepted, built))
+    raise ConfigError(must_build("data._target_", accepted, built))
 
 
 def same_shape(dataset: Dataset[Any]) -> Dataset[Any]:
@@ -82,8 +83,3 @@ def _is_map_style(value: Any) -> bool:
     # Attributes of the class, as for Python's `len()` and `[]`.
     sized = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
     return sized and not isinstance(value, (str, bytes, Mapping))
-
-
-def _wrong_kind(accepted: str, value: Any) -> str:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return f"`data._target_` must build {accepted}, but builds a {kind} instead."

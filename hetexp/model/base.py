@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hetexp.core.errors import ConfigError
+from hetexp.core.errors import ConfigError, must_build
 from hetexp.core.instantiate import instantiate, parameters
 from hetexp.model.recompute import recompute_layers
 
@@ -45,11 +45,7 @@ def build_model(node: Mapping[str, Any], facts: Mapping[str, Any], recompute: bo
     given = {name: value for name, value in facts.items() if name in accepted and node.get(name) is None}
     built = instantiate(node, **given)
     if not isinstance(built, nn.Module):
-        kind = type(built)
-        raise ConfigError(
-            "`model._target_` must build a torch.nn.Module, "
-            f"but builds a {kind.__module__}.{kind.__qualname__} instead."
-        )
+        raise ConfigError(must_build("model._target_", "a torch.nn.Module", built))
     if recompute:
         recompute_layers(built)
     return built

@@ -122,12 +122,9 @@ def _foot(shown: Shown, width: int) -> Text:
     if shown.message is not None:
         return Text(shown.message[:width], style="bold yellow")
     keys = [KEYS[shown.mode]]
-    keys += ["↑↓ choose a run", "s stop it"] if _stoppable(shown) else []
+    stoppable = any(row["state"] in ("pending", "running") for row in shown.trainings)
+    keys += ["↑↓ choose a run", "s stop it"] if stoppable else []
     return Text("   ".join([*keys, "q quit"])[:width], style="dim")
-
-
-def _stoppable(shown: Shown) -> bool:
-    return any(row["state"] in ("pending", "running") for row in shown.trainings)
 
 
 def _together(shown: Shown, width: int) -> list[Text]:

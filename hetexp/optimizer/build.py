@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from hetexp.core.errors import ConfigError
+from hetexp.core.errors import ConfigError, must_build
 from hetexp.core.instantiate import instantiate
 
 ScheduleKind = Literal["constant", "linear", "cosine"]
@@ -78,11 +78,7 @@ def _build(node: Mapping[str, Any], trainable: list[nn.Parameter]) -> torch.opti
     except (ValueError, TypeError, RuntimeError) as error:  # torch refuses arguments with all three
         raise ConfigError(f"`optimizer`: {error}") from error
     if not isinstance(built, torch.optim.Optimizer):
-        kind = type(built)
-        raise ConfigError(
-            "`optimizer._target_` must build a torch.optim.Optimizer, "
-            f"but builds a {kind.__module__}.{kind.__qualname__} instead."
-        )
+        raise ConfigError(must_build("optimizer._target_", "a torch.optim.Optimizer", built))
     return built
 
 

@@ -133,7 +133,10 @@ class Question:
             out, err = self._process.communicate(timeout=max(self._deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                if hasattr(os, "killpg"):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                else:  # on Windows
+                    self._process.kill()
             self._process.communicate()
             self.problem = f"it did not answer within {self._limit:g} s"
             return None

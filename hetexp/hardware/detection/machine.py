@@ -7,31 +7,17 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hetexp.hardware.detection.builds import Question
 from hetexp.hardware.detection.detected import Seen
 
 COMMAND_SECONDS = 0.6
 """Longest wait for a vendor's command: a hanging driver must not delay the list of the other cards."""
-
-
-def _run(command: Sequence[str]) -> str | None:
-    try:
-        answer = subprocess.run(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout if answer.returncode == 0 else None
 
 
 @dataclass(frozen=True)
@@ -45,7 +31,7 @@ class Machine:
     """`linux`, `darwin`, `win32`."""
     load: Callable[[str], Any] = importlib.import_module
     """Imports a vendor's library; any error means that the library is missing."""
-    run: Callable[[Sequence[str]], str | None] = _run
+    run: Callable[[Sequence[str]], str | None] = lambda command: Question(command, COMMAND_SECONDS).answer()
     """Runs a vendor's command and returns its output, `None` if the command is absent, fails or hangs."""
     torch_sees: Callable[[str], list[Seen]] | None = None
     """Returns the devices that the torch builds of a kind (`cuda`, `hip`, `xpu`) see; `None`: their
