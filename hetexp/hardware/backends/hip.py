@@ -56,8 +56,11 @@ class HipBackend(CudaNamespaceBackend):
         by_address = {card.address: card for card in on_bus}
         busy = kfd.computing(machine, [node.gpu_id for node in nodes.values()])
         with amd_smi.opened(machine) as reported:
-            facts = [_Facts(a, by_address.get(a), nodes.get(a), reported.get(a)) for a in addresses]
-            return [_detected(card, machine, busy) for card in facts]
+            facts = [
+                _Facts(machine, address, by_address.get(address), nodes.get(address), reported.get(address))
+                for address in addresses
+            ]
+            return [_detected(card, busy) for card in facts]
 
     @classmethod
     def hide(cls, cards: Sequence[DetectedCard], machine: Machine) -> tuple[list[DetectedCard], list[str]]:
@@ -87,7 +90,7 @@ class HipBackend(CudaNamespaceBackend):
         on_bus = {card.address: card for card in pci_cards(machine)}
         with amd_smi.opened(machine) as reported:
             yield [
-                partial(_gauged, _Facts(pci, on_bus.get(pci), None, reported.get(pci)), card.spec, machine)
+                partial(_gauged, _Facts(machine, pci, on_bus.get(pci), None, reported.get(pci)), card.spec)
                 if (pci := card.spec.pci) is not None
                 else None
                 for card in cards
@@ -115,22 +118,20 @@ class HipBackend(CudaNamespaceBackend):
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _Facts(sysfs.KernelCard):
     """A card's entries in the kernel's lists and in AMD SMI."""
 
-    address: str
-    bus: PciCard | None
-    node: kfd.Node | None
+    kfd_node: kfd.Node | None
     smi: amd_smi.Smi | None
 
     @property
     def chip(self) -> Chip:
-        entry = self.bus or self.node
+        entry = self.bus or self.kfd_node
         return chip("amd", entry.device_id if entry is not None else None)
 
     @property
     def architecture(self) -> str | None:
-        return (self.node.architecture if self.node is not None else None) or self.chip.architecture
+        return (self.kfd_node.architecture if self.kfd_node is not None else None) or self.chip.architecture
 
 
 def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
@@ -145,20 +146,20 @@ def native_precisions(architecture: str | None) -> tuple[str, ...] | None:
     return ("float64", "float32", *half)
 
 
-def _detected(card: _Facts, machine: Machine, busy: dict[int, tuple[Process, ...]]) -> DetectedCard:
-    integrated, unified = _part_of_processor(card, machine)
-    total, free = _memory(card.address, unified, machine)
-    node = card.node
+def _detected(card: _Facts, busy: dict[int, tuple[Process, ...]]) -> DetectedCard:
+    integrated, unified = _part_of_processor(card)
+    total, free = _memory(card, unified)
+    node = card.kfd_node
     uuid = node.uuid if node is not None else None
     spec = DeviceSpec(
         id=f"hip:{node.index if node is not None else 0}",
         backend="hip",
         index=node.index if node is not None else 0,
-        name=_name(card, machine),
+        name=_name(card),
         vendor="amd",
         memory_bytes=total,
         uuid=uuid,
-        driver=sysfs.driver_version(machine, card.bus.driver if card.bus is not None else None),
+        driver=sysfs.driver_version(card.machine, card.bus.driver if card.bus is not None else None),
         pci=card.address,
         architecture=card.architecture,
         integrated=integrated,
@@ -166,74 +167,64 @@ def _detected(card: _Facts, machine: Machine, busy: dict[int, tuple[Process, ...
         precisions=native_precisions(card.architecture),
         mask=(uuid or str(node.index)) if node is not None else None,
     )
-    lost = _lost(card, machine)
+    lost = _lost(card)
     if lost is not None:
         return DetectedCard(spec, lost=lost)
     processes = busy.get(node.gpu_id) if node is not None else None
-    return DetectedCard(spec, _reading(card, free, processes, machine), undriven=_undriven(card, machine))
+    return DetectedCard(spec, _reading(card, free, processes), undriven=_undriven(card))
 
 
-def _name(card: _Facts, machine: Machine) -> str:
+def _name(card: _Facts) -> str:
     """Return the card's name with its vendor: AMD SMI's, the board's own, that of its PCI id."""
     name = card.smi.name() if card.smi is not None else None
-    name = name or machine.text(sysfs.device_folder(machine, card.address) / "product_name") or None
+    name = name or card.machine.text(card.folder / "product_name") or None
     if name is None:
         return card.chip.name
     return name if name.startswith(WORDS["amd"]) else f"{WORDS['amd']} {name}"
 
 
-def _part_of_processor(card: _Facts, machine: Machine) -> tuple[bool, bool]:
+def _part_of_processor(card: _Facts) -> tuple[bool, bool]:
     """Return whether a card is part of a processor, and whether its memory is the host's."""
     if "MI300A" in card.chip.name:  # the accelerator that its machine was bought for
         return False, True
     if card.architecture is not None:
         integrated = card.architecture in IN_PROCESSORS
         return integrated, integrated
-    dedicated, shared = _pools(card.address, machine)
+    dedicated, shared = _pools(card)
     integrated = dedicated is not None and shared is not None and dedicated <= _SMALL_BYTES < shared
     return integrated, integrated
 
 
-def _pools(address: str, machine: Machine) -> tuple[int | None, int | None]:
+def _pools(card: _Facts) -> tuple[int | None, int | None]:
     """Return the bytes of a card's own memory, and the bytes of the host's that it may use."""
-    folder = sysfs.device_folder(machine, address)
-    dedicated, shared = (machine.number(folder / f"mem_info_{pool}_total") for pool in ("vram", "gtt"))
+    dedicated, shared = (card.number(f"mem_info_{pool}_total") for pool in ("vram", "gtt"))
     return sysfs.positive(dedicated), sysfs.positive(shared)
 
 
-def _memory(address: str, unified: bool, machine: Machine) -> tuple[int | None, int | None]:
+def _memory(card: _Facts, unified: bool) -> tuple[int | None, int | None]:
     """Return a card's total and free bytes.
 
     If the memory is the host's, ROCm takes all of it from the larger of two pools: the memory that the
     firmware set aside, or the memory that the driver may borrow (`apu_prefer_gtt` in Linux's amdgpu). No
     program gets the sum of both, and the driver cannot borrow more than the host has.
     """
-    dedicated, shared = _pools(address, machine)
-    host, available = sysfs.host_memory(machine)
+    dedicated, shared = _pools(card)
+    host, available = sysfs.host_memory(card.machine)
     pool, total = "vram", dedicated
     if unified and shared is not None and shared > (dedicated or 0):
         pool, total = "gtt", min(shared, host) if host is not None else shared
-    used = machine.number(sysfs.device_folder(machine, address) / f"mem_info_{pool}_used")
+    used = card.number(f"mem_info_{pool}_used")
     if total is None or used is None:
         return total, None
     free = max(0, total - used)
     return total, min(free, available) if pool == "gtt" and available is not None else free
 
 
-def _reading(
-    card: _Facts, free: int | None, processes: tuple[Process, ...] | None, machine: Machine
-) -> Reading:
-    folder = sysfs.device_folder(machine, card.address)
-    sensors = sysfs.sensors(machine, card.address)
-    busy = machine.number(folder / "gpu_busy_percent")
+def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | None) -> Reading:
     smi = card.smi
-    heat = power = limit = None
-    if sensors is not None:
-        heat = sysfs.scaled(machine, sensors / "temp1_input", 1000)
-        average = sysfs.scaled(machine, sensors / "power1_average", 1e6)
-        power = average if average is not None else sysfs.scaled(machine, sensors / "power1_input", 1e6)
-        limit = sysfs.scaled(machine, sensors / "power1_cap", 1e6)
-    utilisation = sysfs.percent(busy)
+    utilisation = sysfs.percent(card.number("gpu_busy_percent"))
+    heat = card.reading(1000, "temp1_input")
+    power = card.reading(1e6, "power1_average", "power1_input")
     if smi is not None:
         utilisation = smi.utilisation() if utilisation is None else utilisation
         heat = smi.temperature() if heat is None else heat
@@ -243,44 +234,43 @@ def _reading(
         utilisation=utilisation,
         temperature_celsius=heat,
         power_watts=power,
-        power_limit_watts=limit,
-        clock_mhz=sysfs.scaled(machine, sensors / "freq1_input", 1e6) if sensors is not None else None,
-        memory_clock_mhz=sysfs.scaled(machine, sensors / "freq2_input", 1e6) if sensors is not None else None,
-        fan=sysfs.fan(machine, sensors),
+        power_limit_watts=card.reading(1e6, "power1_cap"),
+        clock_mhz=card.reading(1e6, "freq1_input"),
+        memory_clock_mhz=card.reading(1e6, "freq2_input"),
+        fan=card.fan(),
         throttled=smi.throttled() if smi is not None else None,
         processes=processes,
     )
 
 
-def _gauged(card: _Facts, spec: DeviceSpec, machine: Machine) -> Reading:
-    gone = not sysfs.device_folder(machine, card.address).exists()
-    lost = "it is no longer on the PCI bus" if gone else _lost(card, machine)
+def _gauged(card: _Facts, spec: DeviceSpec) -> Reading:
+    lost = _lost(card) if card.folder.exists() else "it is no longer on the PCI bus"
     if lost is not None:
         raise CardLostError(lost)
-    _, free = _memory(card.address, spec.unified_memory, machine)
-    return _reading(card, free, None, machine)
+    _, free = _memory(card, spec.unified_memory)
+    return _reading(card, free, None)
 
 
-def _lost(card: _Facts, machine: Machine) -> str | None:
+def _lost(card: _Facts) -> str | None:
     if card.bus is None:
         return "it is no longer on the PCI bus; restart the machine"
-    answer = sysfs.off_the_bus(machine, card.address)
+    answer = card.off_the_bus()
     if answer is not None or card.bus.driver != "amdgpu":
         return answer
-    if machine.text(sysfs.device_folder(machine, card.address) / "mem_info_vram_total") is None:
+    if card.machine.text(card.folder / "mem_info_vram_total") is None:
         return "the amdgpu driver says nothing of it any more; see sudo dmesg, then restart the machine"
     return None
 
 
-def _undriven(card: _Facts, machine: Machine) -> str | None:
+def _undriven(card: _Facts) -> str | None:
     assert card.bus is not None
-    wrong = sysfs.wrong_driver(card.bus, ("amdgpu",)) or sysfs.closed(machine, "/dev/kfd", _CONTAINER)
+    wrong = sysfs.wrong_driver(card.bus, ("amdgpu",)) or sysfs.closed(card.machine, "/dev/kfd", _CONTAINER)
     if wrong is not None:
         return wrong
-    node = sysfs.drm_node(machine, card.address, "renderD")
+    node = card.node("renderD")
     if node is not None:
-        wrong = sysfs.closed(machine, f"/dev/dri/{node.name}", _CONTAINER)
-    if wrong is None and card.node is None:
+        wrong = sysfs.closed(card.machine, f"/dev/dri/{node.name}", _CONTAINER)
+    if wrong is None and card.kfd_node is None:
         return "ROCm's part of the kernel driver does not list it: ROCm does not support its chip"
     return wrong
 

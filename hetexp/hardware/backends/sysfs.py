@@ -29,56 +29,70 @@ _NO_ANSWER = b"\xff\xff"
 """Bytes that a bus reads if no device answers; no vendor has this number."""
 
 
-def device_folder(machine: Machine, address: str) -> Path:
-    """Return the folder of a PCI device, which may not exist."""
-    return machine.path(f"/sys/bus/pci/devices/{address}")
+@dataclass(frozen=True)
+class KernelCard:
+    """A card in the kernel's files."""
 
+    machine: Machine
+    address: str
+    """Address on the PCI bus, as the kernel writes it."""
+    bus: PciCard | None
+    """The card in the list of the bus, if it is there and was read."""
 
-def drm_node(machine: Machine, address: str, kind: str) -> Path | None:
-    """Return the DRM folder of a PCI device, `None` if its driver made none.
+    @property
+    def folder(self) -> Path:
+        """Folder of the PCI device, which may not exist."""
+        return self.machine.path(f"/sys/bus/pci/devices/{self.address}")
 
-    Args:
-        kind: `card` (`…/drm/card1`) or `renderD` (`…/drm/renderD128`).
-    """
-    for folder in _sorted(device_folder(machine, address) / "drm"):
-        if folder.name.startswith(kind):
-            return folder
-    return None
+    def node(self, kind: str) -> Path | None:
+        """Return the DRM folder of the card, `None` if its driver made none.
 
+        Args:
+            kind: `card` (`…/drm/card1`) or `renderD` (`…/drm/renderD128`).
+        """
+        return next((path for path in _sorted(self.folder / "drm") if path.name.startswith(kind)), None)
 
-def sensors(machine: Machine, address: str) -> Path | None:
-    """Return the folder of a card's sensors, `…/hwmon/hwmon3`."""
-    return next(iter(_sorted(device_folder(machine, address) / "hwmon")), None)
+    def number(self, name: str) -> int | None:
+        """Return the number in a file of the device."""
+        return self.machine.number(self.folder / name)
 
+    def sensor(self, name: str) -> int | None:
+        """Return the number in a file of the card's sensors (`…/hwmon/hwmon3`)."""
+        folder = next(iter(_sorted(self.folder / "hwmon")), None)
+        return self.machine.number(folder / name) if folder is not None else None
 
-def scaled(machine: Machine, file: Path | None, divisor: float) -> float | None:
-    """Return a file's number in another unit, `None` if it is missing or not positive."""
-    number = machine.number(file) if file is not None else None
-    return number / divisor if number is not None and number > 0 else None
+    def reading(self, divisor: float, *names: str) -> float | None:
+        """Return the first positive number among sensors, in another unit; `None` if there is none."""
+        numbers = (positive(self.sensor(name)) for name in names)
+        return next((number / divisor for number in numbers if number is not None), None)
 
-
-def fan(machine: Machine, folder: Path | None) -> float | None:
-    """Return the speed of a card's fan as a fraction of the highest, from its folder of sensors."""
-    if folder is None:
+    def fan(self) -> float | None:
+        """Return the speed of the card's fan as a fraction of the highest."""
+        for names in (("fan1_input", "fan1_max"), ("pwm1", "pwm1_max")):
+            speed, most = map(self.sensor, names)
+            if speed is not None and most is not None and 0 <= speed <= most and most > 0:
+                return speed / most
         return None
-    pairs = (("fan1_input", "fan1_max"), ("pwm1", "pwm1_max"))
-    for pair in pairs:
-        speed, most = (machine.number(folder / name) for name in pair)
-        if speed is not None and most is not None and 0 <= speed <= most and most > 0:
-            return speed / most
-    return None
 
+    def energy_joules(self) -> float | None:
+        """Return the energy of an Intel card, or else of its package, since its driver was loaded."""
+        return self.reading(1e6, "energy1_input", "energy2_input")
 
-def energy_joules(machine: Machine, address: str) -> float | None:
-    """Return the energy of an Intel card, or else of its package, since its driver was loaded.
+    def off_the_bus(self) -> str | None:
+        """Return a sentence that the card no longer answers on the PCI bus, `None` if it answers.
 
-    The kernel's files count microjoules.
-    """
-    folder = sensors(machine, address)
-    if folder is None:
-        return None
-    names = ("energy1_input", "energy2_input")
-    return next((drawn for name in names if (drawn := scaled(machine, folder / name, 1e6)) is not None), None)
+        A sleeping card is not woken, and counts as answering.
+        """
+        if self.machine.text(self.folder / "power" / "runtime_status") == "suspended":
+            return None
+        try:
+            with (self.folder / "config").open("rb") as config:
+                vendor = config.read(2)
+        except OSError:
+            return None
+        if vendor != _NO_ANSWER:
+            return None
+        return "it no longer answers on the PCI bus; see sudo dmesg, then restart the machine"
 
 
 def positive(number: int | None) -> int | None:
@@ -111,24 +125,6 @@ def driver_version(machine: Machine, module: str | None) -> str | None:
     if version:
         return f"{module} {version}"
     return f"{module} of Linux {kernel}" if kernel else module
-
-
-def off_the_bus(machine: Machine, address: str) -> str | None:
-    """Return a sentence that a card no longer answers on the PCI bus, `None` if it answers.
-
-    A sleeping card is not woken, and counts as answering.
-    """
-    folder = device_folder(machine, address)
-    if machine.text(folder / "power" / "runtime_status") == "suspended":
-        return None
-    try:
-        with (folder / "config").open("rb") as config:
-            vendor = config.read(2)
-    except OSError:
-        return None
-    if vendor != _NO_ANSWER:
-        return None
-    return "it no longer answers on the PCI bus; see sudo dmesg, then restart the machine"
 
 
 def wrong_driver(card: PciCard, accepted: tuple[str, ...]) -> str | None:

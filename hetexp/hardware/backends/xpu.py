@@ -17,8 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetexp.core.device import DeviceSpec
@@ -88,7 +87,7 @@ class XpuBackend(AcceleratorBackend):
         by_address = {card.address: card for card in on_bus}
         cards = [
             _detected(
-                _Facts(address, by_address.get(address), reported.get(address), machine),
+                _Facts(machine, address, by_address.get(address), reported.get(address)),
                 holders.get(address, ()) if holders is not None else None,
             )
             for address in sorted({*by_address, *reported})
@@ -134,7 +133,7 @@ class XpuBackend(AcceleratorBackend):
     def gauges(cls, cards: Sequence[DetectedCard], machine: Machine) -> Iterator[list[Gauge | None]]:
         reported = sysman.cards(machine)
         yield [
-            _Gauge(card.spec, _Facts(pci, None, reported.get(pci), machine))
+            _Gauge(card.spec, _Facts(machine, pci, None, reported.get(pci)))
             if (pci := card.spec.pci) is not None
             else None
             for card in cards
@@ -143,7 +142,7 @@ class XpuBackend(AcceleratorBackend):
     @contextmanager
     def energy_counter(self, machine: Machine) -> Iterator[Counter | None]:
         pci = self.spec.pci
-        yield partial(sysfs.energy_joules, machine, pci) if pci is not None else None
+        yield sysfs.KernelCard(machine, pci, None).energy_joules if pci is not None else None
 
     def _seen_uuid(self, module: Any) -> str | None:
         return None  # Level Zero and Sysman report different UUIDs of one card
@@ -213,25 +212,15 @@ def usable_extension() -> Any | None:
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _Facts(sysfs.KernelCard):
     """A card's sources: the kernel's list and files, and Sysman."""
 
-    address: str
-    bus: PciCard | None
     reported: sysman.Card | None
-    machine: Machine
-
-    @property
-    def folder(self) -> Path:
-        return sysfs.device_folder(self.machine, self.address)
-
-    @property
-    def node(self) -> Path | None:
-        return sysfs.drm_node(self.machine, self.address, "card")
 
     def local_memory(self, kind: str) -> int | None:
         """Return the bytes of the card's own memory, `total` or `avail`, as the kernel counts them."""
-        return self.machine.number(self.node / f"lmem_{kind}_bytes") if self.node is not None else None
+        node = self.node("card")
+        return self.machine.number(node / f"lmem_{kind}_bytes") if node is not None else None
 
     @property
     def chip(self) -> Chip:
@@ -255,7 +244,7 @@ class _Facts:
 def _detected(card: _Facts, processes: tuple[Process, ...] | None) -> DetectedCard:
     architecture = card.chip.architecture
     module = card.bus.driver if card.bus is not None else None
-    lost = sysfs.off_the_bus(card.machine, card.address)
+    lost = card.off_the_bus()
     undriven = _undriven(card, architecture)
     usable = lost is None and undriven is None
     total = _memory(card, ask=usable)
@@ -388,22 +377,16 @@ def _tiles(spec: DeviceSpec) -> int:
 
 def _reading(card: _Facts, free: int | None, processes: tuple[Process, ...] | None) -> Reading:
     """Return a card's state now, without power and use: these need two readings of a sum."""
-    sensors = sysfs.sensors(card.machine, card.address)
-    heat = limit = turns = None
-    if sensors is not None:
-        turns = card.machine.number(sensors / "fan1_input")
-        for name in ("temp2_input", "temp1_input"):  # xe's package, i915's
-            heat = heat or sysfs.scaled(card.machine, sensors / name, 1000)
-        for name in ("power1_max", "power2_max"):  # the card's, the package's
-            limit = limit or sysfs.scaled(card.machine, sensors / name, 1e6)
+    turns = card.sensor("fan1_input")
+    heat = card.reading(1000, "temp2_input", "temp1_input")  # xe's package, i915's
     if heat is None and card.reported is not None:
         heat = card.reported.temperature()
     return Reading(
         memory_free_bytes=free,
         temperature_celsius=heat,
-        power_limit_watts=limit,
+        power_limit_watts=card.reading(1e6, "power1_max", "power2_max"),  # the card's, the package's
         clock_mhz=_clock(card),
-        fan=sysfs.fan(card.machine, sensors),
+        fan=card.fan(),
         fan_rpm=float(turns) if turns is not None else None,
         throttled=_throttled(card),
         processes=processes,
@@ -419,7 +402,7 @@ class _Gauge:
 
     def __call__(self) -> Reading:
         card = self._card
-        lost = sysfs.off_the_bus(card.machine, card.address)
+        lost = card.off_the_bus()
         if lost is None and card.machine.platform == "linux" and not card.folder.exists():
             lost = "it is no longer on the PCI bus"
         if lost is not None:
@@ -435,7 +418,7 @@ class _Gauge:
     def _sums(self) -> tuple[_Sum, _Sum]:
         """Return busy time beside all time, and joules beside seconds."""
         card = self._card
-        joules = sysfs.energy_joules(card.machine, card.address)
+        joules = card.energy_joules()
         drawn = (joules, time.monotonic()) if joules is not None else None
         return card.reported.active() if card.reported is not None else None, drawn
 
@@ -454,15 +437,16 @@ def _ratio(before: _Sum, now: _Sum, most: float = math.inf) -> float | None:
 def _clock(card: _Facts) -> float | None:
     """Return the clock of a card's first group of cores, from the file of xe or i915."""
     files = [card.folder / "tile0" / "gt0" / "freq0" / "act_freq"]
-    if card.node is not None:
-        files.append(card.node / "gt" / "gt0" / "rps_act_freq_mhz")
-    return next((clock for file in files if (clock := sysfs.scaled(card.machine, file, 1)) is not None), None)
+    if (node := card.node("card")) is not None:
+        files.append(node / "gt" / "gt0" / "rps_act_freq_mhz")
+    clocks = (sysfs.positive(card.machine.number(file)) for file in files)
+    return next((float(clock) for clock in clocks if clock is not None), None)
 
 
 def _throttled(card: _Facts) -> tuple[str, ...] | None:
     files = [*card.folder.glob("tile*/gt*/freq0/throttle/reason_*")]
-    if card.node is not None:
-        files += card.node.glob("gt/gt*/throttle_reason_*")
+    if (node := card.node("card")) is not None:
+        files += node.glob("gt/gt*/throttle_reason_*")
     if not files:
         return None
     named = {path.name.rpartition("reason_")[2] for path in files if card.machine.number(path) == 1}
@@ -479,7 +463,7 @@ def _undriven(card: _Facts, architecture: str | None) -> str | None:
         return (
             f"its graphics ({architecture}) are older than Xe, and torch's XPU builds have no code for them"
         )
-    node = sysfs.drm_node(card.machine, card.address, "renderD")
+    node = card.node("renderD")
     if node is None:
         return f"its driver {card.bus.driver} made no device file for it; see sudo dmesg"
     return sysfs.closed(card.machine, f"/dev/dri/{node.name}", _CONTAINER)

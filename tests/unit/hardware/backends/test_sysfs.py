@@ -33,30 +33,30 @@ def client(number: int, more: dict[str, object], address: str = ADDRESS) -> dict
 
 def test_a_card_has_its_nodes_and_sensors(tmp_path: Path) -> None:
     machine = recorded_machine(tmp_path, RX_7900_XTX)
-    address = RX_7900_XTX.address
-    card, render = sysfs.drm_node(machine, address, "card"), sysfs.drm_node(machine, address, "renderD")
+    in_kernel = sysfs.KernelCard(machine, RX_7900_XTX.address, None)
+    card, render = in_kernel.node("card"), in_kernel.node("renderD")
     assert card is not None and card.name == "card0"
     assert render is not None and render.name == "renderD128"
-    sensors = sysfs.sensors(machine, address)
-    assert sensors is not None
-    assert sysfs.scaled(machine, sensors / "temp1_input", 1000) == 51.0
+    assert in_kernel.reading(1000, "temp1_input") == 51.0
+    assert in_kernel.reading(1000, "temp9_input", "temp1_input") == 51.0
 
 
 def test_what_is_not_there_is_not_known(tmp_path: Path) -> None:
     machine = Machine(root=tmp_path)
-    assert sysfs.drm_node(machine, ADDRESS, "card") is None
-    assert sysfs.sensors(machine, ADDRESS) is None
-    assert sysfs.scaled(machine, None, 1000) is None
+    card = sysfs.KernelCard(machine, ADDRESS, None)
+    assert card.node("card") is None
+    assert card.sensor("temp1_input") is None
+    assert card.reading(1000, "temp1_input") is None
+    assert card.off_the_bus() is None
     assert sysfs.host_memory(machine) == (None, None)
-    assert sysfs.off_the_bus(machine, ADDRESS) is None
     assert sysfs.drm_processes(machine) == {}
 
 
 @pytest.mark.parametrize("content", ["0", "-1", "", "N/A", OSError])
 def test_a_reading_that_says_nothing_is_none_and_not_0(tmp_path: Path, content: object) -> None:
-    write(tmp_path, {"/value": content})
-    machine = Machine(root=tmp_path)
-    assert sysfs.scaled(machine, machine.path("/value"), 1000) is None
+    write(tmp_path, {f"/sys/bus/pci/devices/{ADDRESS}/hwmon/hwmon3/temp1_input": content})
+    card = sysfs.KernelCard(Machine(root=tmp_path), ADDRESS, None)
+    assert card.reading(1000, "temp1_input") is None
 
 
 def test_the_hosts_memory(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_the_version_of_a_driver_is_its_own_or_the_kernels(tmp_path: Path) -> No
 
 def test_a_card_that_does_not_answer_is_lost(tmp_path: Path) -> None:
     machine = recorded_machine(tmp_path, replace(ARC_A770, answers=False))
-    assert "no longer answers" in (sysfs.off_the_bus(machine, ADDRESS) or "")
+    assert "no longer answers" in (sysfs.KernelCard(machine, ADDRESS, None).off_the_bus() or "")
 
 
 def test_a_card_that_answers_or_sleeps_is_not(tmp_path: Path) -> None:
     machine = recorded_machine(tmp_path, replace(ARC_A770, answers=False), RX_6600)
     (pci_folder(tmp_path, ARC_A770) / "power/runtime_status").write_text("suspended\n")
-    assert sysfs.off_the_bus(machine, ADDRESS) is None
-    assert sysfs.off_the_bus(machine, RX_6600.address) is None
+    assert sysfs.KernelCard(machine, ADDRESS, None).off_the_bus() is None
+    assert sysfs.KernelCard(machine, RX_6600.address, None).off_the_bus() is None
 
 
 @pytest.mark.parametrize(
@@ -198,4 +198,4 @@ def test_the_group_is_that_of_the_file_where_it_is_another_users(
 
 def test_a_card_without_a_driver_has_no_nodes(tmp_path: Path) -> None:
     card = FakeCard("0000:01:00.0", "intel", 0x56A0, None)
-    assert sysfs.drm_node(recorded_machine(tmp_path, card), card.address, "card") is None
+    assert sysfs.KernelCard(recorded_machine(tmp_path, card), card.address, None).node("card") is None
