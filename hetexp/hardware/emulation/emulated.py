@@ -111,7 +111,7 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
         """Times of each paced module."""
         self._planned: CardTimes | None = None
         """Times of the first module without deviation, as planner and policies see the card."""
-        self.pacer: Pacer | None = None
+        self.pacer = Pacer()
         self._allocator: ModelledAllocator | None = None
 
     @classmethod
@@ -147,7 +147,7 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
 
     def _joules(self) -> float:
         assert self.spec.power_limit_watts is not None
-        return self.spec.power_limit_watts * (self.pacer.modelled_seconds if self.pacer is not None else 0.0)
+        return self.spec.power_limit_watts * self.pacer.modelled_seconds
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
         """Count the model's work on `inputs`, and hook its passes; delays begin with `start_pacing`."""
@@ -176,46 +176,37 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
             times = CardTimes(*figures, deviation, stage.takes_bytes, stage.gives_bytes)
             self.times.append(times)
             self._planned = self._planned or CardTimes(*figures)
-            if self.pacer is None:
-                self.pacer = Pacer(stage.module, times, fractions)
-            else:
-                self.pacer.follow(stage.module, times, fractions)
+            self.pacer.follow(stage.module, times, fractions)
         assert self.spec.memory_bytes is not None
         name = str(self.spec)
         self._allocator = ModelledAllocator(model, optimizer, self.spec.memory_bytes, name, modules)
 
     def begin_step(self, step: int) -> None:
-        if self.pacer is not None:
-            self.pacer.end_update()
+        self.pacer.end_update()
         super().begin_step(step)
         for times in self.times:
             times.slower = self.slower
 
     def begin_update(self) -> None:
-        if self.pacer is not None:
-            self.pacer.begin_update()
+        self.pacer.begin_update()
 
     def pause(self) -> None:
-        if self.pacer is not None:
-            self.pacer.end_update()
+        self.pacer.end_update()
 
     def resume(self) -> None:
-        if self.pacer is not None:
-            self.pacer.forget()
+        self.pacer.forget()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         started = time.perf_counter()
         with super().waiting():
             yield
-        if self.pacer is not None:
-            self.pacer.put_off(time.perf_counter() - started)
+        self.pacer.put_off(time.perf_counter() - started)
 
     def backward_done(self) -> float:
-        return self.pacer.backward_done if self.pacer is not None else 1.0
+        return self.pacer.backward_done
 
     def rehearsal_scale(self) -> float | None:
-        assert self.pacer is not None
         return max(self.pacer.slowest_ratio() * SCALE_MARGIN, SHORTEST_PASS / self.pacer.shortest_pass())
 
     def modelled_work(self, microbatches: Sequence[int], bytes_per_sample: int) -> Work:
@@ -227,14 +218,13 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
         )
 
     def start_pacing(self, time_scale: float) -> None:
-        assert self.pacer is not None
         self.pacer.start(time_scale)
 
     def paced(self) -> list[tuple[str, float, float]]:
-        return self.pacer.paced if self.pacer is not None else []
+        return self.pacer.paced
 
     def invalid_reason(self) -> str | None:
-        if self.pacer is None or self.pacer.late_share <= OUTRUN_TOLERANCE:
+        if self.pacer.late_share <= OUTRUN_TOLERANCE:
             return None
         return (
             f"{self.spec}: this machine's real work took {self.pacer.late_share:.0%} longer than the "

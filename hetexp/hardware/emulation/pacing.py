@@ -42,18 +42,10 @@ class PassTimes(Protocol):
 
 
 class Pacer:
-    """Delays the passes of one model.
+    """Delays the passes of the modules of one device, which computes one pass at a time."""
 
-    Args:
-        model: unwrapped model; DDP wraps it afterwards, so that a gradient is delayed before DDP may send it.
-        times: the card's modelled times.
-        fractions: share of each trainable parameter in the backward pass (`count_work`).
-    """
-
-    def __init__(
-        self, model: nn.Module, times: PassTimes, fractions: list[tuple[torch.nn.Parameter, float]]
-    ) -> None:
-        self._update_seconds = times.update
+    def __init__(self) -> None:
+        self._update_seconds: Callable[[], float] | None = None
         self.time_scale = 0.0
         self._ratios: dict[str, list[float]] = {}
         self._shortest = math.inf
@@ -61,17 +53,24 @@ class Pacer:
         self._samples = 0
         self._phase = ""
         self._started = self._allowed = 0.0
-        self.backward_done = 0.0
+        self.backward_done = 1.0
         """Fraction of the running backward pass whose modelled time is over."""
         self._updating = False
         self.paced: list[tuple[str, float, float]] = []
         """Name, real time and modelled time × scale of each paced phase, to check the emulation."""
-        self.follow(model, times, fractions)
 
     def follow(
         self, model: nn.Module, times: PassTimes, fractions: list[tuple[torch.nn.Parameter, float]]
     ) -> None:
-        """Delay also the passes of another module; the device computes one pass at a time."""
+        """Delay the passes of a module.
+
+        Args:
+            model: unwrapped module; DDP wraps it later, so that a gradient is delayed before DDP may send it.
+            times: the card's modelled times.
+            fractions: share of each trainable parameter in the backward pass (`count_work`).
+        """
+        self._update_seconds = self._update_seconds or times.update
+        self.backward_done = 0.0
         model.register_forward_pre_hook(partial(self._begin_forward, times), with_kwargs=True)
         model.register_forward_hook(partial(self._end_forward, times))
         for parameter, fraction in fractions:
@@ -106,8 +105,9 @@ class Pacer:
 
     def begin_update(self) -> None:
         """Begin the optimizer's phase: all gradients have arrived."""
-        self._begin("update", self._update_seconds())
-        self._updating = True
+        if self._update_seconds is not None:
+            self._begin("update", self._update_seconds())
+            self._updating = True
 
     def end_update(self) -> None:
         """Wait for the end of the optimizer's phase, if it is running."""

@@ -50,7 +50,7 @@ class Workload:
     """Returns the bytes that the strategy's exchange takes beside the gradients."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """The memory of a device for one optimizer step, in bytes; `None` if a part is not known."""
 
@@ -59,15 +59,15 @@ class MemoryEstimate:
     weights: int
     """Parameters, tied ones once, and buffers."""
     gradients: int
-    optimizer_state: int | None
+    optimizer_state: int | None = None
     buckets: int
     """Memory of the strategy's exchange beside the gradients."""
-    activations: int | None
+    activations: int | None = None
     """Peak of forward and backward beyond weights, all gradients and optimizer state: saved tensors, inputs,
     temporaries. It is less than their sum, as gradients appear while activations are freed."""
-    update: int | None
+    update: int | None = None
     """Peak of the update beyond the same parts."""
-    workspace: int
+    workspace: int = 0
     """Workspace of the library that multiplies matrices, of both threads."""
     context_bytes: int
     """Memory of the driver, which torch does not count."""
@@ -308,11 +308,7 @@ def _static(workload: Workload, size: int, rules: MemoryRules, reason: str) -> M
         microbatch_size=size,
         weights=trace.tensor_bytes(chain(model.parameters(), model.buffers()), block),
         gradients=gradients,
-        optimizer_state=None,
         buckets=workload.bucket_bytes(gradients, workload.accumulates),
-        activations=None,
-        update=None,
-        workspace=0,
         context_bytes=rules.context_bytes,
         fragmentation=rules.fragmentation,
         reason=reason,

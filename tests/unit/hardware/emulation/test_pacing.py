@@ -54,7 +54,9 @@ def mlp(*sizes: int) -> nn.Sequential:
 def paced(model: nn.Module, inputs: torch.Tensor, times: Times | None = None) -> Pacer:
     """A pacer as a backend makes it, nothing delayed yet."""
     _, _, fractions = count_work(model, inputs)
-    return Pacer(model, times or Times(), fractions)
+    pacer = Pacer()
+    pacer.follow(model, times or Times(), fractions)
+    return pacer
 
 
 # ---------------------------------------------------------------- counting
@@ -252,7 +254,9 @@ def test_bytes_of_keyword_arguments_count(clock: Clock) -> None:
     model = Scaled()
     times = Times(forward_sample=0.0, per_byte=1e-3)
     _, _, fractions = count_work(model, {"x": torch.zeros(2, 4), "scale": torch.ones(2)})
-    Pacer(model, times, fractions).start(1.0)
+    pacer = Pacer()
+    pacer.follow(model, times, fractions)
+    pacer.start(1.0)
     start = clock.now
     model(x=torch.zeros(3, 4), scale=torch.ones(3, dtype=torch.float64))
     assert clock.now - start == pytest.approx(1e-3 * (3 * 4 * 4 + 3 * 8))
