@@ -9,7 +9,7 @@ really runs. Without a card it prints the estimates only.
 `--out` keeps each row, and with `--events` the size of everything that was allocated and freed in the last
 step, in order: the constants of `hetexp/hardware/memory/trace.py` come from these. `--limits` looks for the
 least memory that each row really runs in: the constants of `hetexp/hardware/memory/rules.py` come from these.
-`--record` writes what `tests/unit/hardware/test_memory_recorded.py` compares with.
+`--record` writes what `tests/unit/hardware/memory/test_recorded.py` compares with.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def choose(path: Path, which: str = LAST, metric: str = "loss", contents: bool =
     candidates = _best(parent, metric) if which == "best" else _of_step(parent, which)
     folder, skipped = first_whole(candidates, contents)
     if folder is None:
-        message = must_be("resume", f"{which} of a folder where that is whole", str(path))
+        message = must_be("resume", f"{which} of a folder in which it is whole", str(path))
         raise CheckpointError(" ".join([message, *skipped]))
     return Chosen(folder, skipped)
 

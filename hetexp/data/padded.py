@@ -46,10 +46,6 @@ class PaddedRows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         samples = [self[index] for index in range(len(self))]
         return InMemory(*(torch.stack(column) for column in zip(*samples, strict=True)))
 
-    def num_counted(self, index: int) -> int:
-        """Return the number of targets of a row that count."""
-        return int(np.count_nonzero(self._rows[index][1] != IGNORED))
-
     def _padded(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, targets = self._rows[index]
         inputs = torch.full((length,), self._padding, dtype=torch.int64)

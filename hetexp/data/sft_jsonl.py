@@ -105,7 +105,7 @@ def _lines(key: str, file: str | None) -> list[tuple[int, str]]:
 
 @dataclass
 class _Part:
-    """What was made of some lines."""
+    """The rows of some lines, with what is reported of them."""
 
     rows: list[Row] = field(default_factory=list)
     lines: int = 0

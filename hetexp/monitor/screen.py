@@ -42,9 +42,9 @@ class Shown:
     """Seconds since the epoch."""
     mode: View
     devices: list[dict[str, Any]] = field(default_factory=list)
-    """As `Store.latest` returns them."""
+    """Rows of `Store.latest`."""
     history: dict[str | None, Series] = field(default_factory=dict)
-    """By device; `None`: all together."""
+    """Key of a device → its history; `None`: all devices together."""
     trainings: list[dict[str, Any]] = field(default_factory=list)
     chosen: str | None = None
     """Id of the training that a key would stop."""

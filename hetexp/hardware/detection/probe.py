@@ -271,19 +271,13 @@ def _claimed(build: TorchBuild, limit_seconds: float) -> bool:
 
 def _seen(kind: str, index: int, facts: dict[str, Any]) -> Seen:
     architecture = f"sm_{facts['major']}{facts['minor']}" if kind == "cuda" else None
+    place = (facts.get("pci_domain_id") or 0, facts.get("pci_bus_id"), facts.get("pci_device_id"))
     return Seen(
         index=index,
         name=str(facts["name"]),
         memory_bytes=facts.get("total_memory"),
         uuid=facts.get("uuid"),
-        pci=_pci(facts),
+        pci=None if None in place else "{:04x}:{:02x}:{:02x}.0".format(*place),
         architecture=architecture,
         integrated=bool(facts.get("is_integrated")),
     )
-
-
-def _pci(facts: dict[str, Any]) -> str | None:
-    domain, bus, device = (facts.get(f"pci_{part}_id") for part in ("domain", "bus", "device"))
-    if bus is None or device is None:
-        return None
-    return f"{domain or 0:04x}:{bus:02x}:{device:02x}.0"

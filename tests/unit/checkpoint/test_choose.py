@@ -85,7 +85,7 @@ def test_what_is_not_there_is_told(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="none in .* has the perplexity"):
         choose(run, "best", "perplexity")
     flip_a_byte(checkpoint(run, 2) / "part")
-    with pytest.raises(CheckpointError, match=r"step:2 of a folder where that is whole.*is damaged"):
+    with pytest.raises(CheckpointError, match=r"step:2 of a folder in which it is whole.*is damaged"):
         choose(run, "step:2")
     with pytest.raises(ConfigError, match="There is nothing at this path"):
         choose(tmp_path / "nowhere", "best")

@@ -12,7 +12,6 @@ from fake_clock import Clock, Working
 from torch import nn
 
 from hetexp.comm.empty_share import EmptyShareGuard
-from hetexp.hardware.emulation import pacing
 from hetexp.hardware.emulation.pacing import GRAIN_SECONDS, Pacer, count_work, num_samples, tensors
 from hetexp.model.mlp import MLP
 
@@ -37,13 +36,6 @@ class Times:
 
     def update(self) -> float:
         return self.update_seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    fake = Clock()
-    monkeypatch.setattr(pacing, "time", fake)
-    return fake
 
 
 def mlp(*sizes: int) -> nn.Sequential:

@@ -15,7 +15,7 @@ from hetexp.hardware.memory.estimate import MemoryEstimate, Workload, estimate_m
 from hetexp.hardware.memory.rules import CONTEXT_BYTES, rules_for
 from hetexp.training.loss import CrossEntropy, MeanSquaredError
 
-RECORDED = json.loads((Path(__file__).parents[2] / "recorded" / "memory_h100.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[3] / "recorded" / "memory_h100.json").read_text())
 ROWS: list[dict[str, Any]] = RECORDED["rows"]
 FITS: list[dict[str, Any]] = RECORDED["fits"]
 RULES = rules_for(DeviceSpec("cuda:0", "cuda", 0, RECORDED["card"], "nvidia", architecture="sm_90"))

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hetexp.comm.empty_share import EmptyShareGuard
-from hetexp.hardware.emulation import pacing
 from hetexp.hardware.emulation.pacing import STRETCHES, Slowdown, spread_out
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    fake = Clock()
-    monkeypatch.setattr(pacing, "time", fake)
-    return fake
 
 
 class Slowed:
