@@ -458,7 +458,7 @@ def test_model_that_does_not_fit_the_data(train: Train) -> None:
     with pytest.raises(RunFailedError) as caught:
         train(TWO, "model=gpt", "data=digits", "trainer.max_steps=1")
     for key in ("vocab_size", "sequence_length"):
-        sentence = f"`model.{key}` must be given if the data does not tell it, but is null instead."
+        sentence = f"`model.{key}` must be given if the data does not give it, but is null instead."
         assert sentence in caught.value.screen  # type: ignore[attr-defined]
 
 
