@@ -38,15 +38,15 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "files of the reading path": (4, 6),
     "files entered in a step": (30, None),
     "circles at import": (0, 0),
-    "circles with imports in functions": (3, 0),
-    "circles with imports for type checkers": (6, 0),
-    f"folders with more than {FLAT_FILES} flat files": (8, 0),
-    f"functions over {FUNCTION_LINES} lines": (6, None),
-    f"files over {FILE_LINES} lines": (11, None),
-    "most flat files in a folder": (50, FLAT_FILES),
+    "circles with imports in functions": (0, 0),
+    "circles with imports for type checkers": (0, 0),
+    f"folders with more than {FLAT_FILES} flat files": (0, 0),
+    f"functions over {FUNCTION_LINES} lines": (4, None),
+    f"files over {FILE_LINES} lines": (8, None),
+    "most flat files in a folder": (19, FLAT_FILES),
     "lines of the longest function": (86, None),
-    "lines of the longest file": (713, None),
-    "lines in all": (65_500, 61_000),
+    "lines of the longest file": (615, None),
+    "lines in all": (65_900, 61_000),
 }
 """The most that `--check` lets pass, and what the package is to reach.
 

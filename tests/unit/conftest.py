@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from fake_ranks import FakeExchange
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed import HashStore
@@ -18,7 +19,6 @@ from hetexp.balancing.equal import Equal
 from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.empty_share import EmptyShareGuard
-from hetexp.comm.fake import FakeExchange
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan

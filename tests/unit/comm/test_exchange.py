@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from fake_ranks import FakeExchange, FakeGroup
 
 from hetexp.comm import exchange as module
 from hetexp.comm.compression import BLOCK, compressor_of
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.fake import FakeExchange, FakeGroup
 from hetexp.core.cost.step import Wire
 
 SHAPE = (20, 50)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_ranks import FakeExchange
 from support import plan_on
 
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.fake import FakeExchange
 from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
 from hetexp.comm.subgroup import form_subgroup
 from hetexp.core.errors import SetupError

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fake_ranks import FakeExchange, FakeGroup
 
 from hetexp.comm import compression, exchange
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.compression import BLOCK
-from hetexp.comm.fake import FakeExchange, FakeGroup
 from hetexp.comm.summation import Summation
 from hetexp.core.cost.step import Channel, Links, Wire
 

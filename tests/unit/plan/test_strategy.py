@@ -167,7 +167,7 @@ def test_whose_training_hears_no_command_or_needs_all_its_devices(tmp_path: Path
     for strategy in (Mean(), DDP(), Hybrid()):
         assert strategy.ignores_commands() == strategy.refuses_restart() == ""
         assert not strategy.resumes_ranks(tmp_path)
-    assert "has no step at whose end all its devices meet" in LocalSGD().ignores_commands()
+    assert "has no step at whose end all its devices exchange data" in LocalSGD().ignores_commands()
     assert LocalSGD().refuses_restart() == ""
     assert "trains a model on each device" in Independent().refuses_restart()
 
@@ -176,7 +176,7 @@ def test_one_process_refuses_ranks_that_are_there_already() -> None:
     assert DDP().check_external_ranks("torchrun", 2) == DP().check_external_ranks("torchrun", 1) == []
     (problem,) = DP().check_external_ranks("torchrun", 2)
     assert problem == (
-        "`strategy` must be another than dp, which drives all cards from one process, where torchrun starts "
+        "`strategy` must be another than dp, which drives all cards from one process, since torchrun starts "
         "one for each, but is 'dp' instead."
     )
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from torch import Tensor, nn
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.empty_share import EmptyShareGuard
-from hetexp.comm.fake import FakeGroup
 from hetexp.model.recompute import recompute_layers
 from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from fake_ranks import FakeExchange
 from torch import nn
 
 from hetexp.comm.communicator import SoloCommunicator
-from hetexp.comm.fake import FakeExchange
 from hetexp.comm.hook import GradientHook
 from hetexp.strategy.single import Single
 from hetexp.training.state import TrainState

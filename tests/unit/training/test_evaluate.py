@@ -9,11 +9,11 @@ from typing import Any
 import own_loop
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.training.evaluate import evaluate
 from hetexp.training.state import TrainState
 

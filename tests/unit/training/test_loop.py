@@ -13,13 +13,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from one_by_one import OneByOne
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hetexp.checkpoint.manifest import search_checkpoint
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.split import Split
 from hetexp.data.loader import LocalBatch, chop, cut

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.comm.step_message import StepMessage
 from hetexp.training.normalizer import LossNormalizer
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hetexp.checkpoint.manifest import find_checkpoint
 from hetexp.comm.communicator import Communicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.optimizer.build import schedule_factor
 from hetexp.training.loop import train
 from hetexp.training.nonfinite.loss_scale import LossScale

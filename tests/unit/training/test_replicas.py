@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from torch import nn
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.training.loop import train
 from hetexp.training.replicas import ReplicaCheck, ReplicaError, fingerprint
 from hetexp.training.state import Progress, TrainState

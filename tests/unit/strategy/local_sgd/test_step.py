@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeCommunicator, FakeGroup
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeCommunicator, FakeGroup
 from hetexp.comm.summation import Summation
 from hetexp.data.loader import read_ahead
 from hetexp.data.sampler import Position

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeCommunicator, FakeExchange, FakeGroup
 from torch import nn
 
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.fake import FakeCommunicator, FakeExchange, FakeGroup
 from hetexp.core.config import CommConfig
 from hetexp.core.cost.step import Wire
 from hetexp.strategy.pipeline import shared_gradients as module

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import hetexp
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.strategy.synchronous import GradientExchange
 from hetexp.training.loop import Outcome, train
 from hetexp.training.recovery.oom_recovery import recovering_guard

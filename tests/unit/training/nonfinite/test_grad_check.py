@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.optimizer.build import build_schedule
 from hetexp.training import step as module

@@ -13,13 +13,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.core.errors import SetupError
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.optimizer.build import build_schedule, schedule_factor

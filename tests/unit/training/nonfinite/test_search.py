@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hetexp.checkpoint.manifest import find_checkpoint
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.training.loop import train
 from hetexp.training.loss import CrossEntropy, Loss
 from hetexp.training.nonfinite.loss_scale import NonFiniteError

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_ranks import FakeGroup
 from torch import nn
 
 from hetexp.comm.communicator import Communicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.data.sampler import Position
 from hetexp.training.loop import Training
 from hetexp.training.recovery import handover

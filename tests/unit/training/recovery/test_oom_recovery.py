@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.empty_share import EmptyShareGuard
-from hetexp.comm.fake import FakeGroup
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.errors import PeerLostError
 from hetexp.data.loader import LocalBatch

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fake_ranks import FakeGroup
 
 from hetexp.comm.communicator import Communicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.core.epoch import Request
 from hetexp.training.loop import Training
 from hetexp.training.recovery import rank_commands

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fake_ranks import FakeGroup
 
 from hetexp.comm.communicator import Communicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.core.errors import SetupError
 from hetexp.training.loop import Training
 from hetexp.training.recovery.rank_recovery import RankRecovery, written_lines

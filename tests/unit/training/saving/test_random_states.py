@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from hetexp.checkpoint.manifest import find_checkpoint
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.fake import FakeGroup
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.training.loop import train
 from hetexp.training.measuring.warmup_calibration import restored_after

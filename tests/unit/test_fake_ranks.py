@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
+from fake_ranks import FakeGroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetexp.comm.communicator import Communicator
-from hetexp.comm.fake import FakeGroup
 
 
 @settings(deadline=None, max_examples=25)
