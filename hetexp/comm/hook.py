@@ -67,11 +67,11 @@ class Averaging:
     Args:
         exchange: used by a single thread while gradients are exchanged.
         wire: type of the gradients on the way; compression has error feedback.
-        world_size: divisor of the sums.
+        world_size: number of ranks; gradients are divided by it before they are summed.
     """
 
     def __init__(self, exchange: Exchange, wire: Wire, world_size: int) -> None:
-        self._sums, self._world_size = exchange, world_size
+        self._transport, self._world_size = exchange, world_size
         self._compressor: Compressor | None = compressor_of(wire)
         self.forget()
 
@@ -89,10 +89,10 @@ class Averaging:
         """
         tensor.div_(self._world_size)
         if self._compressor is None:
-            self._sums.sum_(tensor)
+            self._transport.sum_(tensor)
             self.sent_bytes += tensor.numel() * tensor.element_size()
         else:
-            self._sums.sum_coded_(tensor, self._compressor, self.feedback.of(parameters, tensor))
+            self._transport.sum_coded_(tensor, self._compressor, self.feedback.of(parameters, tensor))
             self.sent_bytes += self._compressor.sent_bytes(len(tensor))
 
 

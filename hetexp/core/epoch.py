@@ -23,7 +23,7 @@ class Departure:
     device: str
     """Its id in the plan, such as `cuda:1`."""
     kind: str
-    """Why it left: `SIGKILL`, `Frozen`, `CudaError`, `dropped` …"""
+    """Why it left: `SIGKILL`, `Frozen`, `AcceleratorError`, `dropped` …"""
     time: float
     """Seconds since the epoch when the launcher noticed."""
 

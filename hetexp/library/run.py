@@ -156,7 +156,7 @@ class Run:
         step = self._step = ScriptStep(state, self._normalizer, self._window.meter, batch)
         while not step.is_over:
             yield on_device(step.next_microbatch(self._stand_in), state.device)
-            step.check_gone_back()
+            step.check_backward_done()
 
     def _stand_in(self) -> Any:
         """Return a batch of one sample, on the host, for a rank without samples."""

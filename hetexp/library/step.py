@@ -41,7 +41,7 @@ class ScriptStep:
         self._num_passes = 1
         self.count_passes()
         self._number = -1
-        self._called = self._gone_back = self._has_gradient = False
+        self._called = self._backward_done = self._has_gradient = False
         self._start: Any = None
         self._outputs: list[Any] = []
         self.loss_sum = torch.zeros((), dtype=state.dtype, device=state.device)
@@ -61,7 +61,7 @@ class ScriptStep:
     @property
     def is_over(self) -> bool:
         """Whether the parameters hold the gradient of the whole batch."""
-        return self.is_last and self._gone_back
+        return self.is_last and self._backward_done
 
     def count_passes(self) -> None:
         """Set this rank's number of passes, once the strategy is attached to the group."""
@@ -70,18 +70,18 @@ class ScriptStep:
     def next_microbatch(self, stand_in: Callable[[], Any]) -> Any:
         """Begin the next microbatch and return it, or a stand-in if this rank has none."""
         self._number += 1
-        self._called = self._gone_back = False
+        self._called = self._backward_done = False
         self._start = None
         self._outputs.clear()
         return self.batch.microbatches[self._number] if self.rows else stand_in()
 
-    def check_gone_back(self) -> None:
+    def check_backward_done(self) -> None:
         """Check that `backward` was called for the microbatch.
 
         Raises:
             UsageError: it was not.
         """
-        if not self._gone_back:
+        if not self._backward_done:
             raise UsageError(
                 "Each batch of run.batches() must have its run.backward(loss) before the next one comes, but "
                 "one had none. The other devices wait for its gradient: do not `continue` before it."
@@ -116,22 +116,22 @@ class ScriptStep:
             self._normalizer.start(self.count)
         if counted:
             total = widened(loss).sum() * (counted if reduction == "mean" else 1)
-            self._go_back(total)
+            self._backward(total)
             self.loss_sum += total.detach().to(self.loss_sum)
         else:
-            self._go_back_from_nothing()
+            self._backward_zeros()
         self._outputs.clear()
-        self._gone_back = True
+        self._backward_done = True
         if self.is_last:
             self._state.strategy.check_exchanged(self._state.module)
             self._scale()
 
-    def _go_back(self, total: torch.Tensor) -> None:
+    def _backward(self, total: torch.Tensor) -> None:
         with self._accumulating():
             self._meter.backward(total)
         self._has_gradient = True
 
-    def _go_back_from_nothing(self) -> None:
+    def _backward_zeros(self) -> None:
         """Run backward with zeros, since the mean over no samples is NaN, and so are its gradients.
 
         The zeros go through the model, in which ranks may wait for each other. They start from its finite
@@ -139,13 +139,13 @@ class ScriptStep:
         """
         finite = [t for t in tensors(self._outputs) if t.requires_grad and bool(t.isfinite().all())]
         if finite:
-            self._go_back(torch.stack([(t * 0.0).sum() for t in finite]).sum())
+            self._backward(torch.stack([(t * 0.0).sum() for t in finite]).sum())
         elif self.is_last:
             trained = [p for p in self._state.model.parameters() if p.requires_grad]
             self._state.strategy.abort_exchange(self._state.module, trained, 0.0)
 
     def _scale(self) -> None:
-        """Scale the exchanged sum to the mean over the whole batch."""
+        """Multiply the exchanged gradient by W / N, so that it is that of the mean over the whole batch."""
         factor, self.global_count = self._normalizer.factor()
         gradients = [p.grad for p in self._state.model.parameters() if p.grad is not None]
         if dense := [g for g in gradients if not g.is_sparse]:
@@ -160,7 +160,7 @@ class ScriptStep:
     def _check_backward(self, loss: torch.Tensor, reduction: str) -> None:
         if reduction not in ("mean", "sum"):
             raise UsageError(must_be("reduction", "mean or sum", reduction))
-        if self._gone_back:
+        if self._backward_done:
             raise UsageError("run.backward must be called once for each batch, but is called again.")
         if not self._called:
             raise UsageError(

@@ -288,7 +288,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def gradient_divisor(self, world_size: int) -> int:
-        """Return the number of ranks by which the exchange divides gradients, for the normaliser."""
+        """Return the divisor of exchanged gradients: the number of ranks, or 1 if the exchange only sums."""
 
     def exchanged_bytes(self, model: nn.Module, world_size: int) -> int | None:
         """Return the bytes of a rank's gradients in each step's exchange.

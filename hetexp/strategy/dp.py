@@ -37,7 +37,7 @@ class DP(Unexchanged):
     """Copies the model to all cards for each pass, and gives each a chunk of the samples.
 
     The gradient is summed on the first card, which holds the weights. It needs no weighting: the loss is the
-    sum over all chunks, divided by the global count.
+    sum over all chunks, divided by the global count (`hetexp/training/gradient.py`).
 
     Args:
         output_device: place, among the chosen cards, of the card that gathers outputs and computes the loss.

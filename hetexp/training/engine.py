@@ -44,7 +44,7 @@ class StepResult:
     """The rate that this step used."""
     skipped: int = 0
     """Number of updates skipped because their gradient was not finite; the same on every rank."""
-    beyond_mending: bool = False
+    unrecoverable: bool = False
     """Whether, in addition, no smaller loss scale would help."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Each microbatch's part of `loss_sum`, from the last attempt."""

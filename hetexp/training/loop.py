@@ -44,7 +44,7 @@ class Outcome:
     energy: EnergyMeter | None = None
 
 
-class Survivor(Protocol):
+class Recovery(Protocol):
     """The interface by which a training goes on with other members (`hetexp.training.recovery`)."""
 
     def notices(self) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class Survivor(Protocol):
 def train(
     state: TrainState,
     progress: Progress,
-    survivor: Survivor | None = None,
+    survivor: Recovery | None = None,
     ready: bool = True,
     conclude: Callable[[Outcome], None] | None = None,
 ) -> Outcome:
@@ -119,7 +119,7 @@ class Training:
     """
 
     def __init__(
-        self, state: TrainState, progress: Progress, survivor: Survivor | None = None, ready: bool = True
+        self, state: TrainState, progress: Progress, survivor: Recovery | None = None, ready: bool = True
     ) -> None:
         self.state, self.progress, self.survivor = state, progress, survivor
         self.ready = ready
@@ -165,7 +165,7 @@ class Training:
                 rebalance(state, progress.step, before, message.all_seconds)
             before = batch
             self._advance(batch, result, message)
-            if result.beyond_mending and state.config.trainer.non_finite != "continue":
+            if result.unrecoverable and state.config.trainer.non_finite != "continue":
                 text = report_non_finite(state, progress, batch, result, window)
                 if state.config.trainer.non_finite == "stop":
                     fix = save_before(state, self._before, self.first_step, self.saved_at)

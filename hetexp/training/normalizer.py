@@ -1,16 +1,25 @@
 """The factor that makes a sum of losses over unequal ranks the gradient of the global batch's mean.
 
 With the loss summed locally, rank r's backward gives g_r = ∇ Σ_{i in its slice} loss_i. The exact gradient of
-the global batch is (Σ_r g_r) / N with N the *global* count of samples or unmasked tokens, or the sum of their
-weights (pytorch/pytorch#67253). With W the number of ranks and S the loss scale, these places scale:
+the global batch is (Σ_r g_r) / N with N the count of samples or unmasked tokens of all ranks that step
+together, or the sum of their weights (pytorch/pytorch#67253). W is the number of these ranks, S the loss
+scale (1 unless a rank computes in float16). Every place that scales a loss or a gradient, in order:
 
-| step | hetexp's own loop | a script's loop (`hetexp launch`) |
-|---|---|---|
-| loss, before backward (`training/gradient.py`) | × S · W / N | – |
-| exchange in backward (`comm/hook.py`, or torch's) | ÷ W | ÷ W |
-| gradient, after the exchange | ÷ S (`nonfinite/grad_check.py`) | × W / N (`library/step.py`) |
+| strategy | loss, before backward (1) | exchange | gradient, before clipping (2) |
+|---|---|---|---|
+| `ddp` | × S · W / N | ÷ W, then sum (`comm/hook.py`, or torch's own) | ÷ S |
+| `single`, `dp` | × S / N | – | ÷ S |
+| `local_sgd`, `independent` | × S / N, N its own count | – | ÷ S |
+| `hierarchical_sgd` | × S / N, N its host's count | sum over the host | ÷ S |
+| `hetexp.Synchronous` | × S / N | ÷ S, then its own (`synchronous/engine.py`) | – |
+| `pipeline`, `hybrid` | × S / N on the last stage | sum | ÷ S |
+| a script (`hetexp launch`) | – | ÷ W under `ddp` | × W / N |
 
-An exchange that sums instead of averaging has 1 in W's place (`Strategy.gradient_divisor`).
+(1) is in `training/gradient.py`, for stages in `strategy/pipeline/staging.py`. (2) is in `training/step.py`,
+for stages in `strategy/pipeline/engine.py`, for scripts in `library/step.py`. Clipping follows in
+`training/step.py`. An exchange divides by `Strategy.gradient_divisor`: W, or 1 if it only sums. The syncs of
+local SGD scale changes of weights, not gradients (`strategy/local_sgd/outer.py`). With
+`debug.normalizer=per_rank` the factor is S ÷ the rank's own count, as in plain DDP.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ class LossNormalizer:
 
     Args:
         message: carries the ranks' counts.
-        gradient_divisor: number of ranks by which the strategy's exchange divides the summed gradient.
+        gradient_divisor: factor by which the strategy's exchange divides; 1 if it only sums.
         per: `global` is exact; `per_rank` divides by the rank's own count, as plain DDP would.
         loss_scale: a further factor, the same on all ranks; `None`: none.
     """

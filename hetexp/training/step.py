@@ -68,7 +68,7 @@ class Guarded:
             grad_norm=self.grad_norm,
             learning_rate=self.learning_rate,
             skipped=not self.finite,
-            beyond_mending=not self.recoverable,
+            unrecoverable=not self.recoverable,
             losses=gradient.losses,
             factor=gradient.factor,
             **more,
@@ -77,7 +77,7 @@ class Guarded:
 
 def guarded_step(
     state: TrainState,
-    ranks: TakesGradient,
+    engine: TakesGradient,
     step: int,
     microbatches: list[Any],
     normalizer: LossNormalizer,
@@ -97,16 +97,16 @@ def guarded_step(
     while True:
         bookmark = meter.bookmark()
         with nullcontext() if buffers is None else buffers.put_back_on_error():
-            gradient = ranks.gradient(step, microbatches, normalizer, meter)
+            gradient = engine.gradient(step, microbatches, normalizer, meter)
         state.backend.begin_update()
         project(state)
         owners = [p for p in state.parameters if p.grad is not None]
         gradients = [p.grad for p in owners if p.grad is not None]
-        check = (
-            GradCheck(state, gradients, normalizer.loss_scale, state.checks_finite)
-            if gradient.finite is None
-            else None
-        )
+        check = None
+        if gradient.finite is None:
+            if normalizer.loss_scale is not None:
+                normalizer.loss_scale.unscale(gradients)
+            check = GradCheck(state, gradients, state.checks_finite or normalizer.loss_scale is not None)
         # Queued before this rank knows whether the gradient is finite, so that the device need not wait.
         ahead = (
             check is not None
@@ -129,7 +129,7 @@ def guarded_step(
             give(owners, gradients)
         if buffers is not None:
             buffers.put_back()
-        smaller = ranks.smaller(step, microbatches, gradient)
+        smaller = engine.smaller(step, microbatches, gradient)
         if smaller is None:
             break
         microbatches = smaller

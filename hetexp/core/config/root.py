@@ -52,8 +52,8 @@ class DebugConfig(Section):
     """Switches to find mistakes, not for training."""
 
     normalizer: Literal["global", "per_rank"] = "global"
-    """Count that divides the loss. `per_rank` is each rank's own, as in plain DDP: wrong on unequal shares,
-    for comparison."""
+    """Count by which losses are divided. `per_rank` is each rank's own, as in plain DDP: wrong on unequal
+    shares, for comparison. Local steps ignore it."""
     detect_anomaly: bool = False
     """Whether torch's anomaly detection is on (`torch.autograd.set_detect_anomaly`)."""
     dropout: bool = True

@@ -122,14 +122,14 @@ class GroupRecovery:
             self.causes += [failure for failure in lost.values() if not failure.peer_lost]
 
     def remove(self, lost: Mapping[Member, RankFailure]) -> bool:
-        """Kill some members; return whether the others go on.
+        """Kill lost members and publish an epoch without them; return whether the others go on.
 
         Args:
             lost: member → its failure, whose `kind` the summary shows.
         """
         self.causes += [failure for failure in lost.values() if not failure.peer_lost]
         for member in lost:
-            member.kill()  # its sockets close and its locks fall, so that waiting ranks notice
+            member.kill()  # closes its sockets and releases its locks, so that waiting ranks notice
         if not self.reforms:
             return False
         left = [member for member in self.present if member not in lost]

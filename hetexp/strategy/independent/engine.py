@@ -59,7 +59,7 @@ class IndependentSteps(OwnSteps):
             give_weights(state.model, Summation(state.exchange, device=state.device), state.rank)
             self._begun = True
 
-    def took(self, step: int, gradient: Gradient, num_samples: int) -> None:
+    def after_update(self, step: int, gradient: Gradient, num_samples: int) -> None:
         # The model must see no sample of another rank.
         conclude(self.state, share(self.state, step, gradient.tally, num_samples, among=self.group))
 
@@ -71,10 +71,10 @@ class IndependentSteps(OwnSteps):
         """
         result.synchronised = False
         state, stats = self.state, self.since
-        if stats.hopeless_step and state.config.trainer.non_finite == "stop":
+        if stats.unrecoverable_step and state.config.trainer.non_finite == "stop":
             device = f"{state.plan.devices[state.rank]}"
             message = explain(
-                stats.hopeless_step, stats.hopeless_loss, state.rank, device, stats.samples_found
+                stats.unrecoverable_step, stats.unrecoverable_loss, state.rank, device, stats.samples_found
             )
             raise NonFiniteError(f"{message} {FIX}")
 

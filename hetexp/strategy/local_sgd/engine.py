@@ -84,7 +84,7 @@ class LocalSteps(OwnSteps):
         smallest = min(count for count in counts if count)
         return max(1, round(num_local / (self.settings.local_batch_size or smallest)))
 
-    def took(self, step: int, gradient: Gradient, num_samples: int) -> None:
+    def after_update(self, step: int, gradient: Gradient, num_samples: int) -> None:
         self.since.counted(gradient.tally, num_samples)
         conclude(self.state, None)
 
@@ -158,7 +158,14 @@ class LocalSteps(OwnSteps):
         limit = state.microbatch_limits[state.rank]
         rows = torch.zeros((state.communicator.world_size, _FIXED + len(stats.seconds)), dtype=torch.float64)
         scale = (loss_scale.value, loss_scale.good_steps) if loss_scale is not None else (0.0, 0)
-        row = [stats.count, stats.skipped, stats.hopeless_step, stats.hopeless_loss, *scale, limit or 0]
+        row = [
+            stats.count,
+            stats.skipped,
+            stats.unrecoverable_step,
+            stats.unrecoverable_loss,
+            *scale,
+            limit or 0,
+        ]
         seconds = [seconds for _, _, seconds in stats.seconds]
         rows[state.rank] = torch.tensor([*row, *stats.samples_found.to_row(), *seconds], dtype=torch.float64)
         return state.communicator.all_reduce(rows)
@@ -174,8 +181,8 @@ class LocalSteps(OwnSteps):
     def _check_finite(self, rows: torch.Tensor) -> None:
         """Stop the run, or warn once, if a rank reports a gradient that is not finite."""
         state = self.state
-        hopeless = [(rank, row) for rank, row in enumerate(rows.tolist()) if row[2]]
-        if not hopeless or state.config.trainer.non_finite == "continue":
+        unrecoverable = [(rank, row) for rank, row in enumerate(rows.tolist()) if row[2]]
+        if not unrecoverable or state.config.trainer.non_finite == "continue":
             return
         sentences = " ".join(
             explain(
@@ -185,7 +192,7 @@ class LocalSteps(OwnSteps):
                 f"{state.plan.devices[rank]}",
                 NonFiniteSamples.from_row(row[7:_FIXED]),
             )
-            for rank, row in hopeless
+            for rank, row in unrecoverable
         )
         if state.config.trainer.non_finite == "stop":
             state.communicator.barrier()
@@ -272,5 +279,5 @@ def _travel(links: Links, num_bytes: int) -> float:
 
 
 _FIXED = 7 + WIDTH
-"""Numbers of a rank's report at a sync: count, skipped steps, first hopeless step and its loss, loss scale
-and steps since it changed, microbatch limit, the hopeless step's samples; seconds of each step follow."""
+"""Numbers of a rank's report at a sync: count, skipped steps, first unrecoverable step and its loss, loss
+scale and steps since it changed, microbatch limit, that step's samples; seconds of each step follow."""

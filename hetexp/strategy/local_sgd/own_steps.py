@@ -90,7 +90,7 @@ class OwnSteps(Replica):
     def conclude(self, step: int, result: StepResult, normalizer: LossNormalizer, meter: StepTimer) -> None:
         """End a global step, for instance by an exchange with the other ranks; `result` may be changed."""
 
-    def took(self, step: int, gradient: Gradient, num_samples: int) -> None:
+    def after_update(self, step: int, gradient: Gradient, num_samples: int) -> None:
         """Call the model's hooks after an update."""
 
     # ------------------------------------------------------------ one local step
@@ -126,11 +126,11 @@ class OwnSteps(Replica):
         done = guarded_step(state, self, step, samples, normalizer, meter)
         gradient = done.gradient
         checked = state.config.trainer.non_finite != "continue"
-        if checked and not done.recoverable and not stats.hopeless_step:
+        if checked and not done.recoverable and not stats.unrecoverable_step:
             of_loss = not math.isfinite(float(gradient.loss_sum))
             stats.samples_found = search(state, suspects, gradient.factor, of_loss)
         if done.finite and gradient.updates:
-            self.took(step, gradient, sum(sizes_of(done.microbatches)))
+            self.after_update(step, gradient, sum(sizes_of(done.microbatches)))
         return done.result(local_count=normalizer.local_count)
 
     def gradient(
@@ -157,8 +157,8 @@ class OwnSteps(Replica):
             stats.count += result.local_count
             return
         stats.skipped += 1
-        if result.beyond_mending and not stats.hopeless_step:
-            stats.hopeless_step, stats.hopeless_loss = step + 1, float(result.loss_sum)
+        if result.unrecoverable and not stats.unrecoverable_step:
+            stats.unrecoverable_step, stats.unrecoverable_loss = step + 1, float(result.loss_sum)
 
     # ------------------------------------------------------------ what is logged and saved
 

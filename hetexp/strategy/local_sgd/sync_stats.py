@@ -20,9 +20,9 @@ class SyncStats:
     """Samples or unmasked tokens that the rank trained on."""
     skipped: int = 0
     """Local steps whose gradient was not finite."""
-    hopeless_step: int = 0
+    unrecoverable_step: int = 0
     """Number, from 1, of the first step that no smaller loss scale would have helped; 0: none."""
-    hopeless_loss: float = 0.0
+    unrecoverable_loss: float = 0.0
     samples_found: NonFiniteSamples = field(default_factory=NonFiniteSamples)
     """Samples that made that step non-finite."""
     samples: int = 0

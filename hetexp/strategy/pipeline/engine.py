@@ -117,8 +117,9 @@ class Stages(Replica):
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
         """Take the step that one device would take with the global batch.
 
-        The rank of a pipeline's last stage multiplies its loss by 1 / N, with N the global count. All further
-        gradients are sums: over microbatches, pipelines, and the two ends of a tied weight.
+        The rank of a pipeline's last stage multiplies its loss by S / N, with N the global count and S the
+        loss scale. All further gradients are sums: over microbatches, pipelines, and the two ends of a tied
+        weight.
         """
         state = self.state
         done = guarded_step(state, self, step, batch.microbatches, normalizer, meter)

@@ -20,7 +20,7 @@ from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.loss_scale import all_finite
 from hetexp.training.normalizer import LossNormalizer
 
-Exchange = Callable[[torch.Tensor, GradientExchange], torch.Tensor]
+ExchangeFunction = Callable[[torch.Tensor, GradientExchange], torch.Tensor]
 
 
 class _Ranks:
@@ -52,7 +52,7 @@ class SynchronousSteps(DataParallel):
     _ranks: _Ranks | None = None
     """Of the last exchange."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: ExchangeFunction) -> None:
         self._exchange = exchange
 
     def attach_exchange(self, store: dist.Store) -> None:

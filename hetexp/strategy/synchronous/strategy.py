@@ -53,7 +53,8 @@ class Synchronous(Unexchanged):
         """Return the gradient that all ranks step with, the same bits on each of them.
 
         Args:
-            gradient: this rank's part of the gradient of the global mean loss [trained elements], zero on a
-                rank without samples. The parts of all ranks add up to the exact gradient.
+            gradient: this rank's part of the gradient of the global mean loss [trained elements], divided by
+                the global count and free of the loss scale; zero on a rank without samples. The parts of all
+                ranks add up to the exact gradient.
             ranks: sums over all ranks.
         """

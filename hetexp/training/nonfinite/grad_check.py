@@ -14,23 +14,19 @@ from contextlib import contextmanager
 import torch
 
 from hetexp.optimizer.build import FUSES
-from hetexp.training.nonfinite.loss_scale import LossScale, largest_magnitude
+from hetexp.training.nonfinite.loss_scale import largest_magnitude
 from hetexp.training.state import TrainState
 
 
 class GradCheck:
-    """Removes the loss scale from a step's gradients and checks them; the result is the same on every rank.
+    """Checks a step's exchanged gradients; the result is the same on every rank.
 
     Args:
-        look: whether to check at all; unchecked gradients count as finite.
+        enabled: whether to check at all; unchecked gradients count as finite.
     """
 
-    def __init__(
-        self, state: TrainState, gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool
-    ) -> None:
-        if loss_scale is not None:
-            loss_scale.unscale(gradients)
-        largest = largest_magnitude(gradients) if look or loss_scale is not None else None
+    def __init__(self, state: TrainState, gradients: Sequence[torch.Tensor], enabled: bool) -> None:
+        largest = largest_magnitude(gradients) if enabled else None
         self.bad: torch.Tensor | None = None
         """Whether a gradient is not finite, on the device; `None` if unchecked."""
         self._read: Callable[[], float] | None = None

@@ -1,8 +1,9 @@
 """The loss scale, which keeps float16 gradients from vanishing, and checks of gradients for finite values.
 
-All ranks hold the same exchanged gradient and decide by it alone, so they decide alike without a message
-(NVIDIA/apex#237: only after the all-reduce is it safe). torch's own `GradScaler` needs float64, which Arc
-cards and Apple's GPUs lack (pytorch/pytorch#147731, #142397).
+Ranks that hold the same exchanged gradient decide by it alone, so they decide alike without a message
+(NVIDIA/apex#237: only after the all-reduce is it safe). Stages and `hetexp.Synchronous` agree by a message.
+torch's own `GradScaler` needs float64, which Arc cards and Apple's GPUs lack (pytorch/pytorch#147731,
+#142397).
 """
 
 from __future__ import annotations
@@ -93,17 +94,17 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     return largest is None or math.isfinite(float(largest))
 
 
-def unscale_and_check(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, look: bool) -> bool:
-    """Remove the loss scale from the exchanged gradients, and check them.
+def unscale_and_check(gradients: Sequence[torch.Tensor], loss_scale: LossScale | None, enabled: bool) -> bool:
+    """Divide a rank's gradients by the loss scale, and check them at once; stages agree on the result.
 
     Args:
-        look: whether to check gradients without a loss scale.
+        enabled: whether to check gradients without a loss scale.
 
     Returns:
         Whether the gradients are finite; unchecked ones count as finite.
     """
     if loss_scale is None:
-        return not look or all_finite(gradients)
+        return not enabled or all_finite(gradients)
     loss_scale.unscale(gradients)
     return all_finite(gradients)
 

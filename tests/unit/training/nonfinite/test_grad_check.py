@@ -133,11 +133,12 @@ def test_the_verdict_is_of_the_gradients_without_their_scale(make_state: MakeSta
     state = make_state(SoloCommunicator(), precisions=("float16",))
     assert state.loss_scale is not None
     gradients = [torch.tensor([3e38]), torch.tensor([0.0])]
-    verdict = GradCheck(state, gradients, state.loss_scale, look=False)
+    state.loss_scale.unscale(gradients)
+    verdict = GradCheck(state, gradients, enabled=True)
     assert verdict.finite() and float(gradients[0]) == pytest.approx(3e38 / 2**16)
     for value in (torch.nan, torch.inf):
-        verdict = GradCheck(state, [torch.tensor([1.0, value])], None, look=True)
+        verdict = GradCheck(state, [torch.tensor([1.0, value])], enabled=True)
         assert not verdict.finite() and verdict.bad is not None and bool(verdict.bad)
-        unseen = GradCheck(state, [torch.tensor([value])], None, look=False)
+        unseen = GradCheck(state, [torch.tensor([value])], enabled=False)
         assert unseen.finite() and unseen.bad is None
-    assert GradCheck(state, [], None, look=True).finite()
+    assert GradCheck(state, [], enabled=True).finite()

@@ -68,7 +68,7 @@ def test_the_same_decisions_and_scales_as_torchs(finite: list[bool], exponent: i
         theirs.step(optimizer)
         theirs.update()
         mine = gradient.clone()
-        went = unscale_and_check([mine], ours, look=False)
+        went = unscale_and_check([mine], ours, enabled=False)
         assert ours.update(went)
         assert went == (not torch.equal(parameter, before)) == good
         assert parameter.grad is not None
@@ -110,8 +110,8 @@ def test_one_bad_number_is_found(bad: float, place: int) -> None:
     gradients = [torch.zeros(40, 30), torch.zeros(7)]
     gradients[place].view(-1)[5] = bad
     assert not all_finite(gradients)
-    assert unscale_and_check(gradients, None, look=True) is False
-    assert unscale_and_check(gradients, None, look=False) is True
+    assert unscale_and_check(gradients, None, enabled=True) is False
+    assert unscale_and_check(gradients, None, enabled=False) is True
 
 
 def test_what_is_finite_is_not_called_otherwise() -> None:
