@@ -1,4 +1,4 @@
-"""The former home of `hetexp.Strategy`."""
+"""A deprecated path of `hetexp.Strategy`, which is in `hetexp/plan/strategy.py`."""
 
 from __future__ import annotations
 

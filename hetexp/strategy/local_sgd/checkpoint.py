@@ -51,7 +51,7 @@ def rank_files(state: TrainState, outer: OuterStep, settings: LocalSettings) -> 
     if outer.momentum is not None and state.rank == 0:
         tensors[MOMENTUM] = outer.momentum
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    contents = _gather_bytes(state, safetensors.torch.save(copies, {"optimizer": json.dumps(packed)}))
+    contents = gather_bytes(state, safetensors.torch.save(copies, {"optimizer": json.dumps(packed)}))
     return {file_name(rank): content for rank, content in enumerate(contents)}
 
 
@@ -93,7 +93,7 @@ def restore_rank(
         restore_optimizer(moments, packed, state.optimizer, named_parameters(state.model))
 
 
-def _gather_bytes(state: TrainState, content: bytes) -> list[bytes]:
+def gather_bytes(state: TrainState, content: bytes) -> list[bytes]:
     """Return every rank's bytes on rank 0, and nothing on the others."""
     communicator, exchange = state.communicator, state.exchange
     if exchange is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +15,8 @@ from torch import nn
 from hetexp.comm.summation import Summation
 from hetexp.core.cost.step import Links
 from hetexp.hardware.links import links_of
-from hetexp.strategy.synchronous.exchange import GradientExchange
+from hetexp.strategy.local_sgd.checkpoint import gather_bytes
+from hetexp.strategy.synchronous.exchange import ExchangesGradients
 from hetexp.training.data_parallel import DataParallel
 from hetexp.training.gradient import Gradient
 from hetexp.training.group import pace_exchange
@@ -20,7 +24,10 @@ from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.loss_scale import all_finite
 from hetexp.training.normalizer import LossNormalizer
 
-ExchangeFunction = Callable[[torch.Tensor, GradientExchange], torch.Tensor]
+log = logging.getLogger(__name__)
+
+FILE = "exchange_{}.safetensors"
+"""Of one rank, in a checkpoint's folder."""
 
 
 class _Ranks:
@@ -41,19 +48,15 @@ class _Ranks:
 
 
 class SynchronousSteps(DataParallel):
-    """One rank's side of a `hetexp.Synchronous` strategy.
-
-    Args:
-        exchange: the strategy's own.
-    """
+    """One rank's side of a `hetexp.Synchronous` strategy."""
 
     _links: Links | None = None
     """Channels of emulated devices."""
     _ranks: _Ranks | None = None
     """Of the last exchange."""
 
-    def __init__(self, exchange: ExchangeFunction) -> None:
-        self._exchange = exchange
+    def __init__(self, strategy: ExchangesGradients) -> None:
+        self._strategy = strategy
 
     def attach_exchange(self, store: dist.Store) -> None:
         state = self.state
@@ -77,16 +80,43 @@ class SynchronousSteps(DataParallel):
             world = state.communicator.world_size
             counts = normalizer.local_count, gradient.global_count
             self._ranks = ranks = _Ranks(self._summation, state.rank, world, *counts)
-            exchanged = self._exchange(_flat(self._trained), ranks)
-            gradient.finite = not state.checks_finite or all_finite(
-                [exchanged]
-            )  # a sum of finite parts may overflow
-            _put(exchanged, self._trained)
+            gradient.finite = self._exchange(ranks)
         meter.waited(start, state.backend.mark())
         return gradient
 
+    def _exchange(self, ranks: _Ranks) -> bool:
+        """Replace the gradients by what all ranks step with; return whether it is finite."""
+        strategy, before = self._strategy, self._strategy.state_dict()
+        try:
+            exchanged = strategy.exchange(_flat(self._trained), ranks)
+        except BaseException:  # the step is done again, if another rank was lost
+            strategy.load_state_dict(before)
+            raise
+        finite = not self.state.checks_finite or all_finite([exchanged])  # finite parts may overflow
+        if not finite:
+            strategy.load_state_dict(before)
+        _put(exchanged, self._trained)
+        return finite
+
+    def state_files(self) -> dict[str, bytes]:
+        kept = {name: t.detach().cpu().contiguous() for name, t in self._strategy.state_dict().items()}
+        some = self.state.communicator.all_reduce(torch.tensor([len(kept)]), "max")
+        if not int(some):
+            return {}
+        contents = gather_bytes(self.state, safetensors.torch.save(kept))
+        return {FILE.format(rank): content for rank, content in enumerate(contents)}
+
+    def restore(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        paths = [folder / FILE.format(rank) for rank in range(self.state.communicator.world_size + 1)]
+        if paths[-2].is_file() and not paths[-1].exists():  # of as many ranks
+            kept = safetensors.torch.load_file(paths[self.state.rank])
+            self._strategy.load_state_dict({name: t.to(self.state.device) for name, t in kept.items()})
+        elif paths[0].is_file() and self.state.rank == 0:
+            log.warning("resume: what the strategy kept is of another number of ranks: it starts afresh.")
+
     def forget(self) -> None:
         self._summation.sent_bytes = 0
+        self._strategy.load_state_dict({})
 
     def sent_bytes(self, steps: int) -> float | None:
         return self._summation.sent_bytes / steps if steps else None

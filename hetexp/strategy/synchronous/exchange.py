@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -30,3 +31,13 @@ class GradientExchange(Protocol):
             PeerLostError: another rank is gone.
         """
         ...
+
+
+class ExchangesGradients(Protocol):
+    """What the engine needs of a `hetexp.Synchronous` strategy; see there."""
+
+    def exchange(self, gradient: torch.Tensor, ranks: GradientExchange) -> torch.Tensor: ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None: ...

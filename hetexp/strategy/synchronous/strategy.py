@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ class Synchronous(Unexchanged):
     def engine(self) -> Engine:
         from hetexp.strategy.synchronous.engine import SynchronousSteps
 
-        return SynchronousSteps(self.exchange)
+        return SynchronousSteps(self)
 
     @abstractmethod
     def exchange(self, gradient: torch.Tensor, ranks: GradientExchange) -> torch.Tensor:
@@ -57,4 +57,18 @@ class Synchronous(Unexchanged):
                 the global count and free of the loss scale; zero on a rank without samples. The parts of all
                 ranks add up to the exact gradient.
             ranks: sums over all ranks.
+        """
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that this rank's `exchange` keeps from step to step, such as error feedback.
+
+        hetexp saves each rank's in a checkpoint, and puts them back if a step is repeated or left out. So
+        `exchange` replaces them by new tensors and changes none in place.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Keep these tensors, of an earlier `state_dict`; start afresh if there are none.
+
+        There are none after a warm-up, and if a run is resumed on another number of ranks.
         """

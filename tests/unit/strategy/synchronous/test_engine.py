@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,54 @@ def test_a_run_without_exchange_sends_nothing(make_state: MakeState) -> None:
     for state, _ in run(make_state, (1.0, 1.0), exchange=False):
         assert state.strategy.exchanges == 0  # type: ignore[attr-defined]
         assert state.engine.sent_bytes(3) == 0
+
+
+class Kept(Sum):
+    """Keeps the sum of all gradients that it has seen."""
+
+    def __init__(self, broken: bool = False) -> None:
+        super().__init__()
+        self.seen: torch.Tensor | None = None
+        self._broken = broken
+
+    def exchange(self, gradient: torch.Tensor, ranks: GradientExchange) -> torch.Tensor:
+        self.seen = gradient.clone() if self.seen is None else self.seen + gradient
+        return super().exchange(gradient, ranks) * (torch.inf if self._broken else 1.0)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {} if self.seen is None else {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.seen = state.get("seen")
+
+
+def test_a_step_that_is_left_out_leaves_the_strategy_as_it_was(make_state: MakeState) -> None:
+    for state, _ in run(make_state, (1.0, 1.0), lambda: Kept(broken=True), non_finite="skip"):
+        assert state.strategy.exchanges == 3 and state.strategy.state_dict() == {}  # type: ignore[attr-defined]
+
+
+def test_each_rank_gets_its_own_state_back_and_others_start_afresh(
+    make_state: MakeState, tmp_path: Path
+) -> None:
+    def rank(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        state = make_state(comm, (3.0, 1.0), strategy=Kept())
+        train(state, Progress())
+        files = state.engine.state_files()
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        comm.barrier()
+        other = make_state(comm, (3.0, 1.0), strategy=Kept())
+        other.engine.restore(tmp_path, {})
+        return state.strategy.seen, other.strategy.seen, len(files)  # type: ignore[attr-defined]
+
+    (first, first_again, files), (second, second_again, none) = FakeGroup(2).run(rank)
+    assert files == 2 and none == 0
+    assert first_again is not None and torch.equal(first, first_again)
+    assert second_again is not None and torch.equal(second, second_again)
+    assert not torch.equal(first, second)
+    alone = make_state(SoloCommunicator(), strategy=Kept())
+    alone.engine.restore(tmp_path, {})
+    assert alone.strategy.seen is None  # type: ignore[attr-defined]
+    alone.strategy.load_state_dict({"seen": first})  # type: ignore[attr-defined]
+    alone.engine.forget()
+    assert alone.strategy.seen is None  # type: ignore[attr-defined]
