@@ -87,7 +87,7 @@ class Averaging:
         Args:
             parameters: of the bucket's gradients, in its order.
         """
-        tensor.div_(self._world_size)
+        tensor.div_(self._world_size)  # before the sum: a large gradient must not overflow
         if self._compressor is None:
             self._transport.sum_(tensor)
             self.sent_bytes += tensor.numel() * tensor.element_size()

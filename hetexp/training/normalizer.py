@@ -3,7 +3,7 @@
 With the loss summed locally, rank r's backward gives g_r = ∇ Σ_{i in its slice} loss_i. The exact gradient of
 the global batch is (Σ_r g_r) / N with N the count of samples or unmasked tokens of all ranks that step
 together, or the sum of their weights (pytorch/pytorch#67253). W is the number of these ranks, S the loss
-scale (1 unless a rank computes in float16). Every place that scales a loss or a gradient, in order:
+scale (1 unless a rank computes in float16). Every place that scales a loss or a gradient, but for clipping:
 
 | strategy | loss, before backward (1) | exchange | gradient, before clipping (2) |
 |---|---|---|---|
@@ -11,15 +11,17 @@ scale (1 unless a rank computes in float16). Every place that scales a loss or a
 | `single`, `dp` | × S / N | – | ÷ S |
 | `local_sgd`, `independent` | × S / N, N its own count | – | ÷ S |
 | `hierarchical_sgd` | × S / N, N its host's count | sum over the host | ÷ S |
-| `hetexp.Synchronous` | × S / N | ÷ S, then its own (`synchronous/engine.py`) | – |
+| `hetexp.Synchronous` | × S / N | ÷ S, then its own (`strategy/synchronous/`) | – |
 | `pipeline`, `hybrid` | × S / N on the last stage | sum | ÷ S |
 | a script (`hetexp launch`) | – | ÷ W under `ddp` | × W / N |
 
-(1) is in `training/gradient.py`, for stages in `strategy/pipeline/staging.py`. (2) is in `training/step.py`,
-for stages in `strategy/pipeline/engine.py`, for scripts in `library/step.py`. Clipping follows in
-`training/step.py`. An exchange divides by `Strategy.gradient_divisor`: W, or 1 if it only sums. The syncs of
-local SGD scale changes of weights, not gradients (`strategy/local_sgd/outer.py`). With
-`debug.normalizer=per_rank` the factor is S ÷ the rank's own count, as in plain DDP.
+(1) is in `training/gradient.py`, for stages in `strategy/pipeline/staging.py`. (2) ÷ S is `LossScale.unscale`
+(`training/nonfinite/loss_scale.py`), called from `training/step.py`, for stages from
+`strategy/pipeline/engine.py`; × W / N is in `library/step.py`, with W = 1 under `single`. Clipping follows in
+`training/step.py`, for scripts in `library/run.py`. An exchange divides by `Strategy.gradient_divisor`: W, or
+1 if it only sums. The syncs of local SGD scale changes of weights, not gradients
+(`strategy/local_sgd/outer.py`). With `debug.normalizer=per_rank` the factor is S ÷ the rank's own count, as
+in plain DDP.
 """
 
 from __future__ import annotations
