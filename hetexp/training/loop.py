@@ -74,20 +74,20 @@ class Recovery(Protocol):
 def train(
     state: TrainState,
     progress: Progress,
-    survivor: Recovery | None = None,
+    recovery: Recovery | None = None,
     ready: bool = True,
     conclude: Callable[[Outcome], None] | None = None,
 ) -> Outcome:
     """Train from `progress` to the last step, evaluating, logging and saving on the way.
 
     Args:
-        survivor: goes on with other members if one is lost; `None`: a lost rank ends the run.
+        recovery: goes on with other members if one is lost; `None`: a lost rank ends the run.
         ready: whether this rank has the training's state; otherwise it joins others that have it.
         conclude: called by all ranks at the end, and again if one of them is lost meanwhile.
     """
-    training = Training(state, progress, survivor, ready)
-    if survivor is not None and not ready:
-        survivor.rejoin(training)
+    training = Training(state, progress, recovery, ready)
+    if recovery is not None and not ready:
+        recovery.rejoin(training)
     while True:
         try:
             if training.steps():
@@ -97,12 +97,12 @@ def train(
                 return outcome
             error = None
         except Exception as raised:
-            if survivor is None:
+            if recovery is None:
                 raise
             error = raised
-        assert survivor is not None
+        assert recovery is not None
         # The error's frames hold the step's objects, and with them the group that was left.
-        survivor.rejoin(training, error)
+        recovery.rejoin(training, error)
         held = [error]
         del error
         let_go(held)
@@ -119,9 +119,9 @@ class Training:
     """
 
     def __init__(
-        self, state: TrainState, progress: Progress, survivor: Recovery | None = None, ready: bool = True
+        self, state: TrainState, progress: Progress, recovery: Recovery | None = None, ready: bool = True
     ) -> None:
-        self.state, self.progress, self.survivor = state, progress, survivor
+        self.state, self.progress, self.recovery = state, progress, recovery
         self.ready = ready
         self.carried = Carried.of(state)
         self.window = MetricsWindow(state)
@@ -172,10 +172,10 @@ class Training:
                     raise NonFiniteError(f"{text} {fix}")
             self._end_step(result.synchronised)
             epoch, request, due = message.noticed
-            if self.survivor is not None:
+            if self.recovery is not None:
                 noticed = epoch, request
-                self.survivor.serve(self, noticed)
-                if self.survivor.due(noticed) and progress.step < state.total_steps:
+                self.recovery.serve(self, noticed)
+                if self.recovery.due(noticed) and progress.step < state.total_steps:
                     window.stop()
                     return False
             if self.outcome.stopped_early or self.stops:
@@ -190,7 +190,7 @@ class Training:
 
     def _notices(self) -> tuple[int, int, int]:
         """Return the newest epoch and request, and whether a checkpoint is due, for the step's message."""
-        epoch, request = self.survivor.notices() if self.survivor is not None else (0, 0)
+        epoch, request = self.recovery.notices() if self.recovery is not None else (0, 0)
         return epoch, request, self._save_due()
 
     def _save_due(self) -> bool:
