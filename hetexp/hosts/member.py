@@ -192,7 +192,7 @@ class _MemberLauncher:
                 if not self._commands.empty():
                     continue  # the reason of the end may be among them
                 why = error.strerror or error
-                return 1, f"{self._leader} is gone ({why}): this machine's ranks were ended."
+                return 1, f"{self._leader} closed its connection ({why}): this machine's ranks were ended."
 
     def _lose(self, why: str) -> None:
         text = f"{self._leader} {why}: this machine's ranks were ended."

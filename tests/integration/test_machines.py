@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -184,7 +185,8 @@ def test_without_the_leader_a_machine_ends_its_ranks(cluster: Start) -> None:
     assert ranks
     leader.process.kill()
     assert member.wait(20) == 1
-    assert "a closed its connection: this machine's ranks were ended." in member.screen
+    # Which end of the connection notices first decides whether the system has a reason to give.
+    assert re.search(r"\ba closed its connection( \(.+\))?: this machine's ranks were ended\.", member.screen)
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
 
