@@ -88,6 +88,12 @@ class EmptyShareGuard(nn.Module):
         self.shortage: str | None = None
         """First line of the out-of-memory error; until it is `None` again, the model is not called."""
 
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model; if `torch.compile` has compiled it, the one before."""
+        bare: nn.Module = getattr(self.model, "_orig_mod", self.model)
+        return bare
+
     def forward(self, inputs: Any) -> Any:
         if inputs is not None and self.shortage is None:
             try:

@@ -140,7 +140,7 @@ class DDP(Strategy):
         from hetexp.strategy.trial_pass import used_parameters
 
         guard = _guard_of(module)
-        model = uncompiled(guard.model)
+        model = guard.bare_model
         unused = self.find_unused_parameters or self.static_graph
         if communicator.world_size > 1 and self.sync_batch_norm and batch_norms(model):
             norms = guard.norms = SynchronisedNorms(model, communicator.duplicate(), waiting, unused)
@@ -164,7 +164,7 @@ class DDP(Strategy):
             return
         guard = _guard_of(module)
         if any(p.grad is None and p.requires_grad for p in guard.trained):
-            named = uncompiled(guard.model).named_parameters()
+            named = guard.bare_model.named_parameters()
             unused = [name for name, p in named if p.requires_grad and p.grad is None]
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise ConfigError(
@@ -245,12 +245,6 @@ class DDP(Strategy):
         of the first step are freed before the forward pass of the second.
         """
         return 0 if self.gradient_as_bucket_view and not accumulates else gradient_bytes
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the argument of `torch.compile` if the module is its result, or the module itself."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
 
 
 def _guard_of(module: nn.Module) -> EmptyShareGuard:

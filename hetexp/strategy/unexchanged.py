@@ -38,7 +38,7 @@ class Unexchanged(Strategy):
         from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
 
         assert isinstance(module, EmptyShareGuard)
-        model: nn.Module = getattr(module.model, "_orig_mod", module.model)
+        model = module.bare_model
         if recomputes(model) and batch_norms(model):
             module.norms = SynchronisedNorms(model, SoloCommunicator())
             module.norms.record(inputs)
