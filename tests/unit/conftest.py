@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from fake_ranks import FakeExchange
+from support import unbuilt_config
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed import HashStore
@@ -136,18 +137,8 @@ def make_state(tmp_path: Path) -> Callable[..., TrainState]:
         rank = communicator.rank
         assert communicator.world_size == len(weights)
         shares = normalise(weights)
-        part = {"_target_": "unused"}
-        raw: dict[str, Any] = {
-            "hardware": {"devices": ["cpu"]},
-            "strategy": part,
-            "balancing": part,
-            "model": part,
-            "data": part,
-            "optimizer": part,
-            "logger": part,
-            "debug": {"normalizer": normalizer, "exchange": exchange},
-            "trainer": {"global_batch_size": 8, "max_steps": 3, **trainer},
-        }
+        raw = unbuilt_config(trainer={"max_steps": 3, **trainer})
+        raw["debug"] = {"normalizer": normalizer, "exchange": exchange}
         config = read_config(raw)
         settings = config.trainer
         devices = tuple(CpuBackend.describe(i) for i in range(len(weights)))

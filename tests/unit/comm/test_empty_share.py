@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import unbuilt_config
 from torch import nn
 
 from hetexp.comm.empty_share import EmptyShareGuard
@@ -21,19 +22,7 @@ CPUS = [DeviceSpec(id=f"cpu:{i}", backend="cpu", index=i, name="CPU", vendor="cp
 
 
 def config(**trainer: Any) -> Config:
-    part = {"_target_": "unused"}
-    return Config.model_validate(
-        {
-            "hardware": {"devices": ["cpu"]},
-            "strategy": part,
-            "balancing": part,
-            "model": part,
-            "data": part,
-            "optimizer": part,
-            "logger": part,
-            "trainer": {"global_batch_size": 8, "max_steps": 1, **trainer},
-        }
-    )
+    return Config.model_validate(unbuilt_config(trainer=trainer))
 
 
 # ---------------------------------------------------------------- the guard

@@ -46,17 +46,12 @@ def run_memory(
     optimizer: str = "SGD",
     **trainer: Any,
 ) -> RunMemory:
-    part = {"_target_": "unused"}
-    raw = {
-        "hardware": {"devices": ["cpu"]},
-        "strategy": part,
-        "balancing": part,
-        "logger": part,
-        "model": model,
-        "data": data,
-        "optimizer": {"_target_": f"torch.optim.{optimizer}", "lr": 0.1},
-        "trainer": {"global_batch_size": sum(sizes) or 1, "max_steps": 1, **trainer},
-    }
+    raw = unbuilt_config(
+        model=model,
+        data=data,
+        optimizer={"_target_": f"torch.optim.{optimizer}", "lr": 0.1},
+        trainer={"global_batch_size": sum(sizes) or 1, **trainer},
+    )
     names = precisions or ["float32"] * len(devices)
     return RunMemory(read_config(raw), devices, sizes, names, strategy or Single())
 
