@@ -84,7 +84,7 @@ function sentence(about, { series }) {
     const name = series.length > 1 ? `${one.name}: ` : "";
     return [`${name}${about.format(values.at(-1))} ${about.across === "time" ? "now" : "last"}, ${about.format(least)} to ${about.format(most)}`];
   });
-  return parts.length ? `${parts.join("; ")}.` : (about.none ?? "Nothing is told yet.");
+  return parts.length ? `${parts.join("; ")}.` : (about.none ?? "No values yet.");
 }
 
 /** The values in a table of at most `MOST_ROWS` rows, the newest first. */

@@ -1,4 +1,4 @@
-"""`CUDA_VISIBLE_DEVICES` in every form: what it names is visible, what is unclear is told, no guess."""
+"""`CUDA_VISIBLE_DEVICES` in every form: what it names is visible; what is unclear is reported, no guess."""
 
 from __future__ import annotations
 
