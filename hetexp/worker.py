@@ -321,12 +321,12 @@ class _Rank:
 
     def end_threads(self) -> None:
         """End the threads of this rank, whose process goes on afterwards."""
-        from hetexp.training.group import end_exchange_threads
+        from hetexp.training.group import LEAVE_SECONDS
 
         if self._recovery is not None:
             self._recovery.stop()
         if self.state is not None:
-            end_exchange_threads(self.state)
+            self.state.hook.close(LEAVE_SECONDS)
 
 
 class _ScriptRank:

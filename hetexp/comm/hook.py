@@ -1,24 +1,27 @@
-"""A communication hook by which DDP exchanges gradients through an `Exchange`, in parallel to backward.
+"""Communication hooks by which DDP exchanges gradients through an `Exchange`, in parallel to backward.
 
-DDP calls the hook with a bucket as soon as backward has filled it. The hook's thread, with its own stream on
-the device, sums the buckets in that order while backward goes on.
+DDP calls the hook with a bucket as soon as backward has filled it. The thread of `GradientHook`, with its own
+stream on the device, sums the buckets in that order while backward goes on. On emulated devices
+`hetexp.comm.paced_exchange.PacedExchange` takes its place; without any hook, `CommHook` does.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hetexp.comm.compression import Compressor, compressor_of
 from hetexp.comm.exchange import Exchange
-from hetexp.core.cost.step import Wire
+from hetexp.core.cost.step import Links, Wire
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -61,7 +64,65 @@ class Feedback:
         return feedback
 
 
-class Averaging:
+class CommHook:
+    """The interface to a rank's hook; the base is that of a rank whose gradients need none.
+
+    It is so for a single rank, and if torch's own exchange serves.
+    """
+
+    sent_bytes = 0
+    """Bytes that this rank has sent, after compression."""
+    exchange_seconds: float | None = None
+    """Time of all exchanges so far, with waits for other ranks; `None` if not measured."""
+    links: Links | None = None
+    """Channels of emulated devices."""
+    buckets: Sequence[tuple[float, int]] = ()
+    """Of the last step on emulated devices: fraction of backward done when the bucket left, bytes."""
+    link_seconds: Sequence[tuple[float, float]] = ()
+    """Of each bucket on emulated links from leaving to being back: real time, modelled time × scale."""
+
+    def begin_step(self) -> None:
+        """Prepare for the buckets of another step."""
+
+    def travel(self, num_bytes: int, seconds: Callable[[Links], float], send: Callable[[], Result]) -> Result:
+        """Run an exchange that is no part of backward, in the time that emulated links would take.
+
+        Every rank calls it, from the thread that trains.
+
+        Args:
+            num_bytes: bytes from the device to the host, and back.
+            seconds: returns the modelled time between these two.
+            send: runs the real exchange.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+        return send()
+
+    def real_ratio(self) -> float:
+        """Return the median of real ÷ modelled time of a bucket before pacing started."""
+        return 0.0
+
+    def late_share(self) -> float:
+        """Return the seconds past the due moments ÷ modelled seconds, since pacing started."""
+        return 0.0
+
+    def start(self, time_scale: float) -> None:
+        """Pace every bucket from now on; forget the warm-up."""
+
+    def close(self, seconds: float | None = None) -> bool:
+        """End the hook's threads; buckets that are under way are exchanged first, or fail.
+
+        Args:
+            seconds: longest wait for each of them.
+
+        Returns:
+            Whether they have ended.
+        """
+        return True
+
+
+class Averaging(CommHook):
     """Averages buckets over all ranks, compressed if the wire type asks for it.
 
     Args:
@@ -79,7 +140,10 @@ class Averaging:
         """Reset the error feedback and the count of bytes."""
         self.feedback = Feedback()
         self.sent_bytes = 0
-        """Bytes that this rank has sent, after compression."""
+
+    def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of a filled bucket; the future holds its mean over all ranks."""
+        raise NotImplementedError
 
     def average_(self, tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         """Replace a bucket by its mean over all ranks.
@@ -101,15 +165,13 @@ class GradientHook(Averaging):
 
     def __init__(self, exchange: Exchange, wire: Wire, world_size: int) -> None:
         super().__init__(exchange, wire, world_size)
-        self.exchange_seconds = 0.0
-        """Time of all exchanges so far, with waits for other ranks."""
+        self.exchange_seconds: float = 0.0
         self._buckets: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
         self._thread = threading.Thread(target=self._run, name="gradients", daemon=True)
         self._thread.start()
 
     def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of a filled bucket; the future holds its mean over all ranks."""
         tensor, ready = bucket.buffer(), None
         on_device = tensor.device.type == "cuda"
         if on_device:
@@ -122,14 +184,6 @@ class GradientHook(Averaging):
         return future
 
     def close(self, seconds: float | None = None) -> bool:
-        """End the thread; buckets that are under way are exchanged first, or fail.
-
-        Args:
-            seconds: longest wait for that.
-
-        Returns:
-            Whether it has ended.
-        """
         self._buckets.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()

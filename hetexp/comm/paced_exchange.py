@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,9 @@ import torch.distributed as dist
 from hetexp.comm.communicator import peer_lost
 from hetexp.comm.connections.sockets import remembered
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.hook import Averaging
+from hetexp.comm.hook import Averaging, Result
 from hetexp.core.cost.step import Links, Wire
 from hetexp.hardware.emulation.pacing import GRAIN_SECONDS
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -64,16 +62,15 @@ class PacedExchange(Averaging):
         wire: Wire = "float32",
     ) -> None:
         super().__init__(exchange, wire, links.world_size)
-        self._links, self._rank, self._settle, self._done = links, rank, settle, done
+        self.links: Links = links
+        self._rank, self._settle, self._done = rank, settle, done
         # A separate group: its collectives come from another thread than those of the training loop.
         with remembered():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.time_scale = 0.0
         self._ratios: list[float] = []
         self.buckets: list[tuple[float, int]] = []
-        """Of the last step: fraction of backward done when the bucket left, bytes."""
         self.link_seconds: list[tuple[float, float]] = []
-        """Of each paced bucket from leaving to being back: real time, modelled time × scale."""
         self.late_seconds = self.modelled_seconds = 0.0
         self._to_host_free = self._exchange_free = self._back_free = 0.0
         self._sending: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
@@ -83,38 +80,25 @@ class PacedExchange(Averaging):
             thread.start()
 
     def real_ratio(self) -> float:
-        """Return the median of real ÷ modelled time of a bucket before pacing started."""
         return statistics.median(self._ratios) if self._ratios else 0.0
 
     def late_share(self) -> float:
-        """Return the seconds past the due moments ÷ modelled seconds, since pacing started."""
         return self.late_seconds / self.modelled_seconds if self.modelled_seconds else 0.0
 
     def start(self, time_scale: float) -> None:
-        """Pace every bucket from now on; forget the warm-up."""
         self.time_scale = time_scale
         self.forget()
 
     def close(self, seconds: float | None = None) -> bool:
-        """End the threads; buckets that are under way are exchanged first, or fail.
-
-        Args:
-            seconds: longest wait for each of them.
-
-        Returns:
-            Whether they have ended.
-        """
         self._sending.put(None)
         for thread in self._threads:
             thread.join(seconds)
         return not any(thread.is_alive() for thread in self._threads)
 
     def begin_step(self) -> None:
-        """Forget the buckets of the step before."""
         self.buckets = []
 
     def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of a filled bucket; the future holds its mean over all ranks."""
         self._settle()
         tensor = bucket.buffer()
         self.buckets.append((self._done(), tensor.numel() * tensor.element_size()))
@@ -122,22 +106,11 @@ class PacedExchange(Averaging):
         self._sending.put(_Bucket(tensor, bucket.parameters(), time.perf_counter(), future))
         return future
 
-    def travel(self, num_bytes: int, exchange_seconds: float, send: Callable[[], Result]) -> Result:
-        """Run an exchange that is no part of backward, in the time that the emulated links would take.
-
-        Every rank calls it, from the thread that trains.
-
-        Args:
-            num_bytes: bytes from the device to the host, and back.
-            exchange_seconds: modelled time between these two.
-            send: runs the real exchange.
-
-        Raises:
-            PeerLostError: another rank is gone or did not come in time.
-        """
+    def travel(self, num_bytes: int, seconds: Callable[[Links], float], send: Callable[[], Result]) -> Result:
         self._settle()
+        exchange_seconds = seconds(self.links)
         ready, scale = time.perf_counter(), self.time_scale
-        to_host = self._links.to_host_seconds(self._rank, num_bytes)
+        to_host = self.links.to_host_seconds(self._rank, num_bytes)
         moment = torch.tensor([ready + to_host * scale], dtype=torch.float64)
         try:
             dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=self._group)
@@ -169,7 +142,7 @@ class PacedExchange(Averaging):
 
     def _exchange(self, bucket: _Bucket) -> None:
         num_bytes = bucket.tensor.numel() * bucket.tensor.element_size()
-        links, scale = self._links, self.time_scale
+        links, scale = self.links, self.time_scale
         out = links.bucket_out_seconds(self._rank, num_bytes)
         back = links.bucket_back_seconds(self._rank, num_bytes)
         at_host = max(bucket.ready, self._to_host_free) + out * scale

@@ -6,7 +6,7 @@ import torch
 
 from hetexp.comm.compression import CHUNK, compressor_of
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.paced_exchange import PacedExchange
+from hetexp.comm.hook import CommHook
 from hetexp.core.cost.step import Links, Wire
 
 HOST = torch.device("cpu")
@@ -20,8 +20,7 @@ class Summation:
 
     Args:
         exchange: of all ranks; `None` for a single rank.
-        paced: paces the exchange of emulated devices.
-        links: channels of emulated devices.
+        hook: paces the exchange of emulated devices.
         device: the rank's own, for an exchange that only takes the device's tensors.
     """
 
@@ -29,11 +28,10 @@ class Summation:
         self,
         exchange: Exchange | None,
         wire: Wire = "float32",
-        paced: PacedExchange | None = None,
-        links: Links | None = None,
+        hook: CommHook | None = None,
         device: torch.device = HOST,
     ) -> None:
-        self._exchange, self._paced, self._links = exchange, paced, links
+        self._exchange, self._hook = exchange, hook or CommHook()
         self._compressor = compressor_of(wire)
         self._device = HOST if exchange is None or exchange.takes_host else device
         self.sent_bytes = 0
@@ -67,12 +65,10 @@ class Summation:
         """
         length, size = len(vector), vector.element_size()
         self.sent_bytes += self.num_bytes(length, size)
-        if self._paced is None or self._links is None:
-            self._sum_(vector)
-        else:
-            # The vector leaves the device uncompressed, and is compressed on the host.
-            seconds = self.seconds(self._links, length, size)
-            self._paced.travel(length * size, seconds, lambda: self._sum_(vector))
+        # The vector leaves the device uncompressed, and is compressed on the host.
+        self._hook.travel(
+            length * size, lambda links: self.seconds(links, length, size), lambda: self._sum_(vector)
+        )
         return vector
 
     def _sum_(self, vector: torch.Tensor) -> None:

@@ -42,8 +42,7 @@ def _real_steps(call: Call | None, state: TrainState) -> None:
     """Run a few steps with an arbitrary loss: only their time counts, and they are undone."""
     for _ in range(WARMUP_STEPS):
         state.optimizer.zero_grad(set_to_none=True)
-        if state.paced is not None:
-            state.paced.begin_step()
+        state.hook.begin_step()
         state.backend.begin_step(-1)
         with state.autocast():
             output = state.module(call)

@@ -150,8 +150,7 @@ class Run:
         state = self._state
         self._write_line()
         state.backend.begin_step(self._progress.step)
-        if state.paced is not None:
-            state.paced.begin_step()
+        state.hook.begin_step()
         self._message.seconds = state.balancer.local_seconds(self._window.meter)
         step = self._step = ScriptStep(state, self._normalizer, self._window.meter, batch)
         while not step.is_over:

@@ -224,7 +224,6 @@ def _state(
         train_data=given.train,
         eval_data=given.evaluation,
         sampler=sampler,
-        paced=None,
         loggers=(),
         total_steps=0,
         run_on=run_on,

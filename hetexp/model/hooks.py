@@ -92,6 +92,10 @@ class ModelHooks:
         return {}
 
 
+NO_HOOKS = ModelHooks()
+"""The hooks of a model that defines none."""
+
+
 def reset_moments(
     optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, places: Tensor, dim: int = 0
 ) -> None:

@@ -7,12 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 from hetexp.comm.communicator import SoloCommunicator
-from hetexp.comm.compression import compressor_of
 from hetexp.core.plan import Plan
 from hetexp.data.loader import LocalBatch
 from hetexp.training.engine import StepResult
 from hetexp.training.gradient import Gradient, take_gradient
-from hetexp.training.group import connect, hook_exchange
+from hetexp.training.group import connect
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.model_hooks import conclude, share
 from hetexp.training.normalizer import LossNormalizer
@@ -27,16 +26,12 @@ class DataParallel(Replica):
     Every rank computes the gradient of its samples, and the strategy's wrapper sums these during backward.
     """
 
-    shares_gradients = True
+    shares_gradients = exchanges_in_backward = True
     _batch: LocalBatch
 
     def connect(self, plan: Plan, store: dist.Store, again: bool) -> None:
         separate = plan.paced or self.state.config.comm.wire != "float32"
         connect(self.state, plan, store, separate, again)
-
-    def attach_exchange(self, store: dist.Store) -> None:
-        super().attach_exchange(store)
-        hook_exchange(self.state)
 
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
         state, self._batch = self.state, batch
@@ -71,12 +66,8 @@ class DataParallel(Replica):
         state = self.state
         if not state.config.debug.exchange:
             return 0
-        if state.hook is not None and state.hook.sent_bytes:  # a strategy need not use it
+        if state.hook.sent_bytes:  # a strategy need not use it
             return state.hook.sent_bytes / steps if steps else None
-        compressor = compressor_of(state.config.comm.wire)
-        if state.paced is not None and compressor is not None:
-            size = state.dtype.itemsize
-            return sum(compressor.sent_bytes(num_bytes // size) for _, num_bytes in state.paced.buckets)
         return state.strategy.exchanged_bytes(state.model, state.communicator.world_size)
 
 

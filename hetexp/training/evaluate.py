@@ -29,7 +29,7 @@ def evaluate(state: TrainState) -> dict[str, float]:
     state.communicator.meet()  # a slow device may take longer than a collective would wait
     counts = state.communicator.all_reduce(counts)
     loss_sum = state.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))
-    if state.hooks is not None and state.hooks.measures:
+    if state.hooks.measures:
         measured = _all_reduce_measured(state, measured)
     result = _result(state, float(loss_sum), counts, measured)
     return result | _spliced(state) if state.source is not None else result
@@ -82,7 +82,7 @@ def _sums(state: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tenso
             on_device = state.to_device(targets)
             with state.autocast():
                 loss_total += float(state.local_loss(output, on_device))
-            sums = state.hooks.measure(inputs, on_device, output) if state.hooks is not None else None
+            sums = state.hooks.measure(inputs, on_device, output)
             if sums is not None:
                 sums = sums.double().cpu()
                 measured = sums if measured is None else measured + sums
@@ -103,7 +103,7 @@ def _result(
     result = {"loss": loss_sum / count if count else float("nan"), "samples": samples}
     if not undefined and count:
         result["accuracy"] = correct / count
-    if measured is not None and state.hooks is not None:
+    if measured is not None:
         result |= state.hooks.metrics(measured)
     return result
 

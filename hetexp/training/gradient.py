@@ -149,8 +149,7 @@ def take_gradient(
     """
     normalizer.start(sum(count_of(state.loss, targets) for _, targets in microbatches))
     state.optimizer.zero_grad(set_to_none=True)
-    if state.paced is not None:
-        state.paced.begin_step()
+    state.hook.begin_step()
     passes = _Passes(state, normalizer, meter)
     with fatal_out_of_memory(state, step, sizes_of(microbatches), "The step cannot be done again."):
         try:

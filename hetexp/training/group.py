@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.comm.connections.disposal import formed_groups, let_go
-from hetexp.comm.hook import GradientHook
+from hetexp.comm.hook import Averaging, CommHook, GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.rendezvous import form_group
 from hetexp.comm.transports import Job, form_transports
@@ -67,49 +67,46 @@ def leave(state: TrainState) -> None:
     if state.exchange is not None:
         state.exchange.abandon()
     state.communicator.abandon()
-    ended = end_exchange_threads(state)
+    ended = state.hook.close(LEAVE_SECONDS)
     if state.exchange is not None and ended:
         state.exchange.close()
     elif not ended:  # it still reads the exchange's memory
         log.warning("the thread that exchanges gradients did not end within %g s, and is left", LEAVE_SECONDS)
-    if state.hook is not None:
+    if state.hook.exchange_seconds is not None:
         state.exchanged_before = state.hook.sent_bytes, state.hook.exchange_seconds
     state.module = state.strategy.unwrap(state.module, state.model)
     state.optimizer.zero_grad(set_to_none=True)
-    state.exchange, state.hook, state.paced, state.guard = None, None, None, None
+    state.exchange, state.hook, state.guard = None, CommHook(), None
     state.communicator = SoloCommunicator()
     let_go(held)
 
 
-def end_exchange_threads(state: TrainState) -> bool:
-    """End the threads that exchange gradients; return whether they have ended."""
-    return all(thread.close(LEAVE_SECONDS) for thread in (state.hook, state.paced) if thread is not None)
+def attach_hook(state: TrainState, in_backward: bool) -> None:
+    """Let gradients travel compressed, by the plan's route or at the pace of emulated links.
 
+    Torch's own exchange keeps its place if it can do what the plan says.
 
-def pace_exchange(state: TrainState) -> None:
-    """Let the exchange of gradients take as long as the emulated links would, if the run emulates any."""
-    plan, backend = state.plan, state.backend
-    exchange = state.exchange
-    if not plan.paced or exchange is None:
+    Args:
+        in_backward: whether the strategy's wrapper exchanges gradients during backward.
+    """
+    plan, exchange, comm = state.plan, state.exchange, state.config.comm
+    if exchange is None:
         return
-    links, limit = links_of(plan), state.config.comm.timeout_seconds
-    state.paced = PacedExchange(
-        exchange, links, state.rank, backend.synchronize, backend.backward_done, limit, state.config.comm.wire
-    )
-    if state.time_scale is not None:  # found in an earlier group
-        state.paced.start(state.time_scale)
-    state.strategy.exchange_through(state.module, state.paced.hook)
-
-
-def hook_exchange(state: TrainState) -> None:
-    """Let DDP's gradients travel by the plan's route and compression if torch's own exchange does not."""
-    plan = state.plan
-    plain = plan.way.library not in (None, "shm") and plan.wire == "float32"
-    if state.exchange is None or state.paced is not None or plain:
+    if plan.paced:
+        backend = state.backend
+        phase = backend.synchronize, backend.backward_done
+        links, limit = links_of(plan), comm.timeout_seconds
+        hook: Averaging = PacedExchange(exchange, links, state.rank, *phase, limit, comm.wire)
+        if state.time_scale is not None:  # found in an earlier group
+            hook.start(state.time_scale)
+    elif in_backward and (plan.way.library in (None, "shm") or plan.wire != "float32"):
+        hook = GradientHook(exchange, comm.wire, plan.world_size)
+        hook.sent_bytes, hook.exchange_seconds = state.exchanged_before
+    else:
         return
-    state.hook = GradientHook(state.exchange, state.config.comm.wire, plan.world_size)
-    state.hook.sent_bytes, state.hook.exchange_seconds = state.exchanged_before
-    state.strategy.exchange_through(state.module, state.hook.hook)
+    state.hook = hook
+    if in_backward:
+        state.strategy.exchange_through(state.module, hook.hook)
 
 
 def versions() -> dict[str, str]:

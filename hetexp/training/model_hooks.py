@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from hetexp.comm.communicator import Communicator
 from hetexp.data.loader import chop, cut
 from hetexp.hardware.emulation.pacing import tensors
-from hetexp.model.hooks import ModelHooks, Probe, Shared
+from hetexp.model.hooks import NO_HOOKS, ModelHooks, Probe, Shared
 
 if TYPE_CHECKING:
     from hetexp.training.state import TrainState
@@ -24,7 +24,7 @@ PROBED_AT_ONCE = 4096
 
 def no_tally(state: TrainState) -> torch.Tensor | None:
     """Return a tally of no samples; `None` if the model counts nothing."""
-    size = state.hooks.tally_size if state.hooks is not None else 0
+    size = state.hooks.tally_size
     return torch.zeros(size, dtype=torch.int64, device=state.device) if size else None
 
 
@@ -52,7 +52,7 @@ def share(
         PeerLostError: another rank is gone.
     """
     hooks = state.hooks
-    if hooks is None:
+    if hooks is NO_HOOKS:
         return None
     if tally is None:
         tally = torch.zeros(0, dtype=torch.int64)
@@ -66,8 +66,6 @@ def share(
 
 def conclude(state: TrainState, shared: Shared | None) -> None:
     """Call the model's hooks after an update that all ranks have taken; no rank waits for another."""
-    if state.hooks is None:
-        return
     with torch.no_grad():
         state.hooks.after_update()
         if shared is not None:
@@ -76,9 +74,8 @@ def conclude(state: TrainState, shared: Shared | None) -> None:
 
 def project(state: TrainState) -> None:
     """Call the model's hook that changes the gradient."""
-    if state.hooks is not None:
-        with torch.no_grad():
-            state.hooks.project_gradients()
+    with torch.no_grad():
+        state.hooks.project_gradients()
 
 
 def _probe(state: TrainState, hooks: ModelHooks, step: int, size: int) -> Probe:

@@ -24,7 +24,7 @@ from hetexp.training.balancer import Balancer
 from hetexp.training.compiled import compiled
 from hetexp.training.engine import Engine, PacedLink, Work
 from hetexp.training.evaluate import evaluate
-from hetexp.training.group import connect, leave, pace_exchange
+from hetexp.training.group import attach_hook, connect, leave
 from hetexp.training.measuring.efficiency import account_for
 from hetexp.training.measuring.timer import Totals
 from hetexp.training.recovery.oom_recovery import recovering_guard
@@ -88,7 +88,7 @@ class Replica(Engine):
         Args:
             store: of the group.
         """
-        pace_exchange(self.state)
+        attach_hook(self.state, self.exchanges_in_backward)
 
     def leave(self) -> None:
         leave(self.state)
@@ -148,6 +148,8 @@ class Replica(Engine):
 
     shares_gradients = False
     """Whether all ranks hold the same gradient after a step."""
+    exchanges_in_backward = False
+    """Whether the strategy's wrapper exchanges gradients during backward."""
 
     # ------------------------------------------------------------ checkpoints
 
@@ -170,7 +172,7 @@ class Replica(Engine):
 
     @property
     def paced_links(self) -> Sequence[PacedLink]:
-        return [self.state.paced] if self.state.paced is not None else []
+        return [self.state.hook]
 
     def work(self) -> Work:
         state = self.state

@@ -17,8 +17,7 @@ from hetexp.balancing.base import BalancingPolicy
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.hook import GradientHook
-from hetexp.comm.paced_exchange import PacedExchange
+from hetexp.comm.hook import CommHook
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
@@ -28,7 +27,7 @@ from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.logger.base import Logger
-from hetexp.model.hooks import ModelHooks
+from hetexp.model.hooks import NO_HOOKS, ModelHooks
 from hetexp.plan.strategy import Strategy
 from hetexp.training.balancer import Balancer
 from hetexp.training.engine import Engine
@@ -63,16 +62,14 @@ class TrainState:
     train_data: Dataset[Any]
     eval_data: Dataset[Any] | None
     sampler: GlobalSampler
-    paced: PacedExchange | None
-    """Paces the exchange of gradients of emulated devices."""
     loggers: tuple[Logger, ...]
     """Empty on all ranks but rank 0."""
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
     exchange: Exchange | None = None
     """Sums gradients and other large tensors over all ranks; `None` for a single rank."""
-    hook: GradientHook | None = None
-    """Exchanges DDP's gradients through memory, compressed or level by level, as torch itself cannot."""
+    hook: CommHook = field(default_factory=CommHook)
+    """Exchanges DDP's gradients compressed, through memory or at the pace of emulated links."""
     time_scale: float | None = None
     """Real seconds a modelled second of emulated devices; `None` without any."""
     run_on: tuple[dict[str, str], ...] = ()
@@ -101,7 +98,7 @@ class TrainState:
     microbatch_limits: list[int | None] = field(default_factory=list)
     """Most samples of a pass of each rank, if its memory ran out with more; the same on every rank."""
     exchanged_before: tuple[int, float] = (0, 0.0)
-    """Bytes and seconds of this rank's hook in groups before the present one."""
+    """Bytes and seconds of this rank's `GradientHook` in groups before the present one."""
     survives: bool = False
     """Whether the run goes on if another rank is lost: the step that broke off is done again."""
     saver: Saver = field(init=False)
@@ -118,9 +115,9 @@ class TrainState:
         return list(self.model.parameters())
 
     @property
-    def hooks(self) -> ModelHooks | None:
-        """The model, if it has hooks between steps."""
-        return self.model if isinstance(self.model, ModelHooks) else None
+    def hooks(self) -> ModelHooks:
+        """The model's hooks between steps, which do nothing if it defines none."""
+        return self.model if isinstance(self.model, ModelHooks) else NO_HOOKS
 
     @property
     def has_buffers(self) -> bool:

@@ -136,7 +136,6 @@ def _build_ungrouped(
         train_data=train,
         eval_data=evaluation,
         sampler=sampler,
-        paced=None,
         loggers=(),
         total_steps=total_steps,
         engine=engine,

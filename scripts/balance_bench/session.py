@@ -37,8 +37,7 @@ def main() -> None:
         own = torch.tensor(joint_steps(parts, Split(tuple(counts)), job["warm_steps"], job["steps"]).seconds)
         seconds.append(float(parts.communicator.all_reduce(own, "max")) / scale)
     late = [parts.backend.invalid_reason() is not None]
-    if parts.paced is not None:
-        late.append(parts.paced.late_share() > 0.02)
+    late.append(parts.hook.late_share() > 0.02)
     lost = float(parts.communicator.all_reduce(torch.tensor(float(any(late)))))
     if rank == 0:
         print(json.dumps({"seconds": seconds, "valid": not lost}), flush=True)

@@ -20,6 +20,7 @@ from hetexp.balancing.equal import Equal
 from hetexp.balancing.scheduler import SchedulerSettings
 from hetexp.comm.communicator import Communicator
 from hetexp.comm.empty_share import EmptyShareGuard
+from hetexp.comm.hook import CommHook
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
@@ -192,7 +193,6 @@ def make_state(tmp_path: Path) -> Callable[..., TrainState]:
                 settings.drop_last,
                 settings.overfit_batches,
             ),
-            paced=None,
             exchange=FakeExchange(communicator) if communicator.world_size > 1 else None,
             loggers=(Recorder(),) if rank == 0 else (),
             total_steps=steps,
@@ -207,7 +207,8 @@ def make_state(tmp_path: Path) -> Callable[..., TrainState]:
             state.guard = recovering_guard(state, together=False)
         if isinstance(state.engine, Replica):
             state.engine.attach_exchange(HashStore())
-            state.hook = None  # the strategy exchanges between threads
+            state.hook.close()
+            state.hook = CommHook()  # the strategy exchanges between threads
         return state
 
     return make

@@ -106,7 +106,7 @@ class IndependentSteps(OwnSteps):
             return []
         local = evaluate_locally(state)
         state.communicator.meet()
-        names = state.hooks.measures if state.hooks is not None else ()
+        names = state.hooks.measures
         table = torch.zeros((state.communicator.world_size, 3 + len(names)), dtype=torch.float64)
         row = [local["loss"], local["samples"], local.get("accuracy", -1.0), *(local[name] for name in names)]
         table[state.rank] = torch.tensor(row, dtype=torch.float64)

@@ -31,6 +31,7 @@ from hetexp.checkpoint.optimizer_state import tensor_names
 from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError
 from hetexp.data.loader import chop, cut
+from hetexp.model.hooks import NO_HOOKS
 from hetexp.training.evaluate import evaluate_locally
 from hetexp.training.model_hooks import conclude
 from hetexp.training.state import Progress, TrainState
@@ -175,7 +176,7 @@ class _Trials:
             self.evaluates = False  # stacked adapters fit no model of the parents' kind
             return merged
         self._state.model.load_state_dict(match_model(merged, self._state.model), strict=True)
-        if self._state.hooks is not None and len(chosen) > 1:
+        if self._state.hooks is not NO_HOOKS and len(chosen) > 1:
             conclude(self._state, None)
             merged = {name: value.detach().cpu() for name, value in pack_model(self._state.model)[0].items()}
         if not _norms(self._state.model):

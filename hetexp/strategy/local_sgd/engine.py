@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hetexp.comm.summation import Summation
 from hetexp.core.cost.step import Links
 from hetexp.hardware.links import links_of
+from hetexp.model.hooks import NO_HOOKS
 from hetexp.strategy.local_sgd.checkpoint import rank_files, restore_rank
 from hetexp.strategy.local_sgd.outer import OuterStep, flat, put
 from hetexp.strategy.local_sgd.own_steps import OwnSteps
@@ -38,8 +39,6 @@ class LocalSteps(OwnSteps):
 
     outer: OuterStep | None = None
     """Set from the first step on."""
-    _links: Links | None = None
-    """Channels of emulated devices."""
     _warned = False
     _round_bytes = 0
     """Bytes that this rank has sent between syncs."""
@@ -51,10 +50,7 @@ class LocalSteps(OwnSteps):
     def attach_exchange(self, store: dist.Store) -> None:
         super().attach_exchange(store)
         state = self.state
-        self._links = links_of(state.plan) if state.plan.paced else None
-        self._summation = Summation(
-            state.exchange, self.settings.wire, state.paced, self._links, state.device
-        )
+        self._summation = Summation(state.exchange, self.settings.wire, state.hook, state.device)
         rounds = rounds_of(self.settings, state.plan.world_size)
         alone = (state.rank,)
         self._rounds = [next((group for group in groups if state.rank in group), alone) for groups in rounds]
@@ -204,7 +200,7 @@ class LocalSteps(OwnSteps):
     def _conclude_model(self, outer: OuterStep, step: int, stats: SyncStats) -> None:
         """Call the model's hooks after an average; all ranks then hold the same weights."""
         state = self.state
-        if state.hooks is None:
+        if state.hooks is NO_HOOKS:  # no collective for nothing
             return
         before = max(step, 0) // self.settings.sync_every * self.settings.sync_every
         conclude(state, None)  # so that candidates are scored with the final weights
@@ -248,15 +244,16 @@ class LocalSteps(OwnSteps):
 
     def extra_step_seconds(self) -> float:
         """Return a step's part of the averages on emulated links: to the host, the exchange, and back."""
-        if self._links is None:
+        links = self.state.hook.links
+        if links is None:
             return 0.0
         plan, trained = self.state.plan, [p for p in self.state.model.parameters() if p.requires_grad]
         length, size = sum(p.numel() for p in trained), trained[0].element_size()
-        sync = _travel(self._links, length * size) + self._summation.seconds(self._links, length, size)
+        sync = _travel(links, length * size) + self._summation.seconds(links, length, size)
         rounds = [
             [
-                _travel(links, length * size) + links.exchange_seconds(length * size)
-                for links in (links_of(plan, [plan.devices[rank] for rank in group]) for group in groups)
+                _travel(few, length * size) + few.exchange_seconds(length * size)
+                for few in (links_of(plan, [plan.devices[rank] for rank in group]) for group in groups)
             ]
             for groups in rounds_of(self.settings, plan.world_size)
         ]

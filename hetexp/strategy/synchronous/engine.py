@@ -14,12 +14,10 @@ from torch import nn
 
 from hetexp.comm.summation import Summation
 from hetexp.core.cost.step import Links
-from hetexp.hardware.links import links_of
 from hetexp.strategy.local_sgd.checkpoint import gather_bytes
 from hetexp.strategy.synchronous.exchange import ExchangesGradients
 from hetexp.training.data_parallel import DataParallel
 from hetexp.training.gradient import Gradient
-from hetexp.training.group import pace_exchange
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.loss_scale import all_finite
 from hetexp.training.normalizer import LossNormalizer
@@ -50,8 +48,7 @@ class _Ranks:
 class SynchronousSteps(DataParallel):
     """One rank's side of a `hetexp.Synchronous` strategy."""
 
-    _links: Links | None = None
-    """Channels of emulated devices."""
+    exchanges_in_backward = False
     _ranks: _Ranks | None = None
     """Of the last exchange."""
 
@@ -60,9 +57,8 @@ class SynchronousSteps(DataParallel):
 
     def attach_exchange(self, store: dist.Store) -> None:
         state = self.state
-        pace_exchange(state)  # and no hook of DDP's: backward exchanges nothing
-        self._links = links_of(state.plan) if state.plan.paced else None
-        self._summation = Summation(state.exchange, paced=state.paced, links=self._links, device=state.device)
+        super().attach_exchange(store)
+        self._summation = Summation(state.exchange, hook=state.hook, device=state.device)
         self._trained = [p for p in state.model.parameters() if p.requires_grad]
 
     def gradient(
@@ -123,9 +119,10 @@ class SynchronousSteps(DataParallel):
 
     def extra_step_seconds(self) -> float:
         """Return what a step's sums take on emulated links: to the host, the exchange, and back."""
-        if self._links is None or self._ranks is None:
+        links = self.state.hook.links
+        if links is None or self._ranks is None:
             return 0.0
-        return sum(self._seconds(self._links, *vector) for vector in self._ranks.summed)
+        return sum(self._seconds(links, *vector) for vector in self._ranks.summed)
 
     def _seconds(self, links: Links, length: int, element_size: int) -> float:
         num_bytes = length * element_size

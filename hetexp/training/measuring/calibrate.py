@@ -445,8 +445,8 @@ def channel_of(small: float, large: float, ranks: int, shared: bool) -> Channel:
 
 def _buckets(state: TrainState) -> tuple[tuple[float, int], ...]:
     """Return the buckets of a step: the fraction of backward done when each leaves, and its bytes."""
-    if state.paced is not None and state.paced.buckets:
-        return tuple(state.paced.buckets)
+    if state.hook.buckets:
+        return tuple(state.hook.buckets)
     num_bytes = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad)
     cap = int(getattr(state.strategy, "bucket_cap_mb", 25.0) * 2**20)
     sizes = [min(cap, num_bytes - start) for start in range(0, num_bytes, cap)]

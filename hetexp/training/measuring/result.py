@@ -103,8 +103,7 @@ def _phases(state: TrainState) -> dict[str, dict[str, float]]:
     phases: dict[str, list[tuple[float, float]]] = {}
     for name, real, modelled in state.backend.paced():
         phases.setdefault(name, []).append((real, modelled))
-    if state.paced is not None:
-        phases["exchange"] = state.paced.link_seconds
+    phases["exchange"] = list(state.hook.link_seconds)
     return {
         name: {
             "real": statistics.median(real for real, _ in pairs),
@@ -133,13 +132,13 @@ def _local_report(state: TrainState, outcome: Outcome) -> dict[str, Any]:
     totals, steady = outcome.totals, outcome.totals.after_warmup
     working = steady.local_samples and steady.compute_seconds
     share = totals.local_samples / totals.global_samples if totals.steps else None
-    hook = state.hook if state.hook is not None and state.hook.sent_bytes else None
+    seconds = state.hook.exchange_seconds if state.hook.sent_bytes else None
     work = state.engine.work()
     return {
         "facts": state.engine.facts(),
         "invalid_reason": _invalid_reason(state),
         "work": asdict(work.modelled) if work.modelled is not None else None,
-        "buckets": state.paced.buckets if state.paced is not None else [],
+        "buckets": list(state.hook.buckets),
         "phases": _phases(state),
         "own": {
             "compute": steady.compute_seconds,
@@ -149,7 +148,7 @@ def _local_report(state: TrainState, outcome: Outcome) -> dict[str, Any]:
             "rest": steady.train_seconds - steady.compute_seconds - steady.wait_seconds - steady.data_seconds,
         },
         "sent": state.engine.sent_bytes(totals.steps),
-        "exchanged": hook.exchange_seconds / totals.steps if hook is not None and totals.steps else None,
+        "exchanged": seconds / totals.steps if seconds is not None and totals.steps else None,
         "joules": outcome.energy.joules()
         if outcome.energy is not None
         else [None] * len(driven_backends(state)),
