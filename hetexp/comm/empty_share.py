@@ -35,7 +35,7 @@ class _Given(torch.autograd.Function):
         return before, torch.full_like(parameter, ctx.gradient), None
 
 
-def give(before: torch.Tensor | None, parameter: torch.Tensor, gradient: float) -> torch.Tensor:
+def zero_with_gradient(before: torch.Tensor | None, parameter: torch.Tensor, gradient: float) -> torch.Tensor:
     """Return a zero whose backward gives a parameter this gradient, and then goes on to the zero before."""
     zero: torch.Tensor = _Given.apply(before, parameter, gradient)  # type: ignore[no-untyped-call]
     return zero
@@ -47,7 +47,7 @@ def given_gradient(parameters: Iterable[nn.Parameter], gradient: float) -> torch
     zero: torch.Tensor | None = None
     for parameter in parameters:
         if parameter.requires_grad:
-            zero = give(zero, parameter, gradient)
+            zero = zero_with_gradient(zero, parameter, gradient)
     return zero
 
 

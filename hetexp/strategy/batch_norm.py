@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
-from hetexp.comm.empty_share import give
+from hetexp.comm.empty_share import zero_with_gradient
 from hetexp.model.recompute import once
 from hetexp.strategy.trial_pass import try_out, undisturbed
 
@@ -168,7 +168,10 @@ class SynchronisedNorms:
             unused = []
         # Backward runs in the reverse order.
         for event in [*unused, *reversed(self._record.backward)]:
-            zero = self._absent(zero, event) if isinstance(event, int) else give(zero, event, 0.0)
+            if isinstance(event, int):
+                zero = self._absent(zero, event)
+            else:
+                zero = zero_with_gradient(zero, event, 0.0)
         return zero
 
     def _absent(self, before: Tensor, index: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import SoloCommunicator
-from hetexp.comm.connections.disposal import formed_groups, let_go
+from hetexp.comm.connections.disposal import formed_groups, release_later
 from hetexp.comm.hook import Averaging, CommHook, GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.rendezvous import form_group
@@ -78,7 +78,7 @@ def leave(state: TrainState) -> None:
     state.optimizer.zero_grad(set_to_none=True)
     state.exchange, state.hook, state.guard = None, CommHook(), None
     state.communicator = SoloCommunicator()
-    let_go(held)
+    release_later(held)
 
 
 def attach_hook(state: TrainState, in_backward: bool) -> None:

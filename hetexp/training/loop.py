@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from hetexp.balancing.scheduler import idle_seconds, imbalance
-from hetexp.comm.connections.disposal import let_go
+from hetexp.comm.connections.disposal import release_later
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
@@ -105,7 +105,7 @@ def train(
         recovery.rejoin(training, error)
         held = [error]
         del error
-        let_go(held)
+        release_later(held)
 
 
 class Training:

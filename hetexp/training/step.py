@@ -120,13 +120,13 @@ def guarded_step(
             grad_norm = clip(state, gradients, True, bad=check.bad)
             update(state, step, microbatches, check.bad)
             if not state.config.trainer.check_sync_every:  # that compares gradients, too
-                give(owners, [None] * len(owners))  # now, while the device is busy
+                set_gradients(owners, [None] * len(owners))  # now, while the device is busy
         finite = gradient.finite if check is None else check.finite()
         finite = bool(finite) and gradient.shortage is None
         if finite:
             break
         if ahead:
-            give(owners, gradients)
+            set_gradients(owners, gradients)
         if buffers is not None:
             buffers.put_back()
         smaller = engine.smaller(step, microbatches, gradient)
@@ -145,8 +145,8 @@ def guarded_step(
     return Guarded(gradient, microbatches, finite, recoverable, grad_norm, rate)
 
 
-def give(owners: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Give parameters these gradients, or none."""
+def set_gradients(owners: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Set the gradients of parameters; `None` removes one."""
     for parameter, gradient in zip(owners, gradients, strict=True):
         parameter.grad = gradient
 

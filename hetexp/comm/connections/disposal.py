@@ -21,7 +21,7 @@ def formed_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else []
 
 
-def let_go(things: list[Any]) -> None:
+def release_later(things: list[Any]) -> None:
     """Empty a list a little later, in a thread that may have to wait; no one else may refer to its items."""
 
     def empty() -> None:

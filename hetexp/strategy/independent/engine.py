@@ -14,7 +14,7 @@ from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.summation import Summation
 from hetexp.core.errors import CheckpointError, must_be
 from hetexp.strategy.independent.merging import MergeSettings, merge_ranks, rank_folder
-from hetexp.strategy.local_sgd.outer import give_weights
+from hetexp.strategy.local_sgd.outer import broadcast_weights
 from hetexp.strategy.local_sgd.own_steps import OwnSteps
 from hetexp.strategy.local_sgd.sync_stats import FIX, explain
 from hetexp.training.engine import StepResult
@@ -56,7 +56,7 @@ class IndependentSteps(OwnSteps):
     def begin(self) -> None:
         if not self._begun:
             state = self.state
-            give_weights(state.model, Summation(state.exchange, device=state.device), state.rank)
+            broadcast_weights(state.model, Summation(state.exchange, device=state.device), state.rank)
             self._begun = True
 
     def after_update(self, step: int, gradient: Gradient, num_samples: int) -> None:

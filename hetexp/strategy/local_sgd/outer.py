@@ -94,7 +94,7 @@ class OuterStep:
 
     def begin_together(self) -> None:
         """Give every rank the weights and floating-point buffers of rank 0."""
-        give_weights(self._model, self.exchange, self._communicator.rank)
+        broadcast_weights(self._model, self.exchange, self._communicator.rank)
 
     def average_moments(self, optimizer: torch.optim.Optimizer, weight: float) -> None:
         """Average the optimizer's floating-point state over the ranks; step counters become the largest.
@@ -127,8 +127,8 @@ class OuterStep:
                 put(largest, counters)
 
 
-def give_weights(model: nn.Module, exchange: Summation, rank: int) -> None:
-    """Give every rank the trained weights and floating-point buffers of rank 0; all of them call it."""
+def broadcast_weights(model: nn.Module, exchange: Summation, rank: int) -> None:
+    """Send the trained weights and floating-point buffers of rank 0 to every rank; all ranks call it."""
     trained = [p for p in model.parameters() if p.requires_grad]
     for tensors in (trained, [b for b in model.buffers() if b.is_floating_point()]):
         if tensors:

@@ -33,7 +33,7 @@ _OUTCOME = ("train_loss", "evaluation", "checkpoint", "stopped_early")
 _DONE = ("evaluated_at", "saved_at", "logged_at", "stops")
 
 
-def give(training: Training, store: dist.Store, step_ended: bool, tensors: bool, handled: int) -> None:
+def send_state(training: Training, store: dist.Store, step_ended: bool, tensors: bool, handled: int) -> None:
     """Write the training's progress into the store; only the donor, whose state counts, calls it.
 
     Args:
@@ -65,11 +65,11 @@ def give(training: Training, store: dist.Store, step_ended: bool, tensors: bool,
     store.set(_KEY, json.dumps(facts))
 
 
-def take(training: Training, store: dist.Store, donor: int, behind: bool, tensors: bool) -> int:
-    """Take over the progress, and if need be the tensors, that the donor gave; all ranks call it.
+def receive_state(training: Training, store: dist.Store, donor: int, behind: bool, tensors: bool) -> int:
+    """Take over the progress, and if need be the tensors, that the donor wrote; all ranks call it.
 
     Args:
-        donor: rank that called `give`.
+        donor: rank that called `send_state`.
         behind: whether this rank lacks the tensors.
         tensors: whether any rank lacks them.
 

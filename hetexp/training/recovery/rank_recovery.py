@@ -27,7 +27,7 @@ from hetexp.core.lines import last_rows
 from hetexp.core.plan import Plan
 from hetexp.training.group import versions
 from hetexp.training.recovery.carried import Carried
-from hetexp.training.recovery.handover import give, take
+from hetexp.training.recovery.handover import receive_state, send_state
 from hetexp.training.recovery.rank_commands import RankCommands
 from hetexp.training.recovery.watch import LauncherNews
 from hetexp.training.wiring import start_loggers
@@ -183,8 +183,8 @@ class RankRecovery:
         complete = all(report["written"] for report in ahead)
         step_ended = complete and all(report["step_ended"] for report in ahead)
         if state.rank == donor:
-            give(training, store, step_ended, behind, self.requests.handled)
-        self.requests.handled = take(training, store, donor, local["step"] < newest, behind)
+            send_state(training, store, step_ended, behind, self.requests.handled)
+        self.requests.handled = receive_state(training, store, donor, local["step"] < newest, behind)
         state.run_on = tuple(report["runs on"] for report in reports)
         training.step_ended = step_ended
         if not complete:

@@ -12,8 +12,8 @@ const POINTS = 240;
 const CHARTS = [
   { key: "utilisation", title: "Utilisation", format: percent, across: "time", top: 1, zero: true },
   { key: "memory_used_bytes", title: "Memory used", format: bytes, unit: 2 ** 30, across: "time", top: null, zero: true },
-  { key: "temperature_c", title: "Temperature", none: "No device tells it.", format: degrees, across: "time", top: null, zero: false, whole: true },
-  { key: "power_w", title: "Power", none: "No device tells it.", format: watts, across: "time", top: null, zero: true, whole: true },
+  { key: "temperature_c", title: "Temperature", none: "No device reports it.", format: degrees, across: "time", top: null, zero: false, whole: true },
+  { key: "power_w", title: "Power", none: "No device reports it.", format: watts, across: "time", top: null, zero: true, whole: true },
 ];
 const chosen = { view: "aggregated", range: 300 }; // as long as the page is open
 

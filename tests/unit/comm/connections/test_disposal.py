@@ -8,7 +8,7 @@ import weakref
 from launched import wait_for
 
 from hetexp.comm.connections import disposal
-from hetexp.comm.connections.disposal import formed_groups, let_go
+from hetexp.comm.connections.disposal import formed_groups, release_later
 
 
 class Held:
@@ -24,7 +24,7 @@ def test_another_thread_ends_it(monkeypatch) -> None:  # type: ignore[no-untyped
     monkeypatch.setattr(disposal, "LATER_SECONDS", 0.0)
     held = [Held()]
     alive = weakref.ref(held[0])
-    let_go(held)
+    release_later(held)
     wait_for(lambda: alive() is None, "the end of what was held")
     assert Held.ended_on == "disposal"
 

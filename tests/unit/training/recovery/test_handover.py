@@ -16,7 +16,7 @@ from hetexp.comm.communicator import Communicator
 from hetexp.data.sampler import Position
 from hetexp.training.loop import Training
 from hetexp.training.recovery import handover
-from hetexp.training.recovery.handover import give, send, set_state, state_of, take
+from hetexp.training.recovery.handover import receive_state, send, send_state, set_state, state_of
 from hetexp.training.state import Progress, TrainState
 
 MakeState = Callable[..., TrainState]
@@ -102,8 +102,8 @@ def test_those_behind_and_newcomers_stand_where_the_donor_stands(make_state: Mak
         training.loss_at, training.logged_at = (steps, 0.5 * steps), steps - 1
         training.outcome.evaluation = {"loss": float(steps)}
         if communicator.rank == 2:
-            give(training, store, step_ended=False, tensors=True, handled=4)
-        return training, take(training, store, 2, behind=steps < 3, tensors=True)
+            send_state(training, store, step_ended=False, tensors=True, handled=4)
+        return training, receive_state(training, store, 2, behind=steps < 3, tensors=True)
 
     (zero, first), (one, second), (two, third) = FakeGroup(3).run(rank)
     assert (first, second, third) == (4, 4, 4)
@@ -129,8 +129,8 @@ def test_no_tensor_travels_where_all_are_at_one_step(
         training = Training(trained(make_state, communicator, 1), Progress(step=1))
         training.progress.best = 0.25  # of an evaluation that not all have ended
         if communicator.rank == 0:
-            give(training, store, step_ended=False, tensors=False, handled=0)
-        take(training, store, 0, behind=False, tensors=False)
+            send_state(training, store, step_ended=False, tensors=False, handled=0)
+        receive_state(training, store, 0, behind=False, tensors=False)
         return training
 
     one, other = FakeGroup(2).run(rank)
