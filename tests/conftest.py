@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 from support import Run, Train, start_run
 from xdist.scheduler import LoadFileScheduling
 
@@ -27,6 +28,9 @@ if importlib.util.find_spec("bitsandbytes") is None:
     ranks.PRELOADED = (*ranks.PRELOADED, "peft")
 # For whatever test starts the session's server first: all ranks are forked from one that has imported torch.
 multiprocessing.set_forkserver_preload(list(ranks.PRELOADED))
+# A busy machine is slow: no time is a condition.
+settings.register_profile("hetexp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("hetexp")
 SHARED_MEMORY = Path("/dev/shm")
 SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """Processes of Python's own that serve the whole test session and end with it."""

@@ -339,7 +339,11 @@ class Trial:
             time.sleep(1.0)
             return
         self.found.code = job.code
-        gone = until(lambda: job.poll() is not None and not descendants(os.getpid()), GONE_SECONDS)
+        # Twice: a process that is adopted during the first look may be in neither place then.
+        gone = until(
+            lambda: job.poll() is not None and not (descendants(os.getpid()) or descendants(os.getpid())),
+            GONE_SECONDS,
+        )
         if not gone:
             living = [f"{pid} ({_command(pid)})" for pid in descendants(os.getpid())]
             self.found.problems.append(f"left {GONE_SECONDS:g} s after the end: {', '.join(living)}")
