@@ -66,6 +66,8 @@ def share(
 
 def conclude(state: TrainState, shared: Shared | None) -> None:
     """Call the model's hooks after an update that all ranks have taken; no rank waits for another."""
+    if state.hooks is NO_HOOKS:
+        return
     with torch.no_grad():
         state.hooks.after_update()
         if shared is not None:
@@ -74,6 +76,8 @@ def conclude(state: TrainState, shared: Shared | None) -> None:
 
 def project(state: TrainState) -> None:
     """Call the model's hook that changes the gradient."""
+    if state.hooks is NO_HOOKS:
+        return
     with torch.no_grad():
         state.hooks.project_gradients()
 
