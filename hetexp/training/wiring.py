@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
 
 import hetexp
 from hetexp.balancing.base import BalancingPolicy
@@ -113,7 +112,7 @@ def _build_ungrouped(
     else:
         run_on = [versions()]
         agree_as_newcomer(plan, member, store, facts)
-    inputs, _ = next(iter(DataLoader(same_shape(train), batch_size=min(2, num_samples))))
+    inputs, targets = data.collate.load(same_shape(train), range(min(2, num_samples)))
     trained = engine.shard(plan, config, rank, model, inputs)
     # From here on dropout and random samples differ from rank to rank, as the samples do.
     seed_all(trainer.seed + 1 + (rank if member is None else member))
@@ -135,6 +134,7 @@ def _build_ungrouped(
         loss=build_loss(trainer.loss),
         train_data=train,
         eval_data=evaluation,
+        collate=data.collate,
         sampler=sampler,
         loggers=(),
         total_steps=total_steps,

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.data.base import build_data, same_shape
 from hetexp.data.loader import cut
+from hetexp.data.samples import Collate, read
 from hetexp.hardware.memory.estimate import (
     MemoryEstimate,
     Workload,
@@ -29,8 +30,11 @@ from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
 from hetexp.plan.strategy import Strategy
 from hetexp.training.loss import build_loss, summed
+from hetexp.training.recovery.oom_recovery import part_of
 from hetexp.training.seeding import seeded
 
+PEEKED = 32
+"""Samples that are read for the length of a padded one."""
 _Rank = tuple[DeviceSpec, int, str, int | None]
 """Device, local batch size, precision, most samples of a pass."""
 
@@ -64,7 +68,7 @@ class RunMemory:
         try:
             with seeded(config.trainer.seed):
                 data = build_data(config.data)
-                self.sample = next(iter(DataLoader(same_shape(data.train), batch_size=1)))
+                self.sample, self._two = _first_sample(same_shape(data.train), data.collate)
             self.data_facts = data.facts
             inputs, targets = self.sample
             model = build_on_meta(config.model, data.facts, config.trainer.activation_checkpointing)
@@ -203,7 +207,7 @@ class RunMemory:
         optimizer = {key: value for key, value in config.optimizer.items() if key != "lr"}
         options = (config.model, config.data, optimizer, config.trainer.activation_checkpointing)
         tensors = [(name, t.shape, t.dtype) for name, t in self.model.state_dict().items()]
-        sample = tree_map_only(torch.Tensor, lambda t: (t.shape[1:], t.dtype), self.sample)
+        sample = tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), (self.sample, self._two))
         classes = (type(strategy), type(self._loss), *(type(module) for module in self.model.modules()))
         return str((options, tensors, sample, vars(strategy))), classes
 
@@ -214,6 +218,7 @@ class RunMemory:
             # As in `hetexp.training.state.TrainState.local_loss`.
             loss=lambda output, targets: summed(self._loss, output, targets),
             sample=self.sample,
+            two=self._two,
             precision=precision,
             accumulates=accumulates,
             keeps_gradients=self._strategy.keeps_gradients(),
@@ -245,6 +250,18 @@ class RunMemory:
         fix = f"Write trainer.microbatch_size={largest}"
         fix += " and trainer.accumulate=1." if self._config.trainer.accumulate > 1 else "."
         return _too_many(self._config, f"at most {largest} on {device}", estimate, has, fix)
+
+
+def _first_sample(dataset: Dataset[Any], collate: Collate) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
+    """Return the batch of the first sample, and that of two such samples if batches have no rows.
+
+    Padded samples have the length of the longest of the first `PEEKED`.
+    """
+    if collate.one_shape is not False or not collate.has_rows:
+        (sample,) = read(dataset, [0])
+        return collate([sample]), None if collate.has_rows else collate([sample, sample])
+    count = min(PEEKED, len(dataset))  # type: ignore[arg-type]  # map-style, as build_data checked
+    return part_of(collate(read(dataset, range(count))), 0, 1), None
 
 
 @lru_cache(maxsize=64)
