@@ -442,8 +442,8 @@ def check(
     """
     from hetexp.core.config import COMPONENTS, check_config
     from hetexp.core.instantiate import check_component
-    from hetexp.hardware.selection.pool import Selection
     from hetexp.data.base import check_samples
+    from hetexp.hardware.selection.pool import Selection
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.run_spec import CheckedRun, RunSpec
 

@@ -35,7 +35,15 @@ from hetexp.core.sweep.search import SearchConfig
 
 ROOT = Path(__file__).parents[1]
 CONF, GUIDE, ALLOWED = ROOT / "conf", ROOT / "docs/guide", ROOT / "hetexp/web/allowed.json"
-SECTION_FILES = ("data/custom", "trainer/default", "comm/auto", "debug/none", "monitor/default", "fault/none", "cluster/lab")
+SECTION_FILES = (
+    "data/custom",
+    "trainer/default",
+    "comm/auto",
+    "debug/none",
+    "monitor/default",
+    "fault/none",
+    "cluster/lab",
+)
 """Files of typed sections that give keys, besides `config.yaml`."""
 WIDTH = 120
 FORM = [

@@ -144,8 +144,8 @@ class Collate:
         name, first, other = found
         if other is None:
             return (
-                f"A sample's {name} must be a tensor, a NumPy array, a number or text, but is {first} "
-                "instead. Give the data a transform that makes a tensor of it (torchvision: "
+                f"A sample's {name} must be tensors, NumPy arrays, numbers or text, but are {first} instead."
+                "  Give the data a transform that makes a tensor of it (torchvision: "
                 "+data.transform={_target_: torchvision.transforms.ToTensor}), or write data.collate=list."
             )
         if isinstance(self.function, Pad):
@@ -155,7 +155,7 @@ class Collate:
             "data.collate",
             "pad, list or a function of your own if samples differ in shape",
             None,
-            f"Of two samples {name} is {first} and {other}.",
+            f"Of two samples the {name} are {first} and {other}.",
         )
 
 
@@ -254,7 +254,7 @@ def _rest(batch: Any, taken: set[Key]) -> Any:
     return batch
 
 
-def _mismatch(samples: list[Any], name: str = "sample") -> tuple[str, str, str | None] | None:
+def _mismatch(samples: list[Any], name: str = "values") -> tuple[str, str, str | None] | None:
     """Return the name of the first part in which samples do not stack, with the shapes or types of two.
 
     The second one is missing for a part that no batch can hold.
@@ -262,12 +262,12 @@ def _mismatch(samples: list[Any], name: str = "sample") -> tuple[str, str, str |
     first = samples[0]
     for other in samples[1:]:
         if isinstance(first, Mapping) and isinstance(other, Mapping) and first.keys() != other.keys():
-            return "its keys", f"({', '.join(map(str, first))})", f"({', '.join(map(str, other))})"
+            return "keys", f"({', '.join(map(str, first))})", f"({', '.join(map(str, other))})"
     if isinstance(first, Mapping):
         columns = {f"`{key}`": [sample[key] for sample in samples] for key in first}
         return next((m for key, column in columns.items() if (m := _mismatch(column, key))), None)
     if isinstance(first, tuple):
-        parts = {0: "inputs", 1: "targets"} if name == "sample" and len(first) == 2 else {}
+        parts = {0: "inputs", 1: "targets"} if name == "values" and len(first) == 2 else {}
         for position in range(min(len(sample) for sample in samples)):
             column = [sample[position] for sample in samples]
             if found := _mismatch(column, parts.get(position, f"part {position}")):

@@ -32,7 +32,7 @@ from hetexp.model.hooks import NO_HOOKS, ModelHooks
 from hetexp.plan.strategy import Strategy
 from hetexp.training.balancer import Balancer
 from hetexp.training.engine import Engine
-from hetexp.training.loss import Loss, summed
+from hetexp.training.loss import Loss, label_error_of, summed
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.saving.saver import Saver
@@ -196,7 +196,10 @@ class TrainState:
         """Return the sum of the loss over a microbatch, at least in float32."""
         # One process may drive several devices, and gather the outputs on any of them.
         device = next((t.device for t in tensors(output)), self.device)
-        return summed(self.loss, output, self.to_device(targets, device)).to(self.device)
+        try:
+            return summed(self.loss, output, self.to_device(targets, device)).to(self.device)
+        except IndexError as error:
+            raise label_error_of(self.loss, output, targets) or error from None
 
     def to_device(self, value: Any, device: torch.device | None = None) -> Any:
         """Move a microbatch's inputs or targets to a device, floating-point ones in the weights' type.

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import must_be
+from hetexp.core.errors import ConfigError, must_be
 from hetexp.data.base import build_data, same_shape
 from hetexp.data.loader import cut
 from hetexp.data.samples import Collate, read
@@ -65,10 +65,16 @@ class RunMemory:
         self._ranks: list[_Rank] = list(zip(devices, local_batch_sizes, precisions, whole, strict=True))
         self.reason: str | None = None
         """Why there is no estimate at all."""
+        self.refusals: list[str] = []
+        """Why the ranks would refuse the first samples."""
         try:
             with seeded(config.trainer.seed):
                 data = build_data(config.data)
-                self.sample, self._two = _first_sample(same_shape(data.train), data.collate)
+                try:
+                    self.sample, self._two = _first_sample(same_shape(data.train), data.collate)
+                except ConfigError as error:
+                    self.refusals = error.problems
+                    raise
             self.data_facts = data.facts
             inputs, targets = self.sample
             model = build_on_meta(config.model, data.facts, config.trainer.activation_checkpointing)
@@ -257,11 +263,12 @@ def _first_sample(dataset: Dataset[Any], collate: Collate) -> tuple[tuple[Any, A
 
     Padded samples have the length of the longest of the first `PEEKED`.
     """
-    if collate.one_shape is not False or not collate.has_rows:
-        (sample,) = read(dataset, [0])
-        return collate([sample]), None if collate.has_rows else collate([sample, sample])
-    count = min(PEEKED, len(dataset))  # type: ignore[arg-type]  # map-style, as build_data checked
-    return part_of(collate(read(dataset, range(count))), 0, 1), None
+    total = len(dataset)  # type: ignore[arg-type]  # map-style, as build_data checked
+    samples = read(dataset, range(min(2 if collate.one_shape is not False else PEEKED, total)))
+    batch = collate(samples)  # also to learn whether they are a batch at all
+    if collate.has_rows:
+        return part_of(batch, 0, 1), None
+    return collate(samples[:1]), collate(samples[:1] * 2)
 
 
 @lru_cache(maxsize=64)
