@@ -144,8 +144,8 @@ class Collate:
         name, first, other = found
         if other is None:
             return (
-                f"A sample's {name} must be tensors, NumPy arrays, numbers or text, but are {first} instead."
-                "  Give the data a transform that makes a tensor of it (torchvision: "
+                f"A sample's {name} must be tensors, NumPy arrays, numbers or text, but are {first} instead. "
+                "Give the data a transform that makes a tensor of it (torchvision: "
                 "+data.transform={_target_: torchvision.transforms.ToTensor}), or write data.collate=list."
             )
         if isinstance(self.function, Pad):
