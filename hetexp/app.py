@@ -442,6 +442,7 @@ def check(
     """
     from hetexp.core.config import COMPONENTS, check_config
     from hetexp.core.instantiate import check_component
+    from hetexp.data.base import check_samples
     from hetexp.hardware.selection.pool import Selection
     from hetexp.optimizer.build import check_optimizer
     from hetexp.plan.run_spec import CheckedRun, RunSpec
@@ -454,6 +455,8 @@ def check(
     wrong += [problem for sentences in components.values() for problem in sentences]
     if not components.get("optimizer", True):
         wrong += check_optimizer(raw["optimizer"])
+    if not components.get("data", True):
+        wrong += check_samples(raw["data"])
     spec = None
     if config is not None:
         spec = RunSpec(config, raw, Selection(), request)

@@ -29,13 +29,21 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, TypeAdapter
 
-from hetexp.core.config import COMPONENTS, Config
+from hetexp.core.config import COMPONENTS, Config, SampleKeys
 from hetexp.core.instantiate import locate
 from hetexp.core.sweep.search import SearchConfig
 
 ROOT = Path(__file__).parents[1]
 CONF, GUIDE, ALLOWED = ROOT / "conf", ROOT / "docs/guide", ROOT / "hetexp/web/allowed.json"
-SECTION_FILES = ("trainer/default", "comm/auto", "debug/none", "monitor/default", "fault/none", "cluster/lab")
+SECTION_FILES = (
+    "data/custom",
+    "trainer/default",
+    "comm/auto",
+    "debug/none",
+    "monitor/default",
+    "fault/none",
+    "cluster/lab",
+)
 """Files of typed sections that give keys, besides `config.yaml`."""
 WIDTH = 120
 FORM = [
@@ -144,7 +152,7 @@ def search_keys() -> dict[str, Key]:
 @cache
 def schema() -> dict[str, Key]:
     """Return every key of the typed sections; `fallback` is written as `strategy.fallback`."""
-    found = dict(section_keys(Config))
+    found = dict(section_keys(Config)) | dict(section_keys(SampleKeys, "data."))
     return found | {"strategy.fallback": found.pop("fallback")}
 
 

@@ -234,7 +234,8 @@ def check_component(key: str, node: Any) -> list[str]:
         ]
     if not callable(located):
         return [f"`{key}._target_` must be a class or function, but is '{target}' instead."]
-    return _check_arguments(key, own_arguments(key, node), located)
+    named = parameters(target) if key == "data" else ()
+    return _check_arguments(key, own_arguments(key, node, named), located)
 
 
 def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., Any]) -> list[str]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hetexp.core.errors import ConfigError, must_build
-from hetexp.core.instantiate import instantiate
+from hetexp.core.config import COLLATE, SampleKeys, own_arguments, sample_keys, validated
+from hetexp.core.errors import ConfigError, must_be, must_build
+from hetexp.core.instantiate import check_component, instantiate, locate, parameters
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+
+    from hetexp.data.samples import Collate
+
+EVALUATION_SPLITS = ("validation", "evaluation", "eval", "val", "test")
+"""Names of evaluation data among several data sets, in the order in which they are looked for."""
 
 
 class DataSource(Protocol):
@@ -32,20 +39,23 @@ class DataSource(Protocol):
 
 
 @dataclass
-class _Parts:
-    """A data source made of the attributes of a user's class."""
+class Data:
+    """The data of the section `data`, as all of hetexp uses them."""
 
     train: Dataset[Any]
     evaluation: Dataset[Any] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     source: Any = None
     """`hetexp.data.activations.Source`, if it has one."""
+    collate: Collate = field(kw_only=True)
+    """Makes batches `(inputs, targets)` of samples of `train` and `evaluation`."""
 
 
-def build_data(node: Mapping[str, Any]) -> DataSource:
-    """Build the data source that the `data` section describes.
+def build_data(node: Mapping[str, Any]) -> Data:
+    """Build the data that the `data` section describes.
 
-    A plain map-style dataset is training data without evaluation; its `facts` are used if it has any.
+    A plain map-style dataset is training data without evaluation; its `facts` are used if it has any. So is a
+    mapping with `train`, as `datasets.load_dataset` gives, whose other splits may be evaluation data.
 
     Args:
         node: the section, with `_target_`.
@@ -53,19 +63,108 @@ def build_data(node: Mapping[str, Any]) -> DataSource:
     Raises:
         ConfigError: `_target_` builds neither a data source nor a map-style dataset.
     """
-    built = instantiate(node)
+    import torch
+
+    from hetexp.data.samples import build_collate
+
+    # Before the user's class runs, which may seed it: `trainer.seed`, as whoever builds data has seeded it.
+    seed = torch.initial_seed()
+    named = parameters(node["_target_"])
+    keys = sample_keys(node, named)
+    built = instantiate(own_arguments("data", node, named))
     facts = getattr(built, "facts", {})
+    source = None
     # Many published datasets have a flag named `train`: only data under that name makes a source.
     if _is_map_style(getattr(built, "train", None)):
-        evaluation = getattr(built, "evaluation", None)
-        if evaluation is not None and not _is_map_style(evaluation):
-            accepted = "map-style evaluation data or none"
-            raise ConfigError(must_build("data._target_", accepted, evaluation))
-        return _Parts(built.train, evaluation, facts, getattr(built, "source", None))
-    if _is_map_style(built):
-        return _Parts(built, None, facts)
-    accepted = "a data source or a map-style dataset (`__len__` and `__getitem__`)"
-    raise ConfigError(must_build("data._target_", accepted, built))
+        train, evaluation, source = (
+            built.train,
+            getattr(built, "evaluation", None),
+            getattr(built, "source", None),
+        )
+    elif isinstance(built, Mapping) and _is_map_style(built.get("train")):
+        splits = [built[name] for name in EVALUATION_SPLITS if name in built]
+        train, evaluation = built["train"], next(iter(splits), None)
+    elif _is_map_style(built):
+        train, evaluation = built, None
+    else:
+        raise ConfigError(_no_data(built))
+    if evaluation is not None and not _is_map_style(evaluation):
+        raise ConfigError(must_build("data._target_", "map-style evaluation data or none", evaluation))
+    wanted = keys.get("evaluation")
+    train, evaluation = _with_evaluation(in_torch(train), in_torch(evaluation), wanted, seed)
+    return Data(train, evaluation, facts, source, collate=build_collate(keys))
+
+
+def _with_evaluation(
+    train: Dataset[Any], evaluation: Dataset[Any] | None, wanted: float | Mapping[str, Any] | None, seed: int
+) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """Return training and evaluation data as `data.evaluation` asks for.
+
+    Raises:
+        ConfigError: it asks for a part of training data that have evaluation data, or builds none.
+    """
+    if wanted is None:
+        return train, evaluation
+    if isinstance(wanted, Mapping):
+        evaluation = in_torch(instantiate(wanted))
+        if not _is_map_style(evaluation):
+            raise ConfigError(must_build("data.evaluation._target_", "a map-style dataset", evaluation))
+        return train, evaluation
+    if evaluation is not None:
+        raise ConfigError(must_be("data.evaluation", "null if the data has evaluation data itself", wanted))
+    from torch.utils.data import Subset
+
+    from hetexp.data.sampler import random_order
+
+    total = len(train)  # type: ignore[arg-type]  # map-style, as checked
+    count = round(total * wanted)
+    if not 0 < count < total:
+        accepted = f"such that both parts of the {total} samples have one"
+        raise ConfigError(must_be("data.evaluation", accepted, wanted))
+    order = random_order(seed, (0, 2), total)  # no epoch and no partition has this key
+    return Subset(train, sorted(order[count:].tolist())), Subset(train, sorted(order[:count].tolist()))
+
+
+def in_torch(dataset: Any) -> Any:
+    """Return a data set of Hugging Face's `datasets` with tensors as its columns, any other as it is.
+
+    A format that the user has chosen stays.
+    """
+    kind = type(dataset)
+    is_theirs = kind.__module__.partition(".")[0] == "datasets" and hasattr(kind, "with_format")
+    if not is_theirs or dataset.format["type"] is not None:
+        return dataset
+    return dataset.with_format("torch")
+
+
+def check_samples(node: Mapping[str, Any]) -> list[str]:
+    """Return the problems of hetexp's own keys in the section `data`, whose class was found."""
+    keys = sample_keys(node, parameters(node["_target_"]))
+    typed, problems = validated(SampleKeys, keys, "data")
+    if typed is None:
+        return problems
+    if isinstance(typed.collate, str):
+        problems += _check_collate({"_target_": typed.collate}, "data.collate")
+    elif typed.collate is not None:
+        problems += _check_collate(typed.collate, "data.collate._target_")
+    if isinstance(typed.evaluation, Mapping):
+        problems += check_component("data.evaluation", typed.evaluation)
+    return problems
+
+
+def _check_collate(node: Mapping[str, Any], key: str) -> list[str]:
+    if not isinstance(node.get("_target_"), str):
+        return check_component("data.collate", node)
+    target = COLLATE.get(node["_target_"], node["_target_"])
+    try:
+        found = locate(target)
+    except Exception as error:  # an import runs any code and so raises anything
+        accepted = f"{', '.join(COLLATE)} or the dotted path of a function or class"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return [must_be(key, accepted, node["_target_"], f"{reason}.")]
+    # A function gets the samples, too, when it is called.
+    partial = {} if inspect.isclass(found) else {"_partial_": True}
+    return check_component("data.collate", {**node, "_target_": target, **partial})
 
 
 def same_shape(dataset: Dataset[Any]) -> Dataset[Any]:
@@ -77,6 +176,16 @@ def same_shape(dataset: Dataset[Any]) -> Dataset[Any]:
     method = getattr(dataset, "same_shape", None)
     uniform: Dataset[Any] = method() if callable(method) else dataset
     return uniform
+
+
+def _no_data(built: Any) -> str:
+    """Return why what `data._target_` builds is no data."""
+    if isinstance(built, Mapping) and built:
+        names = ", ".join(map(str, built))
+        fix = "Choose one with +data.split=… if the class takes it."
+        return f"`data._target_` must build data with a split `train`, but its splits are {names}. {fix}"
+    accepted = "a data source or a map-style dataset (`__len__` and `__getitem__`)"
+    return must_build("data._target_", accepted, built)
 
 
 def _is_map_style(value: Any) -> bool:

@@ -33,6 +33,11 @@ class Rows:
         # NumPy copies rows in this thread; torch would start threads beside the step's own.
         self._columns = [(tensor, tensor.numpy() if _in_numpy(tensor) else None) for tensor in tensors]
 
+    @property
+    def num_columns(self) -> int:
+        """Number of tensors."""
+        return len(self._columns)
+
     def take(self, indices: Indices, memory: PageLocked) -> list[torch.Tensor]:
         """Return the rows of these samples, [len(indices), …] of each tensor.
 

@@ -1,4 +1,4 @@
-"""This rank's microbatches, one global batch after another."""
+"""This rank's microbatches, one global batch after another, and their way to the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hetexp.core.split import Split
-from hetexp.data.in_memory import rows_of
+from hetexp.data.in_memory import Rows, rows_of
 from hetexp.data.page_locked import PageLocked
 from hetexp.data.prefetch import is_prefetchable, prefetched
 from hetexp.data.sampler import GlobalSampler, Indices, Position
+from hetexp.data.samples import Collate, read
 
 PREFETCH = 2
 """Microbatches that each process of a `DataLoader` loads ahead; torch's default."""
@@ -89,7 +91,7 @@ def local_batches(
             thread.
         num_workers: processes that load samples ahead.
         first_step: number of the first step.
-        collate: makes a microbatch of a list of samples.
+        collate: makes a microbatch of a list of samples; one that is no `Collate` need not make a pair.
         prefetch_factor: microbatches that each process loads ahead.
         page_locked: whether microbatches lie in page-locked memory.
         threaded: whether a thread may be used.
@@ -104,7 +106,7 @@ def local_batches(
     if not first_step:
         torch.empty((), dtype=torch.int64).random_()
     load = _Microbatches(dataset, collate, PageLocked(page_locked))
-    batches = (step.filled([load[indices] for indices in step.microbatches]) for step in drawn)
+    batches = (step.filled([load[indices] for indices in step.microbatches], load) for step in drawn)
     if threaded and _may_thread(dataset, collate):
         yield from prefetched(batches, THREAD_AHEAD)
     else:
@@ -125,7 +127,8 @@ def read_ahead(
 
 def _may_thread(dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> bool:
     """Return whether loading in a thread changes no result; a user's collate function may draw numbers."""
-    return collate is default_collate and is_prefetchable(dataset)
+    is_own = collate.is_own if isinstance(collate, Collate) else collate is not default_collate
+    return not is_own and is_prefetchable(dataset)
 
 
 def chop(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -146,13 +149,14 @@ class _Step:
     position: Position
     shared: Split
 
-    def filled(self, samples: list[Any]) -> LocalBatch:
+    def filled(self, samples: list[Any], load: _Microbatches) -> LocalBatch:
+        indices = [places.tolist() for places in self.microbatches]
         return LocalBatch(
-            microbatches=samples,
+            microbatches=samples if load.has_rows else list(map(load.with_indices, samples, indices)),
             local_samples=sum(map(len, self.microbatches)),
             global_samples=self.global_samples,
             position=self.position,
-            indices=[indices.tolist() for indices in self.microbatches],
+            indices=indices,
             counts=self.shared.counts,
         )
 
@@ -198,8 +202,9 @@ def _by_processes(
             # A step without samples is an item, too: else the loader would run on to a step with samples.
             yield from step.microbatches or [NOTHING]
 
+    load = _Microbatches(dataset, collate, PageLocked(False))
     loader: DataLoader[Any] = DataLoader(
-        _Microbatches(dataset, collate, PageLocked(False)),
+        load,
         sampler=order(),
         batch_size=None,
         num_workers=num_workers,
@@ -211,7 +216,7 @@ def _by_processes(
     for item in loaded:
         step = waiting.popleft()
         items = [item, *(next(loaded) for _ in step.microbatches[1:])]
-        yield step.filled(items if step.microbatches else [])
+        yield step.filled(items if step.microbatches else [], load)
 
 
 class _Microbatches(Dataset[Any]):
@@ -221,6 +226,8 @@ class _Microbatches(Dataset[Any]):
         self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], memory: PageLocked
     ) -> None:
         self._dataset, self._collate, self._memory = dataset, collate, memory
+        self.has_rows = not isinstance(collate, Collate) or collate.has_rows
+        """Whether microbatches may be cut by the rows of their tensors, or are not ours to cut."""
         self._load: Callable[[Indices], Any] | None = None
         """Set by the process that loads: arrays would be copied on their way to it."""
 
@@ -228,12 +235,55 @@ class _Microbatches(Dataset[Any]):
         if not len(indices):
             return None
         if self._load is None:
-            rows = rows_of(self._dataset) if self._collate is default_collate else None
-            self._load = self._collated if rows is None else partial(rows.take, memory=self._memory)
+            collate = self._collate
+            stacks = collate.stacks if isinstance(collate, Collate) else collate is default_collate
+            rows = rows_of(self._dataset) if stacks else None
+            self._load = self._collated if rows is None else self._taken(rows)
         return self._load(indices)
 
+    def with_indices(self, batch: tuple[Any, Any], indices: list[int]) -> Any:
+        """Return a microbatch that may be cut."""
+        assert isinstance(self._collate, Collate)
+        return self._collate.with_indices(batch, indices, self._dataset)
+
+    def _taken(self, rows: Rows) -> Callable[[Indices], Any]:
+        take, collate = partial(rows.take, memory=self._memory), self._collate
+        if not isinstance(collate, Collate) or (rows.num_columns == 2 and not collate.has_keys):
+            return take  # a pair, or what a script gets
+        return lambda indices: collate.pair(take(indices))
+
     def _collated(self, indices: Indices) -> Any:
-        places = indices.tolist()
-        many = getattr(self._dataset, "__getitems__", None)
-        samples = many(places) if many else [self._dataset[place] for place in places]
-        return self._memory.hold(self._collate(samples))
+        return self._memory.hold(self._collate(read(self._dataset, indices.tolist())))
+
+
+def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Move nested tensors to a device, floating-point ones in this type.
+
+    A batch class of some library is moved by its own method `to`. One with a method `apply`, as the graphs of
+    torch_geometric have, gets the type by it. All other values stay as they are.
+    """
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=True)
+
+    return _on_device(value, device, moved)
+
+
+def _on_device(value: Any, device: torch.device, moved: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return moved(value)
+    if type(value) is dict:
+        return {key: _on_device(item, device, moved) for key, item in value.items()}
+    if isinstance(value, PackedSequence):  # its sizes stay on the host
+        return value.to(device, moved(value.data[:0]).dtype)  # type: ignore[arg-type]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_on_device(item, device, moved) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_on_device(item, device, moved) for item in value)
+    if callable(getattr(value, "to", None)):
+        if callable(getattr(value, "apply", None)):
+            return value.apply(moved)
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _on_device(item, device, moved) for key, item in value.items()}
+    return value

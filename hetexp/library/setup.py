@@ -17,13 +17,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, default_collate
 
 from hetexp.comm.communicator import SoloCommunicator
-from hetexp.core.config import Config, read_config
+from hetexp.core.config import COLLATE, Config, read_config
 from hetexp.core.errors import ConfigError, SetupError, UsageError, must_be
 from hetexp.core.plan import Plan
 from hetexp.core.precision import precision_problems
 from hetexp.core.split import apportion
 from hetexp.data.loader import PREFETCH, read_ahead
 from hetexp.data.sampler import GlobalSampler
+from hetexp.data.samples import build_function
 from hetexp.hardware.backend import Backend, backend_class
 from hetexp.library.alone import FirstLine, device_alone, plan_alone, torch_device_alone
 from hetexp.library.batches import Collate, check_dataset
@@ -81,7 +82,7 @@ def setup(
     drop_last: bool = False,
     num_workers: int = 0,
     prefetch_factor: int = PREFETCH,
-    collate: Collate = default_collate,
+    collate: Collate | str = default_collate,
     log_every: int = 10,
     run_dir: str | Path | None = None,
 ) -> Run:
@@ -102,7 +103,8 @@ def setup(
         drop_last: whether to leave out the last batch of an epoch if it is not full.
         num_workers: data loader processes of each device.
         prefetch_factor: microbatches that each of them loads ahead.
-        collate: makes a batch of a list of samples, as `collate_fn` of torch's `DataLoader`.
+        collate: makes a batch of a list of samples, as `collate_fn` of torch's `DataLoader`; or one of the
+            names `pad` and `list` (`hetexp.data.collate`).
         log_every: steps between lines of `metrics.jsonl`.
         run_dir: run folder outside of `hetexp launch`; by default a new one in `outputs`, made when needed.
 
@@ -124,8 +126,12 @@ def setup(
     problems = _check_arguments(given) + check_dataset("dataset", dataset)
     problems += check_dataset("eval_dataset", eval_dataset) if eval_dataset is not None else []
     problems += _check_optimizer(model, optimizer)
+    if isinstance(collate, str) and collate not in COLLATE:
+        problems.append(must_be("collate", f"a function, {' or '.join(COLLATE)}", collate))
     if problems:
         raise ConfigError(problems)
+    if isinstance(collate, str):
+        collate = build_function(collate)
     launched = _launched
     if launched is not None:
         if launched.run is not None:

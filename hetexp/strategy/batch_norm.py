@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.empty_share import zero_with_gradient
 from hetexp.model.recompute import once
-from hetexp.strategy.trial_pass import try_out, undisturbed
+from hetexp.training.measuring.trial_pass import try_out, undisturbed
 
 if TYPE_CHECKING:
     from torch import Tensor

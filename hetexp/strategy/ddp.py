@@ -137,7 +137,7 @@ class DDP(Strategy):
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
-        from hetexp.strategy.trial_pass import used_parameters
+        from hetexp.training.measuring.trial_pass import used_parameters
 
         guard = _guard_of(module)
         model = guard.bare_model

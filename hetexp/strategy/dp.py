@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import NonNegativeInt
 
-from hetexp.core.config import Config
+from hetexp.core.config import COLLATE, Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.core.fault import LASTING
@@ -73,6 +73,11 @@ class DP(Unexchanged):
         if self.output_device >= len(devices):
             accepted = f"below the number of cards ({len(devices)})"
             problems.append(must_be("strategy.output_device", accepted, self.output_device))
+        collate = config.data.get("collate")
+        name = collate.get("_target_") if isinstance(collate, dict) else collate
+        if name not in (None, "pad", COLLATE["pad"]):
+            accepted = "ddp if `data.collate` makes batches whose tensors may have no row a sample"
+            problems.append(must_be("strategy", accepted, "dp"))
         slowed = {event.device for event in config.fault.events if event.kind in LASTING}
         if slowed:
             accepted = f"ddp where `fault.events` slows a device ({', '.join(sorted(slowed))})"

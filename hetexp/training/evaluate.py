@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hetexp.data.loader import chop, cut
-from hetexp.training.loss import count_of, num_rows
+from hetexp.training.loss import count_of
 from hetexp.training.state import TrainState
 
 
@@ -64,7 +64,9 @@ def _all_reduce_measured(state: TrainState, measured: torch.Tensor | None) -> to
     return state.communicator.all_reduce(measured) if int(length) else None
 
 
-def _sums(state: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tensor, torch.Tensor | None]:
+def _sums(
+    state: TrainState, batches: Iterator[tuple[int, Any]]
+) -> tuple[float, torch.Tensor, torch.Tensor | None]:
     """Return the sum of the loss, four counts, and the sums that the model itself measures, if any.
 
     The counts are elements, right ones, samples, and 1 if the loss does not define which are right.
@@ -74,8 +76,8 @@ def _sums(state: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tenso
     counts_correct = True
     state.model.eval()
     with torch.inference_mode():
-        for number, (inputs, targets) in enumerate(batches):
-            output = state.engine.forward(inputs, number, num_rows(targets))
+        for number, (size, (inputs, targets)) in enumerate(batches):
+            output = state.engine.forward(inputs, number, size)
             state.communicator.alive()
             if output is None:
                 continue
@@ -90,7 +92,7 @@ def _sums(state: TrainState, batches: Iterator[Any]) -> tuple[float, torch.Tenso
             right = state.loss.correct(output, on_device)
             counts_correct &= right is not None
             correct += right or 0
-            samples += num_rows(targets)
+            samples += size
     state.model.train()
     counts = torch.tensor([count, correct, samples, not counts_correct], dtype=torch.float64)
     return loss_total, counts, measured
@@ -115,16 +117,22 @@ def _total(state: TrainState) -> int:
     return min(total, trainer.fast_dev_run * trainer.global_batch_size) if trainer.fast_dev_run else total
 
 
-def _batches(state: TrainState, first: int, end: int, batch: int) -> Iterator[Any]:
-    """Yield the evaluation data from `first` to `end` in batches of at most `batch` samples."""
+def _batches(state: TrainState, first: int, end: int, batch: int) -> Iterator[tuple[int, Any]]:
+    """Yield the evaluation data from `first` to `end` in batches, with the size of each.
+
+    Args:
+        batch: most samples of a batch.
+    """
     trainer = state.config.trainer
     if first == end:
         return
     batches = list(chop(range(first, end), cut(end - first, 1, batch)))
     assert state.eval_data is not None
-    yield from DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         state.eval_data,
         batch_sampler=batches,
+        collate_fn=state.collate,
         num_workers=trainer.num_workers,
         prefetch_factor=trainer.prefetch_factor if trainer.num_workers else None,
     )
+    yield from zip(map(len, batches), loader, strict=True)

@@ -20,6 +20,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
 from hetexp.training.engine import StepResult
+from hetexp.training.loss import LabelError
 from hetexp.training.measuring.timer import StepTimer, Totals
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.nonfinite.search import explain
@@ -159,8 +160,11 @@ class Training:
             message.seconds = state.balancer.local_seconds(window.meter)
             if state.survives and self._log_due(progress.step + 1):
                 message.window = window.loss
-            with window.undone_on_error():
-                result = state.engine.step(progress.step, batch, normalizer, window.meter)
+            try:
+                with window.undone_on_error():
+                    result = state.engine.step(progress.step, batch, normalizer, window.meter)
+            except LabelError as error:
+                raise error.in_samples(batch.microbatches, batch.indices) from None
             if before is not None and message.all_seconds:
                 rebalance(state, progress.step, before, message.all_seconds)
             before = batch

@@ -100,7 +100,7 @@ def _paired(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, 
     if len(shape) and shape.numel() == targets.numel():
         ends, target_ends = _row_ends(shape), _row_ends(targets.shape)
         if ends <= target_ends or target_ends <= ends:
-            return output.flatten(0, -2), targets.flatten()
+            return output.flatten(0, -2), targets.flatten().long()
     shapes = f"{list(output.shape)} and {list(targets.shape)}"
     raise ConfigError(
         "`trainer.loss` cross_entropy needs outputs [batch, …, classes] and one class for each of their rows "
@@ -204,6 +204,60 @@ def _sample(value: Any, index: int) -> Any:
     if isinstance(value, dict):
         return {key: _sample(item, index) for key, item in value.items()}
     return type(value)(_sample(item, index) for item in value)
+
+
+class LabelError(ConfigError):
+    """A label is no class of the model's output.
+
+    Args:
+        num_classes: of the output.
+        ignored: label that does not count.
+        label: the wrong one.
+        sample: its place in the data, if that is known.
+    """
+
+    def __init__(self, num_classes: int, ignored: int, label: int, sample: int | None = None) -> None:
+        self.num_classes, self.ignored = num_classes, ignored
+        which = "one" if sample is None else f"that of training sample {sample}"
+        super().__init__(
+            f"`data` labels must be from 0 to {num_classes - 1}, as the model's output has {num_classes} "
+            f"classes, but {which} is {label} instead."
+        )
+
+    def in_samples(self, microbatches: Sequence[Any], indices: Sequence[Sequence[int]]) -> LabelError:
+        """Return the error with the place of the first wrong label in these microbatches, if one has it."""
+        for (_, targets), places in zip(microbatches, indices, strict=False):
+            if error := label_error(targets, self.num_classes, self.ignored, places):
+                return error
+        return self
+
+
+def label_error(
+    targets: Any, num_classes: int, ignored: int = IGNORED, places: Sequence[int] = ()
+) -> LabelError | None:
+    """Return the error of the first label that is no class, `None` if there is none.
+
+    Args:
+        targets: a tensor of labels; the labels in other targets are not known.
+        places: of the samples in the data.
+    """
+    if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.is_complex():
+        return None
+    wrong = ((targets < 0) | (targets >= num_classes)) & (targets != ignored)
+    if not bool(wrong.any()):
+        return None
+    row = int(wrong.reshape(len(targets), -1).any(1).nonzero()[0])
+    sample = places[row] if row < len(places) else None
+    return LabelError(num_classes, ignored, int(targets[wrong][0]), sample)
+
+
+def label_error_of(loss: Loss, output: Any, targets: Any, places: Sequence[int] = ()) -> LabelError | None:
+    """Return `label_error` for the classes of a model's output."""
+    output = output.output if isinstance(output, WithAuxiliary) else output
+    if not isinstance(output, torch.Tensor) or not output.dim():
+        return None
+    num_classes = output.shape[getattr(loss, "class_dim", -1)]
+    return label_error(targets, num_classes, getattr(loss, "ignore_index", IGNORED), places)
 
 
 _SHIPPED: dict[str, type[Loss]] = {

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 from hetexp.comm.communicator import Communicator
 from hetexp.data.loader import chop, cut
@@ -106,5 +105,4 @@ def _probe(state: TrainState, hooks: ModelHooks, step: int, size: int) -> Probe:
 
 def _read(state: TrainState, indices: list[int]) -> Any:
     """Return these samples of the training data, collated, on the host."""
-    many = getattr(state.train_data, "__getitems__", None)
-    return default_collate(many(indices) if many else [state.train_data[index] for index in indices])
+    return state.collate.load(state.train_data, indices)

@@ -79,7 +79,7 @@ class Replica(Engine):
         """Return the balancer of the plan's ranks."""
         state, trainer = self.state, self.state.config.trainer
         settings = state.policy.settings if state.policy.follows and self.moves_samples else None
-        ahead = read_ahead(state.train_data, trainer.num_workers, trainer.prefetch_factor)
+        ahead = read_ahead(state.train_data, trainer.num_workers, trainer.prefetch_factor, state.collate)
         return Balancer(state.plan, settings, ahead)
 
     def attach_exchange(self, store: dist.Store) -> None:
@@ -116,6 +116,7 @@ class Replica(Engine):
             *self.loaded_in(),
             num_workers,
             first_step,
+            state.collate,
             prefetch_factor=state.config.trainer.prefetch_factor,
             page_locked=state.backend.copies_page_locked,
         )
@@ -194,5 +195,5 @@ def _input_bytes(state: TrainState) -> int:
     """Return the bytes of one sample's inputs on the way to the device."""
     if state.input_bytes is not None:
         return state.input_bytes
-    inputs, _ = state.train_data[0]
+    inputs, _ = state.collate.load(state.train_data, [0])
     return sum(t.numel() * t.element_size() for t in tensors(state.to_device(inputs)))

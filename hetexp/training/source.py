@@ -17,6 +17,7 @@ from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError, ConfigError, did_you_mean, must_be
 from hetexp.core.instantiate import only_trusted, untrusted
 from hetexp.data.base import build_data
+from hetexp.data.loader import on_device
 from hetexp.model.base import WithAuxiliary, build_model
 from hetexp.training.loss import Loss, build_loss, count_of
 from hetexp.training.seeding import seeded
@@ -97,7 +98,7 @@ class SourceModel:
             outputs.append(vectors.flatten(0, -2))
             return vectors
 
-        for inputs, _ in DataLoader(dataset, batch_size=batch_size):
+        for inputs, _ in DataLoader(dataset, batch_size, collate_fn=self.data.collate):
             with torch.inference_mode(), self._replaced(keep):
                 self._call(inputs)
             yield torch.cat(outputs)
@@ -136,12 +137,12 @@ class SourceModel:
 
         replacements: Sequence[Replace] = (lambda vectors: vectors, reconstructed, torch.zeros_like)
         samples = Subset(self.data.evaluation, range(first, end))
-        for inputs, targets in DataLoader(samples, batch_size=batch_size):
-            on_device = _moved(inputs, device, dtype), _moved(targets, device, dtype)
+        for inputs, targets in DataLoader(samples, batch_size, collate_fn=self.data.collate):
+            moved = on_device(inputs, device, dtype), on_device(targets, device, dtype)
             sums[0] += count_of(self.loss, targets)
             for place, replacement in enumerate(replacements, 1):
                 with torch.inference_mode(), self._replaced(replacement):
-                    sums[place] += float(self.loss.total(self._call(on_device[0]), on_device[1]))
+                    sums[place] += float(self.loss.total(self._call(moved[0]), moved[1]))
             alive()
         return sums
 
@@ -177,9 +178,3 @@ class SourceModel:
             yield
         finally:
             handle.remove()
-
-
-def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    if isinstance(value, dict):
-        return {key: _moved(item, device, dtype) for key, item in value.items()}
-    return value.to(device, dtype if value.is_floating_point() else value.dtype)

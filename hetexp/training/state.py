@@ -22,8 +22,9 @@ from hetexp.comm.step_message import StepMessage
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
-from hetexp.data.loader import cut
+from hetexp.data.loader import cut, on_device
 from hetexp.data.sampler import GlobalSampler, Position
+from hetexp.data.samples import Collate
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.logger.base import Logger
@@ -31,7 +32,7 @@ from hetexp.model.hooks import NO_HOOKS, ModelHooks
 from hetexp.plan.strategy import Strategy
 from hetexp.training.balancer import Balancer
 from hetexp.training.engine import Engine
-from hetexp.training.loss import Loss, summed
+from hetexp.training.loss import Loss, label_error_of, summed
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.saving.saver import Saver
@@ -66,6 +67,8 @@ class TrainState:
     """Empty on all ranks but rank 0."""
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
+    collate: Collate = field(default_factory=Collate)
+    """Makes batches `(inputs, targets)` of samples of both."""
     exchange: Exchange | None = None
     """Sums gradients and other large tensors over all ranks; `None` for a single rank."""
     hook: CommHook = field(default_factory=CommHook)
@@ -193,7 +196,10 @@ class TrainState:
         """Return the sum of the loss over a microbatch, at least in float32."""
         # One process may drive several devices, and gather the outputs on any of them.
         device = next((t.device for t in tensors(output)), self.device)
-        return summed(self.loss, output, self.to_device(targets, device)).to(self.device)
+        try:
+            return summed(self.loss, output, self.to_device(targets, device)).to(self.device)
+        except IndexError as error:
+            raise label_error_of(self.loss, output, targets) or error from None
 
     def to_device(self, value: Any, device: torch.device | None = None) -> Any:
         """Move a microbatch's inputs or targets to a device, floating-point ones in the weights' type.
@@ -202,19 +208,6 @@ class TrainState:
             device: `None`: the rank's own.
         """
         return on_device(value, device or self.device, self.dtype)
-
-
-def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Move nested tensors to a device, floating-point ones in this type; other values stay as they are."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, dtype if value.is_floating_point() else value.dtype, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: on_device(item, device, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(on_device(item, device, dtype) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(on_device(item, device, dtype) for item in value)
-    return value
 
 
 @dataclass

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
 
 import hetexp
 from hetexp.balancing.base import BalancingPolicy
@@ -23,6 +23,7 @@ from hetexp.core.instantiate import instantiate
 from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data, same_shape
+from hetexp.data.loader import on_device
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import Backend, backend_class, visible_places
 from hetexp.logger.base import Logger, RunInfo
@@ -37,6 +38,7 @@ from hetexp.training.data_parallel import DataParallel
 from hetexp.training.engine import Engine
 from hetexp.training.group import versions
 from hetexp.training.loss import build_loss
+from hetexp.training.measuring.trial_pass import Trial, first_batch
 from hetexp.training.nonfinite.loss_scale import LossScale, check_device
 from hetexp.training.seeding import seed_all
 from hetexp.training.source import SourceModel
@@ -107,16 +109,18 @@ def _build_ungrouped(
         rates = without_dropout(model)
         log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
     model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
+    loss = build_loss(trainer.loss)
+    first = first_batch(same_shape(train), data.collate, plan)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
         run_on = agree(plan, config, rank, store, facts)
     else:
         run_on = [versions()]
         agree_as_newcomer(plan, member, store, facts)
-    inputs, _ = next(iter(DataLoader(same_shape(train), batch_size=min(2, num_samples))))
-    trained = engine.shard(plan, config, rank, model, inputs)
-    # From here on dropout and random samples differ from rank to rank, as the samples do.
-    seed_all(trainer.seed + 1 + (rank if member is None else member))
+    if plan.stages:  # while the model is whole
+        moved = partial(on_device, device=torch.device("cpu"), dtype=next(model.parameters()).dtype)
+        Trial(model, loss, data.collate, moved).run(train, first)
+    trained = engine.shard(plan, config, rank, model, first[0])
     model.to(device)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, trained)
@@ -132,9 +136,10 @@ def _build_ungrouped(
         module=model,
         optimizer=optimizer,
         schedule=build_schedule(optimizer, trainer.schedule, trainer.warmup_steps, total_steps),
-        loss=build_loss(trainer.loss),
+        loss=loss,
         train_data=train,
         eval_data=evaluation,
+        collate=data.collate,
         sampler=sampler,
         loggers=(),
         total_steps=total_steps,
@@ -145,8 +150,12 @@ def _build_ungrouped(
         source=source,
         run_on=tuple(run_on),
     )
+    if not plan.stages:
+        Trial(model, loss, data.collate, state.to_device, state.autocast).run(train, first)
+    # From here on dropout and random samples differ from rank to rank, as the samples do.
+    seed_all(trainer.seed + 1 + (rank if member is None else member))
     strategy.configure(plan)
-    engine.prepare(inputs)
+    engine.prepare(first[0])
     return state
 
 

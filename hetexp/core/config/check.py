@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hetexp.core.cluster import ClusterConfig, cluster_problems
@@ -9,6 +10,7 @@ from hetexp.core.config.explain import validated
 from hetexp.core.config.fault import fault_problems
 from hetexp.core.config.hardware import HardwareConfig, hardware_problems
 from hetexp.core.config.root import Config
+from hetexp.core.config.samples import class_arguments
 from hetexp.core.config.trainer import trainer_problems
 from hetexp.core.errors import ConfigError, must_be
 
@@ -37,8 +39,14 @@ def check_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
     return config, wrong + problems
 
 
-def own_arguments(section: str, node: Any) -> Any:
-    """Return the arguments of a section's class, without the keys that hetexp itself reads there."""
+def own_arguments(section: str, node: Any, named: Collection[str] = ()) -> Any:
+    """Return the arguments of a section's class, without the keys that hetexp itself reads there.
+
+    Args:
+        named: arguments that the class names in its signature; they matter for `data` only.
+    """
+    if section == "data" and isinstance(node, Mapping):
+        return class_arguments(node, named)
     if section != "strategy" or not isinstance(node, dict):
         return node
     return {name: value for name, value in node.items() if name != "fallback"}

@@ -274,10 +274,13 @@ def spread_out(parameters: Sequence[nn.Parameter], count: int) -> list[nn.Parame
     return chosen
 
 
-def count_work(model: nn.Module, inputs: Any) -> tuple[float, float, list[tuple[torch.nn.Parameter, float]]]:
+def count_work(
+    model: nn.Module, inputs: Any, samples: int | None = None
+) -> tuple[float, float, list[tuple[torch.nn.Parameter, float]]]:
     """Count the floating-point operations of one sample.
 
     Args:
+        samples: number of the inputs'; `None`: the rows of their first tensor.
         inputs: those that require a gradient get it in backward, as in a stage after the first.
 
     Returns:
@@ -287,7 +290,7 @@ def count_work(model: nn.Module, inputs: Any) -> tuple[float, float, list[tuple[
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    modes, samples = [(m, m.training) for m in model.modules()], num_samples((inputs,))
+    modes, samples = [(m, m.training) for m in model.modules()], samples or num_samples((inputs,))
     trainable = [p for p in model.parameters() if p.requires_grad]
     model.eval()  # no dropout, no running statistics: counting leaves the model as it was
     counter = FlopCounterMode(display=False)

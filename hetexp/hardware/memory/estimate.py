@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,8 @@ class Workload:
     """Maps the model's output and the targets to a scalar."""
     sample: tuple[Any, Any]
     """Inputs and targets of a batch of any size, on any device; dimension 0 counts the samples."""
+    two: tuple[Any, Any] | None = None
+    """Those of two samples, and `sample` those of one, if not every tensor has a row a sample."""
     precision: str = "float32"
     """`float32`, `float64`, or the precision of autocast: `bfloat16`, `float16`."""
     accumulates: bool = False
@@ -208,15 +210,14 @@ def _passes(
     from hetexp.hardware.memory.functions import CardFunctions
 
     functions = CardFunctions(workload.precision, rules.fused_attention)
-    inputs, targets = workload.sample
     output = total = None
     # The second microbatch meets the gradients and the output of the first one.
     for _ in range(2 if workload.accumulates else 1):
         live.restart()
         # In backward, too: checkpointing runs parts of the forward pass again.
         with functions:
-            output = call_model(model, _sized(inputs, size, workload.precision))
-            total = workload.loss(output, _sized(targets, size, workload.precision))
+            output = call_model(model, _sized(workload, 0, size))
+            total = workload.loss(output, _sized(workload, 1, size))
             functions.forget()
             forward = live.multiplies
             phases |= {"after_forward": live.now, "forward": live.peak}
@@ -322,19 +323,45 @@ def _fill_gradients(parameters: list[torch.nn.Parameter]) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-def _sized(value: Any, size: int, precision: str) -> Any:
-    """Return meta tensors for a batch of `size` samples, of the types that `TrainState.to_device` gives."""
+def _sized(workload: Workload, part: int, size: int) -> Any:
+    """Return meta tensors for a batch of `size` samples, of the types that `TrainState.to_device` gives.
+
+    Args:
+        part: 0 for the inputs, 1 for the targets.
+    """
     import torch
     from torch.utils._pytree import tree_map_only
 
-    floating = torch.float64 if precision == "float64" else torch.float32
+    floating = torch.float64 if workload.precision == "float64" else torch.float32
 
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
-        shape = (size, *tensor.shape[1:]) if tensor.dim() else ()
+    def empty(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         dtype = floating if tensor.is_floating_point() else tensor.dtype
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    return tree_map_only(torch.Tensor, resized, value)
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        return empty(tensor, (size, *tensor.shape[1:]) if tensor.dim() else ())
+
+    if workload.two is not None:
+        return _grown(workload.sample[part], workload.two[part], size, empty)
+    return tree_map_only(torch.Tensor, resized, workload.sample[part])
+
+
+def _grown(one: Any, two: Any, size: int, empty: Callable[[torch.Tensor, Sequence[int]], Any]) -> Any:
+    """Return a part of a batch of `size` samples, as the same part of one and of two samples suggests.
+
+    Each dimension and each list grows by the same number a sample.
+    """
+    import torch
+
+    if isinstance(one, torch.Tensor):
+        return empty(one, [n + (size - 1) * (m - n) for n, m in zip(one.shape, two.shape, strict=True)])
+    if isinstance(one, dict):
+        return {key: _grown(item, two[key], size, empty) for key, item in one.items()}
+    if type(one) in (list, tuple):
+        items = [_grown(item, other, size, empty) for item, other in zip(one, two, strict=False)]
+        more = (size - 1) * (len(two) - len(one))
+        return type(one)(items + [_grown(one[-1], two[-1], size, empty) for _ in range(more)])
+    return one
 
 
 def _reason(error: Exception) -> str:

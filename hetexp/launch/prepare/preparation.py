@@ -82,9 +82,12 @@ class Preparation:
         `hardware.check_memory=false`. The data set is built for the estimates.
         """
         cpu = all(device.backend == "cpu" for device in plan.devices)
-        return (
-            None if cpu or not self._spec.config.hardware.check_memory else estimate_memory(plan, self._spec)
-        )
+        if cpu or not self._spec.config.hardware.check_memory:
+            return None
+        memory = estimate_memory(plan, self._spec)
+        if memory.refusals:
+            raise ConfigError(memory.refusals)
+        return memory
 
     def split(self, plan: Plan, memory: RunMemory | None) -> Plan:
         """Return the plan with the split that measures best, if the policy measures and there is a choice.

@@ -211,7 +211,7 @@ def recalibrate(state: TrainState) -> None:
     order = [index for epoch in _epoch(state) for index in epoch][:count]
     batches = list(chop(order, cut(count, 1, largest)))
     with torch.no_grad():
-        for inputs, _ in DataLoader(state.train_data, batch_sampler=batches):
+        for inputs, _ in DataLoader(state.train_data, batch_sampler=batches, collate_fn=state.collate):
             with state.autocast():
                 call_model(state.model, state.to_device(inputs))
             state.communicator.alive()

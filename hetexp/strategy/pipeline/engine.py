@@ -18,7 +18,7 @@ from hetexp.core.config import Config
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
-from hetexp.data.loader import LocalBatch, local_batches
+from hetexp.data.loader import LocalBatch, local_batches, on_device
 from hetexp.data.sampler import Position
 from hetexp.hardware.backend import StagePasses
 from hetexp.hardware.emulation.pacing import tensors
@@ -36,7 +36,6 @@ from hetexp.training.nonfinite.loss_scale import unscale_and_check
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import fatal_out_of_memory, sizes_of
 from hetexp.training.replica import Replica, gradient_of
-from hetexp.training.state import on_device
 from hetexp.training.step import advance_schedule, guarded_step
 
 
@@ -110,6 +109,7 @@ class Stages(Replica):
             *self.loaded_in(),
             num_workers,
             first_step,
+            state.collate,
             prefetch_factor=state.config.trainer.prefetch_factor,
             page_locked=state.backend.copies_page_locked,
         )

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Subset
 
 from hetexp.balancing.fit import fit_curve, median_errors, sizes_to_measure
 from hetexp.balancing.solver import solve
@@ -32,6 +31,7 @@ from hetexp.core.cost.step import Channel
 from hetexp.core.split import Split
 from hetexp.data.loader import cut, local_batches
 from hetexp.data.sampler import GlobalSampler
+from hetexp.data.samples import read
 from hetexp.hardware.links import links_of
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.compiled import any_batch_size
@@ -247,7 +247,7 @@ def _time_steps(
     Args:
         warm: whether passes of this size ran before.
     """
-    inputs, targets = (part_of(value, 0, size) for value in batch)
+    inputs, targets = part_of(batch, 0, size)
     backend = state.backend
     marks: list[tuple[Any, Any, Any]] = []
     began = 0.0
@@ -376,6 +376,7 @@ def joint_steps(
         lambda step, n: split if n == split.total else state.balancer.split(step, n),
         state.rank,
         *state.engine.loaded_in(),
+        collate=state.collate,
         page_locked=state.backend.copies_page_locked,
     )
     meters: list[StepTimer] = []
@@ -460,6 +461,5 @@ def _buckets(state: TrainState) -> tuple[tuple[float, int], ...]:
 def _samples(state: TrainState, count: int) -> tuple[Any, Any]:
     """Return `count` training samples as one batch on the host; they repeat if the data set has fewer."""
     indices = [i % len(state.train_data) for i in range(count)]  # type: ignore[arg-type]
-    loader = DataLoader(Subset(state.train_data, indices), batch_size=count)
-    inputs, targets = next(iter(loader))
-    return inputs, targets
+    samples = read(state.train_data, indices)  # once: each size collates as many of them as it needs
+    return state.collate.load(samples, range(count))  # type: ignore[arg-type]  # a list, too, has indices

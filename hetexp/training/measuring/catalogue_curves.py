@@ -119,7 +119,7 @@ def count(config: Config, built: RunMemory, emulated: bool) -> CountedWork:
     recompute = config.trainer.activation_checkpointing
     model = built.model_with_values(recompute) if emulated else built.model
     inputs = _moved(built.sample[0], model)
-    forward, backward, fractions = count_work(model, inputs)
+    forward, backward, fractions = count_work(model, inputs, samples=1)
     sized = [(fraction, p.numel() * p.element_size()) for p, fraction in fractions]
     return CountedWork(
         forward_flops=forward,

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import must_be
+from hetexp.core.errors import ConfigError, must_be
 from hetexp.data.base import build_data, same_shape
 from hetexp.data.loader import cut
+from hetexp.data.samples import Collate, read
 from hetexp.hardware.memory.estimate import (
     MemoryEstimate,
     Workload,
@@ -29,8 +30,11 @@ from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
 from hetexp.plan.strategy import Strategy
 from hetexp.training.loss import build_loss, summed
+from hetexp.training.recovery.oom_recovery import part_of
 from hetexp.training.seeding import seeded
 
+PEEKED = 32
+"""Samples that are read for the length of a padded one."""
 _Rank = tuple[DeviceSpec, int, str, int | None]
 """Device, local batch size, precision, most samples of a pass."""
 
@@ -61,10 +65,16 @@ class RunMemory:
         self._ranks: list[_Rank] = list(zip(devices, local_batch_sizes, precisions, whole, strict=True))
         self.reason: str | None = None
         """Why there is no estimate at all."""
+        self.refusals: list[str] = []
+        """Why the ranks would refuse the first samples."""
         try:
             with seeded(config.trainer.seed):
                 data = build_data(config.data)
-                self.sample = next(iter(DataLoader(same_shape(data.train), batch_size=1)))
+                try:
+                    self.sample, self._two = _first_sample(same_shape(data.train), data.collate)
+                except ConfigError as error:
+                    self.refusals = error.problems
+                    raise
             self.data_facts = data.facts
             inputs, targets = self.sample
             model = build_on_meta(config.model, data.facts, config.trainer.activation_checkpointing)
@@ -203,7 +213,7 @@ class RunMemory:
         optimizer = {key: value for key, value in config.optimizer.items() if key != "lr"}
         options = (config.model, config.data, optimizer, config.trainer.activation_checkpointing)
         tensors = [(name, t.shape, t.dtype) for name, t in self.model.state_dict().items()]
-        sample = tree_map_only(torch.Tensor, lambda t: (t.shape[1:], t.dtype), self.sample)
+        sample = tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), (self.sample, self._two))
         classes = (type(strategy), type(self._loss), *(type(module) for module in self.model.modules()))
         return str((options, tensors, sample, vars(strategy))), classes
 
@@ -214,6 +224,7 @@ class RunMemory:
             # As in `hetexp.training.state.TrainState.local_loss`.
             loss=lambda output, targets: summed(self._loss, output, targets),
             sample=self.sample,
+            two=self._two,
             precision=precision,
             accumulates=accumulates,
             keeps_gradients=self._strategy.keeps_gradients(),
@@ -245,6 +256,19 @@ class RunMemory:
         fix = f"Write trainer.microbatch_size={largest}"
         fix += " and trainer.accumulate=1." if self._config.trainer.accumulate > 1 else "."
         return _too_many(self._config, f"at most {largest} on {device}", estimate, has, fix)
+
+
+def _first_sample(dataset: Dataset[Any], collate: Collate) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
+    """Return the batch of the first sample, and that of two such samples if batches have no rows.
+
+    Padded samples have the length of the longest of the first `PEEKED`.
+    """
+    total = len(dataset)  # type: ignore[arg-type]  # map-style, as build_data checked
+    samples = read(dataset, range(min(2 if collate.one_shape is not False else PEEKED, total)))
+    batch = collate(samples)  # also to learn whether they are a batch at all
+    if collate.has_rows:
+        return part_of(batch, 0, 1), None
+    return collate(samples[:1]), collate(samples[:1] * 2)
 
 
 @lru_cache(maxsize=64)

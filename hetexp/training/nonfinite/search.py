@@ -162,8 +162,8 @@ def _narrow(
 ) -> NonFiniteSamples:
     alone: list[int] = []
     together: list[int] = []
-    for (inputs, targets), indices in suspects:
-        runs = list(_smallest(inputs, targets, indices, is_finite, MOST_NAMED + 1 - len(alone)))
+    for microbatch, indices in suspects:
+        runs = list(_smallest(microbatch, indices, is_finite, MOST_NAMED + 1 - len(alone)))
         alone += [index for run in runs if len(run) == 1 for index in run]
         together += [index for run in runs if len(run) > 1 for index in run]
         if of_loss and not runs:  # the loss was not finite in the step, and is finite now
@@ -176,16 +176,16 @@ def _narrow(
 
 
 def _smallest(
-    inputs: Any, targets: Any, indices: list[int], is_finite: Callable[[Any, Any], bool], most: int
+    microbatch: Any, indices: list[int], is_finite: Callable[[Any, Any], bool], most: int
 ) -> Iterator[list[int]]:
     """Yield at most `most` of the smallest runs of samples, by halving, that are not finite."""
-    if most < 1 or is_finite(inputs, targets):
+    if most < 1 or is_finite(*microbatch):
         return
     half, count = len(indices) // 2, 0
     if half:
         for start, end in ((0, half), (half, len(indices))):
-            halves = part_of(inputs, start, end), part_of(targets, start, end)
-            for run in _smallest(*halves, indices[start:end], is_finite, most - count):
+            part = part_of(microbatch, start, end)
+            for run in _smallest(part, indices[start:end], is_finite, most - count):
                 count += 1
                 yield run
     if not count:

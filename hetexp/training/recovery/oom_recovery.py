@@ -20,6 +20,7 @@ import torch
 from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.core.errors import HetexpError, PeerLostError
 from hetexp.data.loader import chop, cut
+from hetexp.data.samples import Microbatch
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.state import TrainState
@@ -84,33 +85,44 @@ def split_indices(indices: list[list[int]], most: int | None) -> list[list[int]]
 def split_by_sizes(microbatches: list[Any], sizes: list[int]) -> list[Any]:
     """Return the microbatches cut to these sizes, in order; none may span two of the given ones."""
     parts, left = [], list(sizes)
-    for (inputs, targets), size in zip(microbatches, sizes_of(microbatches), strict=True):
+    for microbatch, size in zip(microbatches, sizes_of(microbatches), strict=True):
         if not size:  # its inputs hold no tensor to cut
-            parts.append((inputs, targets))
+            parts.append(microbatch)
         start = 0
         while start < size:
             end = start + left.pop(0)
             whole = end == size and not start
-            parts.append(
-                (inputs, targets) if whole else (part_of(inputs, start, end), part_of(targets, start, end))
-            )
+            parts.append(microbatch if whole else part_of(microbatch, start, end))
             start = end
     return parts
 
 
 def sizes_of(microbatches: list[Any]) -> list[int]:
     """Return the number of samples of each microbatch; 0 if its inputs hold no tensors."""
-    return [next((len(t) for t in tensors(inputs) if t.dim()), 0) for inputs, _ in microbatches]
+    return [
+        len(microbatch.indices)
+        if isinstance(microbatch, Microbatch)
+        else next((len(t) for t in tensors(microbatch[0]) if t.dim()), 0)
+        for microbatch in microbatches
+    ]
 
 
-def part_of(value: Any, start: int, end: int) -> Any:
-    """Return the samples `[start, end)` of inputs or targets that `default_collate` has made."""
+def part_of(microbatch: Any, start: int, end: int) -> Any:
+    """Return the samples `[start, end)` of a microbatch; those without rows are read and collated again."""
+    if isinstance(microbatch, Microbatch):
+        return microbatch.part(start, end)
+    inputs, targets = microbatch
+    return _rows(inputs, start, end), _rows(targets, start, end)
+
+
+def _rows(value: Any, start: int, end: int) -> Any:
+    """Return the samples `[start, end)` of inputs or targets whose tensors have a row a sample."""
     if isinstance(value, torch.Tensor):
         return value[start:end] if value.dim() else value
     if isinstance(value, dict):
-        return {key: part_of(item, start, end) for key, item in value.items()}
+        return {key: _rows(item, start, end) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not any(isinstance(item, (str, bytes)) for item in value):
-        parts = [part_of(item, start, end) for item in value]
+        parts = [_rows(item, start, end) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value[start:end]
 

@@ -130,10 +130,10 @@ def test_a_training_builds_only_a_trusted_source(tmp_path: Path) -> None:
     """The folder of activations may be a stranger's, even if the training is not."""
     out = harvested(saved(tmp_path / "run", TOKENS | {"_target_": f"{__name__}.Own"}), "--trust", __name__)
     data = {"_target_": "hetexp.data.activations.Activations", "folder": str(out), "loss_recovered": 5}
-    source = build_data(data).source  # type: ignore[attr-defined]
+    source = build_data(data).source
     with pytest.raises(ConfigError, match=rf"`data\._target_` must be .* add {__name__} to data\.trust\."):
         SourceModel.judging(source.path, source.samples, 1.0, source.trusted)
-    source = build_data(data | {"trust": [__name__]}).source  # type: ignore[attr-defined]
+    source = build_data(data | {"trust": [__name__]}).source
     assert SourceModel.judging(source.path, source.samples, 1.0, source.trusted).num_samples == 5
 
 

@@ -360,7 +360,7 @@ def test_what_is_broken_is_left_to_the_ranks_and_named(project: Any, broken: str
     elif broken == "sample":
         project.Samples = type("Failing", (Samples,), {"__getitem__": fail})
     else:
-        project.Samples = lambda: TensorDataset(torch.rand(4, 8))
+        project.Samples = lambda: TensorDataset(*[torch.rand(4, 8)] * 3)
     nodes: dict[str, Any] = {
         "model": {"_target_": "a_project.Net"},
         "data": {"_target_": "a_project.Samples"},

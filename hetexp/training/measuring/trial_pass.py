@@ -1,0 +1,235 @@
+"""Trial passes over a few samples that leave the model as it was.
+
+Before the ranks train, the first samples are tried once, so that what does not fit is one sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from hetexp.core.call import call_model
+from hetexp.core.errors import ConfigError, HetexpError, must_be
+from hetexp.core.plan import Plan
+from hetexp.data.collate import Pad
+from hetexp.data.samples import Collate, describe, read
+from hetexp.hardware.emulation.pacing import tensors
+from hetexp.hardware.memory.out_of_memory import is_out_of_memory
+from hetexp.model.base import WithAuxiliary
+from hetexp.training.loss import CrossEntropy, Loss, count_of, label_error_of, summed
+
+log = logging.getLogger(__name__)
+
+ROUNDING = 1e-3
+"""Largest relative difference of a loss with and without padding that is taken for rounding."""
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Let the block use the model in training mode; restore its buffers, modes and the CPU's generator."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def try_out(model: nn.Module, inputs: Any) -> list[Tensor | None]:
+    """Run forward and backward once; the model's own hooks do not run, and no gradient is kept.
+
+    Returns:
+        The gradients of the trained parameters, `None` for unused ones.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    output = call_model(model.forward, inputs)
+    sums = [t.sum() for t in tensors(output) if t.requires_grad]
+    if not sums:
+        return [None] * len(trained)
+    total = torch.stack([s.real if s.is_complex() else s for s in sums]).sum()
+    return list(torch.autograd.grad(total, trained, allow_unused=True))
+
+
+def used_parameters(model: nn.Module, inputs: Any) -> list[nn.Parameter]:
+    """Return the trained parameters that a pass over these inputs gives a gradient."""
+    with undisturbed(model):
+        gradients = try_out(model, inputs)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [p for p, gradient in zip(trained, gradients, strict=True) if gradient is not None]
+
+
+def first_batch(dataset: Dataset[Any], collate: Collate, plan: Plan) -> tuple[Any, Any]:
+    """Return the batch of the first two samples, or of the only one.
+
+    Raises:
+        ConfigError: the samples are no batch, or a device of the plan needs samples of one shape.
+    """
+    indices = range(min(2, len(dataset)))  # type: ignore[arg-type]  # map-style, as build_data checked
+    batch = collate.load(dataset, indices)
+    if plan.stages or plan.paced:
+        problem = _shape_problem(collate, dataset, batch, "a pipeline" if plan.stages else "emulated devices")
+        if problem:
+            raise ConfigError(problem)
+    return batch
+
+
+def _shape_problem(collate: Collate, dataset: Dataset[Any], batch: tuple[Any, Any], who: str) -> str:
+    """Return why a run that needs samples of one shape cannot have these."""
+    if collate.one_shape:
+        return ""
+    if isinstance(collate.function, Pad):
+        return must_be("data.collate.length", f"given for {who}: all batches must have one shape", None)
+    name = getattr(collate.function, "__name__", type(collate.function).__name__)
+    rows, last = _first(batch), min(2, len(dataset)) - 1  # type: ignore[arg-type]
+    shapes = [_first(collate.load(dataset, [place])).shape for place in (0, last)]
+    if collate.is_own and len(rows) == last + 1 and all(s == (1, *rows.shape[1:]) for s in shapes):
+        return ""
+    accepted = f"null, pad with a length, or a function whose batches have a row a sample, for {who}"
+    return must_be("data.collate", accepted, name)
+
+
+def _first(batch: tuple[Any, Any]) -> Tensor:
+    """Return the first tensor of the inputs, an empty one if there is none."""
+    return next((tensor for tensor in tensors(batch[0]) if tensor.dim()), torch.empty(0))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One forward pass and one loss of the first samples, before the ranks train."""
+
+    model: nn.Module
+    loss: Loss
+    collate: Collate
+    move: Callable[[Any], Any]
+    """Moves inputs or targets to the model's device."""
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Returns the context of passes."""
+
+    def run(self, dataset: Dataset[Any], batch: tuple[Any, Any]) -> None:
+        """Try a batch of the first samples of a data set; running out of memory is no problem of theirs.
+
+        Raises:
+            ConfigError: the model does not take the inputs, or the loss cannot be computed of its output.
+        """
+        inputs, targets = batch
+        try:
+            with undisturbed(self.model):
+                if len(_first(batch)) < 2:
+                    self.model.eval()  # normalising over a batch refuses a single sample
+                with self.autocast():
+                    self._lost(self._output(inputs), targets)
+                if isinstance(self.collate.function, Pad):
+                    self._check_padding(read(dataset, range(len(_first(batch)))))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+
+    def _output(self, inputs: Any) -> Any:
+        try:
+            return call_model(self.model, self.move(inputs))
+        except HetexpError:
+            raise
+        except Exception as error:  # the user's own model runs any code
+            if is_out_of_memory(error):
+                raise
+            raise ConfigError(self._refused(inputs, error)) from error
+
+    def _refused(self, inputs: Any, error: Exception) -> str:
+        """Return why the model does not take the inputs."""
+        kind, shown = type(self.model), describe(inputs)
+        signature = inspect.signature(self.model.forward)
+        arguments = ", ".join(map(str, signature.parameters.values()))
+        call = f"{kind.__module__}.{kind.__qualname__}.forward({arguments})"
+        try:
+            signature.bind(**inputs) if isinstance(inputs, dict) else signature.bind(inputs)
+        except TypeError as unbound:
+            if isinstance(inputs, dict) and not self.collate.has_keys:
+                return f"{_no_targets(inputs)} All of them go to {call}: {unbound}."
+            fix = "A list gives parts of a sample by name, a single name the part alone."
+            accepted = f"such that {call} takes what it gives"
+            return f"`data.inputs` must be {accepted}, but it gives {shown}: {unbound}. {fix}"
+        fails = f"{call} fails with {shown}"
+        return f"`model` must take the inputs of the data, but {fails}: {_reason(error)}"
+
+    def _lost(self, output: Any, targets: Any) -> None:
+        plain = output.output if isinstance(output, WithAuxiliary) else output
+        if isinstance(self.loss, CrossEntropy):
+            if problem := _one_hot(plain, targets):
+                raise ConfigError(problem)
+            # Before a card computes it, whose own check ends the process.
+            if wrong := label_error_of(self.loss, plain, targets, [0, 1]):
+                raise wrong
+        unnamed = isinstance(targets, Mapping) and self.collate.targets is None
+        try:
+            count_of(self.loss, targets)
+            summed(self.loss, output, self.move(targets))
+        except Exception as error:  # the user's own loss runs any code
+            if is_out_of_memory(error) or (isinstance(error, HetexpError) and not unnamed):
+                raise
+            if unnamed:
+                raise ConfigError(_no_targets(targets)) from error
+            shown = f"outputs {describe(plain)} and targets {describe(targets)}"
+            name = type(self.loss).__qualname__
+            sentence = f"`trainer.loss` {name} cannot be computed of {shown}: {_reason(error)}"
+            raise ConfigError(sentence) from error
+
+    def _check_padding(self, samples: list[Any]) -> None:
+        """Warn if a sample's loss depends on the padding beside it, and so on how devices share a batch."""
+        self.model.eval()  # without dropout and without statistics over the batch
+        losses = []
+        with torch.no_grad():
+            for batch in (samples, *([sample] for sample in samples)):
+                inputs, targets = self.collate(batch)
+                output = call_model(self.model, self.move(inputs))
+                losses.append(float(summed(self.loss, output, self.move(targets))))
+        together, *alone = losses
+        if abs(together - sum(alone)) > ROUNDING * max(abs(together), sum(map(abs, alone))):
+            log.warning(
+                "padding changes the loss: that of the first %d samples is %.6g in one batch and %.6g alone. "
+                "So it depends on how devices share a batch. The model must leave out padded elements "
+                "(data.collate.mask), and the loss padded targets.",
+                len(samples),
+                together,
+                sum(alone),
+            )
+
+
+def _no_targets(sample: Mapping[str, Any]) -> str:
+    accepted = f"the name of the part of a sample that the loss gets ({', '.join(map(str, sample))})"
+    return must_be("data.targets", accepted, None)
+
+
+def _one_hot(output: Any, targets: Any) -> str:
+    """Return the problem of integers that are one-hot."""
+    if not isinstance(output, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return ""
+    if targets.dim() < 2 or targets.shape != output.shape or not bool((targets.sum(-1) == 1).all()):
+        return ""
+    return (
+        f"`data` must give a class a sample to trainer.loss=cross_entropy, but gives one-hot labels "
+        f"{describe(targets)} instead. Give labels.argmax(-1)."
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's class and first line, and the line of the user's code that raised it."""
+    text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".: ")
+    own = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    own = [f for f in own if Path(__file__).parents[2] not in Path(f.filename).parents]
+    return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno})." if own else f"{text}."
