@@ -191,9 +191,21 @@ class TrainState:
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return the sum of the loss over a microbatch, at least in float32."""
+        return summed(self.loss, output, self.targets_for(output, targets)).to(self.device)
+
+    def targets_for(self, output: Any, targets: Any) -> Any:
+        """Return a microbatch's targets where the loss takes them.
+
+        Raises:
+            ConfigError: they hold values that the device would fail of.
+        """
+        if self.loss.targets_on_host:
+            return targets
         # One process may drive several devices, and gather the outputs on any of them.
         device = next((t.device for t in tensors(output)), self.device)
-        return summed(self.loss, output, self.to_device(targets, device)).to(self.device)
+        if device.type != "cpu":
+            self.loss.check(output, targets)
+        return self.to_device(targets, device)
 
     def to_device(self, value: Any, device: torch.device | None = None) -> Any:
         """Move a microbatch's inputs or targets to a device, floating-point ones in the weights' type.

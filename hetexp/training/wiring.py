@@ -36,7 +36,7 @@ from hetexp.training.balancer import Balancer
 from hetexp.training.data_parallel import DataParallel
 from hetexp.training.engine import Engine
 from hetexp.training.group import versions
-from hetexp.training.loss import build_loss
+from hetexp.training.loss import batch_counts, build_loss
 from hetexp.training.nonfinite.loss_scale import LossScale, check_device
 from hetexp.training.seeding import seed_all
 from hetexp.training.source import SourceModel
@@ -113,7 +113,9 @@ def _build_ungrouped(
     else:
         run_on = [versions()]
         agree_as_newcomer(plan, member, store, facts)
-    inputs, _ = next(iter(DataLoader(same_shape(train), batch_size=min(2, num_samples))))
+    inputs, targets = next(iter(DataLoader(same_shape(train), batch_size=min(2, num_samples))))
+    loss = build_loss(trainer.loss, config.loss.arguments())
+    batch_counts(loss, [targets])  # what it cannot count is refused here
     trained = engine.shard(plan, config, rank, model, inputs)
     # From here on dropout and random samples differ from rank to rank, as the samples do.
     seed_all(trainer.seed + 1 + (rank if member is None else member))
@@ -132,7 +134,7 @@ def _build_ungrouped(
         module=model,
         optimizer=optimizer,
         schedule=build_schedule(optimizer, trainer.schedule, trainer.warmup_steps, total_steps),
-        loss=build_loss(trainer.loss),
+        loss=loss,
         train_data=train,
         eval_data=evaluation,
         sampler=sampler,
