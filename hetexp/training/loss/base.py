@@ -159,6 +159,11 @@ class CrossEntropy(ReadyLoss):
         self.weight = None if weight is None else torch.tensor(weight, dtype=torch.float64)
         self.label_smoothing, self.ignore_index, self.class_dim = label_smoothing, ignore_index, class_dim
 
+    def wanted(self, targets: Any) -> torch.Tensor:
+        labels = super().wanted(targets)
+        whole = labels.dtype == torch.int64 or labels.is_floating_point()
+        return labels if whole else labels.long()  # as a byte, -100 would be 156
+
     # ------------------------------------------------------------ counts
 
     def count(self, targets: Any) -> float:
@@ -183,7 +188,7 @@ class CrossEntropy(ReadyLoss):
         """Return the weight of each label in float64, 0 if it is ignored."""
         assert self.weight is not None
         counted = labels != self.ignore_index
-        classes = labels.long().where(counted, 0)
+        classes = labels.where(counted, 0)
         if classes.device.type == "cpu" and classes.numel():
             self._check_range(labels, len(self.weight))
         weights = self.weight.to(classes.device)[classes]
@@ -232,11 +237,10 @@ class CrossEntropy(ReadyLoss):
     def _paired(self, scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of each prediction, [rows, classes] or [batch, classes, …], and its class."""
         dim = self._dim(scores, labels)
-        classes = labels if labels.dtype == torch.int64 else labels.long()
         if dim == scores.ndim - 1:
-            return scores.flatten(0, -2), classes.flatten()
+            return scores.flatten(0, -2), labels.flatten()
         rows = scores.movedim(dim, 1)
-        return rows, classes.reshape(rows.shape[:1] + rows.shape[2:])
+        return rows, labels.reshape(rows.shape[:1] + rows.shape[2:])
 
     def _dim(self, scores: torch.Tensor, labels: torch.Tensor) -> int:
         shape = scores.shape

@@ -24,6 +24,8 @@ def class_dim(shape: Sequence[int], targets: Sequence[int], given: int | None) -
     """
     shapes = f"{list(shape)} and {list(targets)}"
     num_dims = len(shape)
+    if shape[:1] == targets[:1] == torch.Size([0]):  # an empty batch has the dimensions of any other
+        shape, targets = (2, *shape[1:]), (2, *targets[1:])
     last = num_dims > 1 and _same_order(shape[:-1], targets)
     first = num_dims > 2 and _without_ones((shape[0], *shape[2:])) == _without_ones(targets)
     if given is not None:

@@ -199,8 +199,8 @@ def test_losses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "hinge",
-            "`trainer.loss` must be one of cross_entropy, bce, mse, mae, huber, reconstruction, model, sum or "
-            "the dotted path of a class, but is 'hinge'",
+            "`trainer.loss` must be one of cross_entropy, bce, mse, mae, huber, reconstruction, model, sum "
+            "or the dotted path of a class, but is 'hinge'",
         ),
         ("no_such.Loss", ONE_OF),
         ("torch.nn.Nope", ONE_OF),
