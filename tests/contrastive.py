@@ -53,7 +53,9 @@ def make() -> tuple[Clip, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
 
-def loss_of(images: torch.Tensor, texts: torch.Tensor, scale: torch.Tensor, rows: slice) -> torch.Tensor:
+def loss_of(
+    images: torch.Tensor, texts: torch.Tensor, scale: torch.Tensor, rows: slice = slice(None)
+) -> torch.Tensor:
     """Return CLIP's loss over some rows of the batch."""
     places = torch.arange(len(images), device=images.device)[rows]
     by_image = functional.cross_entropy(scale * images[rows] @ texts.T, places)
@@ -70,7 +72,7 @@ def plain_loop() -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
     sampler, position, samples = GlobalSampler(SAMPLES, BATCH, SEED), Position(), data()
     for _ in range(STEPS):
         indices, position = sampler.batch(position)
-        loss = loss_of(*model(*samples[indices.tolist()]), slice(None))
+        loss = loss_of(*model(*samples[indices.tolist()]))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

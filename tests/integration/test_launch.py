@@ -203,7 +203,7 @@ def test_a_loss_that_couples_samples_equals_one_device(
     tmp_path: Path, case: str, shares: tuple[int, ...]
 ) -> None:
     """CLIP's loss of gathered features, over a rank's rows or on all of them, with tails of 3 samples."""
-    options = (
+    options: tuple[str, ...] = (
         f"hardware.devices=[{','.join(['cpu'] * len(shares))}]",
         *("balancing=manual", f"balancing.weights={list(shares)}".replace(" ", "")),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hetexp.core.cluster import ClusterConfig
 from hetexp.core.config.comm import CommConfig
@@ -96,6 +96,9 @@ class DebugConfig(Section):
     """Whether torch's anomaly detection is on (`torch.autograd.set_detect_anomaly`)."""
     dropout: bool = True
     """Whether dropout is on; `false`: every dropout of the model is 0, so that runs can be compared."""
+    first_epoch_steps: PositiveInt | None = None
+    """Number of steps of the first epoch, which then begins later in its order, to compare its end; `null`:
+    all."""
     exchange: bool = True
     """Whether gradients are exchanged; `false` times a step of ddp without it. Weights then differ between
     devices."""
