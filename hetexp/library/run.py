@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from hetexp.comm.communicator import Communicator
 from hetexp.comm.rendezvous import all_gather_json
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.errors import UsageError
@@ -22,6 +21,7 @@ from hetexp.library.attach import attach, find_time_scale
 from hetexp.library.batches import Collate, on_device, part_batches, steps_left
 from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
+from hetexp.library.whole_batch import WholeBatch
 from hetexp.training.engine import StepResult
 from hetexp.training.loop import MetricsWindow, Outcome, rebalance
 from hetexp.training.measuring.result import report
@@ -33,7 +33,7 @@ from hetexp.training.state import Progress, TrainState
 Number = float | int | torch.Tensor
 
 
-class Run:
+class Run(WholeBatch):
     """One rank's part of a script's training; every rank of `hetexp launch` has one and does the same.
 
     Args:
@@ -52,8 +52,6 @@ class Run:
         self._outcome = Outcome(self._progress, self._window.totals, energy=self._window.energy)
         self._message = StepMessage(state.communicator)
         self._normalizer = state.normalizer(self._message)
-        self._features: Communicator | None = None
-        """Gathers features, in an order of its own among the exchange of gradients."""
         self._step: ScriptStep | None = None
         self._result: StepResult | None = None
         self._before: LocalBatch | None = None
@@ -188,39 +186,6 @@ class Run:
         if self._step.is_over:
             self._state.backend.begin_update()
             self._account(self._step)
-
-    def gather(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks' samples of the step, in the order of the global batch.
-
-        For a loss that couples samples, such as a contrastive one. The gradient of the result is that of all
-        ranks' losses. So `backward` is called as ever, with a loss over this rank's rows (`rows`), or over
-        all rows, the same on every rank: either way the gradient is that of one device.
-
-        Every rank calls it for the same features in the same order, between `model` and `backward`. If the
-        features have gradients, the loss must depend on them on every rank.
-
-        Args:
-            features: [this rank's samples, …], computed from the output of `model`, or labels of the samples.
-
-        Returns:
-            [samples of the whole batch, …].
-
-        Raises:
-            UsageError: no batch is under way, or a rank takes it in several microbatches.
-        """
-        step = self._step
-        if step is None or step.is_over:
-            raise UsageError("run.gather must be called in a loop over run.batches(), before run.backward.")
-        if self._features is None:
-            self._features = self._state.communicator.duplicate()
-        return step.gather(features, self._features)
-
-    @property
-    def rows(self) -> slice:
-        """This rank's rows in what `gather` returns, those of its samples."""
-        if self._step is None:
-            raise UsageError("run.rows must be read within a loop over run.batches().")
-        return self._step.own_rows
 
     def clip_norm(self, max_norm: float) -> torch.Tensor:
         """Clip the gradient of the whole batch, log its norm before, and return that norm.
