@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import returning
 import torch
-from support import difference, start_run
+from support import difference, start_run, worst
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from hetexp.core.errors import RunFailedError
+from hetexp.core.errors import ConfigError, RunFailedError
 from hetexp.data.sampler import GlobalSampler, Position
 
 STEPS, BATCH, SEED = 6, 16, 4
@@ -152,3 +152,40 @@ def test_a_model_that_returns_no_loss_in_evaluation(tmp_path: Path) -> None:
 def test_a_count_in_doubt_is_refused(tmp_path: Path, options: tuple[str, ...], told: str) -> None:
     with pytest.raises(RunFailedError, match=told):
         start_run(tmp_path / "run", (*COMMON, *SHARES, "trainer.loss=model", *options))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ("strategy=pipeline", "hardware.devices=[cpu,cpu]"),
+        ("strategy=ddp", *SHARES, "debug.normalizer=per_rank"),
+    ],
+)
+def test_the_terms_of_a_sum_in_other_strategies(tmp_path: Path, strategy: tuple[str, ...]) -> None:
+    """A cut model equals one device; means of each rank alone do not, as their counts differ."""
+    terms = "loss.terms={a:{loss:cross_entropy},b:{loss:cross_entropy,factor:0.5,weight:[0.1,0.7,3.0]}}"
+    options = (
+        *(
+            "data=synthetic",
+            "data.num_samples=42",
+            "data.num_classes=3",
+            "model=mlp",
+            "model.hidden_sizes=[6,6]",
+        ),
+        *("trainer.loss=sum", terms, *(word for word in COMMON if "custom" not in word)),
+    )
+    run = start_run(tmp_path / "run", (*options, *strategy))
+    alone = start_run(tmp_path / "alone", (*options, "strategy=single", "hardware=cpu"))
+    worst_loss, worst_weights = worst(run, alone, STEPS)
+    if strategy[0] == "strategy=pipeline":
+        assert worst_loss <= 1e-12 and worst_weights <= 1e-12
+        found, expected = (one.summary["final"]["eval"]["loss"] for one in (run, alone))
+        assert found == pytest.approx(expected, rel=1e-12)
+    else:
+        assert worst_weights > 1e-6
+
+
+def test_a_cut_model_has_no_loss_of_its_own(tmp_path: Path) -> None:
+    options = ("model=mlp", "data=synthetic", "strategy=pipeline", "hardware.devices=[cpu,cpu]")
+    with pytest.raises(ConfigError, match=r"`trainer\.loss` must be another loss where the model is cut"):
+        start_run(tmp_path / "run", (*options, "trainer.loss=model"))

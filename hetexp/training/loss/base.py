@@ -83,7 +83,7 @@ class Loss(ABC):
         Raises:
             NoLossError: the model returned none.
         """
-        return [float(summed(self, output, targets))]
+        return [float(summed(self, output, targets).detach())]
 
     def mean(self, sums: Sequence[float], count: float, term_counts: Sequence[float]) -> float:
         """Return the mean loss of the added-up `sums`, `count` and `term_counts`; NaN if nothing counts."""

@@ -102,7 +102,7 @@ class WeightedSum(Loss):
             term.loss.check(picked, term.of(targets))
 
     def sums(self, output: Any, targets: Any) -> list[float]:
-        return [float(term.total(output, targets)) for term in self._terms]
+        return [float(term.total(output, targets).detach()) for term in self._terms]
 
     def mean(self, sums: Sequence[float], count: float, term_counts: Sequence[float]) -> float:
         if not any(term_counts):

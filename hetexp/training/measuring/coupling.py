@@ -65,9 +65,9 @@ def _coupling(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> str | 
     what = "the loss couples samples, or is no sum over them" if alike else "the model couples samples"
     return (
         f"{what}. For {SAMPLES} samples `trainer.loss` adds up to {whole:.6g}, for the same in parts of "
-        f"{CUT} and {SAMPLES - CUT} to {parts[0]:.6g} + {parts[1]:.6g}. A device sees its own part. Let "
-        "`total` return a sum and `count` the number of its elements. For a contrastive loss use `run.gather` "
-        "in a loop of your own (docs/guide/library.md)."
+        f"{CUT} and {SAMPLES - CUT} to {parts[0]:.6g} + {parts[1]:.6g}. A device sees its part only. "
+        "Let `total` return a sum and `count` the number of its elements. For a contrastive loss use "
+        "`run.gather` in a loop of your own (docs/guide/library.md)."
     )
 
 
