@@ -563,7 +563,7 @@ def _check_run(spec: RunSpec, has_run_folder: bool) -> list[str]:
     from hetexp.training.loss import check_loss
 
     config, working_dir = spec.config, spec.request.working_dir
-    problems = check_loss(config.trainer.loss) if spec.request.script is None else []
+    problems = check_loss(config.trainer.loss, config.loss.arguments()) if spec.request.script is None else []
     resume = config.resume if has_run_folder else None
     wanted = ResumeRequest.read(resume, working_dir) if resume is not None else None
     if wanted is not None and wanted.path is not None:  # otherwise `find` needs the run folder

@@ -24,6 +24,10 @@ class StepMessage:
         self._pending: Pending | None = None
         self.local_count: float = 0
         """This rank's count in the last message."""
+        self.local_terms: Sequence[float] = ()
+        """This rank's further counts in the last message: those of a loss with several means."""
+        self.all_terms: list[float] = []
+        """The sums of all ranks' further counts in the last message."""
         self.seconds: float | None = None
         """This rank's own work in the step before, sent with the next count; set on all ranks or on none."""
         self.all_seconds: list[float] = []
@@ -39,14 +43,19 @@ class StepMessage:
         self.window_loss: float | None = None
         """The mean loss, the same on every rank; `None` if nothing counted."""
 
-    def send(self, local_count: float) -> None:
-        """Begin a step with this rank's count; every rank calls it once a step."""
-        self.local_count = local_count
+    def send(self, local_count: float, local_terms: Sequence[float] = ()) -> None:
+        """Begin a step with this rank's counts; every rank calls it once a step.
+
+        Args:
+            local_terms: further counts, equally many on every rank.
+        """
+        self.local_count, self.local_terms = local_count, local_terms
         notices: Sequence[int] = ()
         if self.notices is not None:
             notices = self.notices() if self._communicator.rank == 0 else (0, 0, 0)
         # In two parts, so that sums of whole counts stay exact, however large they are.
-        numbers = torch.tensor([*divmod(local_count, _PART), *notices], dtype=torch.float64)
+        terms = [part for count in local_terms for part in divmod(count, _PART)]
+        numbers = torch.tensor([*divmod(local_count, _PART), *terms, *notices], dtype=torch.float64)
         if self.seconds is not None:
             seconds = torch.zeros(self._communicator.world_size, dtype=torch.float64)
             seconds[self._communicator.rank] = self.seconds
@@ -57,11 +66,15 @@ class StepMessage:
         """Wait for the other ranks' messages, and return the sum of all counts."""
         assert self._pending is not None, "send() comes first"
         parts, rest, *more = self._pending.wait().tolist()
+        if self.local_terms:
+            ends = 2 * len(self.local_terms)
+            self.all_terms = [whole(*more[at : at + 2]) for at in range(0, ends, 2)]
+            more = more[ends:]
         if self.notices is not None:
             epoch, request, due, *more = more
             self.noticed = int(epoch), int(request), int(due)
         self.all_seconds = more
-        return int(parts) * _PART + (int(rest) if rest.is_integer() else rest)
+        return whole(parts, rest)
 
     def share_loss(self, loss_sum: torch.Tensor) -> None:
         """Compute the mean loss since the last log line, with this step, if `window` is set.
@@ -75,3 +88,8 @@ class StepMessage:
         local = [float(before + loss_sum.detach()), count + self.local_count]
         total, number = self._communicator.all_reduce(torch.tensor(local, dtype=torch.float64)).tolist()
         self.window_loss = total / number if number else None
+
+
+def whole(parts: float, rest: float) -> float:
+    """Return a count that has travelled in two parts."""
+    return int(parts) * _PART + (int(rest) if rest.is_integer() else rest)

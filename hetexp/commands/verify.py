@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hetexp.commands.support.certificate import Certificate
+    from hetexp.core.config import Config
     from hetexp.core.plan import Plan
     from hetexp.hardware.selection.pool import Selection
     from hetexp.plan.run_spec import RunSpec
@@ -122,13 +123,12 @@ def verify(
     if runs.averages(plan):
         runs.as_configured("control", normalizer="per_rank")
         control = compare(runs.at("control"), runs.at("alone"))
-    certificate = Certificate(
-        runs.facts(plan, overrides),
-        compare(runs.at("run"), runs.at("alone")),
-        tolerance,
-        control,
-        must_differ,
-    )
+    found, cause = compare(runs.at("run"), runs.at("alone")), None
+    if not found.within(tolerance):
+        from hetexp.training.measuring.coupling import coupling
+
+        cause = coupling(runs.config)
+    certificate = Certificate(runs.facts(plan, overrides), found, tolerance, control, must_differ, cause)
     shutil.rmtree(folder / "runs")
     write_json(folder / "certificate.json", certificate.to_dict())
     write_text(folder / "certificate.md", certificate.markdown())
@@ -177,6 +177,10 @@ class _Runs:
     def __init__(self, spec: RunSpec, plan: Plan, console: Console, steps: int, precision: str) -> None:
         self._spec, self._plan, self._console = spec, plan, console
         self._steps, self._precision = steps, precision
+
+    @property
+    def config(self) -> Config:
+        return self._spec.config
 
     def at(self, name: str) -> Path:
         """Return the folder of a run."""
@@ -236,7 +240,9 @@ class _Runs:
                 "precision": self._precision,
                 "clip_norm": trainer["clip_norm"] or NO_CLIPPING,
             },
-            "debug": raw["debug"] | {"dropout": False},
+            # So the last batch of an epoch, which may be short, is among the steps.
+            "debug": raw["debug"]
+            | {"dropout": False, "first_epoch_steps": self._steps - 1 if self._steps > 1 else None},
             "hardware": raw["hardware"] | {"time_scale": TIME_SCALE},
             "fault": {"events": []},
             "logger": {"_target_": "hetexp.logger.base.NoLogger"},

@@ -174,6 +174,7 @@ def _identity(raw: Mapping[str, Any], script: tuple[str, ...]) -> Any:
     return (
         *(raw.get(section) for section in _SECTIONS),
         {key: trainer.get(key) for key in _TRAINER},
+        {key: value for key, value in raw.get("loss", {}).items() if value is not None},
         raw.get("name"),
         script,
     )

@@ -21,6 +21,7 @@ from hetexp.library.attach import attach, find_time_scale
 from hetexp.library.batches import Collate, on_device, part_batches, steps_left
 from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
+from hetexp.library.whole_batch import WholeBatch
 from hetexp.training.engine import StepResult
 from hetexp.training.loop import MetricsWindow, Outcome, rebalance
 from hetexp.training.measuring.result import report
@@ -32,7 +33,7 @@ from hetexp.training.state import Progress, TrainState
 Number = float | int | torch.Tensor
 
 
-class Run:
+class Run(WholeBatch):
     """One rank's part of a script's training; every rank of `hetexp launch` has one and does the same.
 
     Args:

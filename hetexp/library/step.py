@@ -7,11 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from hetexp.comm.communicator import Communicator
 from hetexp.core.errors import UsageError, must_be
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.library.front import Call, keeping_statistics
+from hetexp.library.gather import gathered
 from hetexp.training.loss import as_count
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.loss_scale import widened
@@ -44,6 +47,7 @@ class ScriptStep:
         self._called = self._backward_done = self._has_gradient = False
         self._start: Any = None
         self._outputs: list[Any] = []
+        self._gathered: list[torch.Tensor] = []
         self.loss_sum = torch.zeros((), dtype=state.dtype, device=state.device)
         self.count: float = 0
         """Elements that this rank's loss is the mean of, so far."""
@@ -73,6 +77,7 @@ class ScriptStep:
         self._called = self._backward_done = False
         self._start = None
         self._outputs.clear()
+        self._gathered.clear()
         return self.batch.microbatches[self._number] if self.rows else stand_in()
 
     def check_backward_done(self) -> None:
@@ -100,7 +105,41 @@ class ScriptStep:
             return output
         args, kwargs = call
         with keeping_statistics(state.model), state.autocast():
-            return widened(state.model(*args, **kwargs))
+            output = widened(state.model(*args, **kwargs))
+        # As on the other ranks, what is computed from them has gradients.
+        return tree_map_only(torch.Tensor, _leaf, output)
+
+    def gather(self, features: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+        """Return the features of the whole batch (`Run.gather`)."""
+        self._check_gather(features)
+        rows = features[: self.rows]  # of a stand-in none
+        everything = gathered(rows, self.batch.counts, communicator, self._state.backend.waiting)
+        if everything.requires_grad:
+            self._gathered.append(everything)
+        return everything
+
+    @property
+    def own_rows(self) -> slice:
+        """This rank's rows in the whole batch."""
+        start = sum(self.batch.counts[: self._state.rank])
+        return slice(start, start + self.batch.local_samples)
+
+    def _check_gather(self, features: Any) -> None:
+        state, counts = self._state, self.batch.counts
+        passes = (len(state.pass_sizes(count, rank)) for rank, count in enumerate(counts))
+        if max(passes, default=1) > 1:
+            raise UsageError(
+                "run.gather must see the whole batch at once, but a device takes its part in several "
+                "microbatches. Set accumulate=1, no microbatch_size, or a smaller global_batch_size."
+            )
+        if not isinstance(features, torch.Tensor) or features.ndim == 0:
+            kind = "a number" if isinstance(features, torch.Tensor) else type(features).__name__
+            raise UsageError(f"run.gather must get a tensor with a row for each sample, but got {kind}.")
+        if self.rows and len(features) != self.rows:
+            raise UsageError(
+                f"run.gather must get a row for each of the {self.rows} samples of this batch, but got "
+                f"{len(features)}."
+            )
 
     def backward(self, loss: torch.Tensor, count: float | torch.Tensor | None, reduction: Reduction) -> None:
         """Run backward from the microbatch's loss; after the last one, exchange and scale the gradient."""
@@ -121,6 +160,7 @@ class ScriptStep:
         else:
             self._backward_zeros()
         self._outputs.clear()
+        self._gathered.clear()
         self._backward_done = True
         if self.is_last:
             self._state.strategy.check_exchanged(self._state.module)
@@ -138,8 +178,9 @@ class ScriptStep:
         outputs: a loss that the model itself computes is NaN here.
         """
         finite = [t for t in tensors(self._outputs) if t.requires_grad and bool(t.isfinite().all())]
-        if finite:
-            self._backward(torch.stack([(t * 0.0).sum() for t in finite]).sum())
+        # All of what was gathered, as the other ranks wait for it; its gradient here is 0, whatever it holds.
+        if parts := [*finite, *self._gathered]:
+            self._backward(torch.stack([(t * 0.0).sum() for t in parts]).sum())
         elif self.is_last:
             trained = [p for p in self._state.model.parameters() if p.requires_grad]
             self._state.strategy.abort_exchange(self._state.module, trained, 0.0)
@@ -180,3 +221,7 @@ class ScriptStep:
                 "The gradient of a step's first microbatches must be kept, but was cleared: call "
                 "optimizer.zero_grad() only if run.step_due is true."
             )
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

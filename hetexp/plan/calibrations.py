@@ -194,6 +194,7 @@ def _work_facts(plan: Plan, config: Config) -> dict[str, Any]:
     return {
         **sections,
         "loss": trainer.loss,
+        "loss arguments": config.loss.arguments(),
         "accumulate": trainer.accumulate,
         "microbatch_size": trainer.microbatch_size,
         "activation_checkpointing": trainer.activation_checkpointing,

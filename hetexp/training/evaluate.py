@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from hetexp.data.loader import chop, cut
-from hetexp.training.loss import count_of
+from hetexp.training.loss import NoLossError, batch_counts
 from hetexp.training.state import TrainState
+
+log = logging.getLogger(__name__)
 
 
 def evaluate(state: TrainState) -> dict[str, float]:
@@ -20,18 +24,18 @@ def evaluate(state: TrainState) -> dict[str, float]:
     counts are whole, and the accuracy has the same bits for every number of ranks and every split.
 
     Returns:
-        `loss` (mean over samples or unmasked tokens), `accuracy` if the loss defines it, and `samples`; the
-        same on every rank. Empty without evaluation data.
+        `loss` (mean over samples or unmasked tokens) unless the model returns none, `accuracy` if the loss
+        defines it, and `samples`; the same on every rank. Empty without evaluation data.
     """
     if state.eval_data is None:
         return {}
-    loss_total, counts, measured = _sums(state, _batches(state, *state.engine.evaluation_part(_total(state))))
+    sums, counts, measured = _sums(state, _batches(state, *state.engine.evaluation_part(_total(state))))
     state.communicator.meet()  # a slow device may take longer than a collective would wait
     counts = state.communicator.all_reduce(counts)
-    loss_sum = state.communicator.all_reduce(torch.tensor([loss_total], dtype=torch.float64))
+    sums = state.communicator.all_reduce(sums)
     if state.hooks.measures:
         measured = _all_reduce_measured(state, measured)
-    result = _result(state, float(loss_sum), counts, measured)
+    result = _result(state, sums, counts, measured)
     return result | _spliced(state) if state.source is not None else result
 
 
@@ -66,14 +70,17 @@ def _all_reduce_measured(state: TrainState, measured: torch.Tensor | None) -> to
 
 def _sums(
     state: TrainState, batches: Iterator[tuple[int, Any]]
-) -> tuple[float, torch.Tensor, torch.Tensor | None]:
-    """Return the sum of the loss, four counts, and the sums that the model itself measures, if any.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the sums of the loss, its counts, and the sums that the model itself measures, if any.
 
-    The counts are elements, right ones, samples, and 1 if the loss does not define which are right.
+    The counts are elements, right ones, samples, whether the loss does not define which are right, whether a
+    model returned no loss, and those of the loss's terms.
     """
-    loss_total, count, correct, samples = 0.0, 0.0, 0.0, 0
+    loss = state.loss
+    count, correct, samples = 0.0, 0.0, 0
+    sums, terms = [0.0] * (loss.num_terms or 1), [0.0] * loss.num_terms
     measured: torch.Tensor | None = None
-    counts_correct = True
+    counts_correct, has_loss = True, True
     state.model.eval()
     with torch.inference_mode():
         for number, (size, (inputs, targets)) in enumerate(batches):
@@ -81,28 +88,40 @@ def _sums(
             state.communicator.alive()
             if output is None:
                 continue
-            on_device = state.to_device(targets)
+            on_device = state.targets_for(output, targets)
             with state.autocast():
-                loss_total += float(state.local_loss(output, on_device))
-            sums = state.hooks.measure(inputs, on_device, output)
-            if sums is not None:
-                sums = sums.double().cpu()
-                measured = sums if measured is None else measured + sums
-            count += count_of(state.loss, targets)
-            right = state.loss.correct(output, on_device)
+                try:
+                    sums = [a + b for a, b in zip(sums, loss.sums(output, on_device), strict=True)]
+                except NoLossError as error:
+                    has_loss = False
+                    _warn_once(error.problems[0])
+            own_sums = state.hooks.measure(inputs, state.to_device(on_device), output)
+            if own_sums is not None:
+                own_sums = own_sums.double().cpu()
+                measured = own_sums if measured is None else measured + own_sums
+            of_batch, of_terms = batch_counts(loss, [targets])
+            count += of_batch
+            terms = [a + b for a, b in zip(terms, of_terms, strict=True)]
+            right = loss.correct(output, on_device)
             counts_correct &= right is not None
             correct += right or 0
             samples += size
     state.model.train()
-    counts = torch.tensor([count, correct, samples, not counts_correct], dtype=torch.float64)
-    return loss_total, counts, measured
+    counts = [count, correct, samples, not counts_correct, not has_loss, *terms]
+    return torch.tensor(sums, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64), measured
+
+
+@cache
+def _warn_once(problem: str) -> None:
+    log.warning("The evaluation reports no loss: %s", problem)
 
 
 def _result(
-    state: TrainState, loss_sum: float, counts: torch.Tensor, measured: torch.Tensor | None
+    state: TrainState, sums: torch.Tensor, counts: torch.Tensor, measured: torch.Tensor | None
 ) -> dict[str, float]:
-    count, correct, samples, undefined = counts.tolist()
-    result = {"loss": loss_sum / count if count else float("nan"), "samples": samples}
+    count, correct, samples, undefined, without_loss, *terms = counts.tolist()
+    result = {} if without_loss else {"loss": state.loss.mean(sums.tolist(), count, terms)}
+    result["samples"] = samples
     if not undefined and count:
         result["accuracy"] = correct / count
     if measured is not None:

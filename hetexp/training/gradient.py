@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from hetexp.comm.empty_share import given_gradient
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 from hetexp.model.base import WithAuxiliary
 from hetexp.model.hooks import Shared
 from hetexp.training.compiled import any_batch_size, compile_errors_explained
-from hetexp.training.loss import count_of
+from hetexp.training.loss import batch_counts, count_of
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.model_hooks import no_tally
 from hetexp.training.normalizer import LossNormalizer
@@ -79,6 +80,8 @@ class _Passes:
         """Return the normaliser's factor and the global count; the first call waits for the other ranks."""
         if self._counted is None:
             self._counted = self._normalizer.factor()
+            if self._state.loss.num_terms:
+                self._state.loss.set_global_counts(*self._normalizer.term_counts)
         return self._counted
 
     def run(self, microbatches: list[Any]) -> None:
@@ -109,7 +112,17 @@ class _Passes:
             return output
         if self.tally is not None and isinstance(output, WithAuxiliary) and output.tally is not None:
             self.tally += output.tally.sum(0, dtype=torch.int64).to(self.tally.device)
-        return self._state.local_loss(output, targets)
+        if self._state.loss.num_terms:  # each is divided by its own count of all ranks
+            self.factor()
+        total = self._state.local_loss(output, targets)
+        if total.requires_grad or count_of(self._state.loss, targets):
+            return total
+        return self._with_zero_gradients(total)
+
+    def _with_zero_gradients(self, total: torch.Tensor) -> torch.Tensor:
+        """Connect a total of nothing, which the model's own loss may be, with the gradients of a step."""
+        zero = given_gradient(self._state.model.parameters(), 0.0)
+        return total if zero is None else total + zero
 
     def _forward(self, inputs: Any, last: bool) -> Any:
         self.wrapping = True
@@ -147,7 +160,7 @@ def take_gradient(
     Raises:
         DeviceMemoryError: memory ran out, and the other ranks cannot learn of it.
     """
-    normalizer.start(sum(count_of(state.loss, targets) for _, targets in microbatches))
+    normalizer.start(*batch_counts(state.loss, [targets for _, targets in microbatches]))
     state.optimizer.zero_grad(set_to_none=True)
     state.hook.begin_step()
     passes = _Passes(state, normalizer, meter)

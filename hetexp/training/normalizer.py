@@ -26,6 +26,7 @@ in plain DDP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from hetexp.comm.step_message import StepMessage
@@ -51,15 +52,28 @@ class LossNormalizer:
     ) -> None:
         self.message, self.loss_scale = message, loss_scale
         self._gradient_divisor, self._per = gradient_divisor, per
+        self._global_count: float = 0
 
     @property
     def local_count(self) -> float:
         """This rank's count in the last step that began."""
         return self.message.local_count
 
-    def start(self, local_count: float) -> None:
-        """Begin a step with this rank's count; every rank calls it once a step."""
-        self.message.send(local_count)
+    @property
+    def term_counts(self) -> tuple[float, Sequence[float]]:
+        """The count that divides the loss, and those that divide its terms, once `factor` is known."""
+        message = self.message
+        if self._per == "per_rank":
+            return self.local_count, message.local_terms
+        return self._global_count, message.all_terms
+
+    def start(self, local_count: float, local_terms: Sequence[float] = ()) -> None:
+        """Begin a step with this rank's count; every rank calls it once a step.
+
+        Args:
+            local_terms: this rank's count of each term of a loss with several; equally many on every rank.
+        """
+        self.message.send(local_count, local_terms)
 
     def factor(self) -> tuple[float, float]:
         """Wait for the other ranks' counts.
@@ -68,7 +82,7 @@ class LossNormalizer:
             The factor of the local loss sums with the loss scale (0 if nothing in the whole batch counts),
             and the global count.
         """
-        global_count = self.message.receive()
+        global_count = self._global_count = self.message.receive()
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         if self._per == "per_rank":
             return scale / (self.local_count or 1), global_count

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from hetexp.checkpoint.folder import STATE, load_checkpoint
 from hetexp.core.call import call_model
+from hetexp.core.config import LossConfig
 from hetexp.core.errors import CheckpointError, ConfigError, did_you_mean, must_be
 from hetexp.core.instantiate import only_trusted, untrusted
 from hetexp.data.base import build_data
@@ -61,7 +62,10 @@ class SourceModel:
             fix = did_you_mean(layer, [name for name in modules if name]).strip()
             raise ConfigError(must_be("--layer", "the name of a module of the model", layer, fix))
         self._layer = modules[layer]
-        self.loss: Loss = build_loss(config["trainer"].get("loss", "cross_entropy"))
+        self.loss: Loss = build_loss(
+            config["trainer"].get("loss", "cross_entropy"),
+            LossConfig(**config.get("loss", {})).arguments(),
+        )
         self.scale = scale
         self.target: str = config["model"]["_target_"]
         evaluation = self.data.evaluation

@@ -28,11 +28,12 @@ from hetexp.data.samples import Collate
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.logger.base import Logger
+from hetexp.model.base import WithAuxiliary
 from hetexp.model.hooks import NO_HOOKS, ModelHooks
 from hetexp.plan.strategy import Strategy
 from hetexp.training.balancer import Balancer
 from hetexp.training.engine import Engine
-from hetexp.training.loss import Loss, label_error_of, summed
+from hetexp.training.loss import Loss, summed
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.saving.saver import Saver
@@ -194,12 +195,22 @@ class TrainState:
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return the sum of the loss over a microbatch, at least in float32."""
+        return summed(self.loss, output, self.targets_for(output, targets)).to(self.device)
+
+    def targets_for(self, output: Any, targets: Any) -> Any:
+        """Return a microbatch's targets where the loss takes them.
+
+        Raises:
+            ConfigError: they hold values that the device would fail of.
+        """
+        if self.loss.targets_on_host:
+            return targets
         # One process may drive several devices, and gather the outputs on any of them.
         device = next((t.device for t in tensors(output)), self.device)
-        try:
-            return summed(self.loss, output, self.to_device(targets, device)).to(self.device)
-        except IndexError as error:
-            raise label_error_of(self.loss, output, targets) or error from None
+        if device.type != "cpu":
+            plain = output.output if isinstance(output, WithAuxiliary) else output
+            self.loss.check(plain, targets)
+        return self.to_device(targets, device)
 
     def to_device(self, value: Any, device: torch.device | None = None) -> Any:
         """Move a microbatch's inputs or targets to a device, floating-point ones in the weights' type.

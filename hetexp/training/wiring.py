@@ -37,7 +37,7 @@ from hetexp.training.balancer import Balancer
 from hetexp.training.data_parallel import DataParallel
 from hetexp.training.engine import Engine
 from hetexp.training.group import versions
-from hetexp.training.loss import build_loss
+from hetexp.training.loss import batch_counts, build_loss
 from hetexp.training.measuring.trial_pass import Trial, first_batch
 from hetexp.training.nonfinite.loss_scale import LossScale, check_device
 from hetexp.training.seeding import seed_all
@@ -109,8 +109,9 @@ def _build_ungrouped(
         rates = without_dropout(model)
         log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
     model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
-    loss = build_loss(trainer.loss)
+    loss = build_loss(trainer.loss, config.loss.arguments())
     first = first_batch(same_shape(train), data.collate, plan)
+    batch_counts(loss, [first[1]])  # what it cannot count is refused here
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
         run_on = agree(plan, config, rank, store, facts)

@@ -7,12 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import contrastive
 import own_loop
 import pytest
 import torch
 from support import Run, difference, start_script
 
 from hetexp.core.errors import RunFailedError
+from hetexp.core.split import apportion, normalise
 
 SCRIPT = Path(own_loop.__file__)
 SHARES = ("hardware.devices=[cpu,cpu,cpu]", "balancing=manual", "balancing.weights=[24,6,2]")
@@ -193,3 +195,39 @@ def test_a_script_that_ends(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(RunFailedError, match="rank [01], cpu:[01] .* failed: .*") as caught:
         start_script(tmp_path / "run", script, ("hardware.devices=[cpu,cpu]",))
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (5, 2, 1), (1,)])
+@pytest.mark.parametrize("case", ["rows", "whole"])
+def test_a_loss_that_couples_samples_equals_one_device(
+    tmp_path: Path, case: str, shares: tuple[int, ...]
+) -> None:
+    """CLIP's loss of gathered features, over a rank's rows or on all of them, with tails of 3 samples."""
+    options: tuple[str, ...] = (
+        f"hardware.devices=[{','.join(['cpu'] * len(shares))}]",
+        *("balancing=manual", f"balancing.weights={list(shares)}".replace(" ", "")),
+    )
+    if len(shares) == 1:
+        options = ("hardware.devices=[cpu]", "strategy=single")
+    run = start_script(tmp_path / "run", Path(contrastive.__file__), options, case, str(tmp_path))
+    reference = list(contrastive.plain_loop())
+    assert run.losses == pytest.approx([loss for loss, _ in reference], rel=1e-12)
+    for rank in range(len(shares)):
+        steps = torch.load(tmp_path / f"rank_{rank}.pt")
+        assert len(steps) == len(reference)
+        for weights, (_, expected) in zip(steps, reference, strict=True):
+            assert difference(weights, expected) <= 1e-12
+    if len(shares) == 3:  # of a tail of 3 the smallest share is empty
+        assert apportion(3, normalise(shares)).counts[2] == 0
+
+
+def test_without_gathered_features_it_is_not_the_loss_of_one_device(tmp_path: Path) -> None:
+    options = ("hardware.devices=[cpu,cpu]", "balancing=manual", "balancing.weights=[3,1]")
+    run = start_script(tmp_path / "run", Path(contrastive.__file__), options, "alone", str(tmp_path))
+    assert run.losses[0] != pytest.approx(next(contrastive.plain_loop())[0], rel=0.05)
+
+
+def test_gathered_features_of_several_microbatches_are_refused(tmp_path: Path) -> None:
+    options = ("hardware.devices=[cpu,cpu]", "balancing=manual", "balancing.weights=[3,1]")
+    with pytest.raises(RunFailedError, match=r"run\.gather must see the whole batch at once"):
+        start_script(tmp_path / "run", Path(contrastive.__file__), options, "accumulated", str(tmp_path))

@@ -68,3 +68,28 @@ def test_a_gradient_of_one_percent_too_much_is_not_exact(
     told = json.loads((tmp_path / "certificate.json").read_text())["run"]
     assert told["loss_error"] <= 1e-12 and told["parameter_error"] <= 1e-12
     assert told["grad_norm_error"] == pytest.approx(0.01)
+
+
+def test_a_short_last_batch_is_among_the_steps(tmp_path: Path) -> None:
+    options = ["model=mlp", "model.hidden_sizes=[16]", "data.num_samples=203", "trainer.clip_norm=0.5"]
+    assert main(["verify", *COMMON, *options, "--steps", "3", "--output", str(tmp_path)]) == 0
+    told = json.loads((tmp_path / "certificate.json").read_text())
+    assert [step["samples"] for step in told["run"]["steps"]] == [16, 11, 16]
+    assert "Step 2 is a short batch of 11 samples." in (tmp_path / "certificate.md").read_text()
+    assert told["cause"] is None
+
+
+def test_a_loss_that_couples_samples_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = [
+        "data=custom",
+        "data._target_=returning.Vectors",
+        "model=custom",
+        "model._target_=returning.normed",
+    ]
+    own += ["trainer.loss=returning.Contrastive", "optimizer=sgd"]
+    common = [word for word in COMMON if not word.startswith("data")]
+    assert main(["verify", *common, *own, "--steps", "2", "--output", str(tmp_path)]) == 1
+    told = json.loads((tmp_path / "certificate.json").read_text())
+    assert told["verdict"] == "not exact"
+    assert told["cause"].startswith("the loss couples samples")
+    assert "**Cause**: the loss couples samples" in capsys.readouterr().out

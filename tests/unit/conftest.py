@@ -183,7 +183,7 @@ def make_state(tmp_path: Path) -> Callable[..., TrainState]:
             module=chosen.wrap(model, torch.device("cpu")),
             optimizer=optimizer,
             schedule=build_schedule(optimizer, settings.schedule, settings.warmup_steps, steps),
-            loss=build_loss(settings.loss),
+            loss=build_loss(settings.loss, config.loss.arguments()),
             train_data=data,
             eval_data=evaluation,
             sampler=GlobalSampler(

@@ -33,8 +33,33 @@ WRONG = {
     ),
     "unknown loss": (
         ["trainer.loss=hinge"],
-        ["`trainer.loss`", "cross_entropy, mse, reconstruction", "'hinge'"],
+        ["`trainer.loss`", "cross_entropy, bce, mse, mae", "'hinge'"],
     ),
+    "argument of another loss": (
+        ["loss.delta=2.0", "loss.class_dim=1"],
+        ["`loss.delta` is not an argument of trainer.loss=cross_entropy (its value is 2.0)"],
+    ),
+    "unknown argument of a loss": (
+        ["trainer.loss=huber", "+loss.detla=2.0"],
+        ["`loss.detla` is not an argument of trainer.loss=huber", "`delta`"],
+    ),
+    "a sum without terms": (
+        ["trainer.loss=sum"],
+        ["`loss.terms` must be the terms of the sum by name", "null"],
+    ),
+    "a term of no loss": (
+        ["trainer.loss=sum", "loss.terms={a:{loss:hinge},b:{loss:mse,factor:two,delta:1.0}}"],
+        [
+            "`loss.terms.a.loss` must be one of cross_entropy",
+            "`loss.terms.b.factor` must be a number, but is 'two'",
+            "`loss.terms.b.delta` is not an argument of loss.terms.b.loss=mse",
+        ],
+    ),
+    "a count of no kind": (
+        ["trainer.loss=model", "loss.count=tokens"],
+        ["`loss.count` must be one of samples, labels, shifted_labels, or the dotted path", "'tokens'"],
+    ),
+    "a smoothing above 1": (["loss.label_smoothing=1.5"], ["`loss.label_smoothing` must be", "1.5"]),
     "no end": (["trainer.max_epochs=null"], ["`trainer.max_steps` or `trainer.max_epochs` must be given"]),
     "accumulate twice": (
         ["trainer.accumulate=2", "trainer.microbatch_size=8"],

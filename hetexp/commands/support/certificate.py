@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +38,8 @@ class StepDifference:
     """Norm of the whole batch's gradient, before clipping."""
     grad_norm_error: float
     """|Δ| / |reference|."""
+    samples: int | None = None
+    """Samples of the step, if the run has logged them."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Certificate:
     """The same run with plain averaging over the ranks, `debug.normalizer=per_rank`."""
     control_must_differ: bool = False
     """Whether the ranks' shares differ, so that plain averaging is wrong."""
+    cause: str | None = None
+    """A sentence on why a run is not exact, if that is known."""
 
     @property
     def verdict(self) -> Verdict:
@@ -113,6 +117,7 @@ class Certificate:
             "run": asdict(self.run),
             "control": asdict(self.control) if self.control is not None else None,
             "control_must_differ": self.control_must_differ,
+            "cause": self.cause,
         }
 
     def markdown(self) -> str:
@@ -152,9 +157,19 @@ class Certificate:
             f"Allowed: loss {self.tolerance.loss:.1e}, parameters {self.tolerance.parameters:.1e}, "
             f"gradient norm {self.tolerance.grad_norm:.1e} ({self.tolerance.source}).",
             "",
+            *([f"{self._short_batches()}", ""] if self._short_batches() else []),
             self._control_text(),
+            *(["", f"**Cause**: {self.cause}"] if self.cause is not None else []),
         ]
         return "\n".join(lines) + "\n"
+
+    def _short_batches(self) -> str:
+        """Return a sentence about the steps with fewer samples than others, if there are any."""
+        sizes = [step.samples for step in self.run.steps if step.samples is not None]
+        short = [step for step in self.run.steps if step.samples is not None and step.samples < max(sizes)]
+        return "; ".join(
+            f"Step {s.step} is a short batch of {s.samples} samples" for s in short
+        ) + "." * bool(short)
 
     def _control_text(self) -> str:
         if self.control is None:
@@ -177,9 +192,13 @@ def compare(run: Path, reference: Path) -> Comparison:
     run_lines, reference_lines = _lines(run), _lines(reference)
     if [line["step"] for line in run_lines] != [line["step"] for line in reference_lines]:
         raise ValueError(f"{run} and {reference} have not done the same steps")
+    totals = [0, *(line.get("train/samples") for line in run_lines)]
     steps = tuple(
-        _difference(line, other, tensors_at(run, line["step"]), tensors_at(reference, line["step"]))
-        for line, other in zip(run_lines, reference_lines, strict=True)
+        replace(
+            _difference(line, other, tensors_at(run, line["step"]), tensors_at(reference, line["step"])),
+            samples=None if after is None else after - (before or 0),
+        )
+        for line, other, before, after in zip(run_lines, reference_lines, totals, totals[1:], strict=False)
     )
     return Comparison(
         max(step.loss_error for step in steps),

@@ -11,14 +11,14 @@ from hetexp.core.config.explain import explain, validated
 from hetexp.core.config.fault import FaultConfig, FaultEvent
 from hetexp.core.config.hardware import DeviceEntry, HardwareConfig, Vendor
 from hetexp.core.config.monitor import MonitorConfig, RetentionConfig
-from hetexp.core.config.root import COMPONENTS, Config, DebugConfig, LaunchConfig, SweepConfig
+from hetexp.core.config.root import COMPONENTS, Config, DebugConfig, LaunchConfig, LossConfig, SweepConfig
 from hetexp.core.config.samples import COLLATE, SampleKeys, sample_keys
 from hetexp.core.config.trainer import EarlyStoppingConfig, TrainerConfig
 
 # fmt: off
 __all__ = [
     "COLLATE", "COMPONENTS", "CommConfig", "Config", "DebugConfig", "DeviceEntry", "EarlyStoppingConfig",
-    "FaultConfig", "FaultEvent", "HardwareConfig", "LaunchConfig", "MonitorConfig", "RetentionConfig",
-    "SampleKeys", "SweepConfig", "TrainerConfig", "Vendor", "check_config", "explain", "for_devices",
-    "own_arguments", "read_config", "sample_keys", "validated", "variables",
+    "FaultConfig", "FaultEvent", "HardwareConfig", "LaunchConfig", "LossConfig", "MonitorConfig",
+    "RetentionConfig", "SampleKeys", "SweepConfig", "TrainerConfig", "Vendor", "check_config", "explain",
+    "for_devices", "own_arguments", "read_config", "sample_keys", "validated", "variables",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hetexp.core.cluster import ClusterConfig
 from hetexp.core.config.comm import CommConfig
@@ -48,6 +48,44 @@ class SweepConfig(Section):
     well."""
 
 
+class LossConfig(Section):
+    """Arguments of `trainer.loss`: each loss takes some, a class of your own any (`+loss.margin=0.2`).
+
+    The loss's own class checks them (`hetexp.training.loss`).
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    count: str | None = None
+    """What the mean of a model's own loss is taken over: `samples`, `labels` (those that count),
+    `shifted_labels` (of causal language models), or the dotted path of a function of the targets; `null`:
+    samples, if each has one label."""
+    weight: list[NonNegativeFloat] | None = None
+    """Weight of each class."""
+    label_smoothing: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Part of each label that all classes share."""
+    ignore_index: int | None = None
+    """Label that does not count; `null`: -100."""
+    pos_weight: NonNegativeFloat | list[NonNegativeFloat] | None = None
+    """Factor of the loss of positive targets in `bce`, one for all or one of each class."""
+    delta: PositiveFloat | None = None
+    """Error from which on `huber` grows linearly; `null`: 1."""
+    class_dim: int | None = None
+    """Dimension of the classes in the output: -1 (the last) or 1; `null`: by the shapes."""
+    output: str | int | None = None
+    """Key or number of the model's output that the loss takes; `null`: `logits`, `out`, or the only one."""
+    target: str | int | None = None
+    """Key or number of the targets that the loss takes; `null`: `labels`, `label`, or the only one."""
+    terms: dict[str, dict[str, Any]] | None = None
+    """Losses that `trainer.loss=sum` adds up, by name: `{loss: mse, factor: 0.5, output: KEY, target: KEY}`.
+    Further keys of a term are arguments of its loss."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that are given."""
+        given = {name: getattr(self, name) for name in type(self).model_fields} | (self.model_extra or {})
+        return {name: value for name, value in given.items() if value is not None}
+
+
 class DebugConfig(Section):
     """Switches to find mistakes, not for training."""
 
@@ -58,6 +96,9 @@ class DebugConfig(Section):
     """Whether torch's anomaly detection is on (`torch.autograd.set_detect_anomaly`)."""
     dropout: bool = True
     """Whether dropout is on; `false`: every dropout of the model is 0, so that runs can be compared."""
+    first_epoch_steps: PositiveInt | None = None
+    """Number of steps of the first epoch, which then begins later in its order, to compare its end; `null`:
+    all."""
     exchange: bool = True
     """Whether gradients are exchanged; `false` times a step of ddp without it. Weights then differ between
     devices."""
@@ -80,6 +121,7 @@ class Config(Section):
     logger: Component
     """The experiment tracker."""
     trainer: TrainerConfig
+    loss: LossConfig = LossConfig()
     comm: CommConfig = CommConfig()
     launch: LaunchConfig = LaunchConfig()
     sweep: SweepConfig = SweepConfig()

@@ -19,6 +19,9 @@ from hetexp.core.errors import must_be
 from hetexp.core.precision import long_name
 from hetexp.core.section import Section
 
+WITHOUT_ACCURACY = ("mse", "mae", "huber", "reconstruction", "model", "sum")
+"""Losses that do not say which predictions are right."""
+
 
 class EarlyStoppingConfig(Section):
     """When all ranks stop together before the last step."""
@@ -67,8 +70,9 @@ class TrainerConfig(Section):
     """Reaction to a gradient that is not finite. `stop` ends the run before its weights are harmed. `skip`
     leaves the step out on all devices. `continue` does not check."""
     loss: str = "cross_entropy"
-    """Loss: `cross_entropy`, `mse`, `reconstruction`, or the dotted path of a class. Such a class derives
-    from `hetexp.training.loss.Loss`."""
+    """Loss: `cross_entropy`, `bce`, `mse`, `mae`, `huber`, `reconstruction`, `model` (the model returns it),
+    `sum` (of several), or the dotted path of a class. Such a class derives from `hetexp.training.loss.Loss`.
+    The section `loss` holds its arguments."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate over the whole run, after `warmup_steps`."""
     warmup_steps: NonNegativeInt = 0
@@ -142,6 +146,6 @@ def trainer_problems(trainer: TrainerConfig) -> list[str]:
         clash("warmup_steps", f"at most `trainer.max_steps` ({trainer.max_steps})", trainer.warmup_steps)
     if trainer.early_stopping.patience is not None and trainer.eval_every == 0:
         clash("eval_every", "above 0 where `trainer.early_stopping.patience` is set", 0)
-    if trainer.early_stopping.metric == "accuracy" and trainer.loss in ("mse", "reconstruction"):
+    if trainer.early_stopping.metric == "accuracy" and trainer.loss in WITHOUT_ACCURACY:
         clash("early_stopping.metric", f"loss where `trainer.loss` is {trainer.loss}", "accuracy")
     return problems

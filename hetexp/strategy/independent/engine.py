@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ class IndependentSteps(OwnSteps):
         state.communicator.meet()
         names = state.hooks.measures
         table = torch.zeros((state.communicator.world_size, 3 + len(names)), dtype=torch.float64)
-        row = [local["loss"], local["samples"], local.get("accuracy", -1.0), *(local[name] for name in names)]
+        loss = local.get("loss", math.nan)  # a model may return none in evaluation
+        row = [loss, local["samples"], local.get("accuracy", -1.0), *(local[name] for name in names)]
         table[state.rank] = torch.tensor(row, dtype=torch.float64)
         return [
             {"loss": loss, "samples": samples}

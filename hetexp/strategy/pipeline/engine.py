@@ -30,7 +30,7 @@ from hetexp.strategy.pipeline.staging import NothingTrained, StageSettings, Stag
 from hetexp.training.engine import CheckpointParts, PacedLink, StepResult, Work
 from hetexp.training.gradient import Gradient
 from hetexp.training.group import connect
-from hetexp.training.loss import count_of
+from hetexp.training.loss import batch_counts
 from hetexp.training.measuring.timer import StepTimer, Totals
 from hetexp.training.nonfinite.loss_scale import unscale_and_check
 from hetexp.training.normalizer import LossNormalizer
@@ -131,13 +131,14 @@ class Stages(Replica):
         self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
     ) -> Gradient:
         state, staging = self.state, self.staging
-        count = sum(count_of(state.loss, targets) for _, targets in microbatches) if staging.is_last else 0
-        normalizer.start(count)
+        counted = [targets for _, targets in microbatches] if staging.is_last else []
+        normalizer.start(*batch_counts(state.loss, counted))
         state.optimizer.zero_grad(set_to_none=True)
         why = "The other ranks of the pipeline cannot do the step again."
         with fatal_out_of_memory(state, step, sizes_of(microbatches), why), _bare_shortage():
             state.backend.begin_step(step)
             factor, global_count = normalizer.factor()
+            state.loss.set_global_counts(*normalizer.term_counts)
             loss_sum = staging.run(microbatches, factor)
             staging.gradients.sum()
         meter.add(staging.times.busy_seconds[-1], staging.times.step_seconds[-1])

@@ -140,6 +140,9 @@ class Staged(Strategy):
         """
         from hetexp.strategy.pipeline.pieces import layer_names
 
+        if config.trainer.loss == "model":
+            fix = "The last stage returns the model's output and has no labels. strategy=ddp trains it whole."
+            return [must_be("trainer.loss", "another loss where the model is cut", "model", fix)]
         try:
             layers = layer_names(config)
         except ConfigError as error:

@@ -79,7 +79,7 @@ class RunMemory:
             inputs, targets = self.sample
             model = build_on_meta(config.model, data.facts, config.trainer.activation_checkpointing)
             self.model = model.to(torch.float64 if "float64" in precisions else torch.float32)
-            self._loss = build_loss(config.trainer.loss)
+            self._loss = build_loss(config.trainer.loss, config.loss.arguments())
             self._cache = _estimates_of(self._signature())
         except Exception as error:  # the user's own classes run any code
             cause = error.__cause__ or error  # Hydra wraps what a constructor raises
@@ -211,7 +211,7 @@ class RunMemory:
         """Return all that estimates depend on beside a workload's precision and size, and the device."""
         config, strategy = self._config, self._strategy
         optimizer = {key: value for key, value in config.optimizer.items() if key != "lr"}
-        options = (config.model, config.data, optimizer, config.trainer.activation_checkpointing)
+        options = (config.model, config.data, optimizer, config.trainer.activation_checkpointing, config.loss)
         tensors = [(name, t.shape, t.dtype) for name, t in self.model.state_dict().items()]
         sample = tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), (self.sample, self._two))
         classes = (type(strategy), type(self._loss), *(type(module) for module in self.model.modules()))

@@ -26,7 +26,7 @@ from hetexp.data.samples import Collate, describe, read
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.memory.out_of_memory import is_out_of_memory
 from hetexp.model.base import WithAuxiliary
-from hetexp.training.loss import CrossEntropy, Loss, count_of, label_error_of, summed
+from hetexp.training.loss import LabelError, Loss, count_of, summed
 
 log = logging.getLogger(__name__)
 
@@ -169,16 +169,13 @@ class Trial:
 
     def _lost(self, output: Any, targets: Any) -> None:
         plain = output.output if isinstance(output, WithAuxiliary) else output
-        if isinstance(self.loss, CrossEntropy):
-            if problem := _one_hot(plain, targets):
-                raise ConfigError(problem)
-            # Before a card computes it, whose own check ends the process.
-            if wrong := label_error_of(self.loss, plain, targets, [0, 1]):
-                raise wrong
         unnamed = isinstance(targets, Mapping) and self.collate.targets is None
         try:
             count_of(self.loss, targets)
-            summed(self.loss, output, self.move(targets))
+            self.loss.check(plain, targets)  # before a card reads them, whose own check ends the process
+            summed(self.loss, output, self._moved(targets))
+        except LabelError as error:
+            raise error.in_samples([(None, targets)], [[0, 1]]) from None
         except Exception as error:  # the user's own loss runs any code
             if is_out_of_memory(error) or (isinstance(error, HetexpError) and not unnamed):
                 raise
@@ -189,6 +186,9 @@ class Trial:
             sentence = f"`trainer.loss` {name} cannot be computed of {shown}: {_reason(error)}"
             raise ConfigError(sentence) from error
 
+    def _moved(self, targets: Any) -> Any:
+        return targets if self.loss.targets_on_host else self.move(targets)
+
     def _check_padding(self, samples: list[Any]) -> None:
         """Warn if a sample's loss depends on the padding beside it, and so on how devices share a batch."""
         self.model.eval()  # without dropout and without statistics over the batch
@@ -197,7 +197,7 @@ class Trial:
             for batch in (samples, *([sample] for sample in samples)):
                 inputs, targets = self.collate(batch)
                 output = call_model(self.model, self.move(inputs))
-                losses.append(float(summed(self.loss, output, self.move(targets))))
+                losses.append(float(summed(self.loss, output, self._moved(targets))))
         together, *alone = losses
         if abs(together - sum(alone)) > ROUNDING * max(abs(together), sum(map(abs, alone))):
             log.warning(
@@ -213,18 +213,6 @@ class Trial:
 def _no_targets(sample: Mapping[str, Any]) -> str:
     accepted = f"the name of the part of a sample that the loss gets ({', '.join(map(str, sample))})"
     return must_be("data.targets", accepted, None)
-
-
-def _one_hot(output: Any, targets: Any) -> str:
-    """Return the problem of integers that are one-hot."""
-    if not isinstance(output, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
-        return ""
-    if targets.dim() < 2 or targets.shape != output.shape or not bool((targets.sum(-1) == 1).all()):
-        return ""
-    return (
-        f"`data` must give a class a sample to trainer.loss=cross_entropy, but gives one-hot labels "
-        f"{describe(targets)} instead. Give labels.argmax(-1)."
-    )
 
 
 def _reason(error: Exception) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hetexp.core.errors import CheckpointError
+from hetexp.data.sampler import Position
 from hetexp.optimizer.build import build_optimizer, restart_schedule
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.saving.random_states import restore_random
@@ -31,7 +32,7 @@ def resume(state: TrainState, configured: bool = True) -> Progress:
         CheckpointError: the checkpoint does not exist, is incomplete or of another model.
     """
     if state.config.resume is None:
-        return Progress()
+        return Progress(position=_first_position(state))
     configured_groups = [dict(group) for group in state.optimizer.param_groups]
     folder = state.engine.find(Path(state.plan.working_dir, state.config.resume))
     saved = state.engine.load(folder)
@@ -46,6 +47,13 @@ def resume(state: TrainState, configured: bool = True) -> Progress:
     restore_random(state, folder)
     state.microbatch_limits = _limits_before(state, saved.extra.get("devices", []))
     return Progress.from_dict(saved.step, saved.position, saved.extra["progress"])
+
+
+def _first_position(state: TrainState) -> Position:
+    """Return where a new run begins in the data."""
+    steps, sampler = state.config.debug.first_epoch_steps, state.sampler
+    skipped = 0 if steps is None else max(0, sampler.steps_per_epoch - steps)
+    return Position(offset=skipped * sampler.global_batch_size)
 
 
 def _merge_groups(

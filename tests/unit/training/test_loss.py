@@ -28,6 +28,8 @@ from hetexp.training.loss import (
     total_loss,
 )
 
+ONE_OF = "`trainer.loss` must be one of cross_entropy, "
+
 
 class Absolute(Loss):
     """A person's own."""
@@ -87,7 +89,7 @@ def test_right_predictions_do_not_count_where_the_label_is_ignored() -> None:
 
 @pytest.mark.parametrize(
     ("output", "targets"),
-    [((6, 3), (6, 1)), ((6, 1, 3), (6,)), ((2, 3, 3), (2, 3, 1)), ((6, 3), (2, 3)), ((2, 3, 3), (6,))],
+    [((6, 3), (6, 1)), ((6, 1, 3), (6,)), ((3, 2, 3), (3, 2, 1)), ((6, 3), (2, 3)), ((2, 3, 3), (6,))],
 )
 def test_labels_in_a_column_are_labels(output: tuple[int, ...], targets: tuple[int, ...]) -> None:
     """Whatever dimensions of size 1 there are: the classes are those of the rows, in their order."""
@@ -156,12 +158,19 @@ def test_squared_error_adds_up_to_the_mean_over_any_cut(batch: int, cut: int, se
     assert loss.correct(output, targets) is None
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("shape", [(4,), (4, 1, 1)])
-def test_squared_error_of_other_shapes_is_refused(shape: tuple[int, ...]) -> None:
-    # torch would broadcast [4, 1] against [4] to 16 differences of which 12 mean nothing.
+@pytest.mark.parametrize("name", ["mse", "mae", "huber", "bce", "reconstruction"])
+@pytest.mark.parametrize("shape", [(1, 3), (4, 1), (3,), (3, 4), (12,), (1,), (1, 4, 3)])
+def test_numbers_of_other_shapes_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="one shape"):
-        MeanSquaredError().total(torch.zeros(4, 1), torch.zeros(*shape))
+        build_loss(name).total(torch.zeros(4, 3), torch.zeros(*shape))
+
+
+@pytest.mark.parametrize("name", ["mse", "mae", "huber", "bce", "reconstruction"])
+@pytest.mark.parametrize("shape", [(4,), (4, 1, 1)])
+def test_dimensions_of_size_1_are_no_difference(name: str, shape: tuple[int, ...]) -> None:
+    """torch would broadcast [4, 1] against [4] to 16 differences of which 12 mean nothing."""
+    loss, output, targets = build_loss(name), draw(0, 4, 1), draw(1, 4, 1).sigmoid()
+    assert loss.total(output, targets.reshape(shape)) == loss.total(output, targets)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "mse"])
@@ -190,18 +199,18 @@ def test_losses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "hinge",
-            "`trainer.loss` must be one of cross_entropy, mse, reconstruction or the dotted path of a "
-            "class, but is 'hinge'",
+            "`trainer.loss` must be one of cross_entropy, bce, mse, mae, huber, reconstruction, model, sum "
+            "or the dotted path of a class, but is 'hinge'",
         ),
-        ("no_such.Loss", "`trainer.loss` must be one of cross_entropy, mse, reconstruction or"),
-        ("torch.nn.Nope", "`trainer.loss` must be one of cross_entropy, mse, reconstruction or"),
-        ("torch.nn", "`trainer.loss` must be one of cross_entropy, mse, reconstruction or"),
+        ("no_such.Loss", ONE_OF),
+        ("torch.nn.Nope", ONE_OF),
+        ("torch.nn", ONE_OF),
         ("own_losses.NotALoss", "`trainer.loss` must be a class derived from hetexp.training.loss.Loss"),
         (
             "torch.nn.CrossEntropyLoss",
             "`trainer.loss` must be a class derived from hetexp.training.loss.Loss",
         ),
-        ("hetexp.training.loss.Loss", "`trainer.loss` must be one of cross_entropy, mse, reconstruction or"),
+        ("hetexp.training.loss.Loss", ONE_OF),
     ],
 )
 def test_a_wrong_loss_is_told(monkeypatch: pytest.MonkeyPatch, name: str, told: str) -> None:

@@ -1,0 +1,66 @@
+"""Whether a loss is found to be a sum over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from support import unbuilt_config
+
+from hetexp.core.config import Config, read_config
+from hetexp.training.measuring.coupling import coupling
+
+
+def config_of(model: str, loss: str, data: Mapping[str, object] | None = None, **arguments: object) -> Config:
+    raw = unbuilt_config(trainer={"max_steps": 3, "loss": loss})
+    raw |= {
+        "model": {"_target_": model},
+        "data": dict(data) if data else {"_target_": "returning.Vectors"},
+        "loss": arguments,
+    }
+    return read_config(raw)
+
+
+CLASSES = {"_target_": "returning.Vectors", "classes": True}
+HEADS = {"_target_": "returning.numbers"}
+TERMS = {
+    "kind": {"loss": "cross_entropy", "output": "kind", "target": "kind"},
+    "words": {"loss": "cross_entropy", "output": "words", "target": "words", "class_dim": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("returning.normed", "mse"),
+        config_of("returning.normed", "cross_entropy", CLASSES, weight=[0.5, 2.0, 1.0]),
+        config_of("returning.bert", "model", {"_target_": "returning.texts"}),
+        config_of("returning.gpt2", "model", {"_target_": "returning.tokens"}, count="shifted_labels"),
+        config_of("returning.Heads", "sum", HEADS, terms=TERMS),
+    ],
+    ids=["norm", "weights", "bert", "gpt2", "sum"],
+)
+def test_a_sum_over_samples(config: Config) -> None:
+    assert coupling(config) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (config_of("returning.normed", "returning.Contrastive"), "the loss couples samples"),
+        (config_of("returning.normed", "returning.MeanOfMeans"), "is no sum over them"),
+        (config_of("returning.Centred", "mse"), "the model couples samples"),
+        (
+            config_of("returning.gpt2", "model", {"_target_": "returning.tokens"}, count="samples"),
+            "the loss couples samples",
+        ),
+    ],
+    ids=["contrastive", "mean", "model", "count"],
+)
+def test_a_loss_that_couples_samples(config: Config, told: str) -> None:
+    found = coupling(config)
+    assert found is not None and told in found and "run.gather" in found
+
+
+def test_a_model_that_cannot_be_called_says_nothing() -> None:
+    assert coupling(config_of("returning.normed", "cross_entropy", {"_target_": "returning.texts"})) is None
