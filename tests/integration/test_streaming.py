@@ -7,7 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support import Run, Train, difference, start_run, worst
+import streaming_loop
+import torch
+from support import Run, Train, difference, start_run, start_script, worst
 
 from hetexp.core.errors import ConfigError, RunFailedError
 
@@ -213,3 +215,22 @@ def test_ends_in_one_sentence(train: Train, name: str) -> None:
     with pytest.raises(RunFailedError) as caught:
         train(*COMMON, *split(3, 1), *options)
     assert sentence in f"{caught.value} {caught.value.details}"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_script_walks_streams(tmp_path: Path, workers: int) -> None:
+    """Each loop over `run.batches()` is an epoch, or what a `break` has left of it."""
+    script = Path(streaming_loop.__file__)
+    found = []
+    for name, options in (("one", ("hardware=cpu", "strategy=single")), ("three", split(5, 2, 1))):
+        folder = tmp_path / name
+        folder.mkdir()
+        start_script(folder / "run", script, options, str(folder), str(workers))
+        found.append(torch.load(folder / "state.pt"))
+    one, three = found
+    assert one["epochs"] == three["epochs"] == [1, 1, 2]
+    assert len(one["losses"]) == 6
+    assert three["losses"] == pytest.approx(one["losses"], rel=LIMIT)
+    assert torch.allclose(three["weight"], one["weight"], rtol=LIMIT, atol=LIMIT)
+    assert three["evaluation"] == pytest.approx(one["evaluation"], rel=LIMIT)
+    assert three["evaluation"]["samples"] == 41
