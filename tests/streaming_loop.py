@@ -1,4 +1,4 @@
-"""A person's own training loop over streams, as `hetexp launch` runs it: `streaming_loop.py FOLDER WORKERS`."""
+"""A person's own training loop over streams, as `hetexp launch` runs it: FOLDER WORKERS."""
 
 from __future__ import annotations
 
