@@ -503,8 +503,7 @@ def _with_devices(
     built = not (components["strategy"] or components["balancing"])
     if built:
         spec = fall_back(spec)
-    if usable:
-        problems += check_stream(spec.strategy, spec.config)
+    problems += check_stream(spec.strategy, spec.config) if usable else []
     problems += check_plan(spec, built) if ranks.complete else selection.problems
     if ranks.complete and usable and not any(problem.startswith("`strategy") for problem in problems):
         problems += spec.strategy.check_model(spec.config)

@@ -145,10 +145,8 @@ def setup(
         rank, store = 0, dist.HashStore()
     plan = _decided(plan, given, model)
     config = read_config(plan.config)
-    train, evaluation = as_data(dataset), as_data(eval_dataset)
-    assert train is not None, "as check_dataset found"
-    sampler = _sampler(train, global_batch_size, seed, drop_last)
-    arguments = _Given(model, optimizer, train, evaluation, given, collate)
+    arguments = _Given(model, optimizer, as_data(dataset) or dataset, as_data(eval_dataset), given, collate)
+    sampler = _sampler(arguments.train, global_batch_size, seed, drop_last)
     state = _state(plan, config, rank, store, arguments, sampler)
     called = Called(model)
     assert isinstance(state.engine, Replica), "`hetexp launch` has refused other strategies"

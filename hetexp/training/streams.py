@@ -39,10 +39,20 @@ def sampler_of(strategy: Strategy, plan: Plan, config: Config, train: Dataset[An
     stream, trainer = stream_of(train), config.trainer
     if stream is None:
         return strategy.sampler(plan, config, len(train))  # type: ignore[arg-type]  # map-style, as build_data checked
-    if problems := stream_problems(strategy, config, stream.length):
-        raise ConfigError(problems)
+    refuse_stream(strategy, config, train)
     sizes = trainer.global_batch_size, trainer.seed, trainer.drop_last, trainer.overfit_batches
     return StreamSampler(stream, *sizes, max_epochs=trainer.max_epochs)
+
+
+def refuse_stream(strategy: Strategy, config: Config, train: Dataset[Any]) -> None:
+    """Refuse training data that are a stream where the run needs samples that can be counted.
+
+    Raises:
+        ConfigError: see `stream_problems`.
+    """
+    stream = stream_of(train)
+    if stream is not None and (problems := stream_problems(strategy, config, stream.length)):
+        raise ConfigError(problems)
 
 
 def check_stream(strategy: Strategy, config: Config) -> list[str]:

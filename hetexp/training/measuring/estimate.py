@@ -32,6 +32,7 @@ from hetexp.plan.strategy import Strategy
 from hetexp.training.loss import build_loss, summed
 from hetexp.training.recovery.oom_recovery import part_of
 from hetexp.training.seeding import seeded
+from hetexp.training.streams import refuse_stream
 
 PEEKED = 32
 """Samples that are read for the length of a padded one."""
@@ -71,6 +72,7 @@ class RunMemory:
             with seeded(config.trainer.seed):
                 data = build_data(config.data)
                 try:
+                    refuse_stream(strategy, config, data.train)
                     head = indexed(same_shape(data.train), PEEKED)
                     self.sample, self._two = _first_sample(head, data.collate)
                 except ConfigError as error:
